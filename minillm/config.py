@@ -1,0 +1,160 @@
+"""What a model *is*: one frozen description that every floor above reads.
+
+A model family (Llama, Qwen3, DeepSeek-V3, ...) is nothing but a way to fill in `ModelConfig`;
+`models/families.py` does it from a Hugging Face ``config.json``, `presets.py` by hand.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from minillm.errors import ConfigError
+
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+ROPE_TYPES: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., 2021) and its context-extension variants.
+
+    `interleaved` pairs dimensions (2i, 2i+1) as DeepSeek does; otherwise (i, i + dim/2).
+    Fields that a `rope_type` does not use are ignored by it.
+    """
+
+    theta: float = 10000.0
+    rope_type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float | None = None  # yarn, DeepSeek's attention temperature
+    mscale_all_dim: float | None = None  # yarn, DeepSeek's attention temperature
+    truncate: bool = True  # yarn
+    attention_factor: float | None = None  # yarn, longrope
+    short_factor: tuple[float, ...] = ()  # longrope
+    long_factor: tuple[float, ...] = ()  # longrope
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ConfigError(
+                f"rope_type is {self.rope_type!r}; supported are {', '.join(ROPE_TYPES)}."
+            )
+        if not self.theta > 0:
+            raise ConfigError(f"rope theta is {self.theta}; it must be positive.")
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): the cache holds one latent
+    of `kv_lora_rank` values and one rotated key part of `qk_rope_head_dim` per token."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture-of-experts MLP: how many experts, and how the router chooses among them.
+
+    `scoring`: softmax over all experts, or an independent sigmoid per expert (DeepSeek-V3).
+    `num_groups` > 1 limits the choice to the best `topk_groups` groups of experts; a group's
+    score is its best expert ("max", V2) or the sum of its two best ("top2", V3).
+    `score_bias`: a checkpoint buffer added to the scores for *choosing*, not for weighting.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0  # one dense MLP beside the experts; 0: none
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True  # the chosen weights sum to one
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    score_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_token is {self.num_experts_per_token}; "
+                f"it must be between 1 and num_experts ({self.num_experts})."
+            )
+        if self.num_experts % self.num_groups or not 0 < self.topk_groups <= self.num_groups:
+            raise ConfigError(
+                f"{self.num_experts} experts cannot form {self.num_groups} equal groups "
+                f"of which {self.topk_groups} are chosen."
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of one decoder-only model. Sizes are counts of values, not bytes."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int  # of the dense MLP
+    max_position_embeddings: int
+    rope: RopeConfig = RopeConfig()
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False  # bias of the attention output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each query and key head (Qwen3)
+    sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: every layer sees everything
+    mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
+    moe_layers: tuple[bool, ...] = ()  # per layer; empty: all of them, when `moe` is set
+    dtype: str = "bfloat16"  # of the checkpoint
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
+        sizes += ("head_dim", "intermediate_size", "max_position_embeddings")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads ({self.num_heads}) must be a multiple of "
+                f"num_kv_heads ({self.num_kv_heads})."
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype is {self.dtype!r}; supported are {', '.join(DTYPE_BYTES)}.")
+        for name in ("sliding_windows", "moe_layers"):
+            if getattr(self, name) and len(getattr(self, name)) != self.num_layers:
+                raise ConfigError(
+                    f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers."
+                )
+
+    def sliding_window(self, layer: int) -> int | None:
+        """Number of latest positions that `layer` sees (itself included), or None for all."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether the MLP of `layer` is a mixture of experts."""
+        return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that RoPE rotates."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Cached values per token and layer: K and V of every KV head, or MLA's latent."""
+        if self.mla:
+            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+        return 2 * self.num_kv_heads * self.head_dim

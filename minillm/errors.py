@@ -1,0 +1,45 @@
+"""Every error a user of minillm can cause, each also the Python type people already catch.
+
+A message is one sentence that says what was given, what is allowed, and what to do.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MinillmError(Exception):
+    """Base class: ``except MinillmError`` catches everything the library raises on purpose."""
+
+
+class ConfigError(MinillmError, ValueError):
+    """A configuration value (engine argument, config.json field) is out of its domain."""
+
+
+class UnknownArgumentError(MinillmError, TypeError):
+    """An argument name that does not exist; the message proposes the nearest one."""
+
+
+class UnsupportedFeatureError(MinillmError, ValueError):
+    """A known option whose feature this version does not have."""
+
+
+class ModelNotFoundError(MinillmError, FileNotFoundError):
+    """The model folder, a file of it, or the hub id cannot be found."""
+
+
+class CheckpointError(MinillmError, ValueError):
+    """A weight file is damaged, or its tensors do not fit the configuration."""
+
+
+class InvalidRequestError(MinillmError, ValueError):
+    """A prompt or a sampling parameter that cannot be served."""
+
+
+class EngineDeadError(MinillmError, RuntimeError):
+    """The engine was closed, or stopped by an earlier error."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    close = get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
