@@ -1,0 +1,273 @@
+"""How to choose the next token: one frozen, fully checked description per request.
+
+Names, defaults and meanings are vLLM's, so that a script runs on both. Every value is checked
+here and nowhere else: for its type, its range, and for being finite (NaN passes ``<`` and ``>``).
+The limits are there because a value comes from a stranger and reaches the engine of everybody.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from minillm.errors import (
+    InvalidRequestError,
+    UnknownArgumentError,
+    UnsupportedFeatureError,
+    did_you_mean,
+)
+
+GREEDY_BELOW = 1e-5  # temperatures under this choose the most probable token, as in vLLM
+MAX_STOP_STRINGS = 16
+MAX_STRING_LENGTH = 256  # of one stop string or bad word, in characters
+MAX_BAD_WORDS = 128
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+INT32_MAX = 2**31 - 1
+
+T = TypeVar("T")
+
+
+def refuse_unknown_arguments(cls: type[T]) -> type[T]:
+    """Class decorator over a dataclass: an unknown keyword raises `UnknownArgumentError`.
+
+    The message proposes the nearest name; the error is also a TypeError, as Python's own is.
+    """
+    names = [item.name for item in fields(cls) if item.init]  # type: ignore[arg-type]
+    init: Callable[..., None] = cls.__init__
+
+    @wraps(init)
+    def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in names:
+                raise UnknownArgumentError(
+                    f"{cls.__name__} has no argument {shown(name)}.{did_you_mean(name, names)}"
+                )
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked_init  # type: ignore[method-assign]
+    return cls
+
+
+def shown(value: object) -> str:
+    """`repr(value)`, at most 80 characters: an error must not echo a megabyte of input."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        return f"a value of type {type(value).__name__} that is too large to print"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_int(name: str, value: object, low: int, high: int) -> int:
+    """Return `value` as an int in [low, high] (numpy integers are fine, True is not a number)."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be an integer.")
+    if not low <= value <= high:
+        raise InvalidRequestError(
+            f"{name} is {shown(value)}; it must be an integer from {low} to {high}."
+        )
+    return int(value)
+
+
+def check_float(name: str, value: object, low: float, high: float, above: bool = False) -> float:
+    """Return `value` as a finite float in [low, high], or in (low, high] when `above`."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be a number.")
+    # The comparison comes first: an int too large for a float is out of range, not an error.
+    inside = low < value <= high if above else low <= value <= high
+    if not (inside and math.isfinite(value)):
+        bounds = f"above {low:g} to {high:.9g}" if above else f"from {low:g} to {high:.9g}"
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be a number {bounds}.")
+    return float(value)
+
+
+def _int(default: int | None, low: int, high: int) -> Any:
+    """A dataclass field holding an integer in [low, high]."""
+    return field(default=default, metadata={"check": check_int, "limits": (low, high)})
+
+
+def _optional_int(default: int | None, low: int, high: int) -> Any:
+    """A dataclass field holding None or an integer in [low, high]."""
+    limits = {"check": check_int, "limits": (low, high), "optional": True}
+    return field(default=default, metadata=limits)
+
+
+def _float(default: float, low: float, high: float, above: bool = False) -> Any:
+    """A dataclass field holding a finite number in [low, high], or in (low, high]."""
+    return field(default=default, metadata={"check": check_float, "limits": (low, high, above)})
+
+
+@refuse_unknown_arguments
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What one request asks of the sampler. The range of every number stands beside its default.
+
+    Order of operations, as in vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`,
+    penalties, temperature, `min_p`, then `top_k` and `top_p`. Reported log-probabilities are of
+    the model's own distribution, before all of these.
+
+    Raises:
+        InvalidRequestError: a value of the wrong type or outside its range.
+        UnknownArgumentError: a name that does not exist.
+        UnsupportedFeatureError: `structured_outputs`, which this version does not have.
+    """
+
+    n: int = _int(1, 1, 64)  # completions of one prompt
+    temperature: float = _float(1.0, 0.0, 1e6)  # divides the logits; 0 is greedy
+    top_k: int = _int(0, -1, INT32_MAX)  # the k most probable tokens (and ties); 0 or -1: all
+    top_p: float = _float(1.0, 0.0, 1.0, above=True)  # fewest tokens of this mass (1904.09751)
+    min_p: float = _float(0.0, 0.0, 1.0)  # at least this share of the best token (2407.01082)
+    presence_penalty: float = _float(0.0, -2.0, 2.0)  # once per token in the output
+    frequency_penalty: float = _float(0.0, -2.0, 2.0)  # times its count in the output
+    repetition_penalty: float = _float(1.0, 0.01, 100.0)  # prompt and output (CTRL, 1909.05858)
+    max_tokens: int | None = _optional_int(16, 1, INT32_MAX)  # None: as many as there is room for
+    min_tokens: int = _int(0, 0, INT32_MAX)  # no end of sequence and no stop token id before
+    seed: int | None = _optional_int(None, -(2**63), 2**63 - 1)  # None or -1: a new one each time
+    logprobs: int | None = _optional_int(None, 0, 20)  # 0: the chosen token only
+    prompt_logprobs: int | None = _optional_int(None, 0, 20)
+    stop: Sequence[str] = ()  # a string, or several; the text ends before the first that appears
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] | None = None  # token id -> -100 .. 100, added to the logit
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    structured_outputs: Any = None  # a later version
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            self._check_number_or_flag(item)
+        self._set("top_k", max(self.top_k, 0))
+        self._set("seed", None if self.seed == -1 else self.seed)
+        stop = _strings("stop", self.stop, MAX_STOP_STRINGS)
+        bad_words = _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        stop_ids = _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        self._set("stop", stop)
+        self._set("bad_words", bad_words)
+        self._set("stop_token_ids", stop_ids)
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, INT32_MAX)
+            if not allowed:
+                raise InvalidRequestError("allowed_token_ids is empty; it must allow a token.")
+            self._set("allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            self._set("logit_bias", _bias(self.logit_bias))
+        self._check_combinations()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken, so that nothing is drawn."""
+        return self.temperature < GREEDY_BELOW
+
+    def _set(self, name: str, value: object) -> None:
+        """Store the normalised form of an argument, once, while the object is being built."""
+        object.__setattr__(self, name, value)
+
+    def _check_number_or_flag(self, item: Field) -> None:
+        value = getattr(self, item.name)
+        if "check" in item.metadata:
+            if value is not None or "optional" not in item.metadata:
+                self._set(
+                    item.name, item.metadata["check"](item.name, value, *item.metadata["limits"])
+                )
+        elif isinstance(item.default, bool) and not isinstance(value, bool):
+            raise InvalidRequestError(f"{item.name} is {shown(value)}; it must be True or False.")
+
+    def _check_combinations(self) -> None:
+        if self.structured_outputs is not None:
+            raise UnsupportedFeatureError(
+                "structured_outputs is not built yet; leave it out, or constrain the output "
+                "with allowed_token_ids."
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, "
+                f"which is {self.max_tokens}."
+            )
+        if self.greedy and self.n > 1:
+            raise InvalidRequestError(
+                f"n is {self.n} and temperature is {self.temperature:g}; greedy completions are "
+                "all the same, so n must be 1 or the temperature higher."
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError(
+                f"stop is {shown(self.stop)} and detokenize is False; stop strings need the text, "
+                "so leave detokenize on or use stop_token_ids."
+            )
+
+
+def validate_against_model(
+    params: SamplingParams, logit_width: int, bad_words_ids: Iterable[Sequence[int]] = ()
+) -> None:
+    """Check every token id of `params` against the number of logits the model has.
+
+    An id beyond it would write into another request's row of the logits.
+
+    Args:
+        logit_width: rows of the output embedding, whether the tokenizer names them or not.
+        bad_words_ids: `params.bad_words` as the tokenizer splits them.
+
+    Raises:
+        InvalidRequestError: naming the parameter and the first id that does not exist.
+    """
+    used: dict[str, Iterable[int]] = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": params.logit_bias or (),
+        "bad_words": (token for word in bad_words_ids for token in word),
+    }
+    for name, ids in used.items():
+        for token in ids:
+            if not 0 <= token < logit_width:
+                raise InvalidRequestError(
+                    f"{name} contains token id {token}; this model has ids from 0 to "
+                    f"{logit_width - 1}."
+                )
+
+
+def _items(name: str, value: object, most: int) -> tuple[Any, ...]:
+    """The items of a list or tuple (None: none of them), at most `most`."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be a list.")
+    if len(value) > most:
+        raise InvalidRequestError(f"{name} has {len(value)} entries; at most {most} are allowed.")
+    return tuple(value)
+
+
+def _strings(name: str, value: object, most: int) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) and name == "stop" else _items(name, value, most)
+    for item in items:
+        if not isinstance(item, str) or not 0 < len(item) <= MAX_STRING_LENGTH:
+            raise InvalidRequestError(
+                f"{name} contains {shown(item)}; each entry must be a string of 1 to "
+                f"{MAX_STRING_LENGTH} characters."
+            )
+    return items
+
+
+def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:
+    items = _items(name, value, most)
+    return tuple(check_int(f"a token id in {name}", item, 0, INT32_MAX) for item in items)
+
+
+def _bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(
+            f"logit_bias is {shown(value)}; it must map token ids to numbers from -100 to 100."
+        )
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed."
+        )
+    return {
+        check_int("a token id in logit_bias", token, 0, INT32_MAX): check_float(
+            f"logit_bias of token {shown(token)}", bias, -100.0, 100.0
+        )
+        for token, bias in value.items()
+    }
