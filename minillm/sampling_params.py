@@ -1,11 +1,10 @@
 """How to choose the next token: one frozen, fully checked description per request.
 
 Names, defaults and meanings are vLLM's, so that a script runs on both. Every value is checked
-here and nowhere else: for its type, its range, and for being finite (NaN passes ``<`` and ``>``).
+here and nowhere else: for its type and its range, which leaves out NaN and infinity.
 The limits are there because a value comes from a stranger and reaches the engine of everybody.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import wraps
@@ -47,12 +46,12 @@ def refuse_unknown_arguments(cls: type[T]) -> type[T]:
                 )
         init(self, *args, **kwargs)
 
-    cls.__init__ = checked_init  # type: ignore[method-assign]
+    cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
     return cls
 
 
 def shown(value: object) -> str:
-    """`repr(value)`, at most 80 characters: an error must not echo a megabyte of input."""
+    """`repr(value)` in at most 80 characters: an error must not echo a megabyte of input."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more than 4,300 digits
@@ -60,7 +59,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def check_int(name: str, value: object, low: int, high: int) -> int:
+def check_int(name: str, value: Any, low: int, high: int) -> int:
     """Return `value` as an int in [low, high] (numpy integers are fine, True is not a number)."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be an integer.")
@@ -71,14 +70,13 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
     return int(value)
 
 
-def check_float(name: str, value: object, low: float, high: float, above: bool = False) -> float:
+def check_float(name: str, value: Any, low: float, high: float, above: bool = False) -> float:
     """Return `value` as a finite float in [low, high], or in (low, high] when `above`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be a number.")
-    # The comparison comes first: an int too large for a float is out of range, not an error.
-    inside = low < value <= high if above else low <= value <= high
-    if not (inside and math.isfinite(value)):
-        bounds = f"above {low:g} to {high:.9g}" if above else f"from {low:g} to {high:.9g}"
+    # Written so that NaN, for which every comparison is false, is refused.
+    if not (low < value <= high if above else low <= value <= high):
+        bounds = f"above {low:g} and at most {high:.9g}" if above else f"from {low:g} to {high:.9g}"
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be a number {bounds}.")
     return float(value)
 
