@@ -1,0 +1,1 @@
+"""Triton kernels of minillm, and `reference`: the one oracle for every operation."""

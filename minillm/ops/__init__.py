@@ -1,0 +1,21 @@
+"""One function per operation. Backends hide behind these names; the engine calls nothing else."""
+
+from minillm_kernels.reference import (
+    causal_attention,
+    moe_experts,
+    moe_route,
+    paged_attention,
+    rms_norm,
+    rotate,
+    silu_mul,
+)
+
+__all__ = [
+    "causal_attention",
+    "moe_experts",
+    "moe_route",
+    "paged_attention",
+    "rms_norm",
+    "rotate",
+    "silu_mul",
+]

@@ -1,0 +1,46 @@
+"""Multi-head attention with grouped KV heads: MHA, GQA and MQA are one module."""
+
+from torch import Tensor, nn
+
+from minillm import ops
+from minillm.config import ModelConfig
+from minillm.layers.batch import Batch
+from minillm.layers.kv_cache import AttentionBackend
+from minillm.layers.linear import Linear
+from minillm.layers.norm import RMSNorm
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al., 2023); `num_kv_heads` = 1 is MQA, = H is MHA."""
+
+    def __init__(self, config: ModelConfig, layer: int, prefix: str):
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.interleaved = config.rope.interleaved
+        self.scale = config.head_dim**-0.5
+        self.window = config.sliding_window(layer)
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = Linear(prefix, config.hidden_size, outputs, config.qkv_bias)
+        self.o_proj = Linear(prefix, q_size, {"o_proj": config.hidden_size}, config.output_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(f"{prefix}q_norm", self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(f"{prefix}k_norm", self.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
+    ) -> Tensor:
+        """[N, d] -> [N, d]"""
+        heads = self.num_heads + 2 * self.num_kv_heads
+        qkv = self.qkv_proj(x).view(-1, heads, self.head_dim)  # [N, H + 2 Hkv, D]
+        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = ops.rotate(q, *rope, self.interleaved)
+        k = ops.rotate(k, *rope, self.interleaved)
+        kv.write(self.layer, k, v, batch)
+        out = kv.attend(self.layer, q, batch, self.scale, self.window)  # [N, H, D]
+        return self.o_proj(out.flatten(1))

@@ -1,0 +1,117 @@
+"""The KV cache tensors. The scheduler counts blocks; only this file knows what one looks like.
+
+A layer sees two calls, `write` and `attend`, so that another device, page layout, precision, or
+the trainer, can bring its own.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minillm import ops
+from minillm.config import ModelConfig
+from minillm.layers.batch import Batch
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What one token costs in one layer.
+
+    With MLA there is one KV head whose value is a prefix of its key: `value_dim` values of the
+    `key_dim` cached ones, stored once.
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    value_in_key: bool = False
+
+    @property
+    def values_per_token(self) -> int:
+        """Number of values stored per token."""
+        return self.num_kv_heads * (self.key_dim + (0 if self.value_in_key else self.value_dim))
+
+
+def cache_spec(config: ModelConfig) -> CacheSpec:
+    """The cache that every layer of this model needs."""
+    if config.mla:
+        rank = config.mla.kv_lora_rank
+        return CacheSpec(1, rank + config.mla.qk_rope_head_dim, rank, value_in_key=True)
+    return CacheSpec(config.num_kv_heads, config.head_dim, config.head_dim)
+
+
+class AttentionBackend(Protocol):
+    """What a layer needs to know of the past."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
+        """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] at the batch's slots."""
+        ...
+
+    def attend(
+        self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention of query [N, H, Dk] over its sequences -> [N, H, Dv]."""
+        ...
+
+
+class KVCache:
+    """Paged keys and values of all layers, head-major: [blocks, Hkv, block_size, D] per layer.
+
+    A head's positions lie side by side because a CPU reads them 7 times faster so than
+    token-major. A block may be as long as a whole sequence: then the cache is contiguous.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        self.spec = spec
+        self.block_size = block_size
+        shape = (num_layers, num_blocks, spec.num_kv_heads, block_size)
+        self.key = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
+        if spec.value_in_key:
+            self.value = self.key[..., : spec.value_dim]
+        else:
+            self.value = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        stored = self.key.nbytes if self.spec.value_in_key else self.key.nbytes + self.value.nbytes
+        return stored
+
+    def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
+        """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
+        blocks = batch.slot_mapping // self.block_size
+        offsets = batch.slot_mapping % self.block_size
+        self.key[layer][blocks, :, offsets] = key
+        if value is not None:
+            self.value[layer][blocks, :, offsets] = value
+
+    def attend(
+        self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention of query [N, H, Dk] over its sequences -> [N, H, Dv]."""
+        return ops.paged_attention(
+            query,
+            self.key[layer],
+            self.value[layer],
+            batch.query_start,
+            batch.seq_lens,
+            batch.block_tables,
+            scale,
+            window,
+        )
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block of every layer."""
+        self.key[:, target] = self.key[:, source]
+        if not self.spec.value_in_key:
+            self.value[:, target] = self.value[:, source]

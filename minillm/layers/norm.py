@@ -1,0 +1,26 @@
+"""RMSNorm."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from minillm import ops
+from minillm.layers.linear import empty_parameter
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, name: str, size: int, eps: float):
+        super().__init__()
+        self.name = name
+        self.eps = eps
+        self.weight = empty_parameter(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., d] -> [.., d]"""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each checkpoint name with the view of this layer that holds it."""
+        yield f"{self.name}.weight", self.weight.data

@@ -1,0 +1,101 @@
+"""Rotary position embedding: the frequencies of every scaling scheme, and the angles of a batch."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from minillm.config import RopeConfig
+
+
+def inverse_frequencies(
+    rope: RopeConfig, dim: int, max_position_embeddings: int, max_model_len: int
+) -> Tensor:
+    """Angle per position of each pair of dimensions, float32 [dim / 2].
+
+    `dynamic` and `longrope` depend on the context length. It is taken from `max_model_len` once
+    per engine, not from the running length, so that a key cached early still fits a query that
+    comes late, and chunking cannot change an output.
+    """
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim  # [dim / 2]
+    theta = rope.theta
+    if rope.rope_type == "dynamic":
+        # NTK-aware base (Peng et al., 2023): only beyond the trained length.
+        ratio = max(max_model_len, max_position_embeddings) / max_position_embeddings
+        theta *= (rope.factor * ratio - (rope.factor - 1)) ** (dim / (dim - 2))
+    frequencies = 1.0 / theta**exponent
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(frequencies, rope, max_position_embeddings)
+    if rope.rope_type == "yarn":
+        return _yarn(frequencies, rope, dim, max_position_embeddings)
+    if rope.rope_type == "longrope":
+        original = rope.original_max_position_embeddings or max_position_embeddings
+        factors = rope.long_factor if max_model_len > original else rope.short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig, max_position_embeddings: int) -> Tensor:
+    """Llama 3.1: slow the long waves by `factor`, keep the short ones, blend between."""
+    original = rope.original_max_position_embeddings or max_position_embeddings
+    turns = original * frequencies / (2 * math.pi)  # full turns within the trained length
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig, dim: int, max_position_embeddings: int) -> Tensor:
+    """YaRN (Peng et al., 2023), section 3.2: interpolate by the number of turns."""
+    original = rope.original_max_position_embeddings or max_position_embeddings
+
+    def dimension_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = (high - low) or 0.001
+    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return slowed * frequencies / rope.factor + (1 - slowed) * frequencies
+
+
+def yarn_temperature(factor: float, mscale: float) -> float:
+    """YaRN's attention temperature, 0.1 m ln(s) + 1 (Peng et al., 2023, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def attention_factor(rope: RopeConfig, max_position_embeddings: int) -> float:
+    """Factor on cos and sin by which yarn and longrope sharpen attention; 1 elsewhere."""
+    if rope.rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.rope_type == "longrope":
+        original = rope.original_max_position_embeddings or max_position_embeddings
+        return math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(original))
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_temperature(rope.factor, rope.mscale) / yarn_temperature(
+            rope.factor, rope.mscale_all_dim
+        )
+    return yarn_temperature(rope.factor, 1.0)
+
+
+class RotaryEmbedding(nn.Module):
+    """Positions [N] -> cos and sin [N, dim / 2] in float32, shared by all layers of a step."""
+
+    def __init__(
+        self, rope: RopeConfig, dim: int, max_position_embeddings: int, max_model_len: int
+    ):
+        super().__init__()
+        self.factor = attention_factor(rope, max_position_embeddings)
+        with torch.device("cpu"):
+            frequencies = inverse_frequencies(rope, dim, max_position_embeddings, max_model_len)
+        self.frequencies = nn.Buffer(frequencies, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[N] -> two of [N, dim / 2]"""
+        angles = positions.float().unsqueeze(1) * self.frequencies
+        return angles.cos() * self.factor, angles.sin() * self.factor

@@ -1,0 +1,130 @@
+"""The one decoder. Every family is this file under another `ModelConfig`."""
+
+import torch
+from torch import Tensor, nn
+
+from minillm.config import ModelConfig
+from minillm.layers.attention import Attention
+from minillm.layers.batch import Batch
+from minillm.layers.kv_cache import AttentionBackend
+from minillm.layers.linear import Embedding, Linear
+from minillm.layers.mla import MLAttention
+from minillm.layers.mlp import MLP
+from minillm.layers.moe import ExpertNames, MoE, Router
+from minillm.layers.norm import RMSNorm
+from minillm.layers.rope import RotaryEmbedding
+
+MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual connection."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        prefix, d, eps = f"model.layers.{layer}.", config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(f"{prefix}input_layernorm", d, eps)
+        self.attention: nn.Module
+        if config.mla:
+            self.attention = MLAttention(config, config.mla, layer, f"{prefix}self_attn.")
+        else:
+            self.attention = Attention(config, layer, f"{prefix}self_attn.")
+        self.mlp_norm = RMSNorm(f"{prefix}post_attention_layernorm", d, eps)
+        self.mlp: nn.Module
+        if config.moe and config.is_moe_layer(layer):
+            names = MIXTRAL_EXPERTS if config.family == "mixtral" else ExpertNames()
+            self.mlp = MoE(config, config.moe, prefix, names)
+        else:
+            self.mlp = MLP(f"{prefix}mlp.", d, config.intermediate_size, config.mlp_bias)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
+    ) -> Tensor:
+        """[N, d] -> [N, d]"""
+        x = x + self.attention(self.input_norm(x), rope, batch, kv)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer over a flat batch.
+
+    Parameters are uninitialised: `models/loader.py` fills them from a checkpoint, or
+    `initialize` at random. `max_model_len` fixes context-dependent RoPE schemes once.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_model_len: int | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        max_positions = config.max_position_embeddings
+        with torch.device("meta"):
+            self.embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+            self.rope = RotaryEmbedding(
+                config.rope, config.rotary_dim, max_positions, max_model_len or max_positions
+            )
+            self.layers = nn.ModuleList(
+                DecoderLayer(config, layer) for layer in range(config.num_layers)
+            )
+            self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
+            self.lm_head = None
+            if not config.tie_word_embeddings:
+                self.lm_head = Linear("", config.hidden_size, {"lm_head": config.vocab_size})
+        allocate(self, dtype, device)
+
+    def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
+        """Run the batch's tokens, extending the cache: N tokens -> hidden states [N, d]."""
+        rope = self.rope(batch.positions)
+        x = self.embedding(batch.input_ids)
+        for layer in self.layers:
+            x = layer(x, rope, batch, kv)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[K, d] -> [K, V], in the model's dtype."""
+        return self.embedding.as_output(hidden) if self.lm_head is None else self.lm_head(hidden)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of a Hugging Face checkpoint of this model, as a view of its parameter."""
+        tensors: dict[str, Tensor] = {}
+        for module in self.modules():
+            if module is not self and hasattr(module, "checkpoint_tensors"):
+                tensors.update(module.checkpoint_tensors())
+        return tensors
+
+    @torch.no_grad()
+    def initialize(self, std: float = 0.02, seed: int = 0) -> None:
+        """Random weights: matrices normal with `std`, norms 1, biases 0."""
+        device = self.embedding.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, std, generator=generator)
+        for module in self.modules():
+            if isinstance(module, Router) and module.bias is not None:
+                module.bias.zero_()
+
+
+def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give a module built on the meta device its memory: parameters in `dtype`, buffers as built.
+
+    Building first and allocating after needs no global default dtype, so two engines can load
+    in two threads.
+    """
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(part, name, nn.Parameter(memory, requires_grad=False))
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+            else:
+                setattr(part, name, buffer.to(device))
