@@ -63,7 +63,7 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
     """Return `value` as an int in [low, high] (numpy integers are fine, True is not a number)."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be an integer.")
-    if not low <= value <= high:
+    if not low <= int(value) <= high:
         raise InvalidRequestError(
             f"{name} is {shown(value)}; it must be an integer from {low} to {high}."
         )
@@ -75,7 +75,8 @@ def check_float(name: str, value: Any, low: float, high: float, above: bool = Fa
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be a number.")
     # Written so that NaN, for which every comparison is false, is refused.
-    if not (low < value <= high if above else low <= value <= high):
+    number: Any = value  # numbers.Real declares no comparison with a float
+    if not (low < number <= high if above else low <= number <= high):
         bounds = f"above {low:g} and at most {high:.9g}" if above else f"from {low:g} to {high:.9g}"
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be a number {bounds}.")
     return float(value)
