@@ -1,0 +1,77 @@
+# `make run` and `make test` each do all their own set-up; CONTRIBUTING.md has the same steps
+# for machines without make. PYTHON=... chooses the interpreter, WORKERS=... the test processes.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+WORKERS ?= 2
+
+# A stamp is written after a complete installation, so an interrupted one is done again. There
+# are two, because running needs none of the development tools.
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help run check test test-full clean
+.NOTPARALLEL:
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+run: $(RUN_STAMP) ## set up, generate with the embedded model, show how fast it was
+	@$(PY) -m minillm
+
+check: $(DEV_STAMP) ## set up, then lint and types only
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: check ## set up, then lint, types and all tests but the slow ones
+	$(PY) -m pytest -n $(WORKERS) -m "not slow"
+
+test-full: check ## the same with the slow tests
+	$(PY) -m pytest -n $(WORKERS)
+
+clean: ## remove the environment and everything generated
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Make follows the link $(PY), so an environment whose interpreter was uninstalled is rebuilt.
+CANDIDATES := $(or $(PYTHON),python3.12 python3.11 python3.13 python3 python)
+$(PY):
+	@found=; \
+	for python in $(CANDIDATES); do \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  found=$$python; \
+	  $$python -c 'import ensurepip, venv' 2>/dev/null || continue; \
+	  echo "Creating $(VENV) with $$python ($$($$python --version))."; \
+	  exec $$python -m venv --clear $(VENV); \
+	done; \
+	if [ -n "$$found" ]; then \
+	  echo "$$found cannot create environments: install its venv module (on Debian and" \
+	    "Ubuntu: apt install python3-venv), then run make again."; \
+	else \
+	  echo "minillm needs Python 3.11 or newer, and none of these is: $(CANDIDATES)." \
+	    "Install one, or name it: make run PYTHON=/path/to/python3.12"; \
+	fi >&2; exit 1
+
+$(RUN_STAMP): $(PY) pyproject.toml constraints.txt
+	$(call install,.)
+	@touch $@
+
+$(DEV_STAMP): $(PY) pyproject.toml constraints.txt
+	$(call install,.[dev])
+	@touch $(RUN_STAMP) $@
+
+# pip says a line or more per package; the screen gets the downloads with their sizes, the log
+# gets everything. setuptools comes first, so that the build needs nothing that is not pinned.
+LOG := $(VENV)/install.log
+define install
+@echo "Installing the pinned packages, once (details: $(LOG))."
+@set -o pipefail; \
+pip() { $(PY) -m pip install --disable-pip-version-check -c constraints.txt "$$@"; }; \
+{ $(PY) -m ensurepip && pip setuptools && pip --no-build-isolation -e '$(1)'; } 2>&1 \
+  | tee $(LOG) \
+  | sed -n -e '/\.metadata/d' -e 's/^ *\(Downloading\) .*\//  \1 /p;t' \
+      -e 's/^ *\(Downloading .*\)/  \1/p;t' -e 's/^\(Installing\) collected.*/  \1 .../p' \
+  || { echo "The installation failed. The last lines of $(LOG):"; tail -n 15 $(LOG); exit 1; } >&2
+endef
