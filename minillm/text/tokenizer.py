@@ -1,0 +1,258 @@
+"""Text to token ids and back, by the files of a Hugging Face folder.
+
+``tokenizer.json`` is the whole truth about how text becomes ids, the first token included: its
+post-processor says whether a beginning-of-sequence token is added. ``tokenizer_config.json`` adds
+names (which token is bos, which is eos), a few added tokens and the chat template. Its
+``add_bos_token`` and ``add_eos_token`` are ignored, as transformers 5 ignores them whenever there
+is a ``tokenizer.json``: they configured the slow tokenizers that no longer exist.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
+from minillm.text.chat_template import ChatTemplate, Message
+
+
+class Tokenizer:
+    """A tokenizer of the ``tokenizers`` library with the rules of one checkpoint folder.
+
+    Immutable after construction, so one object may serve many threads.
+
+    Args:
+        backend: the loaded ``tokenizer.json``, with every added token already added.
+        origin: the folder, for error messages.
+        special_tokens: ``{"bos_token": "<s>", ...}``.
+        chat_template: Jinja source, or None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        origin: str = "this tokenizer",
+        special_tokens: dict[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_truncation()  # a stored truncation would silently shorten prompts
+        backend.no_padding()
+        self._backend = backend
+        self.origin = origin
+        self.special_tokens = dict(special_tokens or {})
+        self._template = (
+            None if chat_template is None
+            else ChatTemplate(chat_template, origin, self.special_tokens)
+        )  # fmt: skip
+        self.vocab_size: int = (
+            max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
+        """Largest token id plus one. The logit width of a model is often larger."""
+        self.bos_token_id: int | None = self._named_id("bos_token")
+        self.eos_token_id: int | None = self._named_id("eos_token")
+        added = backend.get_added_tokens_decoder()
+        self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
+        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        self.byte_fallback_ids: frozenset[int] = _byte_fallback_ids(backend)
+        """Ids that stand for one raw byte each; ``detokenizer`` says why they matter."""
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "Tokenizer":
+        """Load ``tokenizer.json`` and its neighbours from a local folder.
+
+        Raises:
+            ModelNotFoundError: no such folder, or no ``tokenizer.json`` in it.
+            CheckpointError: a file is there but damaged.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ModelNotFoundError(f"There is no tokenizer folder {str(path)!r}.")
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ModelNotFoundError(
+                f"{str(path)!r} has no tokenizer.json, so text cannot be used with this model; "
+                "token ids still work: pass {'prompt_token_ids': [...]} as the prompt."
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception for every bad file
+            raise CheckpointError(
+                f"{file} cannot be read as a tokenizer: {_line(error)}."
+            ) from error
+        config = _read_json(folder / "tokenizer_config.json")
+        named, unnamed = _special_tokens(folder, config)
+        _add_missing_tokens(backend, folder, config, [*named.values(), *unnamed])
+        return cls(backend, str(path), named, _chat_template_source(folder, config))
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of ``text``; the post-processor's own tokens only if asked for.
+
+        Raises:
+            InvalidRequestError: not a string, or one with lone surrogates (not text).
+        """
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"A prompt text must be a string, not {type(text).__name__}.")
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # TypeError for surrogates, plain Exception inside the library
+            raise InvalidRequestError(
+                f"The text cannot be tokenized: {_why(text, error)}."
+            ) from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ``ids``; an id without an entry in the tokenizer has no text."""
+        known = [i for i in ids if 0 <= i < self.vocab_size]
+        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether ``decode`` sees this id at all: known, and not a skipped special token."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return False
+        return 0 <= token_id < self.vocab_size and self._backend.id_to_token(token_id) is not None
+
+    def token_text(self, token_id: int) -> str:
+        """Return what one token adds to a running text, ``""`` for an id without an entry.
+
+        Unlike ``decode([token_id])`` this keeps the leading space that decoders drop at the start
+        of a text, so that the pieces of a prompt join to the prompt. Part of a character is U+FFFD.
+        """
+        anchor, prefix = self._anchor
+        text = self.decode([*anchor, token_id], skip_special_tokens=False)
+        return text[len(prefix) :] if text.startswith(prefix) else self.decode([token_id], False)
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """An ordinary token with visible text to decode others behind, and that text."""
+        for token_id in range(self.vocab_size):
+            text = "" if token_id in self.special_ids else self.decode([token_id])
+            if text.strip() and text.isascii() and token_id not in self.byte_fallback_ids:
+                return [token_id], text
+        return [], ""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder has a (default) chat template."""
+        return self._template is not None
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Return the conversation as the checkpoint's chat template writes it.
+
+        Raises:
+            InvalidRequestError: no template, malformed messages, or the template refused them.
+        """
+        if self._template is None:
+            raise InvalidRequestError(
+                f"{self.origin} has no chat template (it is a base model, or the file is missing); "
+                "use generate with a plain prompt instead."
+            )
+        return self._template.render(messages, add_generation_prompt)
+
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the ids of ``render_chat``. The template itself writes the first token."""
+        return self.encode(self.render_chat(messages, add_generation_prompt), False)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")
+
+
+def _why(text: str, error: Exception) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as bad:
+        return f"character {bad.start} is a lone surrogate ({text[bad.start]!r}), which is not text"
+    return _line(error)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in ``file``, or {} if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueError
+        raise CheckpointError(f"{file} is not valid JSON: {_line(error)}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def _content(token: object) -> str | None:
+    """A token is written as a string or as ``{"content": string, ...flags}``."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Return the named special tokens (``bos_token``, ...) and the unnamed ones."""
+    # special_tokens_map.json is the older file; it counts where the newer table is missing.
+    older = (
+        {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json")
+    )
+    merged = {**config, **older}
+    named = {key: text for key, value in merged.items()
+             if key.endswith("_token") and (text := _content(value))}  # fmt: skip
+    extra = merged.get("extra_special_tokens") or merged.get("additional_special_tokens") or []
+    if isinstance(extra, dict):  # {"image_token": "<image>"}: names of the model's own
+        named.update({key: text for key, value in extra.items() if (text := _content(value))})
+        extra = []
+    return named, [text for value in extra if (text := _content(value))]
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, config: dict[str, Any], special: list[str]
+) -> None:
+    """Add what the neighbouring files name and ``tokenizer.json`` does not have (new ids)."""
+    table = config.get("added_tokens_decoder")
+    if table is None:
+        older = _read_json(folder / "added_tokens.json")
+        table = {str(i): {"content": text, "special": text in special} for text, i in older.items()}
+    try:
+        tokens = [tokenizers.AddedToken(**table[key]) for key in sorted(table, key=int)]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"The added tokens of {str(folder)!r} are damaged: {_line(error)}."
+        ) from error
+    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in tokens if repr(token) not in known])
+    already = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    backend.add_special_tokens([t for t in dict.fromkeys(special) if t not in already])
+
+
+def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return the default template: its own file first, then the configuration."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise CheckpointError(f"{file} is not UTF-8 text: {_line(error)}.") from error
+    found = config.get("chat_template")
+    if found is None:
+        found = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(
+        found, list
+    ):  # [{"name": "default", "template": "..."}, {"name": "tool_use", ...}]
+        found = {
+            entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)
+        }
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    decoder = backend.decoder
+    if decoder is None or b"ByteFallback" not in decoder.__getstate__():
+        return frozenset()
+    ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(i for i in ids if i is not None)
