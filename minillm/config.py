@@ -13,6 +13,17 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_TYPES: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+MODEL_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -121,9 +132,7 @@ class ModelConfig:
     dtype: str = "bfloat16"  # of the checkpoint
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
-        sizes += ("head_dim", "intermediate_size", "max_position_embeddings")
-        for name in sizes:
+        for name in MODEL_SIZES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.num_heads % self.num_kv_heads:

@@ -31,9 +31,9 @@ class Router(nn.Module):
         self.prefix, self.moe = prefix, moe
         self.weight = empty_parameter(moe.num_experts, hidden_size)
         # A checkpoint buffer, never trained by gradient and not zero in real models.
-        self.bias = None
-        if moe.score_bias:
-            self.bias = nn.Buffer(torch.empty(moe.num_experts, dtype=torch.float32))
+        bias = torch.empty(moe.num_experts, dtype=torch.float32) if moe.score_bias else None
+        self.register_buffer("bias", bias)
+        self.bias: Tensor | None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, d] -> weights [N, k] and expert ids [N, k]"""

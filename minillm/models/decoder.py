@@ -71,7 +71,7 @@ class Decoder(nn.Module):
                 DecoderLayer(config, layer) for layer in range(config.num_layers)
             )
             self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
-            self.lm_head = None
+            self.lm_head: Linear | None = None
             if not config.tie_word_embeddings:
                 self.lm_head = Linear("", config.hidden_size, {"lm_head": config.vocab_size})
         allocate(self, dtype, device)
@@ -91,9 +91,10 @@ class Decoder(nn.Module):
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor of a Hugging Face checkpoint of this model, as a view of its parameter."""
         tensors: dict[str, Tensor] = {}
-        for module in self.modules():
-            if module is not self and hasattr(module, "checkpoint_tensors"):
-                tensors.update(module.checkpoint_tensors())
+        for layer in self.modules():
+            named = getattr(layer, "checkpoint_tensors", None)
+            if named is not None and layer is not self:
+                tensors.update(named())
         return tensors
 
     @torch.no_grad()

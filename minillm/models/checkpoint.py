@@ -1,0 +1,180 @@
+"""Finding a model and reading its files: a local folder, an embedded model, or a hub id.
+
+Only JSON and safetensors are read. Nothing here runs code from a checkpoint.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minillm.config import ModelConfig
+from minillm.errors import (
+    CheckpointError,
+    ModelNotFoundError,
+    UnsupportedFeatureError,
+    did_you_mean,
+)
+from minillm.models.families import parse_config
+from minillm.presets import PRESETS, preset
+
+ASSETS = Path(__file__).parent.parent / "assets"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What there is to know before weights are read. `folder` is None for a preset."""
+
+    name: str
+    config: ModelConfig
+    folder: Path | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    ignored_layers: int = 0  # extra layers at the end of the file (multi-token prediction)
+
+
+def open_model(model: str | Path) -> ModelSource:
+    """Describe `model`: an embedded name, ``preset:NAME``, a folder, or a hub id.
+
+    Raises ModelNotFoundError, CheckpointError, ConfigError or UnsupportedFeatureError.
+    """
+    name = str(model)
+    if name.startswith("preset:"):
+        return ModelSource(name, preset(name.removeprefix("preset:")))
+    folder = find_folder(name)
+    config_data = read_json(folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    eos = generation.get("eos_token_id", config_data.get("eos_token_id"))
+    bos = generation.get("bos_token_id", config_data.get("bos_token_id"))
+    return ModelSource(
+        name,
+        parse_config(config_data),
+        folder,
+        token_ids(eos, folder),
+        (*token_ids(bos, folder), None)[0],
+        config_data.get("num_nextn_predict_layers") or 0,
+    )
+
+
+def token_ids(value: Any, folder: Path) -> tuple[int, ...]:
+    """One id, several, or none (null)."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise CheckpointError(f"{folder} gives the end-of-sequence id {value!r}; ids are integers.")
+    return tuple(ids)
+
+
+def embedded_models() -> list[str]:
+    """Names of the models that are part of the installation."""
+    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
+
+
+def find_folder(name: str) -> Path:
+    """The local folder of a model, downloading a hub id when online."""
+    if name.endswith(".gguf"):
+        raise UnsupportedFeatureError("GGUF files are not supported by this version.")
+    if name in embedded_models():
+        return ASSETS / name
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelNotFoundError(
+            f"{name} is a file; give the folder that holds config.json and the weights."
+        )
+    if HUB_ID.fullmatch(name) and not path.parent.exists():
+        return download(name)
+    known = [*embedded_models(), *(f"preset:{key}" for key in PRESETS)]
+    raise ModelNotFoundError(
+        f"There is no folder {name!r}; give a Hugging Face model folder, a hub id such as "
+        f"'org/name', or one of {', '.join(embedded_models())}.{did_you_mean(name, known)}"
+    )
+
+
+def download(hub_id: str) -> Path:
+    """Resolve a hub id to its cached snapshot, fetching what is missing."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFoundError(
+            f"The model {hub_id!r} is not in the local hub cache and could not be fetched "
+            f"({type(error).__name__}); check the name, go online once, or give a local folder."
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object, or say which file is missing or damaged."""
+    if not path.is_file():
+        raise ModelNotFoundError(
+            f"The folder {str(path.parent)!r} has no {path.name}; give a Hugging Face model folder."
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds a {type(data).__name__}; it must be a JSON object.")
+    return data
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The weight files of a folder: those its index names, or the only one."""
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, Mapping):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map.")
+        names = sorted({str(name) for name in weight_map.values()})
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if len(names) > 1:
+            raise CheckpointError(
+                f"{folder} holds {len(names)} safetensors files but no {INDEX} to relate them."
+            )
+    if not names:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+        hint = "; convert its pickled weights to safetensors, pickle is never read" * pickled
+        raise ModelNotFoundError(f"{folder} holds no safetensors file{hint}.")
+    for name in names:
+        if Path(name).name != name:  # an index must not lead out of its folder
+            raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a plain file.")
+        if not (folder / name).is_file():
+            raise ModelNotFoundError(f"{folder / INDEX} names {name}, but that file is missing.")
+    return [folder / name for name in names]
+
+
+@contextmanager
+def open_shard(path: Path) -> Iterator[Any]:
+    """A memory-mapped safetensors file, with damage reported by file name."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({error}); fetch it again."
+        ) from error
+
+
+def shard_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a file, from its header alone."""
+    with open_shard(path) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, one in memory at a time."""
+    with open_shard(path) as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)

@@ -1,0 +1,290 @@
+"""From a Hugging Face ``config.json`` to a `ModelConfig`: each family is one short function.
+
+Fields that are absent mean what transformers takes them to mean. A field whose value asks for
+something this engine does not do is refused by name; nothing is ignored that changes an output.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from minillm.config import DTYPE_BYTES, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
+
+Fields = Mapping[str, Any]
+ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
+
+
+def parse_config(data: Fields) -> ModelConfig:
+    """Describe the model of a parsed ``config.json``.
+
+    Raises ConfigError (unknown family, missing or ill-typed field) and UnsupportedFeatureError.
+    """
+    family = str(data.get("model_type"))
+    if family not in FAMILIES:
+        hint = did_you_mean(family, FAMILIES)
+        raise ConfigError(
+            f"config.json says model_type {family!r}; minillm knows {', '.join(FAMILIES)}.{hint}"
+        )
+    if data.get("quantization_config"):
+        method = data["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedFeatureError(
+            f"This checkpoint is quantised ({method}), which this version cannot load; "
+            "use the model's unquantised checkpoint."
+        )
+    if data.get("hidden_act", "silu") != "silu":
+        raise UnsupportedFeatureError(
+            f"hidden_act is {data['hidden_act']!r}; this version has only 'silu'."
+        )
+    return FAMILIES[family](data)
+
+
+def integer(data: Fields, name: str, default: int | None = None) -> int:
+    """A whole number; required when there is no default, and null means the default."""
+    value = data.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ConfigError(f"config.json has no {name!r}, which this model family needs.")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"config.json says {name} = {value!r}; it must be a whole number.")
+    return value
+
+
+def number(data: Fields, name: str, default: float) -> float:
+    """A number; null means the default."""
+    value = data.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"config.json says {name} = {value!r}; it must be a number.")
+    return float(value)
+
+
+def dtype_name(data: Fields) -> str:
+    """The checkpoint's dtype under its new or old field name; absent means float32."""
+    name = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise UnsupportedFeatureError(
+            f"config.json says dtype {name!r}; this version has {', '.join(DTYPE_BYTES)}."
+        )
+    return name
+
+
+def rope_config(data: Fields, theta: float = 10000.0, interleaved: bool = False) -> RopeConfig:
+    """RoPE from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
+    fields: dict[str, Any] = {"rope_theta": data.get("rope_theta")}
+    fields.update(data.get("rope_scaling") or {})
+    fields.update(data.get("rope_parameters") or {})
+    rope_type: Any = fields.get("rope_type") or fields.get("type") or "default"
+    rope_type = ROPE_ALIASES.get(rope_type, rope_type)
+    if number(fields, "partial_rotary_factor", number(data, "partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedFeatureError("partial_rotary_factor is not 1; this version rotates all.")
+    original = fields.get("original_max_position_embeddings") or data.get(
+        "original_max_position_embeddings"
+    )
+    factor = fields.get("factor")
+    if factor is None and original:  # yarn and longrope: the ratio of the two lengths
+        factor = integer(data, "max_position_embeddings") / original
+    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+    return RopeConfig(
+        theta=number(fields, "rope_theta", theta),
+        rope_type=rope_type,
+        factor=float(factor or 1.0),
+        original_max_position_embeddings=original,
+        mscale=fields.get("mscale"),
+        mscale_all_dim=fields.get("mscale_all_dim"),
+        truncate=fields.get("truncate", True),
+        attention_factor=fields.get("attention_factor"),
+        short_factor=tuple(fields.get("short_factor") or ()),
+        long_factor=tuple(fields.get("long_factor") or ()),
+        interleaved=interleaved,
+        **{name: number(fields, name, 0) for name in optional if fields.get(name) is not None},
+    )
+
+
+def common(data: Fields, family: str, **overrides: Any) -> ModelConfig:
+    """What all families share; `overrides` are the family's own."""
+    heads = integer(data, "num_attention_heads")
+    hidden_size = integer(data, "hidden_size")
+    values: dict[str, Any] = {
+        "vocab_size": integer(data, "vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": integer(data, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": integer(data, "num_key_value_heads", heads),
+        "head_dim": integer(data, "head_dim", hidden_size // heads),
+        "intermediate_size": integer(data, "intermediate_size"),
+        "max_position_embeddings": integer(data, "max_position_embeddings"),
+        "rms_norm_eps": number(data, "rms_norm_eps", 1e-6),
+        "tie_word_embeddings": bool(data.get("tie_word_embeddings", False)),
+        "dtype": dtype_name(data),
+    }
+    if "rope" not in overrides:
+        values["rope"] = rope_config(data)
+    return ModelConfig(family=family, **(values | overrides))
+
+
+def every_layer(data: Fields, window: int | None) -> tuple[int | None, ...]:
+    """The same sliding window in all layers."""
+    return (window,) * integer(data, "num_hidden_layers") if window else ()
+
+
+def upper_layers(data: Fields) -> tuple[int | None, ...]:
+    """Qwen's windows: the layers that `layer_types` names, or those from `max_window_layers` on."""
+    if not data.get("use_sliding_window"):
+        return ()
+    window, layers = data.get("sliding_window", 4096), integer(data, "num_hidden_layers")
+    kinds = data.get("layer_types")
+    if kinds is None:
+        first = integer(data, "max_window_layers", 28)
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def llama(data: Fields) -> ModelConfig:
+    """Llama 1 to 3, and SmolLM2, which has the same shape."""
+    bias = bool(data.get("attention_bias", False))
+    mlp_bias = bool(data.get("mlp_bias", False))
+    return common(data, "llama", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+
+
+def mistral(data: Fields) -> ModelConfig:
+    """Mistral: Llama with a sliding window (transformers' default when absent is 4,096)."""
+    window = every_layer(data, data.get("sliding_window", 4096))
+    return common(data, "mistral", sliding_windows=window)
+
+
+def qwen2(data: Fields) -> ModelConfig:
+    """Qwen2 and 2.5: biases on q, k and v, never on o."""
+    return common(data, "qwen2", qkv_bias=True, sliding_windows=upper_layers(data))
+
+
+def qwen3(data: Fields) -> ModelConfig:
+    """Qwen3: a norm on every query and key head."""
+    bias = bool(data.get("attention_bias", False))
+    return common(
+        data,
+        "qwen3",
+        head_dim=integer(data, "head_dim", 128),
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        sliding_windows=upper_layers(data),
+    )
+
+
+def mixtral(data: Fields) -> ModelConfig:
+    """Mixtral: softmax over all experts, the chosen weights normalised."""
+    return common(
+        data,
+        "mixtral",
+        rope=rope_config(data, theta=1e6),
+        rms_norm_eps=number(data, "rms_norm_eps", 1e-5),
+        sliding_windows=every_layer(data, data.get("sliding_window")),
+        moe=MoEConfig(
+            num_experts=integer(data, "num_local_experts", data.get("num_experts")),
+            num_experts_per_token=integer(data, "num_experts_per_tok", 2),
+            intermediate_size=integer(data, "intermediate_size"),
+        ),
+    )
+
+
+def qwen3_moe(data: Fields) -> ModelConfig:
+    """Qwen3-MoE: Qwen3 whose MLPs are experts, except for chosen layers."""
+    bias = bool(data.get("attention_bias", False))
+    layers, step = integer(data, "num_hidden_layers"), integer(data, "decoder_sparse_step", 1)
+    dense = data.get("mlp_only_layers") or ()
+    window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
+    return common(
+        data,
+        "qwen3_moe",
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        sliding_windows=every_layer(data, window),
+        moe=MoEConfig(
+            num_experts=integer(data, "num_experts", data.get("num_local_experts")),
+            num_experts_per_token=integer(data, "num_experts_per_tok", 8),
+            intermediate_size=integer(data, "moe_intermediate_size"),
+            normalize=bool(data.get("norm_topk_prob", False)),
+        ),
+        moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+    )
+
+
+def deepseek(data: Fields, family: str, moe: MoEConfig, dense_layers: int) -> ModelConfig:
+    """What DeepSeek-V2 and V3 share: MLA, and experts after some dense layers."""
+    if integer(data, "moe_layer_freq", 1) != 1:
+        raise UnsupportedFeatureError("moe_layer_freq is not 1; this version needs it to be.")
+    mla = MLAConfig(
+        kv_lora_rank=integer(data, "kv_lora_rank", 512),
+        qk_nope_head_dim=integer(data, "qk_nope_head_dim", 128),
+        qk_rope_head_dim=integer(data, "qk_rope_head_dim", 64),
+        v_head_dim=integer(data, "v_head_dim", 128),
+        q_lora_rank=data.get("q_lora_rank", 1536),
+    )
+    bias = bool(data.get("attention_bias", False))
+    return common(
+        data,
+        family,
+        rope=rope_config(data, interleaved=bool(data.get("rope_interleave", True))),
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(data.get("mlp_bias", False)),
+        mla=mla,
+        moe=moe,
+        moe_layers=tuple(i >= dense_layers for i in range(integer(data, "num_hidden_layers"))),
+    )
+
+
+def deepseek_v2(data: Fields) -> ModelConfig:
+    """DeepSeek-V2: softmax routing, in the larger models limited to the best groups."""
+    method = data.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy") or data.get("norm_topk_prob"):
+        raise UnsupportedFeatureError(
+            f"topk_method is {method!r} and norm_topk_prob is {data.get('norm_topk_prob')}; "
+            "for DeepSeek-V2 this version has greedy and group_limited_greedy, not normalised."
+        )
+    grouped = method == "group_limited_greedy"
+    size = integer(data, "moe_intermediate_size", 1407)
+    moe = MoEConfig(
+        num_experts=integer(data, "n_routed_experts", 64),
+        num_experts_per_token=integer(data, "num_experts_per_tok"),
+        intermediate_size=size,
+        shared_intermediate_size=size * integer(data, "n_shared_experts", 2),
+        normalize=False,
+        routed_scaling_factor=number(data, "routed_scaling_factor", 1.0),
+        num_groups=integer(data, "n_group") if grouped else 1,
+        topk_groups=integer(data, "topk_group") if grouped else 1,
+    )
+    return deepseek(data, "deepseek_v2", moe, integer(data, "first_k_dense_replace", 0))
+
+
+def deepseek_v3(data: Fields) -> ModelConfig:
+    """DeepSeek-V3 and R1: sigmoid scores, chosen with a bias, from the best groups."""
+    size = integer(data, "moe_intermediate_size", 2048)
+    moe = MoEConfig(
+        num_experts=integer(data, "n_routed_experts", 256),
+        num_experts_per_token=integer(data, "num_experts_per_tok", 8),
+        intermediate_size=size,
+        shared_intermediate_size=size * integer(data, "n_shared_experts", 1),
+        scoring="sigmoid",
+        normalize=bool(data.get("norm_topk_prob", True)),
+        routed_scaling_factor=number(data, "routed_scaling_factor", 2.5),
+        num_groups=integer(data, "n_group", 8),
+        topk_groups=integer(data, "topk_group", 4),
+        group_score="top2",
+        score_bias=True,
+    )
+    return deepseek(data, "deepseek_v3", moe, integer(data, "first_k_dense_replace", 3))
+
+
+FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+}

@@ -1,0 +1,124 @@
+"""Filling a `Decoder` from a checkpoint, shard by shard.
+
+The model lists every checkpoint tensor it wants as a view of its parameters; the headers of the
+files list what they have. The two lists must match exactly before a byte of weights is read.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minillm.errors import CheckpointError, ConfigError
+from minillm.models.checkpoint import ModelSource, read_tensors, shard_files, shard_shapes
+from minillm.models.decoder import Decoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OUTPUT, INPUT = "lm_head.weight", "model.embed_tokens.weight"
+PROGRESS_BYTES = 1 << 30  # loading more than this takes seconds: show progress
+# Frequencies that old exporters stored; they are computed here.
+COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def load_model(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> Decoder:
+    """Build the model of `source` and fill it: from its files, or at random ("dummy").
+
+    Peak memory is the weights plus one tensor. Raises CheckpointError naming the tensor when a
+    file is damaged, has a tensor too many or too few, or one of another shape.
+    """
+    if source.folder is None and load_format != "dummy":
+        raise ConfigError(
+            f"{source.name} is a shape without weights; add load_format='dummy' for random ones."
+        )
+    files = shard_files(source.folder) if source.folder and load_format != "dummy" else []
+    shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
+    model = Decoder(source.config, dtype, device, max_model_len)
+    if load_format == "dummy":
+        model.initialize(seed=seed)
+    else:
+        wanted = model.checkpoint_tensors()
+        check_tensors(source, wanted, shapes)
+        fill(wanted, files)
+    return model.eval()
+
+
+def check_tensors(
+    source: ModelSource, wanted: dict[str, Tensor], shapes: list[tuple[Path, str, tuple[int, ...]]]
+) -> None:
+    """Every wanted tensor is in exactly one file with its shape, and no file has another."""
+    found: dict[str, Path] = {}
+    for path, name, shape in shapes:
+        if name in found:
+            raise CheckpointError(f"{name} is in both {found[name].name} and {path.name}.")
+        found[name] = path
+        target = wanted.get(name)
+        if name == OUTPUT and target is None:  # tied: the loader compares it with the embedding
+            target = wanted[INPUT]
+        if target is None:
+            if not is_expected_extra(source, name):
+                raise CheckpointError(
+                    f"{path.name} has a tensor {name} of shape {list(shape)} that the "
+                    f"{source.config.family} model of config.json has no place for."
+                )
+        elif tuple(target.shape) != shape:
+            raise CheckpointError(
+                f"{name} in {path.name} has shape {list(shape)}, but config.json describes "
+                f"{list(target.shape)}."
+            )
+    missing = sorted(wanted.keys() - found.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more" * (len(missing) > 1)
+        raise CheckpointError(f"{source.folder} has no tensor {missing[0]}{more}.")
+
+
+def is_expected_extra(source: ModelSource, name: str) -> bool:
+    """Tensors that are known not to be needed: stored frequencies, and DeepSeek's extra layers
+    for multi-token prediction, which follow the last real one."""
+    if COMPUTED.fullmatch(name):
+        return True
+    layer = LAYER.match(name)
+    last = source.config.num_layers + source.ignored_layers
+    return bool(layer) and source.config.num_layers <= int(layer[1]) < last  # type: ignore[index]
+
+
+def fill(wanted: dict[str, Tensor], files: list[Path]) -> None:
+    """Copy every tensor to its place, converting its dtype on the way."""
+    total = sum(path.stat().st_size for path in files)
+    with tqdm(
+        total=total, desc="Loading", unit="B", unit_scale=True, disable=total < PROGRESS_BYTES
+    ) as progress:
+        tied_output: Tensor | None = None
+        for path in files:
+            for name, tensor in read_tensors(path):
+                progress.update(tensor.nbytes)
+                if name in wanted:
+                    copy_tensor(wanted[name], tensor, name)
+                elif name == OUTPUT:
+                    tied_output = tensor.to(wanted[INPUT].dtype)
+    if tied_output is not None and not torch.equal(
+        tied_output.to(wanted[INPUT].device), wanted[INPUT]
+    ):
+        raise CheckpointError(
+            f"config.json ties {OUTPUT} to {INPUT}, but the file has two different tensors; "
+            "set tie_word_embeddings to false in config.json."
+        )
+
+
+def copy_tensor(target: Tensor, tensor: Tensor, name: str) -> None:
+    """One tensor to its place; only floating-point dtypes are plain weights."""
+    if tensor.dtype not in DTYPES.values():
+        raise CheckpointError(
+            f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}; "
+            f"plain weights are {', '.join(DTYPES)}."
+        )
+    target.copy_(tensor)
