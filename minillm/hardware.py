@@ -6,9 +6,11 @@ machine at hand once (about two seconds) and caches them, `achieved()` divides b
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, MinillmError
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,133 @@ class Hardware:
     def ridge(self, dtype: str = "bfloat16") -> float:
         """Operations per byte above which a step is bound by operations (Williams et al., 2009)."""
         return self.rate(dtype) / self.bandwidth
+
+
+def _datasheet(*rows: tuple[str, str, float, float, float, float, str]) -> Mapping[str, Hardware]:
+    """Rows of (key, name, GB, GB/s, TFLOP/s, microseconds per launch, source)."""
+    return MappingProxyType(
+        {
+            key: Hardware(name, int(gb * 1e9), rate * 1e9, tflops * 1e12, launch * 1e-6, source)
+            for key, name, gb, rate, tflops, launch, source in rows
+        }
+    )
+
+
+# Nominal figures in decimal units, dense rates (the vendors' sparse figures are twice as large).
+# Launch times are of one kernel from eager PyTorch; a captured graph needs about 1.5 us instead.
+# For the laptops they are of one small PyTorch operation. Both are typical values, not datasheet.
+DATASHEET: Mapping[str, Hardware] = _datasheet(
+    ("a100-sxm", "NVIDIA A100 SXM 80GB", 80, 2039, 312, 5, "NVIDIA A100 datasheet, 2021"),
+    ("h100-sxm", "NVIDIA H100 SXM", 80, 3350, 989, 5, "NVIDIA H100 datasheet, 2023"),
+    ("h200", "NVIDIA H200 SXM", 141, 4800, 989, 5, "NVIDIA H200 datasheet, 2024"),
+    (
+        "b200",
+        "NVIDIA B200",
+        180,
+        8000,
+        2250,
+        5,
+        "NVIDIA HGX B200 datasheet, 2024; 192 GB are on the package, about 180 GB usable",
+    ),
+    ("mi300x", "AMD Instinct MI300X", 192, 5300, 1307, 5, "AMD MI300X datasheet, 2023"),
+    (
+        "rtx-5070-ti",
+        "NVIDIA GeForce RTX 5070 Ti",
+        16,
+        896,
+        87.9,
+        5,
+        "NVIDIA Blackwell RTX whitepaper, 2025; bf16 with float32 accumulation",
+    ),
+    (
+        "apple-m1",
+        "Apple M1",
+        16,
+        68.25,
+        2.6,
+        5,
+        "Apple, 2020: two-channel LPDDR4X-4266; float32 rate of the GPU, no bf16 rate published",
+    ),
+    (
+        "apple-m2",
+        "Apple M2",
+        24,
+        100,
+        3.6,
+        5,
+        "Apple, 2022: float32 rate of the GPU, no bf16 rate published",
+    ),
+    (
+        "apple-m1-max",
+        "Apple M1 Max",
+        64,
+        400,
+        10.4,
+        5,
+        "Apple, 2021: float32 rate of the GPU, no bf16 rate published",
+    ),
+    (
+        "laptop-ddr5",
+        "x86 laptop, 8 cores, two-channel DDR5-5600",
+        16,
+        89.6,
+        0.9,
+        5,
+        "arithmetic: 2 x 8 bytes x 5.6 GT/s; 8 cores x 32 float32 operations x 3.5 GHz (AVX2)",
+    ),
+)
+
+
+class ImpossibleMeasurementError(MinillmError, ValueError):
+    """A measurement above what the hardware can do: some part of it is wrong."""
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """What a measurement reached: bytes/s, operations/s, and their shares of the ceilings."""
+
+    bandwidth: float
+    flops_per_second: float
+    bandwidth_fraction: float
+    flops_fraction: float
+
+
+def achieved(
+    flops: float, num_bytes: float, seconds: float, hardware: Hardware, dtype: str = "bfloat16"
+) -> Achieved:
+    """Divide a measurement by the ceilings of `hardware`."""
+    if not seconds > 0:
+        raise ImpossibleMeasurementError(f"A measurement took {seconds} s; it must be positive.")
+    return Achieved(
+        bandwidth=num_bytes / seconds,
+        flops_per_second=flops / seconds,
+        bandwidth_fraction=num_bytes / seconds / hardware.bandwidth,
+        flops_fraction=flops / seconds / hardware.rate(dtype),
+    )
+
+
+def check_physical(
+    flops: float,
+    num_bytes: float,
+    seconds: float,
+    hardware: Hardware,
+    dtype: str = "bfloat16",
+    slack: float = 0.0,
+) -> Achieved:
+    """Return `achieved(...)`, or raise `ImpossibleMeasurementError` when it is above a ceiling.
+
+    A datasheet rate is a hard limit. A measured ceiling is what one run reached, on a shared
+    machine perhaps in a bad moment, so give it some `slack` (0.2 accepts 20 percent more).
+    """
+    result = achieved(flops, num_bytes, seconds, hardware, dtype)
+    for what, fraction, rate, unit in (
+        ("bytes", result.bandwidth_fraction, result.bandwidth / 1e9, "GB/s"),
+        ("operations", result.flops_fraction, result.flops_per_second / 1e12, "TFLOP/s"),
+    ):
+        if fraction > 1 + slack:
+            raise ImpossibleMeasurementError(
+                f"The {what} of this measurement need {rate:.4g} {unit}, {fraction:.2f} times what "
+                f"{hardware.name} can do; check the timer (is the device synchronised?), caches "
+                f"and reused results, and what was counted."
+            )
+    return result
