@@ -1,0 +1,25 @@
+"""Settings that must hold before the first import of torch, tokenizers or huggingface_hub.
+
+They are environment variables, not calls such as `torch.set_num_threads`: the pure-Python tests
+then need not import torch, and subprocesses that tests start inherit them. One thread per worker,
+because the workers already fill the cores and a second thread only makes them wait for each other.
+"""
+
+import os
+
+from hypothesis import settings
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+}
+os.environ.update(ENVIRONMENT)
+
+# No deadline: a shared machine may stop for a second, and no test may depend on a clock. The same
+# examples every time in continuous integration, new ones on a developer's machine.
+settings.register_profile("minillm", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("minillm")
