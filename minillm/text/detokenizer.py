@@ -9,14 +9,14 @@ it context whose text is already out:
                           |<-------- window ---------->|
     text of the window    |  shown           | pending |
 
-Two things can still change later text, and nothing else is held back:
+Only what may be part of an unfinished character waits:
 
 * A byte-level text that ends inside a character ends with one U+FFFD, for at most three bytes
   ("maximal subpart" replacement, Unicode standard section 3.9). That one character waits.
-* A ``ByteFallback`` decoder turns a run of ``<0xXX>`` tokens into text only if the whole run is
-  valid UTF-8, else into one U+FFFD per byte. So a run waits for its end.
+* ``<0xXX>`` byte tokens (SentencePiece byte fallback) wait until they form a character.
 """
 
+import codecs
 from collections.abc import Sequence
 
 from minillm.text.tokenizer import Tokenizer
@@ -33,6 +33,11 @@ class IncrementalDetokenizer:
     For prompt P and output G the pieces join to ``decode(P + G)`` without the part it shares with
     ``decode(P)``: a character that the prompt left unfinished belongs to the output.
 
+    One exception. A ``ByteFallback`` decoder turns a whole run of byte tokens into U+FFFD when any
+    byte of it is invalid. Waiting for the end of every run would delay each line of a Llama 2
+    model, whose newline is the token ``<0x0A>``. So characters are shown when they are complete
+    and stay if a later byte of the run is invalid; only the bytes since then become U+FFFD.
+
     Args:
         tokenizer: decodes the window.
         prompt_token_ids: what precedes the output; only its end is looked at.
@@ -47,7 +52,11 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = self._prompt_context(prompt_token_ids)
+        self._window: list[int] = []
+        self._shown = ""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        for token_id in self._prompt_end(prompt_token_ids):
+            self.push(token_id)
         self._shown = self._decode()
 
     def push(self, token_id: int) -> str:
@@ -55,24 +64,37 @@ class IncrementalDetokenizer:
         if not self._tokenizer.has_text(token_id, self._skip):
             return ""
         self._window.append(token_id)
-        if token_id in self._tokenizer.byte_fallback_ids:
-            return ""
+        byte = self._tokenizer.byte_fallback.get(token_id)
+        if byte is not None:
+            return self._push_byte(byte)
+        self._utf8.reset()
         text = self._decode()
         stable = text[:-1] if text.endswith(_REPLACEMENT) else text
-        return self._emit(text, stable)
-
-    def flush(self) -> str:
-        """Return what is left at the end of the output, an unfinished character as U+FFFD."""
-        text = self._decode()
-        return self._emit(text, text)
-
-    def _emit(self, text: str, stable: str) -> str:
-        start = _common_length(self._shown, stable)
+        new = stable[_common_length(self._shown, stable) :]
         if len(stable) >= len(self._shown):
             self._shown = stable
         if len(self._window) > 2 * _CONTEXT:
             self._shrink(pending=len(text) - len(self._shown))
-        return stable[start:]
+        return new
+
+    def flush(self) -> str:
+        """Return what is left at the end of the output, an unfinished character as U+FFFD."""
+        text = self._decode()
+        new = text[_common_length(self._shown, text) :]
+        self._shown = text
+        return new
+
+    def _push_byte(self, byte: int) -> str:
+        try:
+            if not self._utf8.decode(bytes([byte])):
+                return ""  # the character is not complete
+        except UnicodeDecodeError:
+            self._utf8.reset()  # it never will be
+        new = self.flush()
+        # Another context, because the decoder would join the next byte to the ones just shown.
+        anchor, self._shown = self._tokenizer.anchor
+        self._window = [*anchor]
+        return new
 
     def _shrink(self, pending: int) -> None:
         window, self._window = self._window, self._window[-_CONTEXT:]
@@ -82,17 +104,15 @@ class IncrementalDetokenizer:
         else:  # tokens without text: the next one would be taken for the first of the text
             self._window = window
 
-    def _prompt_context(self, ids: Sequence[int]) -> list[int]:
-        """The last tokens that have text, more of them if they are one run of bytes."""
-        context: list[int] = []
-        plain = False
+    def _prompt_end(self, ids: Sequence[int]) -> list[int]:
+        """The last tokens that have text, beginning outside a run of byte tokens."""
+        end: list[int] = []
         for token_id in reversed(ids):
-            if plain and len(context) >= _CONTEXT:
-                break
             if self._tokenizer.has_text(token_id, self._skip):
-                context.append(token_id)
-                plain = plain or token_id not in self._tokenizer.byte_fallback_ids
-        return context[::-1]
+                end.append(token_id)
+                if len(end) >= _CONTEXT and token_id not in self._tokenizer.byte_fallback:
+                    break
+        return end[::-1]
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, self._skip)

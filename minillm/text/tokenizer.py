@@ -56,8 +56,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
         """Ids that ``skip_special_tokens`` leaves out of the text."""
-        self.byte_fallback_ids: frozenset[int] = _byte_fallback_ids(backend)
-        """Ids that stand for one raw byte each; ``detokenizer`` says why they matter."""
+        self.byte_fallback: dict[int, int] = _byte_fallback(backend)
+        """Ids of the ``<0xXX>`` tokens, each with its byte; empty without a byte fallback."""
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
@@ -123,16 +123,16 @@ class Tokenizer:
         Unlike ``decode([token_id])`` this keeps the leading space that decoders drop at the start
         of a text, so that the pieces of a prompt join to the prompt. Part of a character is U+FFFD.
         """
-        anchor, prefix = self._anchor
+        anchor, prefix = self.anchor
         text = self.decode([*anchor, token_id], skip_special_tokens=False)
         return text[len(prefix) :] if text.startswith(prefix) else self.decode([token_id], False)
 
     @cached_property
-    def _anchor(self) -> tuple[list[int], str]:
+    def anchor(self) -> tuple[list[int], str]:
         """An ordinary token with visible text to decode others behind, and that text."""
         for token_id in range(self.vocab_size):
             text = "" if token_id in self.special_ids else self.decode([token_id])
-            if text.strip() and text.isascii() and token_id not in self.byte_fallback_ids:
+            if text.strip() and text.isascii() and token_id not in self.byte_fallback:
                 return [token_id], text
         return [], ""
 
@@ -250,9 +250,9 @@ def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+def _byte_fallback(backend: tokenizers.Tokenizer) -> dict[int, int]:
     decoder = backend.decoder
     if decoder is None or b"ByteFallback" not in decoder.__getstate__():
-        return frozenset()
-    ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    return frozenset(i for i in ids if i is not None)
+        return {}
+    ids = ((byte, backend.token_to_id(f"<0x{byte:02X}>")) for byte in range(256))
+    return {token_id: byte for byte, token_id in ids if token_id is not None}

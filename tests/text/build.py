@@ -62,7 +62,9 @@ def byte_level(with_bos: bool = False) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("é漢", special=False)])
+    tokenizer.add_tokens(
+        [AddedToken("<think>", normalized=False), AddedToken("é漢", special=False)]
+    )
     if with_bos:
         tokenizer.post_processor = _bos_template("<|endoftext|>", tokenizer)
     return tokenizer
@@ -80,7 +82,8 @@ def _sentencepiece_bpe() -> models.BPE:
     draft = Tokenizer(models.BPE())
     draft.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=330, show_progress=False)
-    draft.train_from_iterator(CORPUS[:3], trainer)  # no CJK: it goes through byte tokens
+    # Neither CJK nor newlines: those go through byte tokens, as in Llama 2.
+    draft.train_from_iterator(" ".join(CORPUS[:3]).split("\n"), trainer)
     trained = json.loads(draft.to_str())["model"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     pieces += [p for p in trained["vocab"] if p not in pieces]
@@ -158,6 +161,21 @@ def wordpiece() -> Tokenizer:
     return tokenizer
 
 
+def bpe_suffix() -> Tokenizer:
+    """The first GPT: words end in ``</w>``, which is a space except in the last token."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    trainer = trainers.BpeTrainer(
+        vocab_size=250,
+        special_tokens=["<unk>", "</s>"],
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
 KINDS = {
     "byte_level": byte_level,
     "byte_level_bos": lambda: byte_level(with_bos=True),
@@ -167,6 +185,7 @@ KINDS = {
     "unigram": unigram,
     "wordlevel": wordlevel,
     "wordpiece": wordpiece,
+    "bpe_suffix": bpe_suffix,
 }
 
 

@@ -1,0 +1,148 @@
+"""Pieces of text join to the decoded whole, for every kind of tokenizer and any ids."""
+
+import os
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minillm.text.detokenizer import IncrementalDetokenizer
+from minillm.text.tokenizer import Tokenizer
+from tests.text.build import KINDS, TEXTS
+
+MARK = "<|segment|>"
+BYTE_FALLBACK = ["llama2", "metaspace_first"]
+OTHERS = ["byte_level", "unigram", "wordlevel", "wordpiece", "bpe_suffix"]
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    backend = KINDS[kind]()
+    backend.add_special_tokens([MARK])
+    return Tokenizer(backend)
+
+
+def draw_ids(data: st.DataObject, tokenizer: Tokenizer, max_size: int) -> list[int]:
+    """Random ids: known, unknown, special, and (where there are any) mostly bytes."""
+    last = tokenizer.vocab_size - 2  # MARK is the last one
+    any_id = st.integers(0, last) | st.integers(last + 2, last + 9)
+    common = st.sampled_from([*tokenizer.byte_fallback, *tokenizer.special_ids, 5])
+    common = common.filter(lambda i: i <= last)
+    return data.draw(st.lists(any_id | common, max_size=max_size))
+
+
+def stream(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip)
+    return "".join([detokenizer.push(i) for i in ids]) + detokenizer.flush()
+
+
+def reference(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    """``decode`` with a mark wherever a run of byte tokens has become a character, or cannot."""
+    marked, run = [], b""
+    mark = tokenizer.encode(MARK, add_special_tokens=False)[-1]
+    for i in ids:
+        if not tokenizer.has_text(i, skip):
+            continue
+        marked.append(i)
+        if i not in tokenizer.byte_fallback:
+            run = b""
+            continue
+        run += bytes([tokenizer.byte_fallback[i]])
+        try:
+            run.decode()
+            finished = True
+        except UnicodeDecodeError as error:
+            finished = error.reason != "unexpected end of data"
+        if finished:
+            marked.append(mark)
+            run = b""
+    return tokenizer.decode(marked, skip_special_tokens=False).replace(MARK, "")
+
+
+def after(prompt_text: str, whole: str) -> str:
+    return whole[len(os.path.commonprefix([prompt_text, whole])) :]  # noqa: RUF071
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@given(data=st.data(), skip=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_pieces_join_to_the_decoded_whole(kind: str, data: st.DataObject, skip: bool) -> None:
+    tokenizer = tokenizer_of(kind)
+    prompt, ids = draw_ids(data, tokenizer, 20), draw_ids(data, tokenizer, 40)
+    whole = tokenizer.decode(prompt + ids, skip)
+    expected = after(tokenizer.decode(prompt, skip), whole)
+    assert stream(tokenizer, prompt, ids, skip) == expected
+
+
+@pytest.mark.parametrize("kind", BYTE_FALLBACK)
+@given(data=st.data(), skip=st.booleans())
+@settings(max_examples=120, deadline=None)
+def test_byte_tokens_become_characters_as_soon_as_they_can(
+    kind: str, data: st.DataObject, skip: bool
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    prompt, ids = draw_ids(data, tokenizer, 20), draw_ids(data, tokenizer, 40)
+    expected = after(reference(tokenizer, prompt, skip), reference(tokenizer, prompt + ids, skip))
+    assert stream(tokenizer, prompt, ids, skip) == expected
+
+
+@pytest.mark.parametrize("kind", [*BYTE_FALLBACK, *OTHERS])
+@given(data=st.data(), text=st.sampled_from(TEXTS) | st.text(max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_text_is_shown_at_once_and_is_never_half_a_character(
+    kind: str, data: st.DataObject, text: str
+) -> None:
+    """After each id of a text everything is out but an unfinished character."""
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode(text)
+    cut = data.draw(st.integers(0, len(ids)))
+    prompt, ids = ids[:cut], ids[cut:]
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=False)
+    before = reference(tokenizer, prompt, skip=False)
+    shown = ""
+    for i, token_id in enumerate(ids):
+        shown += detokenizer.push(token_id)
+        now = after(before, reference(tokenizer, prompt + ids[: i + 1], skip=False))
+        assert now.startswith(shown)
+        assert set(now[len(shown) :]) <= {"\ufffd"}
+    shown += detokenizer.flush()
+    assert shown == after(before, tokenizer.decode(prompt + ids, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2"])
+def test_an_emoji_comes_out_whole(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode("x🦜!", add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.push(i) for i in ids]
+    assert [p for p in pieces if p][-2:] == ["🦜", "!"]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    unfinished = "".join(detokenizer.push(i) for i in ids[:-2])
+    assert unfinished == "x"
+    assert unfinished + detokenizer.flush() == tokenizer.decode(ids[:-2])
+
+
+def test_the_newline_of_llama2_is_not_delayed() -> None:
+    tokenizer = tokenizer_of("llama2")
+    newline = tokenizer.encode("a\n", add_special_tokens=False)[-1]
+    assert newline in tokenizer.byte_fallback
+    assert IncrementalDetokenizer(tokenizer, tokenizer.encode("a")).push(newline) == "\n"
+
+
+def test_a_token_costs_the_same_at_any_length() -> None:
+    class Counting(Tokenizer):
+        decoded = 0
+
+        def decode(self, ids, skip_special_tokens=True):  # type: ignore[no-untyped-def]
+            self.decoded += len(ids)
+            return super().decode(ids, skip_special_tokens)
+
+    for kind in ("byte_level", "llama2"):
+        tokenizer = Counting(KINDS[kind]())
+        ids = tokenizer.encode(" ".join(TEXTS)) * 20 + list(range(3, 259)) * 4  # text, then garbage
+        detokenizer = IncrementalDetokenizer(tokenizer, ids)
+        tokenizer.decoded = 0
+        for token_id in ids:
+            detokenizer.push(token_id)
+        assert tokenizer.decoded <= 14 * len(ids)
