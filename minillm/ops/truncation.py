@@ -16,8 +16,8 @@ def truncate(scaled: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> tu
     """Top-k, then top-p (nucleus sampling, Holtzman et al., 2019).
 
     Top-k keeps ties of the k-th logit. Top-p keeps the fewest tokens, best first, whose mass
-    reaches p; of equal logits the largest token ids are kept, as in transformers and vLLM, which
-    sort in ascending order.
+    reaches p; of equal logits at the edge the smallest token ids stay, as argmax would have it
+    (transformers and vLLM sort unstably and leave this open).
 
     Args:
         scaled: float32 [K, V] with maximum 0, where every row has a top_k or a top_p below 1.
@@ -41,7 +41,8 @@ def truncate(scaled: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> tu
         goal = share * torch.where(limited[:, None], covered, total)
         if width == vocab_size or bool((covered >= goal).all()):
             before = mass.cumsum(dim=-1) - mass  # of all tokens ranked above this one
-            return values.masked_fill(before >= goal, -math.inf), ids
+            # Without top-p even a token whose probability rounds to 0 stays.
+            return values.masked_fill((before >= goal) & (share < 1), -math.inf), ids
         width = min(vocab_size, 8 * width)
 
 
@@ -49,7 +50,7 @@ def ordered_prefix(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The `width` largest scores of each row and all ties of the last, best first.
 
     Returns:
-        Scores [K, M] and token ids [K, M], M >= width; equal scores by falling id. A row that
+        Scores [K, M] and token ids [K, M], M >= width; equal scores by rising id. A row that
         needs fewer places than another is filled up with -inf.
     """
     values, ids = scores.topk(width)
@@ -58,6 +59,6 @@ def ordered_prefix(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if ties_end > width:
         values, ids = scores.topk(ties_end)
         values = values.masked_fill(values < last, -math.inf)
-    ids, by_id = ids.sort(descending=True)  # topk returns ties in no particular order
+    ids, by_id = ids.sort()  # topk returns ties in no particular order
     values, by_value = values.gather(1, by_id).sort(descending=True, stable=True)
     return values, ids.gather(1, by_value)

@@ -1,0 +1,485 @@
+"""The sampler against transformers' logits processors, float64 numpy, and exact distributions."""
+
+import dataclasses
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minillm.errors import InvalidRequestError
+from minillm.ops import truncation
+from minillm.ops.truncation import truncate
+from minillm.sampler import (
+    NO_TOKEN,
+    SamplingRow,
+    edit_logits,
+    sample,
+    scale_logits,
+    token_logprobs,
+)
+from minillm.sampling_params import SamplingParams
+
+EMPTY = torch.zeros(1, 0, dtype=torch.int64)
+INF = math.inf
+
+
+def row(prompt=(), output=(), seed=0, position=0, stop_ids=(), bad_words_ids=(), **params):
+    return SamplingRow(
+        params=SamplingParams(**params),
+        seed=seed,
+        sample_index=0,
+        position=position,
+        prompt_token_ids=list(prompt),
+        output_token_ids=list(output),
+        stop_ids=tuple(stop_ids),
+        bad_words_ids=tuple(bad_words_ids),
+    )
+
+
+def random_logits(seed: int, rows: int, vocab: int, ties: bool = False) -> torch.Tensor:
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    return (logits * 2).round() / 2 if ties else logits
+
+
+def processed(logits: torch.Tensor, request: SamplingRow) -> torch.Tensor:
+    """The logits that `sample` adds its noise to, -inf where a token was removed: [1, V]."""
+    scaled = scale_logits(edit_logits(logits, [request]), [request])
+    if not 0 < request.params.top_k < logits.shape[1] and request.params.top_p == 1:
+        return scaled
+    values, ids = truncate(scaled, [request.params.top_k], [request.params.top_p])
+    return torch.full_like(scaled, -INF).scatter(1, ids, values)
+
+
+def assert_same_distribution(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert torch.equal(ours == -INF, theirs == -INF)
+    torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), rtol=1e-5, atol=1e-7)
+
+
+# ---- each operation against transformers ------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(1, 400),
+    ties=st.booleans(),
+    prefix=st.sampled_from([1, 4, 256]),
+    temperature=st.floats(0.1, 5),
+    top_k=st.sampled_from([0, 1, 2, 5, 50, 399, 1000]),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 1)),
+)
+def test_truncation_as_in_transformers(seed, vocab, ties, prefix, temperature, top_k, top_p, min_p):
+    logits = random_logits(seed, 1, vocab, ties)
+    expected = hf.TemperatureLogitsWarper(temperature)(EMPTY, logits)
+    if min_p:
+        ratios = (expected - expected.max()).double().exp()
+        if bool(((ratios / min_p - 1).abs() < 1e-5).any()):
+            return  # a token on the very edge: rounding decides
+        expected = hf.MinPLogitsWarper(min_p)(EMPTY, expected)
+    if top_k:
+        expected = hf.TopKLogitsWarper(top_k)(EMPTY, expected)
+    if top_p < 1:
+        mass = expected.double().softmax(-1).sort(stable=True).values.cumsum(-1)
+        if bool(((mass - (1 - top_p)).abs() < 1e-5).any()):
+            return
+        expected = hf.TopPLogitsWarper(top_p)(EMPTY, expected)
+    request = row(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(truncation, "PREFIX", prefix)  # so that a small vocabulary widens it too
+        ours = processed(logits, request)
+    # Which of several equal logits top-p keeps is open in transformers (its sort is not stable):
+    # compare how many of each value stay, and require that ours are those with the smallest ids.
+    assert_same_distribution(ours.sort(stable=True).values, expected.sort(stable=True).values)
+    kept = (ours[0] > -INF).tolist()
+    for value in logits.unique():
+        ids = (logits[0] == value).nonzero().flatten().tolist()
+        assert sorted((kept[token] for token in ids), reverse=True) == [kept[i] for i in ids]
+
+
+def test_top_k_keeps_tokens_whose_probability_rounds_to_zero():
+    request = row(top_k=3)
+    kept = processed(torch.tensor([[0.0, -200.0, -300.0, -400.0]]), request) > -INF
+    assert kept.tolist() == [[True, True, True, False]]
+
+
+def test_rows_with_different_truncation_do_not_disturb_each_other():
+    logits = random_logits(1, 40, 3000, ties=True) / 3
+    requests = [
+        row(top_k=[0, 1, 7, 300][i % 4], top_p=[1.0, 0.5, 0.99][i % 3], min_p=0.01 * (i % 2))
+        for i in range(40)
+    ]
+    limited = [i for i, r in enumerate(requests) if r.params.top_k or r.params.top_p < 1]
+    logits, requests = logits[limited], [requests[i] for i in limited]
+    values, ids = truncate(
+        scale_logits(logits, requests),
+        [r.params.top_k for r in requests],
+        [r.params.top_p for r in requests],
+    )
+    together = torch.full_like(logits, -INF).scatter(1, ids, values)
+    for index, request in enumerate(requests):
+        alone = processed(logits[index : index + 1], request)
+        assert torch.equal(together[index : index + 1], alone)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    penalty=st.floats(0.1, 3),
+    prompt=st.lists(st.integers(0, 29), max_size=12),
+    output=st.lists(st.integers(0, 29), max_size=12),
+)
+def test_repetition_penalty_as_in_transformers(seed, penalty, prompt, output):
+    logits = random_logits(seed, 1, 30)
+    history = torch.tensor([prompt + output], dtype=torch.int64)
+    expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(history, logits.clone())
+    request = row(prompt, output, repetition_penalty=penalty)
+    torch.testing.assert_close(edit_logits(logits, [request]), expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    output=st.lists(st.integers(0, 3), max_size=8),
+    words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=5),
+)
+def test_bad_words_as_in_transformers(seed, output, words):
+    logits = random_logits(seed, 1, 6)
+    history = torch.tensor([output], dtype=torch.int64)
+    expected = hf.NoBadWordsLogitsProcessor(words)(history, logits.clone())
+    # vLLM looks at the output only: the same words in the prompt must not count.
+    request = row([1, 2, 3], output, bad_words_ids=[tuple(word) for word in words])
+    assert torch.equal(edit_logits(logits, [request]), expected)
+
+
+@pytest.mark.parametrize("generated", [0, 2, 3, 4])
+def test_min_tokens_as_in_transformers(generated):
+    logits = random_logits(3, 1, 20)
+    history = torch.zeros(1, 5 + generated, dtype=torch.int64)
+    processor = hf.MinNewTokensLengthLogitsProcessor(5, 3, [7, 9])
+    request = row(range(5), [0] * generated, stop_ids=(7, 9), min_tokens=3)
+    assert torch.equal(edit_logits(logits, [request]), processor(history, logits.clone()))
+
+
+def test_logit_bias_as_in_transformers():
+    logits = random_logits(4, 1, 20)
+    bias = {0: 3.0, 7: -100.0, 19: 0.25}
+    processor = hf.SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+    expected = processor(torch.zeros(1, 1, dtype=torch.int64), logits.clone())
+    torch.testing.assert_close(edit_logits(logits, [row(logit_bias=bias)]), expected)
+
+
+def test_allowed_token_ids_as_in_transformers():
+    logits = random_logits(5, 1, 20)
+    others = [token for token in range(20) if token not in (3, 11)]
+    expected = hf.SuppressTokensLogitsProcessor(others)(EMPTY, logits.clone())
+    request = row(allowed_token_ids=[11, 3, 11])
+    assert torch.equal(edit_logits(logits, [request]), expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    presence=st.floats(-2, 2),
+    frequency=st.floats(-2, 2),
+    repetition=st.floats(0.5, 2),
+    output=st.lists(st.integers(0, 9), max_size=20),
+)
+def test_penalties_as_in_float64(presence, frequency, repetition, output):
+    prompt = [0, 1, 1]
+    logits = random_logits(6, 3, 10)
+    expected = logits.double().numpy()
+    for token in {*prompt, *output}:
+        value = expected[1, token]
+        expected[1, token] = value / repetition if value > 0 else value * repetition
+    for token, count in Counter(output).items():
+        expected[1, token] -= frequency * count + presence
+    request = row(
+        prompt,
+        output,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+    )
+    plain = row(prompt, output)
+    ours = edit_logits(logits, [plain, request, plain])
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- order ------------------------------------------------------------------------------------
+
+
+def support(probabilities, **params) -> list[int]:
+    logits = torch.tensor([probabilities]).log()
+    return (processed(logits, row(**params))[0] > -INF).nonzero().flatten().tolist()
+
+
+def test_min_p_comes_before_top_p():
+    # After min-p the best token holds 0.5 / 0.8 of the mass; before it, 0.5 is short of 0.6.
+    assert support([0.5, 0.3, 0.1, 0.1], min_p=0.5) == [0, 1]
+    assert support([0.5, 0.3, 0.1, 0.1], top_p=0.6) == [0, 1]
+    assert support([0.5, 0.3, 0.1, 0.1], min_p=0.5, top_p=0.6) == [0]
+
+
+def test_top_k_comes_before_top_p():
+    assert support([0.4, 0.3, 0.2, 0.1], top_p=0.5) == [0, 1]
+    assert support([0.4, 0.3, 0.2, 0.1], top_k=2, top_p=0.5) == [0]
+
+
+def test_temperature_comes_before_min_p_and_top_p():
+    assert support([0.6, 0.3, 0.1], min_p=0.4) == [0, 1]
+    assert support([0.6, 0.3, 0.1], min_p=0.4, temperature=0.5) == [0]
+    assert support([0.6, 0.3, 0.1], top_p=0.7) == [0, 1]
+    assert support([0.6, 0.3, 0.1], top_p=0.7, temperature=0.5) == [0]
+
+
+def test_bias_comes_before_penalties_and_penalties_before_temperature():
+    logits = torch.tensor([[-1.0, 0.0]])
+    request = row([0], [], logit_bias={0: 2.0}, repetition_penalty=2.0, temperature=0.5)
+    assert torch.equal(edit_logits(logits, [request]), torch.tensor([[0.5, 0.0]]))
+    assert torch.equal(processed(logits, request), torch.tensor([[0.0, -1.0]]))
+
+
+def test_a_mask_wins_over_a_bias():
+    request = row(allowed_token_ids=[0], logit_bias={1: 100.0}, temperature=0.0)
+    assert sample(torch.zeros(1, 3), [request]).token_ids == [0]
+
+
+# ---- draws ------------------------------------------------------------------------------------
+
+SETTINGS = [
+    dict(),
+    dict(temperature=0.6),
+    dict(temperature=1.5, top_k=7),
+    dict(top_p=0.8),
+    dict(temperature=1.3, min_p=0.1, top_k=20, top_p=0.9),
+    dict(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5, top_p=0.95),
+]
+
+
+def exact_distribution(logits: torch.Tensor, request: SamplingRow) -> np.ndarray:
+    """float64 [V], written without the sampler's truncation."""
+    params = request.params
+    scores = edit_logits(logits, [request])[0].double().numpy() / params.temperature
+    p = np.exp(scores - scores.max())
+    p /= p.sum()
+    p[p < params.min_p * p.max()] = 0
+    order = np.argsort(-p, kind="stable")
+    if params.top_k:
+        p[order[params.top_k :]] = 0
+    p /= p.sum()
+    p[order[1:][np.cumsum(p[order])[:-1] >= params.top_p]] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("axis", ["seed", "sample_index", "position"])
+@pytest.mark.parametrize("params", SETTINGS)
+def test_draws_follow_the_exact_distribution(params, axis):
+    draws = 10_000
+    logits = random_logits(7, 1, 40)
+    base = row([1, 2], [3, 3, 5], seed=5, position=9, **params)
+    requests = [dataclasses.replace(base, **{axis: i}) for i in range(draws)]
+    result = sample(logits.expand(draws, -1), requests)
+    counts = np.bincount(result.token_ids, minlength=40)
+    expected = exact_distribution(logits, base) * draws
+    assert counts[expected == 0].sum() == 0
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    assert stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue > 1e-3
+
+
+def mixed_batch() -> tuple[torch.Tensor, list[SamplingRow]]:
+    choices = [*SETTINGS, dict(temperature=0), dict(allowed_token_ids=[5, 6, 7]), dict(top_k=1)]
+    requests = [
+        row([1, 2], [3, 3, 5], seed=i // 3, position=i, logprobs=i % 4, **choices[i % len(choices)])
+        for i in range(36)
+    ]
+    return random_logits(8, 36, 1003), requests
+
+
+def test_a_row_draws_the_same_alone_and_anywhere_in_a_batch():
+    logits, requests = mixed_batch()
+    together = sample(logits, requests)
+    order = torch.randperm(36, generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = sample(logits[order], [requests[i] for i in order])
+    for place, index in enumerate(order):
+        alone = sample(logits[index : index + 1], [requests[index]])
+        assert alone.token_ids[0] == together.token_ids[index] == shuffled.token_ids[place]
+        assert alone.logprobs[0] == together.logprobs[index] == shuffled.logprobs[place]
+
+
+def test_truncation_does_not_change_the_noise_of_a_token():
+    logits = random_logits(9, 60, 500)
+    free = sample(logits, [row(seed=i) for i in range(60)]).token_ids
+    cut = sample(logits, [row(seed=i, top_k=499) for i in range(60)]).token_ids
+    least = logits.argmin(-1).tolist()
+    assert [a for a, low in zip(free, least, strict=True) if a != low] == [
+        a for a, b, low in zip(cut, free, least, strict=True) if b != low
+    ]
+
+
+def test_chunks_of_noise_do_not_show(monkeypatch):
+    logits = random_logits(10, 9, 100)
+    requests = [row(seed=i, position=2) for i in range(9)]
+    whole = sample(logits, requests).token_ids
+    monkeypatch.setattr("minillm.sampler.NOISE_VALUES", 250)
+    assert sample(logits, requests).token_ids == whole
+
+
+def test_greedy_takes_the_best_token_and_half_precision_works():
+    logits = random_logits(11, 5, 300).bfloat16()
+    result = sample(logits, [row(temperature=0.0)] * 5)
+    assert result.token_ids == logits.argmax(-1).tolist()
+    assert result.logprobs == [None] * 5
+
+
+# ---- cost -------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Records the name and the largest tensor of every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [item for item in (*args, result) if isinstance(item, torch.Tensor)]
+        self.seen.append((func.__name__, max((t.numel() for t in tensors), default=0)))
+        return result
+
+
+def operations_on_the_vocabulary(logits: torch.Tensor, request: SamplingRow) -> set[str]:
+    with Operations() as operations:
+        sample(logits, [request])
+    return {name.split(".")[0] for name, size in operations.seen if size >= logits.numel()}
+
+
+def test_rows_that_ask_for_nothing_cost_nothing():
+    logits = random_logits(12, 1, 20_000)
+    greedy = operations_on_the_vocabulary(logits, row(temperature=0.0))
+    assert greedy == {"amax", "argmax"}
+    peaked = operations_on_the_vocabulary(logits, row(temperature=0.5, top_p=0.9))
+    assert "topk" in peaked
+    assert not peaked & {"sort", "log1p_", "cumsum", "clone"}
+    assert not operations_on_the_vocabulary(logits, row()) & {"sort", "topk", "exp", "div_"}
+
+
+def test_input_logits_are_not_changed():
+    logits, requests = mixed_batch()
+    before = logits.clone()
+    sample(logits, requests)
+    assert torch.equal(logits, before)
+    assert edit_logits(logits, [row()] * 36) is logits
+
+
+# ---- failures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, INF])
+@pytest.mark.parametrize("params", [*SETTINGS, dict(temperature=0)])
+def test_broken_logits_fail_their_row_only(value, params):
+    logits = random_logits(13, 3, 50)
+    requests = [row(seed=i, logprobs=1, **params) for i in range(3)]
+    healthy = sample(logits, requests)
+    logits[1, 17] = value
+    result = sample(logits, requests)
+    assert list(result.failed) == [1]
+    assert "NaN or infinity" in result.failed[1]
+    assert (result.token_ids[1], result.logprobs[1]) == (NO_TOKEN, None)
+    for index in (0, 2):
+        assert result.token_ids[index] == healthy.token_ids[index]
+        assert result.logprobs[index] == healthy.logprobs[index]
+
+
+def test_a_row_with_nothing_to_choose_from_fails_alone():
+    requests = [row(), row([], [], stop_ids=(4,), allowed_token_ids=[4], min_tokens=1), row()]
+    result = sample(random_logits(14, 3, 10), requests)
+    assert list(result.failed) == [1]
+    assert "exclude all" in result.failed[1]
+
+
+def test_padding_of_minus_infinity_is_no_failure():
+    logits = random_logits(15, 4, 30)
+    logits[:, 20:] = -INF
+    requests = [row(), row(top_k=25), row(top_p=0.999999), row(min_p=0.5, logprobs=20)]
+    result = sample(logits, requests)
+    assert not result.failed
+    assert max(result.token_ids) < 20
+
+
+# ---- log-probabilities ------------------------------------------------------------------------
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    logits = random_logits(16, 4, 60, ties=True)
+    requests = [
+        row([], [9], seed=i, logprobs=i, temperature=3.0, top_k=50, logit_bias={9: 50.0})
+        for i in range(4)
+    ]
+    result = sample(logits, requests)
+    exact = logits.double().log_softmax(-1)
+    for index, entry in enumerate(result.logprobs):
+        chosen = result.token_ids[index]
+        assert entry is not None
+        assert next(iter(entry)) == chosen
+        assert chosen in entry
+        best = exact[index].topk(index).values if index else torch.zeros(0)
+        others = sorted((v.logprob for v in entry.values()), reverse=True)[:index]
+        torch.testing.assert_close(torch.tensor(others).double(), best.double(), atol=1e-5, rtol=0)
+        assert index <= len(entry) <= index + 1
+        for token, (logprob, rank) in entry.items():
+            assert logprob == pytest.approx(float(exact[index, token]), abs=1e-5)
+            assert rank == int((logits[index] > logits[index, token]).sum()) + 1
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
+def test_prompt_logprobs_never_hold_all_logits(chunk_rows):
+    generator = torch.Generator().manual_seed(17)
+    hidden = torch.randn(50, 16, generator=generator)
+    weight = torch.randn(200, 16, generator=generator)
+    targets = torch.randint(0, 200, (50,), generator=generator)
+    heights = []
+
+    def logits_fn(part: torch.Tensor) -> torch.Tensor:
+        heights.append(len(part))
+        return part @ weight.T
+
+    with Operations() as operations:
+        result = token_logprobs(logits_fn, hidden, targets, top_k=3, chunk_rows=chunk_rows)
+    assert sum(heights) == 50
+    assert max(heights) == min(chunk_rows, 50)
+    largest = max(size for _, size in operations.seen)
+    assert largest <= max(chunk_rows * 200, hidden.numel(), weight.numel())
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1)
+    for t, entry in enumerate(result):
+        target = int(targets[t])
+        assert entry[target].logprob == pytest.approx(float(exact[t, target]), abs=1e-4)
+        assert entry[target].rank == int((exact[t] > exact[t, target]).sum()) + 1
+        assert set(entry) == {target, *exact[t].topk(3).indices.tolist()}
+
+
+def test_the_best_target_has_the_same_float_as_the_best_token():
+    logits = random_logits(18, 20, 5000)
+    result = token_logprobs(lambda part: part, logits, logits.argmax(-1), top_k=1)
+    for entry in result:
+        assert len(entry) == 1
+    second = logits.topk(2).indices[:, 1]
+    for index, entry in enumerate(token_logprobs(lambda part: part, logits, second, top_k=2)):
+        assert [item.rank for item in entry.values()] == [2, 1]
+        assert entry[int(second[index])] == next(iter(entry.values()))
+
+
+def test_prompt_logprobs_of_broken_logits_raise():
+    logits = torch.zeros(3, 5)
+    logits[1, 2] = math.nan
+    with pytest.raises(InvalidRequestError, match="NaN"):
+        token_logprobs(lambda part: part, logits, torch.tensor([0, 1, 2]), top_k=0)
