@@ -84,7 +84,7 @@ class Tokenizer:
             ) from error
         config = _read_json(folder / "tokenizer_config.json")
         named, unnamed = _special_tokens(folder, config)
-        _add_missing_tokens(backend, folder, config, [*named.values(), *unnamed])
+        _add_missing_tokens(backend, folder, config, named, unnamed)
         return cls(backend, str(path), named, _chat_template_source(folder, config))
 
     def _named_id(self, name: str) -> int | None:
@@ -205,27 +205,42 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str
     if isinstance(extra, dict):  # {"image_token": "<image>"}: names of the model's own
         named.update({key: text for key, value in extra.items() if (text := _content(value))})
         extra = []
+    if not isinstance(extra, list):
+        raise CheckpointError(f"The extra special tokens of {str(folder)!r} are not a list.")
     return named, [text for value in extra if (text := _content(value))]
 
 
-def _add_missing_tokens(
-    backend: tokenizers.Tokenizer, folder: Path, config: dict[str, Any], special: list[str]
-) -> None:
-    """Add what the neighbouring files name and ``tokenizer.json`` does not have (new ids)."""
+def _table_of_added_tokens(
+    folder: Path, config: dict[str, Any], special: list[str]
+) -> list[tokenizers.AddedToken]:
+    """Return the tokens of ``added_tokens_decoder`` (or of the older file) in the order of ids."""
     table = config.get("added_tokens_decoder")
-    if table is None:
-        older = _read_json(folder / "added_tokens.json")
-        table = {str(i): {"content": text, "special": text in special} for text, i in older.items()}
+    older = _read_json(folder / "added_tokens.json") if table is None else {}
     try:
-        tokens = [tokenizers.AddedToken(**table[key]) for key in sorted(table, key=int)]
-    except (TypeError, ValueError, AttributeError) as error:
+        if table is None:
+            table = {i: {"content": text, "special": text in special} for text, i in older.items()}
+        rows = sorted((int(token_id), dict(row)) for token_id, row in table.items())
+        return [tokenizers.AddedToken(row.pop("content"), **row) for _, row in rows]
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise CheckpointError(
             f"The added tokens of {str(folder)!r} are damaged: {_line(error)}."
         ) from error
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, config: dict[str, Any],
+    named: dict[str, str], unnamed: list[str],
+) -> None:  # fmt: skip
+    """Add what the neighbouring files name and ``tokenizer.json`` lacks (their ids are new)."""
+    table = _table_of_added_tokens(folder, config, [*named.values(), *unnamed])
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    backend.add_tokens([token for token in tokens if repr(token) not in known])
-    already = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
-    backend.add_special_tokens([t for t in dict.fromkeys(special) if t not in already])
+    backend.add_tokens([token for token in table if repr(token) not in known])
+    # A token with a name becomes special; another one that is there already keeps its flags.
+    added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    missing = [t for t in named.values() if not added.get(t)] + [
+        t for t in unnamed if t not in added
+    ]
+    backend.add_special_tokens(list(dict.fromkeys(missing)))
 
 
 def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
