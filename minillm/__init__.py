@@ -1,0 +1,56 @@
+"""minillm: an LLM inference engine small enough to read, and the course that measures it.
+
+Importing this package is cheap: a name loads its module, and torch, when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minillm.engine_args import EngineArgs
+    from minillm.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineDeadError,
+        InvalidRequestError,
+        MinillmError,
+        ModelNotFoundError,
+        UnknownArgumentError,
+        UnsupportedFeatureError,
+    )
+    from minillm.llm import LLM
+    from minillm.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
+    from minillm.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineArgs",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "Logprob",
+    "MinillmError",
+    "ModelNotFoundError",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoreOutput",
+    "UnknownArgumentError",
+    "UnsupportedFeatureError",
+]
+_HOMES = ("llm", "engine_args", "sampling_params", "outputs", "errors")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in _HOMES if name == "LLM" else _HOMES[1:]:
+            module = import_module(f"minillm.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'minillm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

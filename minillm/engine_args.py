@@ -1,0 +1,124 @@
+"""What an engine is asked to be: every constructor argument of `LLM`, checked where it is built."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from minillm.config import DTYPE_BYTES
+from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.sampling_params import refuse_unknown_arguments, shown
+
+# Options of later versions, each with the one value that this version can honour.
+NOT_BUILT_YET: Mapping[str, Any] = MappingProxyType(
+    {
+        "quantization": None,
+        "num_gpu_blocks_override": None,
+        "block_size": None,
+        "kv_cache_dtype": "auto",
+        "max_num_seqs": None,
+        "enable_prefix_caching": False,
+        "prefix_cache": None,
+        "enable_chunked_prefill": False,
+        "swap_space": 0,
+        "preemption_mode": None,
+        "scheduling_policy": "fcfs",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "speculative_config": None,
+        "deterministic": False,
+    }
+)
+DTYPES = ("auto", *DTYPE_BYTES)
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@refuse_unknown_arguments
+@dataclass(frozen=True)
+class EngineArgs:
+    """Arguments of an engine; names and meanings are vLLM's.
+
+    `dtype` "auto" is the checkpoint's on a GPU, bfloat16 on a CPU with bf16 instructions, else
+    float32. `gpu_memory_utilization` is the share of the device's free memory that weights,
+    activations and KV cache may take together, on a CPU too. `kv_cache_memory_bytes` sets the
+    cache's part directly. `max_num_batched_tokens` bounds the prompt tokens of one forward pass.
+    `max_model_len` None takes the model's own length, less if the cache cannot hold that.
+
+    Raises:
+        ConfigError: a value out of its range.
+        UnknownArgumentError: a name that does not exist.
+        UnsupportedFeatureError: a known option that this version does not have.
+    """
+
+    model: str | Path
+    tokenizer: str | Path | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    quantization: str | None = None
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    block_size: int | None = None
+    kv_cache_dtype: str = "auto"
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = False
+    prefix_cache: str | None = None
+    enable_chunked_prefill: bool = False
+    swap_space: float = 0
+    preemption_mode: str | None = None
+    scheduling_policy: str = "fcfs"
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    speculative_config: Mapping[str, Any] | None = None
+    deterministic: bool = False
+    seed: int = 0
+    disable_log_stats: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            raise ConfigError(
+                f"model is {shown(self.model)}; it must be a name, a hub id or a folder."
+            )
+        for name, only in NOT_BUILT_YET.items():
+            value = getattr(self, name)
+            if value is not None and value != only:
+                raise UnsupportedFeatureError(
+                    f"{name}={shown(value)} is not built yet; leave {name} out in this version."
+                )
+        self._check_choice("dtype", DTYPES)
+        self._check_choice("load_format", LOAD_FORMATS)
+        if self.device not in ("auto", "cpu") and not str(self.device).startswith("cuda"):
+            raise ConfigError(
+                f"device is {shown(self.device)}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'."
+            )
+        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+            self._check_count(name)
+        self._check_share()
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed is {shown(self.seed)}; it must be an integer.")
+
+    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ConfigError(
+                f"{name} is {shown(getattr(self, name))}; it must be one of {', '.join(allowed)}."
+            )
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and value >= 1):
+            raise ConfigError(f"{name} is {shown(value)}; it must be a whole number of at least 1.")
+
+    def _check_share(self) -> None:
+        share = self.gpu_memory_utilization
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not (number and math.isfinite(share) and 0 < share <= 1):
+            raise ConfigError(
+                f"gpu_memory_utilization is {shown(share)}; it must be above 0 and at most 1."
+            )

@@ -1,0 +1,108 @@
+"""What is decided once, when an engine starts: device, dtype, tokenizer, memory."""
+
+import logging
+
+import torch
+
+from minillm import machine
+from minillm.config import ModelConfig
+from minillm.cost import MemoryPlan, memory_plan
+from minillm.engine_args import EngineArgs
+from minillm.errors import ConfigError, ModelNotFoundError
+from minillm.models.checkpoint import ModelSource
+from minillm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of an engine; "auto" is a GPU if there is one."""
+    has_gpu = torch.get_device_module("cuda").is_available()
+    if device == "auto":
+        return torch.device("cuda" if has_gpu else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}; it must be 'auto', 'cpu' or 'cuda:N'.") from error
+    if chosen.type == "cuda" and not has_gpu:
+        raise ConfigError(f"device is {device!r}, but torch sees no CUDA GPU; use device='cpu'.")
+    return chosen
+
+
+def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
+    """The dtype of an engine: "auto" takes the checkpoint's on a GPU, on a CPU the fastest."""
+    if dtype != "auto":
+        return dtype
+    if device.type != "cpu":
+        return config.dtype
+    return "bfloat16" if machine.cpu_has_bf16() else "float32"
+
+
+def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
+    """The tokenizer of the model, or the one that was asked for; None with a warning if absent."""
+    folder = args.tokenizer or source.folder
+    if folder is None:
+        return None
+    try:
+        return Tokenizer.from_folder(folder)
+    except ModelNotFoundError as error:
+        if args.tokenizer is not None:
+            raise
+        logger.warning("%s", error)
+        return None
+
+
+def end_tokens(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end a sequence, the tokenizer's own first."""
+    own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return tuple(dict.fromkeys((*own, *source.eos_token_ids)))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device."""
+    if device.type == "cpu":
+        return machine.available_memory_bytes()
+    return torch.get_device_module(device).mem_get_info(device)[0]
+
+
+def plan_memory(
+    args: EngineArgs, config: ModelConfig, dtype: str, device: torch.device
+) -> tuple[int, MemoryPlan]:
+    """The context length and the memory plan; ConfigError when a sequence cannot fit."""
+    longest = longest_context(config)
+    if args.max_model_len is not None and args.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
+            f"positions for {longest} tokens."
+        )
+    plan = memory_plan(
+        config,
+        free_memory(device),
+        dtype=dtype,
+        max_model_len=args.max_model_len or longest,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=1,
+        block_size=1,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+    )
+    if plan.fits:
+        return plan.settings.max_model_len, plan
+    if args.max_model_len is not None or plan.num_tokens < 2:
+        raise ConfigError(
+            f"{args.model} needs {plan.weight_bytes:,} bytes of weights and "
+            f"{plan.settings.max_model_len} x {plan.kv_bytes_per_token:,} of KV cache, which is "
+            f"{plan.shortfall_bytes:,} more than is free; try {' or '.join(plan.hints)}."
+        )
+    logger.warning("max_model_len is %d, which is what memory allows.", plan.num_tokens)
+    return plan.num_tokens, plan
+
+
+def longest_context(config: ModelConfig) -> int:
+    """Positions the model can tell apart; RoPE schemes that stretch have more than their own."""
+    rope = config.rope
+    stretched = 0
+    if rope.rope_type == "dynamic":
+        stretched = int(config.max_position_embeddings * rope.factor)
+    elif rope.rope_type == "yarn" and rope.original_max_position_embeddings:
+        stretched = int(rope.original_max_position_embeddings * rope.factor)
+    return max(config.max_position_embeddings, stretched)

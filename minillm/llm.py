@@ -1,0 +1,235 @@
+"""`LLM`: the offline interface, with vLLM's names."""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from minillm.cost import MemoryPlan
+from minillm.engine import Engine, Request
+from minillm.engine_args import EngineArgs
+from minillm.errors import InvalidRequestError, UnsupportedFeatureError
+from minillm.outputs import RequestOutput, ScoreOutput
+from minillm.sampling_params import SamplingParams
+from minillm.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+# Arguments that vLLM has or had, which mean nothing here, with the values that ask for nothing.
+WITHOUT_MEANING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"use_v2_block_manager": (True, False), "trust_remote_code": (False,)}
+)
+
+
+class LLM:
+    """A model that generates: ``LLM(model="tiny").generate(["def fib(n):"])``.
+
+    `model` is the name of an embedded model, a Hugging Face folder, a hub id, or with
+    ``load_format="dummy"`` a ``preset:NAME``. All other arguments are those of `EngineArgs`.
+    Not thread-safe. Use it in a ``with`` block, or call `close`, to give the memory back early.
+    """
+
+    def __init__(self, model: str | Path, **arguments: Any):
+        self.engine = Engine(EngineArgs(model, **without_meaningless(arguments)))
+        self._num_requests = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None when its folder has none."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs come in the order of the prompts.
+
+        A prompt is a string, a list of token ids, or ``{"prompt": ...}`` or
+        ``{"prompt_token_ids": ...}``. Give one `SamplingParams` for all or one per prompt. Every
+        request is checked before the first one runs; InvalidRequestError names the bad one.
+        """
+        listed = list_prompts(prompts)
+        requests = [
+            self._request(prompt, params, f"prompt {index}: " if len(listed) > 1 else "")
+            for index, (prompt, params) in enumerate(
+                zip(listed, list_params(sampling_params, len(listed)), strict=True)
+            )
+        ]
+        progress = tqdm(requests, desc="Generating", unit="req", disable=not use_tqdm, delay=1)
+        return [self._finish(request) for request in progress]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt, yielding the output so far (cumulative) after every token."""
+        (params,) = list_params(sampling_params, 1)
+        return self.engine.generate(self._request(prompt, params))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, written by the model's chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        prompts = [self.chat_prompt(each, add_generation_prompt) for each in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> dict[str, Any]:
+        """The prompt that `chat` would use, as text and token ids."""
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                f"{self.engine.source.name} has no tokenizer and so no chat template; "
+                "use generate with token ids."
+            )
+        text = self.tokenizer.render_chat(messages, add_generation_prompt)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, False)}
+
+    def score(self, texts: str | Sequence[str]) -> list[ScoreOutput]:
+        """Log-likelihood, perplexity and bits per byte of each text, without generating."""
+        listed = [texts] if isinstance(texts, str) else list(texts)
+        return [self._score(text) for text in tqdm(listed, desc="Scoring", unit="text", delay=1)]
+
+    def plan(self) -> MemoryPlan:
+        """Where the engine's memory goes: weights, activations, KV cache."""
+        return self.engine.memory
+
+    def close(self) -> None:
+        """Give the memory back; the object cannot be used afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams, where: str = "") -> Request:
+        self.engine.runner  # noqa: B018  (a closed engine says so before anything else)
+        request_id = str(self._num_requests)
+        try:
+            request = self.engine.make_request(request_id, *split_prompt(prompt), params)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{where}{error}") from error.__cause__
+        self._num_requests += 1
+        return request
+
+    def _finish(self, request: Request) -> RequestOutput:
+        *_, last = self.engine.generate(request)
+        return last
+
+    def _score(self, text: str) -> ScoreOutput:
+        engine = self.engine
+        ids = engine.encode(text)
+        if len(ids) < 2:
+            raise InvalidRequestError(
+                f"The text {text[:40]!r} has {len(ids)} tokens; scoring needs at least 2, "
+                "because the first has no context."
+            )
+        engine.check_prompt(ids)
+        engine.runner.allocate(1, len(ids))
+        total = 0.0
+        for start, hidden in engine.hidden_states(ids):
+            targets = ids[start + 1 : start + 1 + len(hidden)]
+            rows = engine.describe(hidden, targets, 0)
+            total += sum(row[target].logprob for row, target in zip(rows, targets, strict=True))
+        count, size = len(ids) - 1, self._covered_bytes(text, ids[0])
+        bits = -total / math.log(2) / size if size else 0.0
+        return ScoreOutput(count, size, total, math.exp(-total / count), bits)
+
+    def _covered_bytes(self, text: str, first_id: int) -> int:
+        """UTF-8 bytes of the text without those of an unpredicted first token."""
+        tokenizer = self.tokenizer
+        size = len(text.encode())
+        if tokenizer is None or first_id in tokenizer.special_ids:
+            return size
+        return size - len(tokenizer.token_text(first_id).encode())
+
+
+def without_meaningless(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Drop vLLM's arguments that mean nothing here, with a warning."""
+    for name, harmless in WITHOUT_MEANING.items():
+        if name in arguments:
+            value = arguments.pop(name)
+            if value not in harmless:
+                raise UnsupportedFeatureError(
+                    f"{name}={value!r} is not supported: minillm never runs code of a checkpoint."
+                )
+            warnings.warn(f"{name} has no meaning in minillm and is ignored.", stacklevel=3)
+    return arguments
+
+
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list of prompts. A list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts is a {type(prompts).__name__}; it must be a string, a list of token ids, "
+            "a dict, or a list of these."
+        )
+    single = bool(prompts) and all(isinstance(item, int) for item in prompts)
+    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def list_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One `SamplingParams` for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params) if isinstance(params, Sequence) else [params]
+    if not all(isinstance(item, SamplingParams) for item in each):
+        raise InvalidRequestError(
+            f"sampling_params is a {type(params).__name__}; it must be a SamplingParams or "
+            "a list of them."
+        )
+    if len(each) != count:
+        raise InvalidRequestError(
+            f"There are {len(each)} sampling_params for {count} prompts; give one for all or "
+            "one per prompt."
+        )
+    return each
+
+
+def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
+    """The text and the token ids of a prompt; ids, where given, are what counts."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        if not prompt or prompt.keys() - {"prompt", "prompt_token_ids"}:
+            raise InvalidRequestError(
+                f"A prompt dict has 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}."
+            )
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if not isinstance(text, str | None):
+            raise InvalidRequestError(f"'prompt' is a {type(text).__name__}; it must be a string.")
+        return text, None if ids is None else token_list(ids)
+    return None, token_list(prompt)
+
+
+def token_list(ids: object) -> Sequence[int]:
+    """A list of token ids; what is in it is checked against the model later."""
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise InvalidRequestError(
+            f"A prompt is a {type(ids).__name__}; it must be a string, a list of token ids or "
+            "a dict."
+        )
+    return ids

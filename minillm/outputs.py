@@ -1,0 +1,90 @@
+"""What a request gives back. Names are vLLM's."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability (nats) of one token under the raw model distribution; rank 1 is the best."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]  # token id -> Logprob: the chosen token first, then the best
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a prompt, so far.
+
+    `finish_reason` is None while it runs. `stop_reason` is the stop string or stop token id that
+    ended it, None for the end-of-sequence token. `error` says what went wrong when
+    `finish_reason` is "error".
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None = None
+    logprobs: tuple[Logprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing will be added."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Where the time of a request went, in seconds, and what the cache did for it.
+
+    `ttft` is the time from arrival to the first token, `tpot` the mean time of the following
+    ones (None with fewer than two), `e2e` the time from arrival to now.
+    """
+
+    queue_time: float = 0.0
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float = 0.0
+    num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its completions, so far.
+
+    `prompt_logprobs[i]` describes prompt token i given those before it; the first is None.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """How well the model predicts a text.
+
+    The first token has no context unless the tokenizer puts a special one before it; then it is
+    not predicted, and neither its log-likelihood nor its bytes count.
+    """
+
+    num_tokens: int  # predicted
+    num_bytes: int  # of UTF-8, covered by the predicted tokens
+    log_likelihood: float  # sum over the predicted tokens, in nats
+    perplexity: float  # exp of the mean negative log-likelihood per token
+    bits_per_byte: float
