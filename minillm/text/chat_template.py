@@ -187,9 +187,9 @@ def _plain_message(index: int, message: object) -> dict[str, str]:
         raise InvalidRequestError(
             f"messages[{index}]['role'] must be a string such as 'user', not {role!r:.80}."
         )
-    plain = {"role": str.__str__(role), "content": _plain_content(index, message.get("content"))}
-    for key, value in message.items():
-        if key in plain or value is None:  # clients send "tool_calls": null; templates test absence
+    plain = {}
+    for key, value in {**message, "content": _plain_content(index, message.get("content"))}.items():
+        if value is None:  # clients send "tool_calls": null; templates test for absence
             continue
         if not isinstance(key, str) or not isinstance(value, str):
             raise InvalidRequestError(

@@ -5,6 +5,10 @@ post-processor says whether a beginning-of-sequence token is added. ``tokenizer_
 names (which token is bos, which is eos), a few added tokens and the chat template. Its
 ``add_bos_token`` and ``add_eos_token`` are ignored, as transformers 5 ignores them whenever there
 is a ``tokenizer.json``: they configured the slow tokenizers that no longer exist.
+
+One difference is deliberate. For ``tokenizer_class: LlamaTokenizer`` transformers 5 replaces the
+normalizer of the file by its own, which drops the dummy space before a text that begins with a
+space, and (unless ``legacy``) after special tokens. The file as published is SentencePiece's rule.
 """
 
 import json
