@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.errors import InvalidRequestError
 from minillm.ops import truncation
-from minillm.ops.truncation import truncate
+from minillm.ops.truncation import best_tokens, truncate_row
 from minillm.sampler import (
     NO_TOKEN,
     SamplingRow,
@@ -48,12 +48,13 @@ def random_logits(seed: int, rows: int, vocab: int, ties: bool = False) -> torch
     return (logits * 2).round() / 2 if ties else logits
 
 
-def processed(logits: torch.Tensor, request: SamplingRow) -> torch.Tensor:
+def processed(logits: torch.Tensor, request: SamplingRow, wide: bool = False) -> torch.Tensor:
     """The logits that `sample` adds its noise to, -inf where a token was removed: [1, V]."""
+    top_k, top_p = request.params.top_k, request.params.top_p
     scaled = scale_logits(edit_logits(logits, [request]), [request])
-    if not 0 < request.params.top_k < logits.shape[1] and request.params.top_p == 1:
-        return scaled
-    values, ids = truncate(scaled, [request.params.top_k], [request.params.top_p])
+    values, ids, enough = best_tokens(scaled, [top_k], [top_p])
+    if wide or not enough:
+        return truncate_row(scaled[0], top_k, top_p)[None]
     return torch.full_like(scaled, -INF).scatter(1, ids, values)
 
 
@@ -71,12 +72,15 @@ def assert_same_distribution(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     vocab=st.integers(1, 400),
     ties=st.booleans(),
     prefix=st.sampled_from([1, 4, 256]),
+    wide=st.booleans(),
     temperature=st.floats(0.1, 5),
     top_k=st.sampled_from([0, 1, 2, 5, 50, 399, 1000]),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1)),
 )
-def test_truncation_as_in_transformers(seed, vocab, ties, prefix, temperature, top_k, top_p, min_p):
+def test_truncation_as_in_transformers(
+    seed, vocab, ties, prefix, wide, temperature, top_k, top_p, min_p
+):
     logits = random_logits(seed, 1, vocab, ties)
     expected = hf.TemperatureLogitsWarper(temperature)(EMPTY, logits)
     if min_p:
@@ -93,8 +97,10 @@ def test_truncation_as_in_transformers(seed, vocab, ties, prefix, temperature, t
         expected = hf.TopPLogitsWarper(top_p)(EMPTY, expected)
     request = row(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(truncation, "PREFIX", prefix)  # so that a small vocabulary widens it too
-        ours = processed(logits, request)
+        patch.setattr(
+            truncation, "PREFIX", prefix
+        )  # which then is too small for a small vocabulary too
+        ours = processed(logits, request, wide)
     # Which of several equal logits top-p keeps is open in transformers (its sort is not stable):
     # compare how many of each value stay, and require that ours are those with the smallest ids.
     assert_same_distribution(ours.sort(stable=True).values, expected.sort(stable=True).values)
@@ -111,22 +117,16 @@ def test_top_k_keeps_tokens_whose_probability_rounds_to_zero():
 
 
 def test_rows_with_different_truncation_do_not_disturb_each_other():
-    logits = random_logits(1, 40, 3000, ties=True) / 3
-    requests = [
-        row(top_k=[0, 1, 7, 300][i % 4], top_p=[1.0, 0.5, 0.99][i % 3], min_p=0.01 * (i % 2))
-        for i in range(40)
-    ]
-    limited = [i for i, r in enumerate(requests) if r.params.top_k or r.params.top_p < 1]
-    logits, requests = logits[limited], [requests[i] for i in limited]
-    values, ids = truncate(
-        scale_logits(logits, requests),
-        [r.params.top_k for r in requests],
-        [r.params.top_p for r in requests],
-    )
+    logits = random_logits(1, 36, 3000, ties=True) / 3
+    top_k = [[0, 1, 7, 300][i % 4] for i in range(36)]
+    top_p = [[1.0, 0.5, 0.99][i % 3] for i in range(36)]
+    scaled = scale_logits(logits, [row()] * 36)
+    values, ids, enough = best_tokens(scaled, top_k, top_p)
+    assert {True, False} == set(enough.tolist())
     together = torch.full_like(logits, -INF).scatter(1, ids, values)
-    for index, request in enumerate(requests):
-        alone = processed(logits[index : index + 1], request)
-        assert torch.equal(together[index : index + 1], alone)
+    for i in range(36):
+        if enough[i]:
+            assert torch.equal(together[i], truncate_row(scaled[i], top_k[i], top_p[i]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -325,12 +325,11 @@ def test_truncation_does_not_change_the_noise_of_a_token():
     ]
 
 
-def test_chunks_of_noise_do_not_show(monkeypatch):
-    logits = random_logits(10, 9, 100)
-    requests = [row(seed=i, position=2) for i in range(9)]
-    whole = sample(logits, requests).token_ids
-    monkeypatch.setattr("minillm.sampler.NOISE_VALUES", 250)
-    assert sample(logits, requests).token_ids == whole
+def test_chunks_do_not_show(monkeypatch):
+    logits, requests = mixed_batch()
+    whole = sample(logits, requests)
+    monkeypatch.setattr("minillm.sampler.CHUNK_VALUES_CPU", 2500)
+    assert sample(logits, requests) == whole
 
 
 def test_greedy_takes_the_best_token_and_half_precision_works():
