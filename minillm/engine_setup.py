@@ -1,6 +1,7 @@
 """What is decided once, when an engine starts: device, dtype, tokenizer, memory."""
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -85,16 +86,30 @@ def plan_memory(
         block_size=1,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
+    if args.kv_cache_memory_bytes is not None:
+        plan = with_cache_of(plan, args.kv_cache_memory_bytes)
     if plan.fits:
         return plan.settings.max_model_len, plan
     if args.max_model_len is not None or plan.num_tokens < 2:
         raise ConfigError(
             f"{args.model} needs {plan.weight_bytes:,} bytes of weights and "
             f"{plan.settings.max_model_len} x {plan.kv_bytes_per_token:,} of KV cache, which is "
-            f"{plan.shortfall_bytes:,} more than is free; try {' or '.join(plan.hints)}."
+            f"{plan.shortfall_bytes:,} more than there is; try {' or '.join(plan.hints)}."
         )
     logger.warning("max_model_len is %d, which is what memory allows.", plan.num_tokens)
     return plan.num_tokens, plan
+
+
+def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
+    """The same plan with a KV cache of a given size."""
+    needed = plan.settings.max_model_len * plan.kv_bytes_per_token
+    return replace(
+        plan,
+        kv_cache_bytes=num_bytes,
+        num_tokens=num_bytes // plan.kv_bytes_per_token,
+        shortfall_bytes=max(0, needed - num_bytes),
+        hints=(f"kv_cache_memory_bytes={needed}",),
+    )
 
 
 def longest_context(config: ModelConfig) -> int:

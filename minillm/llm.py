@@ -34,8 +34,9 @@ class LLM:
     Not thread-safe. Use it in a ``with`` block, or call `close`, to give the memory back early.
     """
 
-    def __init__(self, model: str | Path, **arguments: Any):
-        self.engine = Engine(EngineArgs(model, **without_meaningless(arguments)))
+    def __init__(self, model: str | Path | None = None, **arguments: Any):
+        # `model` has a default only so that a misspelt `modl=` gets the better message.
+        self.engine = Engine(EngineArgs(model, **without_meaningless(arguments)))  # type: ignore[arg-type]
         self._num_requests = 0
 
     @property

@@ -1,0 +1,417 @@
+"""`LLM` end to end on a tiny random checkpoint with a byte tokenizer, against transformers."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import minillm
+from minillm import LLM, EngineArgs, SamplingParams, errors
+from minillm.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
+from minillm.llm import list_prompts
+
+EOS = 256
+PROMPT = list(range(60, 77))
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """256 ids for 256 bytes and one end-of-sequence token: every id has text."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({char: i for i, char in enumerate(sorted(alphabet))}, [])
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    config = {"eos_token": "<eos>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=264,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        initializer_range=0.15,
+        max_position_embeddings=128,
+        eos_token_id=EOS,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(reference: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("byte-model")
+    reference.save_pretrained(path)
+    write_byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, dtype="float32", max_num_batched_tokens=5)
+
+
+def reference_logprobs(model: Qwen3ForCausalLM, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+# ---- the same numbers as transformers --------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 17, 2048])
+def test_greedy_equals_transformers_for_every_prefill_chunk(folder, reference, chunk):
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    out = LLM(folder, dtype="float32", max_num_batched_tokens=chunk).generate(PROMPT, params)[0]
+    expected = reference.generate(
+        torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=10**6
+    )
+    assert list(out.outputs[0].token_ids) == expected[0, len(PROMPT) :].tolist()
+    assert out.outputs[0].finish_reason == "length"
+
+
+def test_logprobs_are_of_the_raw_distribution(llm, reference):
+    params = SamplingParams(temperature=0.7, top_k=5, seed=3, max_tokens=8, logprobs=2)
+    out = llm.generate(PROMPT, params)[0].outputs[0]
+    expected = reference_logprobs(reference, [*PROMPT, *out.token_ids])
+    total = 0.0
+    for step, (token, entry) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
+        row = expected[len(PROMPT) - 1 + step]
+        assert next(iter(entry)) == token
+        assert entry[token].logprob == pytest.approx(row[token].item(), abs=1e-4)
+        assert entry[token].rank == int((row > row[token]).sum()) + 1
+        assert {int(i) for i in row.topk(2).indices} <= entry.keys()
+        total += entry[token].logprob
+    assert out.cumulative_logprob == pytest.approx(total)
+
+
+def test_prompt_logprobs_cross_chunk_borders(llm, reference):
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    entries = llm.generate(PROMPT, params)[0].prompt_logprobs
+    expected = reference_logprobs(reference, PROMPT)
+    assert entries[0] is None
+    assert len(entries) == len(PROMPT)
+    for position in range(1, len(PROMPT)):
+        token = PROMPT[position]
+        value = expected[position - 1, token].item()
+        assert entries[position][token].logprob == pytest.approx(value, abs=1e-4)
+
+
+def test_score_equals_transformers_loss(llm, reference):
+    text = "def add(a, b):\n    return a + b"
+    ids = list(text.encode())
+    score = llm.score(text)[0]
+    encoded = llm.tokenizer.encode(text)
+    with torch.no_grad():
+        batch = torch.tensor([encoded])
+        loss = reference(batch, labels=batch).loss.item()
+    assert score.num_tokens == len(ids) - 1 == score.num_bytes
+    assert score.log_likelihood == pytest.approx(-loss * score.num_tokens, rel=1e-4)
+    assert score.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+    assert score.bits_per_byte == pytest.approx(loss / math.log(2), rel=1e-4)
+
+
+# ---- requests --------------------------------------------------------------------------------
+
+
+def test_sample_i_of_n_is_the_same_alone_and_among_others(llm):
+    many = llm.generate(PROMPT, SamplingParams(n=4, seed=11, max_tokens=12))[0].outputs
+    alone = llm.generate(PROMPT, SamplingParams(n=1, seed=11, max_tokens=12))[0].outputs[0]
+    assert many[0].token_ids == alone.token_ids
+    assert len({out.token_ids for out in many}) == 4
+
+
+def test_a_seed_fixes_the_tokens_and_the_engine_seed_the_rest(folder):
+    params = [SamplingParams(seed=5, max_tokens=8), SamplingParams(max_tokens=8)]
+    runs = []
+    for chunk in (3, 64):
+        llm = LLM(folder, dtype="float32", max_num_batched_tokens=chunk, seed=7)
+        runs.append([o.outputs[0].token_ids for o in llm.generate([PROMPT, PROMPT], params)])
+    assert runs[0] == runs[1]
+    other = LLM(folder, dtype="float32", seed=8).generate([PROMPT, PROMPT], params)
+    assert other[0].outputs[0].token_ids == runs[0][0]
+    assert other[1].outputs[0].token_ids != runs[0][1]
+
+
+def test_outputs_come_in_the_order_of_mixed_prompts(llm):
+    prompts = ["abc", [1, 2, 3], {"prompt_token_ids": [4]}, {"prompt": "xyz"}]
+    outs = llm.generate(prompts, [GREEDY] * 4)
+    assert [out.prompt for out in outs] == ["abc", None, None, "xyz"]
+    assert outs[1].prompt_token_ids == (1, 2, 3)
+    assert outs[3].prompt_token_ids == tuple(llm.tokenizer.encode("xyz"))
+    assert len({out.request_id for out in outs}) == 4
+
+
+def test_stream_is_cumulative_and_ends_as_generate(llm):
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    *parts, last = llm.stream(PROMPT, params)
+    assert [len(p.outputs[0].token_ids) for p in parts] == list(range(1, 20))
+    texts = [p.outputs[0].text for p in [*parts, last]]
+    assert all(longer.startswith(text) for text, longer in itertools.pairwise(texts))
+    assert not any(p.finished for p in parts)
+    assert last.finished
+    assert last.outputs == llm.generate(PROMPT, params)[0].outputs
+    assert last.metrics.ttft > 0
+    assert last.metrics.tpot > 0
+
+
+def test_two_engines_stream_in_turns_without_touching_each_other(folder):
+    first, second = LLM(folder, dtype="float32"), LLM(folder, dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    expected = [first.generate(p, params)[0].outputs[0].token_ids for p in (PROMPT, [5, 6])]
+    pairs = zip(first.stream(PROMPT, params), second.stream([5, 6], params), strict=True)
+    for pair in pairs:
+        last = pair
+        assert not torch.is_inference_mode_enabled()
+    assert [output.outputs[0].token_ids for output in last] == expected
+
+
+def test_chat_renders_the_template(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    out = llm.chat(messages, GREEDY)[0]
+    assert out.prompt == "user:hi\n"
+    assert [o.prompt for o in llm.chat([messages, messages], GREEDY)] == ["user:hi\n"] * 2
+
+
+# ---- endings ---------------------------------------------------------------------------------
+
+
+def tokens_of(llm: LLM, **kwargs: object) -> minillm.CompletionOutput:
+    defaults = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    return llm.generate(PROMPT, SamplingParams(**(defaults | kwargs)))[0].outputs[0]
+
+
+def test_stop_token_ids_end_with_the_token_but_without_its_text(llm):
+    whole = tokens_of(llm)
+    stop = whole.token_ids[6]
+    index = whole.token_ids.index(stop)
+    out = tokens_of(llm, stop_token_ids=[stop])
+    assert out.token_ids == whole.token_ids[: index + 1]
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    assert out.text == llm.tokenizer.decode(whole.token_ids[:index])
+
+
+def test_min_tokens_holds_stops_back(llm):
+    stop = tokens_of(llm).token_ids[2]
+    out = tokens_of(llm, stop_token_ids=[stop], min_tokens=10)
+    assert stop not in out.token_ids[:10]
+    assert len(out.token_ids) >= 10
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_string_across_tokens(llm, include):
+    # Only printable ASCII, so that text and tokens are in step.
+    ascii_only = {"allowed_token_ids": llm.tokenizer.encode("abcdefghij"), "seed": 2}
+    ascii_only |= {"temperature": 2.0, "max_tokens": 60}
+    whole = tokens_of(llm, **ascii_only).text
+    assert len(whole) == 60
+    stop = whole[20:24]
+    out = tokens_of(llm, stop=[stop, "zzz"], include_stop_str_in_output=include, **ascii_only)
+    end = whole.index(stop)
+    assert out.text == whole[: end + len(stop) * include]
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    assert len(out.token_ids) == end + len(stop)
+
+
+def test_the_end_of_sequence_token_ends_unless_ignored(folder, reference):
+    first = tokens_of(LLM(folder, dtype="float32")).token_ids[0]
+    config = folder / "generation_config.json"
+    saved = config.read_text()
+    config.write_text(json.dumps({"eos_token_id": [EOS, first]}))
+    try:
+        llm = LLM(folder, dtype="float32")
+    finally:
+        config.write_text(saved)
+    out = tokens_of(llm, ignore_eos=False)
+    assert out.token_ids == (first,)
+    assert (out.finish_reason, out.stop_reason, out.text) == ("stop", first, "")
+    assert len(tokens_of(llm, ignore_eos=True).token_ids) == 24
+
+
+def test_primary_end_token_has_no_stop_reason(llm):
+    out = tokens_of(llm, ignore_eos=False, logit_bias={EOS: 100.0})
+    assert out.token_ids == (EOS,)
+    assert (out.finish_reason, out.stop_reason) == ("stop", None)
+
+
+def test_generation_ends_at_the_context_length(folder):
+    llm = LLM(folder, dtype="float32", max_model_len=24)
+    for max_tokens in (None, 1000):
+        out = tokens_of(llm, max_tokens=max_tokens)
+        assert len(out.token_ids) == 24 - len(PROMPT)
+        assert out.finish_reason == "length"
+
+
+def test_text_never_takes_back_a_character(llm):
+    # Bytes of three- and two-byte characters in random order: most are never completed.
+    params = SamplingParams(
+        temperature=9.0,
+        seed=1,
+        max_tokens=60,
+        allowed_token_ids=llm.tokenizer.encode("€é"),
+        ignore_eos=True,
+    )
+    *parts, last = (out.outputs[0] for out in llm.stream(PROMPT, params))
+    assert last.text == llm.tokenizer.decode(last.token_ids)
+    assert last.text.startswith(parts[-1].text)
+    assert all(b.text.startswith(a.text) for a, b in itertools.pairwise(parts))
+    for part in parts:  # what is shown is final: complete characters and bytes past saving
+        assert last.text.startswith(part.text)
+
+
+# ---- failures --------------------------------------------------------------------------------
+
+
+def test_nan_in_the_model_fails_the_request_and_not_the_engine(folder):
+    llm = LLM(folder, dtype="float32")
+    good = tokens_of(llm)
+    weight = llm.engine.runner.model.norm.weight
+    saved = weight.clone()
+    weight.fill_(math.nan)
+    bad = tokens_of(llm)
+    assert bad.finish_reason == "error"
+    assert "NaN" in bad.error
+    with pytest.raises(InvalidRequestError, match="NaN"):
+        llm.score("abc")
+    weight.copy_(saved)
+    assert tokens_of(llm).token_ids == good.token_ids
+
+
+def test_no_token_left_fails_the_request_alone(llm):
+    params = [SamplingParams(allowed_token_ids=[EOS], min_tokens=2, max_tokens=4), GREEDY]
+    bad, good = llm.generate([PROMPT, PROMPT], params)
+    assert bad.outputs[0].finish_reason == "error"
+    assert good.outputs[0].finish_reason in ("length", "stop")
+
+
+def test_close_gives_back_and_says_so(folder):
+    with LLM(folder, dtype="float32") as llm:
+        llm.generate(PROMPT, GREEDY)
+    llm.close()
+    for call in (lambda: llm.generate(PROMPT, GREEDY), lambda: llm.score("abc")):
+        with pytest.raises(errors.EngineDeadError, match="closed"):
+            call()
+
+
+BAD_PROMPTS = [
+    ("", "empty"),
+    ({"prompt_token_ids": []}, "empty"),
+    ([264], "264.*0 to 263"),
+    ([-1], "-1"),
+    (["a", 3], "int"),
+    ([[1, "a"]], "'a'.*integers"),
+    ([[1, True]], "True.*integers"),
+    ([1.5], "float"),
+    ({"text": "x"}, "'text'"),
+    ({"prompt": 3}, "int.*string"),
+    (7, "int"),
+    (b"abc", "bytes"),
+    (None, "NoneType"),
+    ([1] * 128, "128 tokens.*maximum context length is 128"),
+    ("a\ud800b", "tokenized"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
+def test_bad_prompts_get_one_sentence(llm, prompt, message):
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        llm.generate(prompt, GREEDY)
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_bad_prompt_among_many_is_named_before_any_runs(llm):
+    with pytest.raises(InvalidRequestError, match=r"prompt 1: .*empty"):
+        llm.generate(["fine", "", "fine"], GREEDY)
+
+
+BAD_ARGUMENTS = [
+    ({"modl": "tiny"}, TypeError, "'modl'. Did you mean 'model'"),
+    ({"max_model_length": 5}, TypeError, "max_model_len"),
+    ({"dtype": "float23"}, ValueError, "float23.*bfloat16"),
+    ({"device": "tpu"}, ValueError, "tpu"),
+    ({"max_model_len": 0}, ValueError, "max_model_len is 0"),
+    ({"max_model_len": 129}, ValueError, "129.*128"),
+    ({"max_model_len": True}, ValueError, "True"),
+    ({"gpu_memory_utilization": math.nan}, ValueError, "nan"),
+    ({"gpu_memory_utilization": 1.5}, ValueError, "1.5"),
+    ({"seed": "x"}, ValueError, "seed"),
+    ({"load_format": "pickle"}, ValueError, "pickle"),
+    ({"gpu_memory_utilization": 1e-6}, ValueError, "bytes of weights"),
+    ({"trust_remote_code": True}, UnsupportedFeatureError, "never runs code"),
+    ({"quantization": "awq"}, UnsupportedFeatureError, "quantization='awq'"),
+    ({"tensor_parallel_size": 2}, UnsupportedFeatureError, "tensor_parallel_size=2"),
+    ({"enable_prefix_caching": True}, UnsupportedFeatureError, "enable_prefix_caching"),
+    ({"speculative_config": {"method": "ngram"}}, UnsupportedFeatureError, "speculative_config"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_get_one_sentence(folder, arguments, error, message):
+    with pytest.raises(error, match=message) as caught:
+        LLM(folder, **arguments)
+    assert isinstance(caught.value, errors.MinillmError)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_that_lost_their_meaning_only_warn(folder):
+    with pytest.warns(UserWarning, match="use_v2_block_manager"):
+        LLM(folder, use_v2_block_manager=True)
+
+
+def test_too_much_cache_for_one_request_is_refused_with_the_arithmetic(folder):
+    llm = LLM(folder, dtype="float32", kv_cache_memory_bytes=64 * 1024)
+    with pytest.raises(InvalidRequestError, match=r"4 x \d+ positions x 768 bytes"):
+        llm.generate(PROMPT, SamplingParams(n=4, max_tokens=24))
+    assert tokens_of(llm).finish_reason == "length"
+
+
+def test_a_model_without_tokenizer_takes_ids_and_says_what_it_cannot(reference, tmp_path, caplog):
+    reference.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, dtype="float32")
+    assert "token ids still work" in caplog.text
+    assert len(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids) > 0
+    for call in (
+        lambda: llm.generate("text", GREEDY),
+        lambda: llm.generate(PROMPT, SamplingParams(stop="x")),
+        lambda: llm.generate(PROMPT, SamplingParams(bad_words=["x"])),
+        lambda: llm.chat([{"role": "user", "content": "hi"}]),
+    ):
+        with pytest.raises(InvalidRequestError, match="tokenizer"):
+            call()
+
+
+def test_params_must_match_prompts(llm):
+    with pytest.raises(InvalidRequestError, match="1 sampling_params for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(InvalidRequestError, match="dict"):
+        llm.generate(["a"], {"temperature": 0})
+    with pytest.raises(InvalidRequestError, match="ids from 0 to 263"):
+        llm.generate("a", SamplingParams(stop_token_ids=[9999]))
+
+
+def test_a_list_of_integers_is_one_prompt():
+    assert list_prompts([1, 2]) == [[1, 2]]
+    assert list_prompts([[1], [2]]) == [[1], [2]]
+    assert list_prompts([]) == []
+
+
+def test_engine_args_are_checked_without_loading():
+    assert EngineArgs("tiny").dtype == "auto"
+    with pytest.raises(ConfigError, match="model is ''"):
+        EngineArgs("")
