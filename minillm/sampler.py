@@ -25,8 +25,8 @@ from minillm.ops.philox import Purpose, random_words, random_words_of_vocabulary
 from minillm.ops.truncation import best_tokens, truncate_row
 from minillm.sampling_params import SamplingParams
 
-CHUNK_VALUES_CPU = 2**19  # logits worked on at a time: temporaries stay in the caches
-CHUNK_VALUES_GPU = 2**25  # and here below a gigabyte
+CHUNK_VALUES_CPU = 2**21  # logits worked on at a time: temporaries stay below 100 MB,
+CHUNK_VALUES_GPU = 2**23  # and here below 1 GB
 NO_TOKEN = -1  # stands in `SampledBatch.token_ids` where a row failed
 
 
@@ -37,7 +37,7 @@ class SamplingRow:
     All token ids are below the logit width (`validate_against_model`): the row does not check.
 
     Attributes:
-        seed: of the request; any 64-bit value.
+        seed: of the request, any 64-bit value; the same for all its completions.
         sample_index: which of the request's `n` completions.
         position: index in the sequence of the token to choose (prompt length for the first).
         stop_ids: end-of-sequence and stop token ids, masked until `params.min_tokens`.
@@ -52,6 +52,10 @@ class SamplingRow:
     output_token_ids: Sequence[int] = ()
     stop_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+
+
+# Logits [K, V] and their rows -> int64 [K].
+Chooser = Callable[[Tensor, Sequence[SamplingRow]], Tensor]
 
 
 class TokenLogprob(NamedTuple):
@@ -89,7 +93,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledBatch:
     raw = logits.float()
     edited = edit_logits(raw, rows)
     failed = _failures(raw, edited)
-    groups: dict[Callable[[Tensor, Sequence[SamplingRow]], Tensor], list[int]] = {}
+    groups: dict[Chooser, list[int]] = {}
     for index, row in enumerate(rows):
         if index not in failed:
             groups.setdefault(_chooser(row.params, raw.shape[1]), []).append(index)
@@ -102,9 +106,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledBatch:
     return SampledBatch(token_ids, _row_logprobs(raw, rows, token_ids), failed)
 
 
-def _chooser(
-    params: SamplingParams, vocab_size: int
-) -> Callable[[Tensor, Sequence[SamplingRow]], Tensor]:
+def _chooser(params: SamplingParams, vocab_size: int) -> Chooser:
     """The cheapest way to choose for these parameters."""
     if params.greedy:
         return _choose_best
@@ -144,7 +146,7 @@ def _draw(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _chunks(members: list[int], logits: Tensor) -> Iterator[list[int]]:
-    """Parts of `members` whose logits are few enough for the caches, or for a GPU's memory."""
+    """Parts of `members`, so that the memory of a step does not grow with the batch."""
     values = CHUNK_VALUES_CPU if logits.device.type == "cpu" else CHUNK_VALUES_GPU
     rows = max(1, values // logits.shape[1])
     return (members[start : start + rows] for start in range(0, len(members), rows))

@@ -380,6 +380,10 @@ def test_input_logits_are_not_changed():
     assert edit_logits(logits, [row()] * 36) is logits
 
 
+def test_an_empty_batch_is_fine():
+    assert sample(torch.zeros(0, 50), []).token_ids == []
+
+
 # ---- failures ---------------------------------------------------------------------------------
 
 
