@@ -186,7 +186,7 @@ ROPES: dict[str, Rope] = {
         }
     ),
     "yarn": Rope(YARN),
-    "yarn, truncate=False": Rope(YARN | {"truncate": False, "beta_fast": 24.0, "beta_slow": 2.0}),
+    "yarn, truncate=False": Rope(YARN | {"truncate": False, "beta_fast": 4.0, "beta_slow": 0.5}),
     "yarn, attention_factor": Rope(YARN | {"attention_factor": 0.8}),
     "yarn, mscale": Rope(YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}),
     "yarn, equal mscale": Rope(YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),

@@ -1,0 +1,25 @@
+"""Deliberate bugs are caught: each makes the comparison of `test_parity.py` fail."""
+
+import pytest
+
+from tests.models.mutants import MUTANTS, Mutant, shifted_rope
+from tests.models.parity import TOLERANCE, load, measure
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_caught(mutant: Mutant, checkpoint_of, monkeypatch):
+    checkpoint = checkpoint_of(mutant.case)
+    model = load(checkpoint)
+    mutant.apply(monkeypatch, model)
+    parity = measure(checkpoint, model, new_tokens=0)
+    assert not parity.holds
+    # Where a bug shows is part of what the suite teaches: some never show in a whole prefill.
+    assert (parity.whole_error > TOLERANCE) == mutant.whole, parity
+
+
+def test_shift_of_all_positions_is_no_bug(checkpoint_of, monkeypatch):
+    """RoPE is relative: a bug that moves every position alike cannot be seen, nor matter."""
+    checkpoint = checkpoint_of("llama")
+    model = load(checkpoint)
+    shifted_rope(only_decode=False)(monkeypatch, model)
+    assert measure(checkpoint, model, new_tokens=0).holds
