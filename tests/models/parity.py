@@ -18,6 +18,7 @@ TOLERANCE = 1e-4  # of logits relative to the largest, float32; the issue's figu
 MARGIN = 1e-4  # two best logits nearer than this may swap places
 PROMPT_LENGTHS = (1, 7, 130)
 NEW_TOKENS = 64
+BFLOAT16_TOLERANCE = 0.02  # see bfloat16_errors; 8 bits of mantissa, three layers
 
 
 class FlatRunner:
@@ -179,3 +180,21 @@ def agreement(tokens: list[int], reference: Iterator[tuple[int, float]]) -> int:
         if token != expected:
             return len(tokens) if margin < MARGIN else index
     return len(tokens)
+
+
+def bfloat16_errors(checkpoint: Checkpoint) -> tuple[float, float]:
+    """How far bf16 logits, ours and transformers', are from the float32 model with the same rounded
+    weights: norm of the difference over norm, of the median among 130 tokens. The median, because
+    a rounded router now and then picks another expert, which changes a token for good reason."""
+    ids = prompt(130)
+    rounded = checkpoint.tiny.build().bfloat16()
+    theirs = Checkpoint(checkpoint.folder, rounded, checkpoint.tiny)
+    bf16 = reference_logits(theirs, ids)
+    rounded.float()
+    exact = reference_logits(theirs, ids)
+    ours = whole(load(checkpoint, torch.bfloat16), ids)
+
+    def error(logits: Tensor) -> float:
+        return float(((logits.float() - exact).norm(dim=1) / exact.norm(dim=1)).median())
+
+    return error(ours), error(bf16)

@@ -1,17 +1,24 @@
 """Logits and greedy tokens of every family against transformers, on tiny random checkpoints."""
 
-import pytest
+import json
 
-from minillm.models.families import FAMILIES
+import pytest
+import torch
+
+from minillm.models.checkpoint import open_model, shard_files
+from minillm.models.families import FAMILIES, parse_config
+from minillm.models.loader import load_model
 from tests.models.parity import (
+    BFLOAT16_TOLERANCE,
     TOLERANCE,
+    bfloat16_errors,
     load,
     measure,
     reference_logits,
     relative_error,
     whole,
 )
-from tests.models.tiny import CASES, ROPES, prompt
+from tests.models.tiny import CASES, ROPES, old_style, prompt
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -28,3 +35,60 @@ def test_rope_types(family, rope, checkpoint_of):
     ids = prompt(130)
     reference = reference_logits(checkpoint, ids)
     assert relative_error(whole(load(checkpoint), ids), reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_old_config_style_means_the_same(family, rope, checkpoint_of):
+    checkpoint = checkpoint_of(f"{family} / {rope}")
+    old = old_style(checkpoint.config)
+    assert "rope_parameters" not in old
+    assert parse_config(old) == parse_config(checkpoint.config)
+
+
+def test_old_config_style_of_a_folder(checkpoint_of, tmp_path):
+    checkpoint = checkpoint_of("deepseek_v3 / yarn, mscale")
+    (tmp_path / "config.json").write_text(json.dumps(old_style(checkpoint.config)))
+    (tmp_path / "model.safetensors").symlink_to(checkpoint.folder / "model.safetensors")
+    ids = prompt(130)
+    model = load_model(open_model(tmp_path), torch.float32)
+    assert relative_error(whole(model, ids), reference_logits(checkpoint, ids)) <= TOLERANCE
+
+
+def test_cases_cover_one_and_many_shards_tied_and_untied(checkpoint_of):
+    for family in FAMILIES:
+        seen = set()
+        for name, tiny in CASES.items():
+            if tiny.family == family:
+                folder = checkpoint_of(name).folder
+                tied = open_model(folder).config.tie_word_embeddings
+                seen.add((tied, len(shard_files(folder)) > 1))
+        assert {tied for tied, _ in seen} == {True, False}, family
+        assert {sharded for _, sharded in seen} == {True, False}, family
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(case, checkpoint_of):
+    """Teacher-forced, and up to a fifth: our rounding differs from theirs, but is not worse."""
+    ours, theirs = bfloat16_errors(checkpoint_of(case))
+    assert ours <= BFLOAT16_TOLERANCE
+    assert ours <= 1.2 * theirs
+
+
+def test_float16_loads_and_agrees(checkpoint_of):
+    checkpoint = checkpoint_of("llama")
+    ids = prompt(130)
+    logits = whole(load(checkpoint, torch.float16), ids)
+    assert logits.dtype == torch.float16
+    assert relative_error(logits, reference_logits(checkpoint, ids)) < 0.02
+
+
+def test_context_dependent_rope_is_fixed_per_engine(checkpoint_of):
+    """A short prompt gets the frequencies of the engine's context, not of its own length, which
+    is where transformers differs: there, text before and after the change do not fit together."""
+    checkpoint = checkpoint_of("llama / longrope, beyond")
+    ids = prompt(40)
+    ours = whole(load(checkpoint), prompt(130))[:40]
+    assert relative_error(ours, reference_logits(checkpoint, prompt(130))[:40]) <= TOLERANCE
+    assert relative_error(whole(load(checkpoint), prompt(130)[:40]), ours) <= TOLERANCE
+    assert relative_error(whole(load(checkpoint), ids), reference_logits(checkpoint, ids)) > 0.01
