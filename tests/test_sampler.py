@@ -66,7 +66,7 @@ def assert_same_distribution(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 # ---- each operation against transformers ------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     vocab=st.integers(1, 400),
@@ -225,6 +225,10 @@ def test_min_p_comes_before_top_p():
     assert support([0.5, 0.3, 0.1, 0.1], min_p=0.5) == [0, 1]
     assert support([0.5, 0.3, 0.1, 0.1], top_p=0.6) == [0, 1]
     assert support([0.5, 0.3, 0.1, 0.1], min_p=0.5, top_p=0.6) == [0]
+
+
+def test_min_p_of_one_keeps_equals_of_the_best():
+    assert support([0.4, 0.2, 0.4], min_p=1.0) == [0, 2]
 
 
 def test_top_k_comes_before_top_p():

@@ -141,6 +141,22 @@ def test_refusals_name_the_parameter_the_value_and_the_range(name, value, says):
     assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("n", 1, 64),
+        ("temperature", 0.0, 1e6),
+        ("top_p", 1e-9, 1.0),
+        ("repetition_penalty", 0.01, 100.0),
+        ("logprobs", 0, 20),
+        ("seed", -(2**63), 2**63 - 1),
+    ],
+)
+def test_the_limits_themselves_are_allowed(name, low, high):
+    assert getattr(SamplingParams(**{name: low}), name) == low
+    assert getattr(SamplingParams(**{name: high}), name) == high
+
+
 def test_refused_combinations():
     with pytest.raises(InvalidRequestError, match="n is 2 and temperature is 0"):
         SamplingParams(n=2, temperature=0)

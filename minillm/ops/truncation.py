@@ -46,8 +46,8 @@ def best_tokens(
     # Too few: the mass lies deeper, or ties of the edge were cut off by the end of the prefix.
     edge = torch.where(limit > 0, kth, values.masked_fill(~kept, 0).amin(dim=-1, keepdim=True))
     inside = ((scaled >= edge) & (scaled > -math.inf)).sum(dim=-1) <= width
-    enough = inside & (covered >= goal)[:, 0] & (limit <= width)[:, 0] | (width == vocab_size)
-    return values.masked_fill(~kept, -math.inf), ids, enough
+    found = torch.where(limit > 0, limit <= width, (share < 1) & (covered >= goal))[:, 0]
+    return values.masked_fill(~kept, -math.inf), ids, found & inside | (width == vocab_size)
 
 
 def truncate_row(scores: Tensor, top_k: int, top_p: float) -> Tensor:
