@@ -1,0 +1,163 @@
+"""Talk with a model through its own chat template. Ctrl-C stops an answer, /exit ends."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from minillm.cli.generate import summary
+from minillm.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_arguments,
+    sampling_params,
+)
+from minillm.cli.terminal import Terminal
+from minillm.errors import InvalidRequestError, did_you_mean
+from minillm.outputs import RequestOutput
+from minillm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minillm.llm import LLM
+
+USAGE = "--model MODEL [options]"
+EXAMPLES = """\
+examples:
+  minillm chat --model PATH_TO_A_HF_FOLDER
+  minillm chat --model ORG/NAME --system "Answer in one sentence." --temperature 0
+  printf 'What is 2+2?\\n' | minillm chat --model PATH_TO_A_HF_FOLDER
+"""
+WORDS = {
+    "/reset": "forget the conversation",
+    "/exit": "leave (so does Ctrl-D)",
+    "/help": "this list",
+}
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("--model", metavar="MODEL", required=True,
+                        help="folder or hub id of a model with a chat template")  # fmt: skip
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    add_sampling_options(parser, temperature=0.7, top_p=0.95, max_tokens=1024)
+    add_engine_options(parser)
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Talk until the end of the input, and return the exit code."""
+    arguments, params = engine_arguments(args), sampling_params(args)
+    require_template(args)
+    from minillm.llm import LLM
+
+    with suppress(ImportError):  # not on Windows
+        import readline  # noqa: F401  (gives input() a history and arrow keys)
+    with LLM(**arguments) as llm:
+        if sys.stdin.isatty():
+            terminal.remark(f"{args.model}, {llm.engine.max_model_len:,} tokens of context. "
+                            "/help lists the commands.")  # fmt: skip
+        Conversation(llm, params, terminal, args.system).run()
+    return 0
+
+
+def require_template(args: Namespace) -> None:
+    """Refuse a model that cannot chat before its weights are read, which may take minutes."""
+    from minillm.models.checkpoint import open_model
+    from minillm.text.tokenizer import Tokenizer
+
+    folder = args.tokenizer or open_model(args.model).folder
+    if folder is None:
+        raise InvalidRequestError(
+            f"{args.model} has no tokenizer and so no chat template; give a model's folder."
+        )
+    tokenizer = Tokenizer.from_folder(folder)
+    if not tokenizer.has_chat_template:
+        tokenizer.render_chat([{"role": "user", "content": ""}])
+
+
+class Conversation:
+    """The messages so far, and the loop that adds to them."""
+
+    def __init__(
+        self, llm: "LLM", params: SamplingParams, terminal: Terminal, system: str | None
+    ) -> None:
+        self.llm, self.params, self.terminal = llm, params, terminal
+        self.opening = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.opening)
+
+    def run(self) -> None:
+        """Read and answer until /exit or the end of the input. Ctrl-C at the prompt comes out."""
+        while (text := self.read()) is not None:
+            word = text.strip()
+            if word in ("/exit", "/quit"):
+                return
+            if word.startswith("/"):
+                self.command(word)
+            elif word:
+                self.turn(text)
+
+    def read(self) -> str | None:
+        """One line of the user, None at the end."""
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            if sys.stdin.isatty():
+                self.terminal.line()
+            return None
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError("The input is not UTF-8 text; convert it first.") from error
+
+    def command(self, word: str) -> None:
+        """Do what a word with a slash says."""
+        if word == "/reset":
+            self.messages = list(self.opening)
+            self.terminal.remark("The conversation is forgotten.")
+        elif word == "/help":
+            self.terminal.rows(list(WORDS.items()))
+        else:
+            self.terminal.remark(f"There is no command {word}.{did_you_mean(word, WORDS)}")
+
+    def turn(self, text: str) -> None:
+        """Answer one message. What fails or stays without an answer leaves no trace."""
+        self.messages.append({"role": "user", "content": text})
+        answer = ""
+        try:
+            answer = self.answer()
+        except InvalidRequestError as error:
+            self.terminal.remark(f"error: {error}")
+        if answer:
+            self.messages.append({"role": "assistant", "content": answer})
+        else:
+            self.messages.pop()
+
+    def answer(self) -> str:
+        """Stream the model's answer and return its text, cut short by Ctrl-C."""
+        prompt = self.llm.chat_prompt(self.messages)
+        used, most = len(prompt["prompt_token_ids"]), self.llm.engine.max_model_len
+        if used >= most:
+            raise InvalidRequestError(
+                f"The conversation has {used:,} tokens and the model's context is {most:,}; "
+                "type /reset to start a new one."
+            )
+        text, output = "", None
+        try:
+            for output in self.llm.stream(prompt, self.params):
+                new = output.outputs[0].text
+                self.terminal.stream(new[len(text) :])
+                text = new
+        except KeyboardInterrupt:
+            self.terminal.line()
+            self.terminal.remark("Stopped.")
+            return text
+        self.terminal.line()
+        if output is not None:
+            self.remark(output, used, most)
+        return text
+
+    def remark(self, output: RequestOutput, used: int, most: int) -> None:
+        """How fast the answer was, and how much of the context is left."""
+        completion = output.outputs[0]
+        used += len(completion.token_ids)
+        room = "" if used < most else "; /reset starts a new conversation"
+        if completion.error:
+            self.terminal.remark(f"error: {completion.error}")
+        self.terminal.remark(f"{summary(output, self.params)} | context {used:,} of {most:,}{room}")

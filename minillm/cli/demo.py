@@ -1,0 +1,165 @@
+"""The demonstration (``minillm`` without arguments): text first, then how fast it could have been.
+
+The embedded model is small enough for a processor's cache, so its speed says little about real
+models. The second card therefore runs a model that must come from memory for every token.
+"""
+
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minillm import __version__
+from minillm.cli.generate import stream, summary
+from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, wrap
+from minillm.cost import StepCost, step_cost, step_time
+from minillm.hardware import Hardware, measure
+from minillm.parameters import parameter_count
+from minillm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minillm.llm import LLM
+
+PROMPT = "def fib(n):"
+BIG = "smollm2-135m"
+CONTEXT = 1024  # longest context of the second card
+WARM_UP = 4  # tokens before the clock starts
+BUDGET = 2.5  # seconds of decoding
+
+
+@dataclass(frozen=True)
+class DecodeRun:
+    """Decoding at batch 1 over some tokens: per token, bytes counted and seconds measured."""
+
+    num_tokens: int
+    bytes_per_token: float
+    weight_bytes: int
+    seconds_per_token: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that were read and written."""
+        return self.bytes_per_token / self.seconds_per_token
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Both cards and what to try next; returns the exit code."""
+    terminal.heading(f"minillm {__version__}")
+    with terminal.progress("Starting"):
+        from minillm.llm import LLM
+
+        llm = LLM("tiny")
+    with llm:
+        write_text(llm, terminal)
+    with terminal.progress("Measuring how fast this machine reads its memory"):
+        hardware = measure(refresh=True, device=str(llm.engine.device))
+    with terminal.progress(f"Building a model of {BIG}'s shape with random weights"):
+        llm = LLM(f"preset:{BIG}", load_format="dummy", max_model_len=CONTEXT)
+    with llm, terminal.progress(f"Decoding for {seconds(BUDGET)}"):
+        decoded = decode(llm)
+    show_card(llm, decoded, hardware, terminal)
+    show_next(terminal)
+    return 0
+
+
+def write_text(llm: "LLM", terminal: Terminal) -> None:
+    """The embedded model writes."""
+    config = llm.engine.source.config
+    terminal.line(f"The embedded model 'tiny' ({amount(parameter_count(config).total)} parameters, "
+                  "trained on Python code) continues a text:\n")  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=96)
+    output = stream(llm, PROMPT, params, terminal, echo=True)
+    terminal.line(f"\n  {summary(output, params)}\n")
+
+
+def decode(llm: "LLM") -> DecodeRun:
+    """Decode one sequence for `BUDGET` seconds and count what each step had to move."""
+    engine, prompt = llm.engine, list(range(16))
+    room = CONTEXT - len(prompt)
+    params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
+    times: list[float] = []
+    for _ in llm.stream(prompt, params):
+        times.append(time.perf_counter())
+        if len(times) > 2 and times[-1] - times[0] > BUDGET:
+            break
+    first = min(WARM_UP, len(times) - 2)
+    # Between times[i - 1] and times[i] one step read the i tokens before it and the prompt.
+    costs = [
+        step_cost(engine.source.config, [1], [len(prompt) + i], dtype=engine.dtype)
+        for i in range(first + 1, len(times))
+    ]
+    return DecodeRun(
+        num_tokens=len(costs),
+        weight_bytes=costs[-1].weight_bytes,
+        bytes_per_token=sum(cost.total_bytes for cost in costs) / len(costs),
+        seconds_per_token=(times[-1] - times[first]) / len(costs),
+    )
+
+
+def show_card(llm: "LLM", decoded: DecodeRun, hardware: Hardware, terminal: Terminal) -> None:
+    """The roofline of decoding: what memory allows, what was reached, and their ratio."""
+    engine = llm.engine
+    cost = step_cost(engine.source.config, [1], [CONTEXT // 2], dtype=engine.dtype)
+    cache = decoded.bytes_per_token - decoded.weight_bytes
+    bound = decoded.bytes_per_token / hardware.bandwidth
+    terminal.heading(f"How fast could it be? {BIG}, random weights, {engine.dtype}, one sequence")
+    terminal.line()
+    terminal.rows(
+        [
+            ("each token reads", f"{amount(decoded.weight_bytes, 'B')} of weights and "
+             f"{amount(cache, 'B')} of KV cache"),
+            ("this machine reads", f"{amount(hardware.bandwidth, 'B/s')}, measured just now "
+             f"({hardware.name}, {threads(llm)})"),
+            ("so at best", rate(bound)),
+            ("it ran at", f"{rate(decoded.seconds_per_token)} = "
+             f"{amount(decoded.bandwidth, 'B/s')}"),
+        ]
+    )  # fmt: skip
+    fraction = decoded.bandwidth / hardware.bandwidth
+    terminal.line(f"\n  {terminal.bar(fraction)} {fraction:.0%} of the bound\n")
+    for line in wrap(explanation(cost, hardware, fraction), terminal.width - 2):
+        terminal.line(f"  {line}")
+
+
+def rate(per_token: float) -> str:
+    """``123 tokens/s (8.13 ms each)``."""
+    return f"{digits(1 / per_token)} tokens/s ({seconds(per_token)} each)"
+
+
+def threads(llm: "LLM") -> str:
+    """With how much of the processor, or on which device."""
+    import torch
+
+    on_cpu = llm.engine.device.type == "cpu"
+    return plural(torch.get_num_threads(), "thread") if on_cpu else str(llm.engine.device)
+
+
+def explanation(cost: StepCost, hardware: Hardware, fraction: float) -> str:
+    """What the card means, in a sentence or two."""
+    if step_time(cost, hardware).bound == "overhead":
+        return (
+            f"Every weight is read for every token, but starting the {cost.num_operations} "
+            f"operations of a token ({seconds(cost.num_operations * hardware.overhead)} or more) "
+            "takes longer than that here: the bound is overhead."
+        )
+    text = (
+        f"Every weight is read for every token and used in {digits(cost.intensity)} operation per "
+        f"byte; this machine could do {digits(hardware.ridge(cost.dtype))} per byte it reads. So "
+        "memory is the bound, and a second sequence in the batch would cost almost nothing."
+    )
+    if fraction > 1:
+        text += " Above 100%: the machine was busier while it was measured than afterwards."
+    return text
+
+
+def show_next(terminal: Terminal) -> None:
+    """Three things to type."""
+    terminal.line()
+    terminal.heading("Next")
+    terminal.rows(
+        [
+            ('minillm generate "import os"', "your own text, or --model PATH_TO_A_HF_FOLDER"),
+            ("minillm info", "the models at hand, and what this machine can do"),
+            ("minillm plan preset:llama-3.1-70b", "what a 70B model would need, and its speed"),
+        ]
+    )

@@ -1,0 +1,212 @@
+"""Continue a text. It streams to stdout; how fast it came goes to stderr."""
+
+import json
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_arguments,
+    sampling_params,
+)
+from minillm.cli.terminal import Terminal, plural, seconds
+from minillm.errors import InvalidRequestError
+from minillm.outputs import CompletionOutput, RequestOutput
+from minillm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minillm.llm import LLM
+
+USAGE = "[PROMPT] [options]"
+EXAMPLES = """\
+examples:
+  minillm generate "def fib(n):"
+  minillm generate --model PATH_TO_A_HF_FOLDER --max-tokens 200 "Once upon a time"
+  minillm generate --temperature 0.8 --n 3 --seed 1 "import os"
+  git diff | minillm generate --json | jq -r '.outputs[0].text'
+"""
+DEFAULT_PROMPT = "def fib(n):"
+SHOWN_PROMPT = 2000  # characters; a longer prompt is not repeated on the screen
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("text", metavar="PROMPT", nargs="?",
+                        help="text to continue; - or nothing reads stdin")  # fmt: skip
+    prompt.add_argument("--prompt", metavar="TEXT", help="the same as an option")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
+    prompt.add_argument("--prompt-ids", metavar="1,2,3",
+                        help="token ids, for a model without a tokenizer")  # fmt: skip
+    parser.add_argument("--model", metavar="MODEL", default="tiny",
+                        help="embedded name, folder, hub id or preset:NAME (tiny)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    add_sampling_options(parser, temperature=0.0, top_p=1.0, max_tokens=128)
+    more = parser.add_argument_group("several completions, and probabilities (see --json)")
+    more.add_argument("--n", metavar="N", type=int, help="completions of the prompt (1)")
+    more.add_argument("--logprobs", metavar="K", type=int,
+                      help="log-probabilities of each new token and the K best")  # fmt: skip
+    more.add_argument("--prompt-logprobs", metavar="K", type=int, help="of the prompt's tokens")
+    add_engine_options(parser)
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Generate, and return the exit code."""
+    arguments, params = engine_arguments(args), sampling_params(args)
+    prompt = read_prompt(args, terminal)
+    from minillm.llm import LLM
+
+    with LLM(**arguments) as llm:
+        if args.json or params.n > 1:
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            write = write_json if args.json else write_completions
+            write(output, llm, terminal)
+        else:
+            output = stream(llm, prompt, params, terminal, echo=terminal.interactive)
+        terminal.remark(summary(output, params))
+    failed = [completion.error for completion in output.outputs if completion.error]
+    for message in failed:
+        terminal.remark(f"error: {message}")
+    return 1 if failed else 0
+
+
+def read_prompt(args: Namespace, terminal: Terminal) -> Any:
+    """The prompt from wherever it is: a text, or a list of token ids."""
+    if args.prompt_ids is not None:
+        return parse_ids(args.prompt_ids)
+    if args.prompt_file is not None:
+        return read_file(args.prompt_file)
+    text = args.text if args.prompt is None else args.prompt
+    if text == "-":
+        return read_stdin()
+    if text is None and sys.stdin and not sys.stdin.isatty():
+        text = read_stdin() or None
+    return default_prompt(args.model, terminal) if text is None else text
+
+
+def default_prompt(model: str, terminal: Terminal) -> str:
+    """A prompt for those who gave none and want to see the embedded model write."""
+    from minillm.models.checkpoint import embedded_models
+
+    if model not in embedded_models():
+        raise InvalidRequestError(
+            f'There is no prompt; add one: minillm generate --model {model} "Once upon a time".'
+        )
+    terminal.remark(f"no prompt given, so here is one: {DEFAULT_PROMPT}")
+    return DEFAULT_PROMPT
+
+
+def read_stdin() -> str:
+    """All of standard input."""
+    return decode(sys.stdin.buffer.read(), "stdin")
+
+
+def parse_ids(text: str) -> list[int]:
+    """``1,2,3`` as numbers."""
+    try:
+        return [int(item) for item in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"--prompt-ids is {text[:80]!r}; it must be whole numbers such as 1,2,3."
+        ) from error
+
+
+def read_file(name: str) -> str:
+    """The text of a file."""
+    try:
+        return decode(Path(name).read_bytes(), name)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"The prompt file {name!r} cannot be read: {error.strerror}."
+        ) from error
+
+
+def decode(data: bytes, origin: str) -> str:
+    """UTF-8 text without the line end that editors and `echo` put at the end."""
+    try:
+        return data.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{origin} is not UTF-8 text (byte {error.start}); convert it first."
+        ) from error
+
+
+def stream(
+    llm: "LLM", prompt: Any, params: SamplingParams, terminal: Terminal, echo: bool
+) -> RequestOutput:
+    """Show one completion as it grows; with `echo` behind its prompt."""
+    shown = 0
+    if echo and isinstance(prompt, str) and len(prompt) <= SHOWN_PROMPT:
+        terminal.stream_prompt(prompt)
+    for output in llm.stream(prompt, params):
+        text = shown_text(output.outputs[0], llm)
+        terminal.stream(text[shown:])
+        shown = len(text)
+    terminal.line()
+    return output
+
+
+def shown_text(completion: CompletionOutput, llm: "LLM") -> str:
+    """The text of a completion; its token ids where no tokenizer can say it."""
+    if llm.tokenizer is None:
+        return " ".join(map(str, completion.token_ids))
+    return completion.text
+
+
+def write_completions(output: RequestOutput, llm: "LLM", terminal: Terminal) -> None:
+    """Several completions, each below its number."""
+    for completion in output.outputs:
+        terminal.heading(f"[{completion.index + 1} of {len(output.outputs)}]")
+        terminal.stream(shown_text(completion, llm) + "\n")
+
+
+def write_json(output: RequestOutput, llm: "LLM", terminal: Terminal) -> None:
+    """Everything there is to know, as one object."""
+    about = {"model": llm.engine.source.name, "dtype": llm.engine.dtype}
+    terminal.line(to_json(about | asdict(output)))
+
+
+def to_json(value: Any) -> str:
+    """JSON text; numbers that JSON does not have (infinity) become null."""
+
+    def finite(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: finite(entry) for key, entry in item.items()}
+        if isinstance(item, list | tuple):
+            return [finite(entry) for entry in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(finite(value), ensure_ascii=False)
+
+
+def summary(output: RequestOutput, params: SamplingParams) -> str:
+    """One line: how many tokens, why they ended, and how fast they were."""
+    metrics = output.metrics
+    total = sum(len(completion.token_ids) for completion in output.outputs)
+    parts = [plural(total, "token")]
+    if len(output.outputs) == 1:
+        parts[0] += f", {ending(output.outputs[0], params)}"
+    if metrics.ttft is not None:
+        parts.append(f"TTFT {seconds(metrics.ttft)}")
+    if metrics.tpot is not None:
+        rate = len(output.outputs) / metrics.tpot
+        parts += [f"TPOT {seconds(metrics.tpot)}", f"{rate:,.0f} tokens/s"]
+    if not params.greedy:
+        parts.append(f"seed {params.seed}")
+    return " | ".join(parts)
+
+
+def ending(completion: CompletionOutput, params: SamplingParams) -> str:
+    """Why a completion ended, in words."""
+    if completion.finish_reason == "length":
+        full = len(completion.token_ids) != params.max_tokens
+        return "the context is full" if full else f"reached --max-tokens {params.max_tokens}"
+    if completion.finish_reason == "stop":
+        reason = completion.stop_reason
+        return "end of text" if reason is None else f"stopped at {reason!r}"
+    return str(completion.finish_reason)

@@ -1,0 +1,74 @@
+"""Options that several commands share, and the arguments of `LLM` and `SamplingParams` they mean.
+
+Values are not judged here: `EngineArgs` and `SamplingParams` check each of them once, for every
+way in, and their sentences are what the user reads.
+"""
+
+import random
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from minillm.engine_args import EngineArgs
+from minillm.sampling_params import SamplingParams
+
+ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
+          "gpu_memory_utilization", "max_num_batched_tokens")  # fmt: skip
+SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+            "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "seed", "stop",
+            "ignore_eos", "logprobs", "prompt_logprobs")  # fmt: skip
+
+
+def add_engine_options(parser: ArgumentParser) -> None:
+    """Options of the engine, but for --model, whose default differs between commands."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--dtype", metavar="NAME", help="auto, bfloat16, float16 or float32")
+    group.add_argument("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N")
+    group.add_argument("--max-model-len", metavar="N", type=int, help="longest context, in tokens")
+    group.add_argument("--load-format", metavar="NAME", help="auto, or dummy for random weights")
+    group.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer from another folder")
+    group.add_argument("--gpu-memory-utilization", metavar="X", type=float,
+                       help="share of the free memory to use, on a CPU too (0.9)")  # fmt: skip
+    group.add_argument("--max-num-batched-tokens", metavar="N", type=int,
+                       help="prompt tokens computed in one pass (2048)")  # fmt: skip
+
+
+def add_sampling_options(
+    parser: ArgumentParser, temperature: float, top_p: float, max_tokens: int
+) -> None:
+    """Options of one answer, with the defaults of the command."""
+    group = parser.add_argument_group("sampling")
+    option = group.add_argument
+    option("--max-tokens", metavar="N", type=int, default=max_tokens,
+           help=f"stop after this many new tokens ({max_tokens})")  # fmt: skip
+    option("--temperature", metavar="T", type=float, default=temperature,
+           help=f"0 always takes the most probable token ({temperature:g})")  # fmt: skip
+    option("--top-p", metavar="P", type=float, default=top_p,
+           help=f"choose among the most probable tokens of this total ({top_p:g})")  # fmt: skip
+    option("--top-k", metavar="K", type=int, help="choose among the K most probable tokens (all)")
+    option("--min-p", metavar="P", type=float, help="drop tokens below P times the best (0)")
+    option("--repetition-penalty", metavar="X", type=float, help="above 1: repeat less (1)")
+    option("--presence-penalty", metavar="X", type=float, help="-2 to 2, once per used token (0)")
+    option("--frequency-penalty", metavar="X", type=float, help="-2 to 2, for each use (0)")
+    option("--seed", metavar="N", type=int, help="the same seed gives the same text")
+    option("--stop", metavar="TEXT", action="append", help="end before TEXT; may be repeated")
+    option("--min-tokens", metavar="N", type=int, help="do not end before N tokens (0)")
+    option("--ignore-eos", action="store_true", default=None, help="do not end at the end token")
+
+
+def engine_arguments(args: Namespace) -> dict[str, Any]:
+    """Arguments for `LLM`, already checked, so that a typing error costs no loading."""
+    given = _given(args, ENGINE)
+    EngineArgs(**given)
+    return given
+
+
+def sampling_params(args: Namespace) -> SamplingParams:
+    """What the options ask of the sampler. Without --seed every run draws anew, from a seed that
+    can be shown and used again."""
+    given = {"seed": random.SystemRandom().getrandbits(31)} | _given(args, SAMPLING)
+    return SamplingParams(**given)
+
+
+def _given(args: Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    values = {name: getattr(args, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

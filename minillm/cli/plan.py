@@ -1,0 +1,276 @@
+"""What fits into a memory, before anything is loaded, and how fast it would be at best."""
+
+import json
+import re
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
+from minillm.config import ModelConfig
+from minillm.cost import (
+    MemoryPlan,
+    StepCost,
+    StepTime,
+    dtype_bytes,
+    memory_plan,
+    step_cost,
+    step_time,
+)
+from minillm.errors import ConfigError, did_you_mean
+from minillm.hardware import DATASHEET, Hardware, measure
+from minillm.presets import preset
+
+USAGE = "MODEL [options]"
+EXAMPLES = """\
+examples:
+  minillm plan preset:llama-3.1-70b --hardware h100
+  minillm plan preset:qwen3-8b --memory 24GiB --max-model-len 8192
+  minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16
+  minillm plan preset:deepseek-v3 --hardware h200 --json
+"""
+UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
+         "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
+PROMPT = 1024  # tokens of the prompt, and of the context, whose time is predicted
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the model would run: how much memory, and how fast, where that is known."""
+
+    what: str
+    memory_bytes: int
+    hardware: Hardware | None
+    is_cpu: bool = False
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("model", metavar="MODEL",
+                        help="embedded name, folder, hub id or preset:NAME")  # fmt: skip
+    parser.add_argument("--hardware", metavar="NAME", help=", ".join(DATASHEET))
+    parser.add_argument("--memory", metavar="SIZE",
+                        help="such as 24GiB or 24GB (what is free on this machine)")  # fmt: skip
+    parser.add_argument("--dtype", metavar="NAME", help="of the weights (the checkpoint's)")
+    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="of the cache (as --dtype)")
+    parser.add_argument("--max-model-len", metavar="N", type=int,
+                        help="longest context, in tokens (the model's)")  # fmt: skip
+    parser.add_argument("--max-num-seqs", metavar="N", type=int, default=256,
+                        help="sequences at once, at most (256)")  # fmt: skip
+    parser.add_argument("--max-num-batched-tokens", metavar="N", type=int, default=2048,
+                        help="prompt tokens computed in one pass (2048)")  # fmt: skip
+    parser.add_argument("--gpu-memory-utilization", metavar="X", type=float, default=0.9,
+                        help="share of the memory to use, on a CPU too (0.9)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Print the plan, and return the exit code: 0 also for a model that does not fit."""
+    config = find_config(args.model)
+    if args.max_model_len is not None:
+        check_length(args.max_model_len, config)
+    for dtype in filter(None, (args.dtype, args.kv_cache_dtype)):
+        dtype_bytes(dtype)
+    place = find_place(args, terminal)
+    plan = memory_plan(
+        config,
+        place.memory_bytes,
+        dtype=args.dtype or best_dtype(config, place),
+        kv_dtype=args.kv_cache_dtype,
+        max_model_len=args.max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+    )
+    if args.json:
+        terminal.line(json.dumps(as_json(args.model, config, plan, place)))
+    else:
+        show(args.model, config, plan, place, terminal)
+    return 0
+
+
+def find_config(model: str) -> ModelConfig:
+    """The shape of a model; a preset's needs no torch, and so no waiting."""
+    if model.startswith("preset:"):
+        return preset(model.removeprefix("preset:"))
+    from minillm.models.checkpoint import open_model
+
+    return open_model(model).config
+
+
+def check_length(length: int, config: ModelConfig) -> None:
+    """Refuse a context that the engine would refuse."""
+    from minillm.engine_setup import longest_context
+
+    if length > longest_context(config):
+        raise ConfigError(
+            f"--max-model-len is {length}; this model has positions for "
+            f"{longest_context(config)} tokens."
+        )
+
+
+def find_place(args: Namespace, terminal: Terminal) -> Place:
+    """The hardware that was named, or this machine; --memory overrides how much there is."""
+    memory = None if args.memory is None else parse_size(args.memory)
+    if args.hardware is not None:
+        hardware = find_hardware(args.hardware)
+        return Place(hardware.name, memory or hardware.memory_bytes, hardware)
+    if memory is not None:
+        return Place(f"a memory of {size(memory)}", memory, None)
+    from minillm.engine_setup import choose_device, free_memory
+
+    device = choose_device("auto")
+    with terminal.progress("Measuring this machine"):
+        hardware = measure(device=str(device))
+    return Place(
+        f"this machine ({hardware.name}), as much as is free now",
+        free_memory(device),
+        hardware,
+        device.type == "cpu",
+    )
+
+
+def best_dtype(config: ModelConfig, place: Place) -> str:
+    """What the engine would choose: the checkpoint's, but on this machine's CPU what is fast."""
+    if not place.is_cpu:
+        return config.dtype
+    import torch
+
+    from minillm.engine_setup import choose_dtype
+
+    return choose_dtype("auto", config, torch.device("cpu"))
+
+
+def find_hardware(name: str) -> Hardware:
+    """An entry of the datasheet by its name, or by the start of it."""
+    key = name.lower()
+    matches = [key] if key in DATASHEET else [known for known in DATASHEET if known.startswith(key)]
+    if len(matches) != 1:
+        raise ConfigError(
+            f"There is no single hardware {name!r}.{did_you_mean(key, DATASHEET)} "
+            f"Known are {', '.join(DATASHEET)}."
+        )
+    return DATASHEET[matches[0]]
+
+
+def parse_size(text: str) -> int:
+    """``24GiB``, ``24GB``, ``512MiB`` or plain bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not match or match[2] not in UNITS or float(match[1]) <= 0:
+        raise ConfigError(f"--memory is {text!r}; it must be a size such as 24GiB or 24GB.")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def predictions(
+    config: ModelConfig, plan: MemoryPlan, hardware: Hardware
+) -> list[tuple[str, int, StepCost, StepTime]]:
+    """What one step costs: (what, its tokens, cost, time) for a decode step and a prompt."""
+    length = min(PROMPT, plan.settings.max_model_len)
+    cost_of = partial(step_cost, config, dtype=plan.settings.dtype, kv_dtype=plan.settings.kv_dtype)
+    costs = {"decode": cost_of([1], [length]), "prefill": cost_of([length], [length])}
+    return [
+        (what, cost.num_tokens, cost, step_time(cost, hardware)) for what, cost in costs.items()
+    ]
+
+
+def as_json(model: str, config: ModelConfig, plan: MemoryPlan, place: Place) -> dict[str, Any]:
+    """The plan as plain data: bytes, seconds, operations."""
+    speed = [] if place.hardware is None else predictions(config, plan, place.hardware)
+    return {
+        "model": model,
+        "hardware": place.hardware and asdict(place.hardware),
+        "fits": plan.fits,
+        "plan": asdict(plan),
+        "predictions": {
+            what: asdict(cost) | asdict(time) | {"seconds": time.seconds, "bound": time.bound}
+            for what, _, cost, time in speed
+        },
+    }
+
+
+def show(
+    model: str, config: ModelConfig, plan: MemoryPlan, place: Place, terminal: Terminal
+) -> None:
+    """The plan for people."""
+    settings = plan.settings
+    terminal.heading(f"{model} on {place.what}")
+    terminal.rows(
+        [
+            ("memory", size(plan.memory_bytes)),
+            ("reserve", f"{size(plan.reserve_bytes)}  not counted on: "
+             f"{1 - settings.gpu_memory_utilization:.0%} for the runtime and workspaces"),
+            ("weights", f"{size(plan.weight_bytes)}  in {settings.dtype}"),
+            ("activations", f"{size(plan.activation_bytes)}  for "
+             f"{settings.max_num_batched_tokens:,} tokens in one pass"),
+            ("KV cache", cache_line(plan)),
+        ]
+    )  # fmt: skip
+    terminal.line()
+    if plan.fits:
+        show_combinations(plan, terminal)
+    else:
+        terminal.line(f"  It does not fit: {size(plan.shortfall_bytes)} of memory are missing for "
+                      f"one sequence of {settings.max_model_len:,} tokens.")  # fmt: skip
+        terminal.line("  Any one of these would do:")
+        for hint in plan.hints:
+            terminal.line(f"    {as_option(hint)}")
+    if place.hardware is not None:
+        terminal.line()
+        show_speed(config, plan, place.hardware, terminal)
+
+
+def cache_line(plan: MemoryPlan) -> str:
+    """What is left for the cache, and how much that is."""
+    per_token = f"{size(plan.kv_bytes_per_token)} per token in {plan.settings.kv_dtype}"
+    if plan.kv_cache_bytes <= 0:
+        return f"nothing left; {per_token}"
+    return f"{size(plan.kv_cache_bytes)}  left: {plan.num_tokens:,} tokens of {per_token}"
+
+
+def show_combinations(plan: MemoryPlan, terminal: Terminal) -> None:
+    """How many sequences fit at each length."""
+    most = plan.settings.max_num_seqs
+    rows = [
+        (f"{fit.context:,}", f"{min(fit.batch, most):,}" + " (--max-num-seqs)" * (fit.batch > most))
+        for fit in plan.combinations
+    ]
+    terminal.table(("tokens each", "sequences at once"), rows)
+
+
+def show_speed(
+    config: ModelConfig, plan: MemoryPlan, hardware: Hardware, terminal: Terminal
+) -> None:
+    """The lower bounds of time, and which one binds."""
+    source = "measured" if hardware.source == "measured" else "datasheet"
+    dtype = plan.settings.dtype
+    terminal.line(f"  At best{'' if plan.fits else ', if it did fit'}, at {source} "
+                  f"{amount(hardware.bandwidth, 'B/s')} and "
+                  f"{amount(hardware.rate(dtype), 'FLOP/s')} ({dtype}):")  # fmt: skip
+    rows = []
+    for what, tokens, cost, time in predictions(config, plan, hardware):
+        length = min(PROMPT, plan.settings.max_model_len)
+        if what == "decode":
+            value = f"{digits(1 / time.seconds)} tokens/s, {seconds(time.seconds)} per token"
+            value += f" (one sequence, {length:,} tokens of context)"
+        else:
+            value = f"{seconds(time.seconds)} for {plural(tokens, 'token')}"
+        rows.append((what, f"{value}; {why(cost, time)}"))
+    terminal.rows(rows)
+
+
+def why(cost: StepCost, time: StepTime) -> str:
+    """Which bound holds, with its number."""
+    reasons = {
+        "memory": f"it reads {amount(cost.total_bytes, 'B')}",
+        "compute": f"it computes {amount(cost.flops, 'FLOP')}",
+        "overhead": f"it starts {cost.num_operations:,} operations",
+    }
+    return f"bound by {time.bound}: {reasons[time.bound]}"
+
+
+def as_option(hint: str) -> str:
+    """``max_model_len=4096`` as it is typed here: ``--max-model-len 4096``."""
+    hint = re.sub(r"(\d) (\wiB) of memory", r"--memory \1\2", hint).replace(" and ", " ")
+    hint = re.sub(r"^([\d.]*)--memory ", r"--memory \1", hint)
+    return re.sub(r'(\w+)="?([\w.]+)"?', lambda m: f"--{m[1].replace('_', '-')} {m[2]}", hint)

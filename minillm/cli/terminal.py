@@ -1,0 +1,148 @@
+"""What a command writes, and where: results to stdout, remarks to stderr, units spelled out.
+
+Memory is in binary units (GiB), because that is how it is sold and allocated; what crosses a bus
+is in decimal ones (GB/s), because that is how bandwidth is stated.
+"""
+
+import io
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import environ
+from typing import TextIO
+
+# A model's text is a stranger's: it must not move the cursor or rename the window.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
+
+class Terminal:
+    """The two output streams of a process, and what they can show."""
+
+    def __init__(self) -> None:
+        self.out, self.err = sys.stdout, sys.stderr
+        for stream in (self.out, self.err):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a terminal without the character shows "?"
+        self.interactive = self.out.isatty()
+        self.width = max(40, min(shutil.get_terminal_size((80, 24)).columns, 100))
+
+    def line(self, text: str = "") -> None:
+        """One line of the result."""
+        self.out.write(text + "\n")
+
+    def stream(self, text: str) -> None:
+        """A piece of generated text, shown at once."""
+        self.out.write(text.translate(CONTROLS) if self.interactive else text)
+        self.out.flush()
+
+    def stream_prompt(self, text: str) -> None:
+        """The prompt that the following text continues, set apart by its style."""
+        lines = text.translate(CONTROLS).split("\n")
+        self.out.write("\n".join(self.style(line, "2") if line else "" for line in lines))
+
+    def remark(self, text: str) -> None:
+        """One line beside the result: how long it took, what was assumed."""
+        self.out.flush()
+        self.err.write(self.style(text, "2", self.err) + "\n")
+        self.err.flush()
+
+    def style(self, text: str, code: str, stream: TextIO | None = None) -> str:
+        """`text` in an ANSI style (1 bold, 2 dim), on a terminal that wants it (no-color.org)."""
+        plain = environ.get("NO_COLOR") or environ.get("TERM") == "dumb"
+        if plain or not (stream or self.out).isatty():
+            return text
+        return f"\x1b[{code}m{text}\x1b[0m"
+
+    def heading(self, text: str) -> None:
+        """A line that starts a section."""
+        self.line(self.style(text, "1"))
+
+    def rows(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Labels and values in two columns; long values continue below themselves."""
+        width = max(len(label) for label, _ in rows)
+        for label, value in rows:
+            lines = wrap(value, self.width - width - 4) or [""]
+            self.line(f"  {self.style(label.ljust(width), '2')}  {lines[0]}")
+            for more in lines[1:]:
+                self.line(" " * (width + 4) + more)
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Columns as wide as their content: the first to the left, numbers to the right."""
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for index, row in enumerate([header, *rows]):
+            cells = [
+                cell.rjust(width) if column else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            self.line("  " + self.style("   ".join(cells), "0" if index else "2"))
+
+    def bar(self, fraction: float, width: int = 40) -> str:
+        """A bar that is full at 1; of plain characters where the terminal has no others."""
+        full = round(min(max(fraction, 0.0), 1.0) * width)
+        unicode = (self.out.encoding or "").lower().replace("-", "").startswith("utf")
+        done, rest = ("█", "░") if unicode else ("#", "-")
+        return done * full + rest * (width - full)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[None]:
+        """Say what is being done while it takes its seconds; a terminal forgets it afterwards."""
+        self.out.flush()
+        live = self.err.isatty() and environ.get("TERM") != "dumb"
+        self.err.write(self.style(f"{what} ...", "2", self.err))
+        self.err.flush()
+        started, end = time.perf_counter(), " stopped\n"
+        try:
+            yield
+            end = "\r\x1b[K" if live else f" {seconds(time.perf_counter() - started)}\n"
+        finally:
+            self.err.write(end)
+            self.err.flush()
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters, broken at spaces; a longer word stays whole."""
+    lines: list[str] = []
+    for word in text.split(" "):
+        if lines and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def size(num_bytes: float) -> str:
+    """Memory in binary units, three significant digits: ``1.19 GiB``."""
+    return _scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def amount(value: float, unit: str = "") -> str:
+    """A quantity in decimal units, three significant digits: ``48.1 GB``, ``8.03 G``."""
+    return _scaled(value, 1000, tuple(f"{prefix}{unit}" for prefix in ("", "k", "M", "G", "T")))
+
+
+def _scaled(value: float, step: int, units: Sequence[str]) -> str:
+    power = 0
+    while abs(value) >= 999.5 and power < len(units) - 1:
+        value, power = value / step, power + 1
+    return f"{digits(value)} {units[power]}".rstrip()
+
+
+def digits(value: float) -> str:
+    """Three significant digits without an exponent: ``0.0123``, ``1.23``, ``123``, ``1,234``."""
+    if abs(value) >= 99.95 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """A duration: ``850 us``, ``8.13 ms``, ``2.4 s``."""
+    if value < 0.0009995:
+        return f"{digits(value * 1e6)} us"
+    return f"{digits(value * 1e3)} ms" if value < 0.9995 else f"{digits(value)} s"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
