@@ -97,12 +97,9 @@ class IncrementalDetokenizer:
         return new
 
     def _shrink(self, pending: int) -> None:
-        window, self._window = self._window, self._window[-_CONTEXT:]
+        self._window = self._window[-_CONTEXT:]
         text = self._decode()
-        if len(text) > pending:
-            self._shown = text[: len(text) - pending]
-        else:  # tokens without text: the next one would be taken for the first of the text
-            self._window = window
+        self._shown = text[: len(text) - pending]
 
     def _prompt_end(self, ids: Sequence[int]) -> list[int]:
         """The last tokens that have text, beginning outside a run of byte tokens."""

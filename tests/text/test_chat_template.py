@@ -36,7 +36,7 @@ Today: {{ strftime_now("%%d") if strftime_now is defined else "?" }}
 <|head|>{{ m.role }}<|/head|>
 
 {{ m.content | trim }}<|eot|>{% endfor %}
-{% if add_generation_prompt %}<|head|>assistant<|/head|>
+    {% if add_generation_prompt %}<|head|>assistant<|/head|>
 
 {% endif %}"""
 
@@ -184,6 +184,8 @@ def test_malformed_messages(messages: object, problem: str) -> None:
         ("{% include 'x' %}", "cannot render"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
         ("{{ nothing() }}", "undefined"),
+        ("{% set n = namespace(_x=1) %}", "cannot hold the attribute '_x'"),
+        ("{% set n = namespace() %}{% set n._x = 1 %}", "cannot hold the attribute '_x'"),
     ],
 )
 def test_a_template_that_fails_is_one_sentence(template: str, problem: str) -> None:
@@ -202,8 +204,6 @@ def test_a_template_that_fails_is_one_sentence(template: str, problem: str) -> N
         "{{ dict.__globals__ }}",
         "{{ dict.mro() }}",
         "{{ namespace.__init__.__globals__ }}",
-        "{% set n = namespace(__class__=1) %}",
-        "{% set n = namespace() %}{% set n._x = 1 %}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update(role='system') }}",
         "{{ '{0.__class__.__mro__}'.format(1) and nothing() }}",

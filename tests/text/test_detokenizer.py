@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from minillm.text.detokenizer import IncrementalDetokenizer
 from minillm.text.tokenizer import Tokenizer
@@ -123,6 +124,34 @@ def test_an_emoji_comes_out_whole(kind: str) -> None:
     assert unfinished + detokenizer.flush() == tokenizer.decode(ids[:-2])
 
 
+@pytest.mark.parametrize(
+    ("prompt", "output", "expected"),
+    [
+        ("e4", "b8 ad", "中"),  # the output finishes the character of the prompt
+        ("e4", "b8 78", "x"),  # it does not: the U+FFFD belongs to the prompt
+        ("e4", "ff 78", "\ufffdx"),
+        ("e4 b8 ad", "78", "x"),
+        ("78", "e4 b8", "\ufffd"),
+    ],
+)
+def test_a_prompt_that_ends_inside_a_character(prompt: str, output: str, expected: str) -> None:
+    tokenizer = tokenizer_of("byte_level")
+    alphabet = bytes_to_unicode()
+
+    def ids_of(text: str) -> list[int]:
+        ids = [tokenizer._backend.token_to_id(alphabet[b]) for b in bytes.fromhex(text)]
+        return [i for i in ids if i is not None]
+
+    assert stream(tokenizer, ids_of(prompt), ids_of(output), True) == expected
+
+
+def test_a_run_of_bytes_in_the_prompt_is_read_from_its_start() -> None:
+    tokenizer = tokenizer_of("llama2")
+    to_id = {byte: i for i, byte in tokenizer.byte_fallback.items()}
+    prompt = [to_id[b] for b in bytes.fromhex("e4 c3 e4 c3 e4 c3 e4")]  # only the last is open
+    assert stream(tokenizer, prompt, [to_id[0xB8], to_id[0xAD]], True) == "中"
+
+
 def test_the_newline_of_llama2_is_not_delayed() -> None:
     tokenizer = tokenizer_of("llama2")
     newline = tokenizer.encode("a\n", add_special_tokens=False)[-1]
@@ -141,7 +170,8 @@ def test_a_token_costs_the_same_at_any_length() -> None:
     for kind in ("byte_level", "llama2"):
         tokenizer = Counting(KINDS[kind]())
         ids = tokenizer.encode(" ".join(TEXTS)) * 20 + list(range(3, 259)) * 4  # text, then garbage
-        detokenizer = IncrementalDetokenizer(tokenizer, ids)
+        detokenizer = IncrementalDetokenizer(tokenizer, ids[: len(ids) // 2])
+        assert tokenizer.decoded <= 14 * 40  # only the end of a prompt is read
         tokenizer.decoded = 0
         for token_id in ids:
             detokenizer.push(token_id)
