@@ -16,7 +16,6 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from minillm import __version__
 from minillm.cli.terminal import Terminal
 from minillm.engine_args import NOT_BUILT_YET
 from minillm.errors import MinillmError, did_you_mean
@@ -82,10 +81,15 @@ class _Help(RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=30)
 
 
+def version() -> str:
+    """The version of the package this module is in."""
+    return str(import_module("minillm").__version__)
+
+
 def build_parser() -> Parser:
     """The parser of all commands; each module of this package adds its own options."""
     parser = Parser(prog="minillm", description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument("--version", action="version", version=f"minillm {__version__}")
+    parser.add_argument("--version", action="version", version=f"minillm {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
         module = import_module(f"minillm.cli.{name}")

@@ -2,6 +2,7 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ examples:
   minillm chat --model ORG/NAME --system "Answer in one sentence." --temperature 0
   printf 'What is 2+2?\\n' | minillm chat --model PATH_TO_A_HF_FOLDER
 """
-WORDS = {
+WORDS: Mapping[str, str] = {
     "/reset": "forget the conversation",
     "/exit": "leave (so does Ctrl-D)",
     "/help": "this list",
@@ -47,8 +48,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
     """Talk until the end of the input, and return the exit code."""
     arguments, params = engine_arguments(args), sampling_params(args)
     require_template(args)
-    from minillm.llm import LLM
-
+    with terminal.progress("Starting"):
+        from minillm.llm import LLM
     with suppress(ImportError):  # not on Windows
         import readline  # noqa: F401  (gives input() a history and arrow keys)
     with LLM(**arguments) as llm:

@@ -9,9 +9,9 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minillm import __version__
+from minillm.cli import version
 from minillm.cli.generate import stream, summary
-from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, wrap
+from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds
 from minillm.cost import StepCost, step_cost, step_time
 from minillm.hardware import Hardware, measure
 from minillm.parameters import parameter_count
@@ -44,7 +44,7 @@ class DecodeRun:
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Both cards and what to try next; returns the exit code."""
-    terminal.heading(f"minillm {__version__}")
+    terminal.heading(f"minillm {version()}")
     with terminal.progress("Starting"):
         from minillm.llm import LLM
 
@@ -64,9 +64,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 def write_text(llm: "LLM", terminal: Terminal) -> None:
     """The embedded model writes."""
-    config = llm.engine.source.config
-    terminal.line(f"The embedded model 'tiny' ({amount(parameter_count(config).total)} parameters, "
-                  "trained on Python code) continues a text:\n")  # fmt: skip
+    count = billions(parameter_count(llm.engine.source.config).total)
+    terminal.line(f"The embedded model 'tiny', {count} parameters, continues a text:\n")
     params = SamplingParams(temperature=0.0, max_tokens=96)
     output = stream(llm, PROMPT, params, terminal, echo=True)
     terminal.line(f"\n  {summary(output, params)}\n")
@@ -103,7 +102,9 @@ def show_card(llm: "LLM", decoded: DecodeRun, hardware: Hardware, terminal: Term
     cache = decoded.bytes_per_token - decoded.weight_bytes
     bound = decoded.bytes_per_token / hardware.bandwidth
     terminal.heading(f"How fast could it be? {BIG}, random weights, {engine.dtype}, one sequence")
-    terminal.line()
+    terminal.line(
+        "tiny fits into a processor's cache; a real model comes from memory every time.\n"
+    )
     terminal.rows(
         [
             ("each token reads", f"{amount(decoded.weight_bytes, 'B')} of weights and "
@@ -117,8 +118,7 @@ def show_card(llm: "LLM", decoded: DecodeRun, hardware: Hardware, terminal: Term
     )  # fmt: skip
     fraction = decoded.bandwidth / hardware.bandwidth
     terminal.line(f"\n  {terminal.bar(fraction)} {fraction:.0%} of the bound\n")
-    for line in wrap(explanation(cost, hardware, fraction), terminal.width - 2):
-        terminal.line(f"  {line}")
+    terminal.paragraph(explanation(cost, hardware, fraction))
 
 
 def rate(per_token: float) -> str:
@@ -143,9 +143,9 @@ def explanation(cost: StepCost, hardware: Hardware, fraction: float) -> str:
             "takes longer than that here: the bound is overhead."
         )
     text = (
-        f"Every weight is read for every token and used in {digits(cost.intensity)} operation per "
-        f"byte; this machine could do {digits(hardware.ridge(cost.dtype))} per byte it reads. So "
-        "memory is the bound, and a second sequence in the batch would cost almost nothing."
+        f"A token needs {digits(cost.intensity)} operations per byte it reads, and this machine "
+        f"could do {digits(hardware.ridge(cost.dtype))}. So memory is the bound, and a second "
+        "sequence in the same batch would cost almost nothing."
     )
     if fraction > 1:
         text += " Above 100%: the machine was busier while it was measured than afterwards."

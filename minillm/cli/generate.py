@@ -59,8 +59,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
     """Generate, and return the exit code."""
     arguments, params = engine_arguments(args), sampling_params(args)
     prompt = read_prompt(args, terminal)
-    from minillm.llm import LLM
-
+    with terminal.progress("Starting"):
+        from minillm.llm import LLM
     with LLM(**arguments) as llm:
         if args.json or params.n > 1:
             (output,) = llm.generate([prompt], params, use_tqdm=False)
@@ -205,7 +205,7 @@ def ending(completion: CompletionOutput, params: SamplingParams) -> str:
     """Why a completion ended, in words."""
     if completion.finish_reason == "length":
         full = len(completion.token_ids) != params.max_tokens
-        return "the context is full" if full else f"reached --max-tokens {params.max_tokens}"
+        return "the context is full" if full else f"reached max_tokens {params.max_tokens}"
     if completion.finish_reason == "stop":
         reason = completion.stop_reason
         return "end of text" if reason is None else f"stopped at {reason!r}"

@@ -2,11 +2,12 @@
 
 from argparse import ArgumentParser, Namespace
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm import machine
-from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
+from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds, size
 from minillm.config import ModelConfig, RopeConfig
 from minillm.cost import kv_bytes_per_token, memory_plan, weight_bytes
 from minillm.errors import ModelNotFoundError
@@ -27,9 +28,20 @@ examples:
 """
 CONTEXT = 4096  # tokens of the context whose memory is stated
 # safetensors' names of what a tensor holds, as torch calls them.
-STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64",
-          "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32",
-          "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}  # fmt: skip
+STORED: Mapping[str, str] = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -103,9 +115,9 @@ def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
 def shape(config: ModelConfig) -> list[tuple[str, str]]:
     """The architecture in words."""
     count = parameter_count(config)
-    total = f"{amount(count.total)} ({count.total:,})"
+    total = f"{billions(count.total)} ({count.total:,})"
     if count.active != count.total:
-        total += f", of which a token uses {amount(count.active)}"
+        total += f", of which a token uses {billions(count.active)}"
     tied = ", the embedding is also the output matrix" * config.tie_word_embeddings
     return [
         ("family", f"{config.family}: {config.num_layers} layers, {config.hidden_size:,} wide, "
@@ -234,9 +246,9 @@ def list_models(models: dict[str, ModelConfig], terminal: Terminal) -> None:
     rows = []
     for name, config in models.items():
         count = parameter_count(config)
-        active = "" if count.active == count.total else amount(count.active)
+        active = "" if count.active == count.total else billions(count.active)
         kv = size(kv_bytes_per_token(config))
-        rows.append((name, amount(count.total), active, size(weight_bytes(config)), kv))
+        rows.append((name, billions(count.total), active, size(weight_bytes(config)), kv))
     terminal.table(("model", "parameters", "active", "weights", "KV per token"), rows)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ examples:
   minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16
   minillm plan preset:deepseek-v3 --hardware h200 --json
 """
-UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
+UNITS: Mapping[str, float] = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
          "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
 PROMPT = 1024  # tokens of the prompt, and of the context, whose time is predicted
 
@@ -101,6 +102,8 @@ def find_config(model: str) -> ModelConfig:
 
 def check_length(length: int, config: ModelConfig) -> None:
     """Refuse a context that the engine would refuse."""
+    if length <= config.max_position_embeddings:
+        return
     from minillm.engine_setup import longest_context
 
     if length > longest_context(config):
@@ -117,7 +120,7 @@ def find_place(args: Namespace, terminal: Terminal) -> Place:
         hardware = find_hardware(args.hardware)
         return Place(hardware.name, memory or hardware.memory_bytes, hardware)
     if memory is not None:
-        return Place(f"a memory of {size(memory)}", memory, None)
+        return Place(f"{args.memory} of memory", memory, None)
     from minillm.engine_setup import choose_device, free_memory
 
     device = choose_device("auto")
@@ -146,12 +149,13 @@ def find_hardware(name: str) -> Hardware:
     """An entry of the datasheet by its name, or by the start of it."""
     key = name.lower()
     matches = [key] if key in DATASHEET else [known for known in DATASHEET if known.startswith(key)]
-    if len(matches) != 1:
-        raise ConfigError(
-            f"There is no single hardware {name!r}.{did_you_mean(key, DATASHEET)} "
-            f"Known are {', '.join(DATASHEET)}."
-        )
-    return DATASHEET[matches[0]]
+    if len(matches) == 1:
+        return DATASHEET[matches[0]]
+    what = f"could be {' or '.join(matches)}." if matches else "is not in the datasheet."
+    raise ConfigError(
+        f"--hardware {name!r} {what}{'' if matches else did_you_mean(key, DATASHEET)} "
+        f"Known are {', '.join(DATASHEET)}."
+    )
 
 
 def parse_size(text: str) -> int:
@@ -197,7 +201,7 @@ def show(
     terminal.heading(f"{model} on {place.what}")
     terminal.rows(
         [
-            ("memory", size(plan.memory_bytes)),
+            ("memory", f"{size(plan.memory_bytes)} = {amount(plan.memory_bytes, 'B')}"),
             ("reserve", f"{size(plan.reserve_bytes)}  not counted on: "
              f"{1 - settings.gpu_memory_utilization:.0%} for the runtime and workspaces"),
             ("weights", f"{size(plan.weight_bytes)}  in {settings.dtype}"),
@@ -210,8 +214,10 @@ def show(
     if plan.fits:
         show_combinations(plan, terminal)
     else:
-        terminal.line(f"  It does not fit: {size(plan.shortfall_bytes)} of memory are missing for "
-                      f"one sequence of {settings.max_model_len:,} tokens.")  # fmt: skip
+        terminal.paragraph(
+            f"It does not fit: {size(plan.shortfall_bytes)} of memory are missing for one sequence "
+            f"of {settings.max_model_len:,} tokens."
+        )
         terminal.line("  Any one of these would do:")
         for hint in plan.hints:
             terminal.line(f"    {as_option(hint)}")
@@ -222,20 +228,19 @@ def show(
 
 def cache_line(plan: MemoryPlan) -> str:
     """What is left for the cache, and how much that is."""
-    per_token = f"{size(plan.kv_bytes_per_token)} per token in {plan.settings.kv_dtype}"
+    per_token = f"{size(plan.kv_bytes_per_token)} in {plan.settings.kv_dtype}"
     if plan.kv_cache_bytes <= 0:
-        return f"nothing left; {per_token}"
+        return f"nothing left; a token takes {per_token}"
     return f"{size(plan.kv_cache_bytes)}  left: {plan.num_tokens:,} tokens of {per_token}"
 
 
 def show_combinations(plan: MemoryPlan, terminal: Terminal) -> None:
     """How many sequences fit at each length."""
+    rows = [(f"{fit.context:,}", f"{fit.batch:,}") for fit in plan.combinations]
+    terminal.table(("tokens each", "sequences that fit"), rows)
     most = plan.settings.max_num_seqs
-    rows = [
-        (f"{fit.context:,}", f"{min(fit.batch, most):,}" + " (--max-num-seqs)" * (fit.batch > most))
-        for fit in plan.combinations
-    ]
-    terminal.table(("tokens each", "sequences at once"), rows)
+    if any(fit.batch > most for fit in plan.combinations):
+        terminal.paragraph(f"At most {most:,} of them run at once (--max-num-seqs).")
 
 
 def show_speed(

@@ -8,13 +8,16 @@ import io
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import environ
 from typing import TextIO
 
 # A model's text is a stranger's: it must not move the cursor or rename the window.
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+CONTROLS: Mapping[int, str] = {
+    code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))
+}
+LONG = 2.0  # seconds
 
 
 class Terminal:
@@ -55,6 +58,11 @@ class Terminal:
             return text
         return f"\x1b[{code}m{text}\x1b[0m"
 
+    def paragraph(self, text: str) -> None:
+        """Running text, indented and wrapped."""
+        for line in wrap(text, self.width - 2):
+            self.line(f"  {line}")
+
     def heading(self, text: str) -> None:
         """A line that starts a section."""
         self.line(self.style(text, "1"))
@@ -87,17 +95,21 @@ class Terminal:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[None]:
-        """Say what is being done while it takes its seconds; a terminal forgets it afterwards."""
+        """Say what is being done while it takes its seconds. A terminal forgets it afterwards; a
+        log keeps what took long."""
         self.out.flush()
-        live = self.err.isatty() and environ.get("TERM") != "dumb"
-        self.err.write(self.style(f"{what} ...", "2", self.err))
-        self.err.flush()
-        started, end = time.perf_counter(), " stopped\n"
+        live, started = self.err.isatty() and environ.get("TERM") != "dumb", time.perf_counter()
+        if live:
+            self.err.write(self.style(f"{what} ...", "2", self.err))
+            self.err.flush()
         try:
             yield
-            end = "\r\x1b[K" if live else f" {seconds(time.perf_counter() - started)}\n"
         finally:
-            self.err.write(end)
+            took = time.perf_counter() - started
+            if live:
+                self.err.write("\r\x1b[K")
+            elif took > LONG:
+                self.err.write(f"{what} took {seconds(took)}.\n")
             self.err.flush()
 
 
@@ -120,6 +132,11 @@ def size(num_bytes: float) -> str:
 def amount(value: float, unit: str = "") -> str:
     """A quantity in decimal units, three significant digits: ``48.1 GB``, ``8.03 G``."""
     return _scaled(value, 1000, tuple(f"{prefix}{unit}" for prefix in ("", "k", "M", "G", "T")))
+
+
+def billions(count: int) -> str:
+    """A number of parameters as the field writes it: ``7.8 M``, ``70.6 B``."""
+    return _scaled(count, 1000, ("", "k", "M", "B", "T"))
 
 
 def _scaled(value: float, step: int, units: Sequence[str]) -> str:
