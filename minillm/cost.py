@@ -219,8 +219,8 @@ def activation_peak_bytes(
     hidden, moe = config.hidden_size, config.moe
     query_width, output_width = _attention_widths(config)
     inner = query_width + output_width + config.kv_values_per_token
-    if config.mla:
-        inner += config.num_heads * (config.mla.qk_nope_head_dim + 2 * config.mla.v_head_dim)
+    if config.mla:  # the query before its absorption
+        inner += config.num_heads * (config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim)
     if moe is None or not all(config.is_moe_layer(i) for i in range(config.num_layers)):
         inner = max(inner, 3 * config.intermediate_size)
     if moe is not None:

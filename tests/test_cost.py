@@ -319,6 +319,15 @@ def test_plan_accounts_for_every_byte():
         assert fit.batch * fit.context <= plan.num_tokens < (fit.batch + 1) * fit.context
 
 
+def test_the_cache_follows_the_dtype_unless_told():
+    def per_token(**dtypes: str) -> int:
+        return memory_plan(preset("llama-3.1-8b"), 2**35, **dtypes).kv_bytes_per_token
+
+    assert per_token() == 131_072
+    assert per_token(dtype="float32") == 262_144
+    assert per_token(dtype="float32", kv_dtype="float16") == 131_072
+
+
 def test_golden_plan():
     """Claim K13, four GPUs of 80 GB as one pool: 448k tokens beside a 70B model."""
     plan = memory_plan(preset("llama-3.1-70b"), 4 * 80 * 10**9, max_model_len=8192)
