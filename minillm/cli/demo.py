@@ -147,6 +147,8 @@ def explanation(cost: StepCost, hardware: Hardware, fraction: float) -> str:
         f"could do {digits(hardware.ridge(cost.dtype))}. So memory is the bound, and a second "
         "sequence in the same batch would cost almost nothing."
     )
+    if fraction < 0.7:
+        text += " The rest of the time went to this engine's overhead and to other programs."
     if fraction > 1:
         text += " Above 100%: the machine was busier while it was measured than afterwards."
     return text
@@ -158,8 +160,8 @@ def show_next(terminal: Terminal) -> None:
     terminal.heading("Next")
     terminal.rows(
         [
-            ('minillm generate "import os"', "your own text, or --model PATH_TO_A_HF_FOLDER"),
-            ("minillm info", "the models at hand, and what this machine can do"),
-            ("minillm plan preset:llama-3.1-70b", "what a 70B model would need, and its speed"),
+            ('minillm generate "import os"', "your own text; --model FOLDER for your own model"),
+            ("minillm info", "the models at hand, and this machine"),
+            ("minillm plan preset:llama-3.1-70b", "what a 70B model would need"),
         ]
     )
