@@ -116,8 +116,9 @@ def test_top_k_keeps_tokens_whose_probability_rounds_to_zero():
     assert kept.tolist() == [[True, True, True, False]]
 
 
-def test_rows_with_different_truncation_do_not_disturb_each_other():
-    logits = random_logits(1, 36, 3000, ties=True) / 3
+@pytest.mark.parametrize("ties", [True, False])
+def test_rows_with_different_truncation_do_not_disturb_each_other(ties):
+    logits = random_logits(1, 36, 3000, ties) / 3
     top_k = [[0, 1, 7, 300][i % 4] for i in range(36)]
     top_p = [[1.0, 0.5, 0.99][i % 3] for i in range(36)]
     scaled = scale_logits(logits, [row()] * 36)
