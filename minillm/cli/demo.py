@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minillm.cli import version
+from minillm.cli.app import version
 from minillm.cli.generate import stream, summary
 from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds
 from minillm.cost import StepCost, step_cost, step_time

@@ -14,7 +14,7 @@ from minillm.cli.options import (
     engine_arguments,
     sampling_params,
 )
-from minillm.cli.terminal import Terminal, plural, seconds
+from minillm.cli.terminal import Terminal, digits, plural, seconds
 from minillm.errors import InvalidRequestError
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.sampling_params import SamplingParams
@@ -62,6 +62,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
     with terminal.progress("Starting"):
         from minillm.llm import LLM
     with LLM(**arguments) as llm:
+        if isinstance(prompt, str) and llm.tokenizer is None:
+            raise InvalidRequestError(
+                f"{args.model} has no tokenizer.json, so a text cannot be used; give token ids: "
+                "--prompt-ids 1,2,3."
+            )
         if args.json or params.n > 1:
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             write = write_json if args.json else write_completions
@@ -195,7 +200,7 @@ def summary(output: RequestOutput, params: SamplingParams) -> str:
         parts.append(f"TTFT {seconds(metrics.ttft)}")
     if metrics.tpot is not None:
         rate = len(output.outputs) / metrics.tpot
-        parts += [f"TPOT {seconds(metrics.tpot)}", f"{rate:,.0f} tokens/s"]
+        parts += [f"TPOT {seconds(metrics.tpot)}", f"{digits(rate)} tokens/s"]
     if not params.greedy:
         parts.append(f"seed {params.seed}")
     return " | ".join(parts)

@@ -48,7 +48,8 @@ class Terminal:
     def remark(self, text: str) -> None:
         """One line beside the result: how long it took, what was assumed."""
         self.out.flush()
-        self.err.write(self.style(text, "2", self.err) + "\n")
+        lines = wrap(text, self.width) if self.err.isatty() else [text]
+        self.err.write(self.style("\n".join(lines), "2", self.err) + "\n")
         self.err.flush()
 
     def style(self, text: str, code: str, stream: TextIO | None = None) -> str:
