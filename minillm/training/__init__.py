@@ -1,0 +1,1 @@
+"""Making the embedded models: corpus, tokenizer, trainer, evaluation. The engine needs none."""

@@ -1,0 +1,109 @@
+"""``python -m minillm.training``: make the embedded models again, step by step."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from minillm.errors import MinillmError
+from minillm.machine import cpu_count
+from minillm.training import corpus
+from minillm.training.recipes import RECIPES, recipe
+
+ASSETS = Path(__file__).parent.parent / "assets"
+EXAMPLES = """examples:
+  python -m minillm.training verify           every file of the corpus is the one in the manifest
+  python -m minillm.training tiny             train for an hour or two on a few cores; Ctrl-C, then
+                                              the same command again, continues
+  python -m minillm.training tiny --device cuda
+  python -m minillm.training tiny-draft       distil the draft model from the embedded tiny
+  python -m minillm.training card             measure both and write assets/MODEL_CARD.md
+  python -m minillm.training manifest         choose the corpus anew from what is installed here
+  python -m minillm.training tokenizer        learn the vocabulary anew (models must follow)
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minillm.training",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [candidate.name for candidate in RECIPES]
+    tasks = [*names, "card", "manifest", "tokenizer", "verify"]
+    parser.add_argument("task", choices=tasks, metavar="TASK", help=", ".join(tasks))
+    parser.add_argument("--out", type=Path, help="folder of the run (default: work/training/TASK)")
+    parser.add_argument(
+        "--export", type=Path, help="where the trained model goes (default: assets)"
+    )
+    parser.add_argument("--workers", type=int, help="training processes (default: one per core)")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, one process")
+    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
+    return parser
+
+
+def train(arguments: argparse.Namespace) -> str:
+    """Train one recipe, continuing where it stopped, and export the result."""
+    from minillm.training.export import export, load_trained
+    from minillm.training.launch import train as launch
+    from minillm.training.trainer import RunOptions
+
+    chosen = recipe(arguments.task)
+    folder = arguments.out or Path("work", "training", chosen.name)
+    target = arguments.export or ASSETS / chosen.name
+    tokenizer = Tokenizer.from_file(str(ASSETS / "tiny" / "tokenizer.json"))
+    cores = 1 if arguments.device != "cpu" else cpu_count()
+    workers = arguments.workers or max(n for n in (1, 2, 4) if n <= cores)
+    options = RunOptions(folder, arguments.device, compile=not arguments.no_compile)
+    launch(chosen, options, tokenizer, workers)
+    export(load_trained(folder / "checkpoint.safetensors", chosen.config), tokenizer, target)
+    return f"The trained model is in {target}."
+
+
+def learn_tokenizer(arguments: argparse.Namespace) -> str:
+    """Learn the vocabulary from the training split."""
+    from minillm.training.tokenizer import sample_texts, save_tokenizer, train_tokenizer
+
+    target = arguments.export or ASSETS / "tiny"
+    tokenizer = train_tokenizer(sample_texts(corpus.load_manifest()))
+    save_tokenizer(tokenizer, target, recipe("tiny").config.max_position_embeddings)
+    return f"The tokenizer is in {target}."
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Do one task and say what came of it."""
+    if arguments.task == "manifest":
+        manifest = corpus.build_manifest()
+        corpus.save_manifest(manifest)
+        return f"{corpus.MANIFEST.name} lists {len(manifest.files)} files."
+    if arguments.task == "verify":
+        manifest = corpus.load_manifest()
+        size = corpus.verify(manifest)
+        return f"All {len(manifest.files)} files of the corpus are as listed: {size:,} bytes."
+    if arguments.task == "tokenizer":
+        return learn_tokenizer(arguments)
+    if arguments.task == "card":
+        from minillm.training.model_card import write_model_card
+
+        return f"Wrote {write_model_card(ASSETS)}."
+    return train(arguments)
+
+
+def main() -> int:
+    """Entry point; an error of the library is one line."""
+    try:
+        sys.stdout.write(run(parser().parse_args()) + "\n")
+    except MinillmError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("Stopped; the same command continues from the last checkpoint.\n")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

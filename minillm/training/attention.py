@@ -1,0 +1,64 @@
+"""The attention backend of training: whole rows at once, differentiable, no cache."""
+
+import torch
+from torch import Tensor
+
+from minillm.layers.batch import Batch
+
+BLOCK = 256  # queries per block: on a CPU 3.4 times faster than SDPA, backward included
+MAX_BLOCKS = 4  # more of them save few products and compile slowly
+
+
+class CausalRows:
+    """Causal attention over a batch whose sequences all have `window` tokens.
+
+    Plain matrix products over blocks of queries, because torch's fused CPU kernel reaches a
+    fifth of their rate in bf16. Keys after a block's last query are never multiplied.
+    """
+
+    def __init__(self, window: int):
+        self.window = window
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+
+    def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
+        """Keep key [N, Hkv, Dk] and value [N, Hkv, Dv] until the `attend` that follows."""
+        self.key, self.value = key, value
+
+    def attend(
+        self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
+    ) -> Tensor:
+        """Attention of query [N, H, Dk] within each row of `window` tokens -> [N, H, Dv]."""
+        if self.key is None or self.value is None:
+            raise RuntimeError("attend() was called before write().")
+        dtype = self.value.dtype  # under autocast a norm may have widened query and key
+        q, k, v = (self._rows(x.to(dtype)) for x in (query, self.key, self.value))  # [B, H, T, D]
+        rows, heads, length, _ = q.shape
+        kv_heads = k.shape[1]
+        block = max(BLOCK, -(-length // MAX_BLOCKS))
+        outputs = []
+        for start in range(0, length, block):
+            end = min(start + block, length)
+            count = end - start
+            queries = q[:, :, start:end].reshape(rows, kv_heads, -1, q.shape[-1])  # [B,Hkv,G*C,D]
+            scores = (queries @ k[:, :, :end].transpose(-1, -2)).float() * scale
+            scores = scores.view(rows, kv_heads, -1, count, end) + self._mask(
+                start, end, window, q.device
+            )
+            weights = scores.softmax(-1).to(q.dtype).view(rows, kv_heads, -1, end)
+            outputs.append((weights @ v[:, :, :end]).view(rows, heads, count, v.shape[-1]))
+        return torch.cat(outputs, dim=2).transpose(1, 2).reshape(-1, heads, v.shape[-1])
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """[N, H, D] -> [B, H, T, D]"""
+        return x.view(-1, self.window, x.shape[1], x.shape[2]).transpose(1, 2)
+
+    @staticmethod
+    def _mask(start: int, end: int, window: int | None, device: torch.device) -> Tensor:
+        """[C, S]: 0 where query `start + i` sees key j, a large negative number elsewhere."""
+        query = torch.arange(start, end, device=device).unsqueeze(1)
+        key = torch.arange(end, device=device)
+        hidden = key > query
+        if window is not None:
+            hidden = hidden | (key <= query - window)
+        return torch.where(hidden, -1e9, 0.0)

@@ -1,0 +1,68 @@
+"""From a training checkpoint to a folder that transformers, and `LLM(...)`, load."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from minillm.config import ModelConfig
+from minillm.models.decoder import Decoder
+from minillm.training.tokenizer import end_of_text_id, save_tokenizer
+
+
+def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]:
+    """config.json of a Qwen3-shaped model, with RoPE under its new and its old name."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.qkv_bias,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
+def export(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write config, bf16 weights, generation defaults and tokenizer into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    eos_token_id = end_of_text_id(tokenizer)
+    config = huggingface_config(model.config, eos_token_id)
+    generation = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id}
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    tensors = {
+        name: tensor.to(torch.bfloat16).contiguous()
+        for name, tensor in model.checkpoint_tensors().items()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
+
+
+def load_trained(checkpoint: Path, config: ModelConfig) -> Decoder:
+    """The float32 model of a training checkpoint."""
+    model = Decoder(config)
+    tensors = load_file(checkpoint)
+    for name, tensor in model.checkpoint_tensors().items():
+        tensor.copy_(tensors[f"model/{name}"])
+    return model.eval()

@@ -1,0 +1,118 @@
+"""What is trained and how: one recipe per embedded model."""
+
+from dataclasses import dataclass
+
+from minillm.config import ModelConfig, RopeConfig
+from minillm.errors import ConfigError, did_you_mean
+
+VOCAB_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with one mix of text.
+
+    `stdlib_rows` of every 16 rows come from the standard library, the rest from packages. Steps
+    take the row lengths of `windows` in turn: mostly short ones, which are cheap, and some long
+    ones, so that the model knows every position it will meet.
+    """
+
+    steps: int
+    stdlib_rows: int
+    windows: tuple[int, ...] = (512,)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights, apart from the corpus.
+
+    `batch_tokens` per step; `micro_tokens` at a time through the model. Matrices are trained by
+    Muon (Jordan et al., 2024), embeddings and norms by AdamW (Loshchilov and Hutter, 2019). The
+    learning rate warms up, stays, and falls linearly to zero over the last `decay_steps`.
+    `teacher`: a model whose output distribution is learnt instead of the text itself.
+    """
+
+    name: str
+    config: ModelConfig
+    phases: tuple[Phase, ...]
+    decay_steps: int
+    batch_tokens: int = 8192
+    micro_tokens: int = 2048
+    matrix_lr: float = 6e-3
+    embedding_lr: float = 3e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 60
+    seed: int = 0
+    teacher: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all phases."""
+        return sum(phase.steps for phase in self.phases)
+
+    def phase_at(self, step: int) -> tuple[Phase, int]:
+        """The phase that `step` (from 0) belongs to, and the number of steps before it."""
+        start = 0
+        for phase in self.phases[:-1]:
+            if step < start + phase.steps:
+                return phase, start
+            start += phase.steps
+        return self.phases[-1], start
+
+    def window_at(self, step: int) -> int:
+        """Row length in tokens of `step`."""
+        phase, start = self.phase_at(step)
+        return phase.windows[(step - start) % len(phase.windows)]
+
+    def lr_factor(self, step: int) -> float:
+        """Share of the peak learning rate at `step`."""
+        warmup = (step + 1) / self.warmup_steps
+        return min(1.0, warmup, (self.steps - step) / self.decay_steps)
+
+
+def _qwen3(
+    width: int, layers: int, heads: int, kv_heads: int, head_dim: int, mlp: int
+) -> ModelConfig:
+    """Qwen3's architecture: its norms on queries and keys allow high learning rates."""
+    return ModelConfig(
+        family="qwen3",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=mlp,
+        max_position_embeddings=2048,
+        rope=RopeConfig(theta=10000.0),
+        tie_word_embeddings=True,
+        qk_norm=True,
+    )
+
+
+RECIPES = (
+    Recipe(
+        "tiny",
+        _qwen3(width=256, layers=7, heads=4, kv_heads=2, head_dim=64, mlp=768),
+        phases=(Phase(1200, 6), Phase(1600, 10, windows=(512, 512, 512, 512, 512, 2048))),
+        decay_steps=1600,
+    ),
+    Recipe(
+        "tiny-draft",
+        _qwen3(width=128, layers=3, heads=2, kv_heads=1, head_dim=64, mlp=256),
+        phases=(Phase(1200, 10),),
+        decay_steps=900,
+        teacher="tiny",
+    ),
+)
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe called `name`."""
+    for candidate in RECIPES:
+        if candidate.name == name:
+            return candidate
+    known = [candidate.name for candidate in RECIPES]
+    raise ConfigError(
+        f"There is no recipe {name!r}; there are {', '.join(known)}.{did_you_mean(name, known)}"
+    )
