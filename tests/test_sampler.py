@@ -118,14 +118,14 @@ def test_top_k_keeps_tokens_whose_probability_rounds_to_zero():
 
 @pytest.mark.parametrize("ties", [True, False])
 def test_rows_with_different_truncation_do_not_disturb_each_other(ties):
-    logits = random_logits(1, 36, 3000, ties) / 3
-    top_k = [[0, 1, 7, 300][i % 4] for i in range(36)]
-    top_p = [[1.0, 0.5, 0.99][i % 3] for i in range(36)]
-    scaled = scale_logits(logits, [row()] * 36)
+    logits = random_logits(1, 45, 3000, ties) / 3
+    top_k = [[0, 1, 7, 300, 2000][i % 5] for i in range(45)]
+    top_p = [[1.0, 0.5, 0.99][i % 3] for i in range(45)]
+    scaled = scale_logits(logits, [row()] * 45)
     values, ids, enough = best_tokens(scaled, top_k, top_p)
     assert {True, False} == set(enough.tolist())
     together = torch.full_like(logits, -INF).scatter(1, ids, values)
-    for i in range(36):
+    for i in range(45):
         if enough[i]:
             assert torch.equal(together[i], truncate_row(scaled[i], top_k[i], top_p[i]))
 
