@@ -26,7 +26,7 @@ from minillm.presets import PRESETS, preset
 
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 INDEX = "model.safetensors.index.json"
 
 
@@ -107,7 +107,7 @@ def download(hub_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFoundError(
             f"The model {hub_id!r} is not in the local hub cache and could not be fetched "

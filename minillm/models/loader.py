@@ -5,7 +5,9 @@ files list what they have. The two lists must match exactly before a byte of wei
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ from minillm.errors import CheckpointError, ConfigError
 from minillm.models.checkpoint import ModelSource, read_tensors, shard_files, shard_shapes
 from minillm.models.decoder import Decoder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
 OUTPUT, INPUT = "lm_head.weight", "model.embed_tokens.weight"
 PROGRESS_BYTES = 1 << 30  # loading more than this takes seconds: show progress
 # Frequencies that old exporters stored; they are computed here.
