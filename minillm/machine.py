@@ -61,6 +61,13 @@ def cpu_name(root: Path = ROOT) -> str:
     return _cpuinfo("model name", root) or platform.processor() or platform.machine()
 
 
+def seconds_waited(root: Path = ROOT) -> float:
+    """Seconds that the threads of this process were ready to run while other programs ran
+    instead, since they started. 0 where the kernel does not tell."""
+    texts = [_read(path).split() for path in (root / "proc/self/task").glob("*/schedstat")]
+    return sum(int(text[1]) for text in texts if len(text) == 3) / 1e9
+
+
 def last_level_cache_bytes(root: Path = ROOT) -> int:
     """Size of the first processor's largest cache (32 MiB where it is not known)."""
     caches = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")

@@ -104,6 +104,7 @@ def probe(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     results = [MACHINE]
     monkeypatch.setattr(hardware, "_measure_cpu", lambda name, device: results.pop(0))
+    monkeypatch.setattr(hardware.machine, "seconds_waited", lambda: 0.0)
     return results
 
 
@@ -120,6 +121,16 @@ def test_refresh_returns_the_new_and_keeps_the_best(probe):
     measure()
     assert measure(refresh=True) == disturbed
     assert measure() == replace(MACHINE, peak_flops=900e9)
+
+
+def test_a_disturbed_measurement_is_repeated(probe, monkeypatch):
+    slow = replace(MACHINE, bandwidth=4e9, overhead=1e-7)
+    probe[:] = [slow, MACHINE]
+    waits = iter([0.0, 1e6, 1e6, 1e6])
+    monkeypatch.setattr(hardware.machine, "seconds_waited", lambda: next(waits))
+    assert measure() == replace(slow, source=hardware.DISTURBED)
+    assert measure() == measure() == replace(MACHINE, overhead=1e-7)
+    assert not probe
 
 
 @pytest.mark.parametrize("change", ["threads", "quota", "torch"])

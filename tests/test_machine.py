@@ -151,6 +151,14 @@ def test_last_level_cache(tree):
     assert machine.last_level_cache_bytes(root) == 32 * 2**20
 
 
+def test_seconds_waited(tree):
+    task = "proc/self/task"
+    root = tree({f"{task}/1/schedstat": "5 2500000000 7", f"{task}/2/schedstat": "5 500000000 7"})
+    assert machine.seconds_waited(root) == 3.0
+    assert machine.seconds_waited(root / "nothing") == 0
+
+
 def test_this_machine():
+    assert machine.seconds_waited() >= 0
     assert 0 < machine.available_memory_bytes() <= machine.total_memory_bytes()
     assert 1 <= machine.cpu_count() <= os.cpu_count()
