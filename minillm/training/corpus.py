@@ -197,7 +197,12 @@ def build_manifest(sources: Iterable[Source] = SOURCES) -> Manifest:
             add(source, path, data, False)
     return Manifest(
         python=platform.python_version(),
-        versions={s.name: metadata.version(s.name) for s in sources if s.name != "stdlib"},
+        versions={
+            # Without a build's local part: torch 2.13.0+cpu has the Python files of 2.13.0.
+            s.name: metadata.version(s.name).split("+")[0]
+            for s in sources
+            if s.name != "stdlib"
+        },
         licences={source.name: source.licence for source in sources},
         files=_ordered(files),
     )
