@@ -5,6 +5,7 @@ A model family (Llama, Qwen3, DeepSeek-V3, ...) is nothing but a way to fill in 
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from minillm.errors import ConfigError
@@ -54,8 +55,11 @@ class RopeConfig:
             raise ConfigError(
                 f"rope_type is {self.rope_type!r}; supported are {', '.join(ROPE_TYPES)}."
             )
-        if not self.theta > 0:
-            raise ConfigError(f"rope theta is {self.theta}; it must be positive.")
+        limits = {"theta": 1, "original_max_position_embeddings": 1}
+        for name in (*limits, "factor", "beta_fast", "beta_slow"):
+            value, low = getattr(self, name), limits.get(name, 0)
+            if value is not None and not low < value < inf:
+                raise ConfigError(f"rope {name} is {value}; it must be greater than {low}.")
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,11 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,25 @@ class MoEConfig:
                 f"num_experts_per_token is {self.num_experts_per_token}; "
                 f"it must be between 1 and num_experts ({self.num_experts})."
             )
-        if self.num_experts % self.num_groups or not 0 < self.topk_groups <= self.num_groups:
+        if (
+            self.num_groups < 1
+            or self.num_experts % self.num_groups
+            or not 0 < self.topk_groups <= self.num_groups
+        ):
             raise ConfigError(
                 f"{self.num_experts} experts cannot form {self.num_groups} equal groups "
                 f"of which {self.topk_groups} are chosen."
+            )
+        if self.num_experts_per_token > self.num_experts // self.num_groups * self.topk_groups:
+            raise ConfigError(
+                f"A token needs {self.num_experts_per_token} experts, but its {self.topk_groups} "
+                f"groups have only {self.num_experts // self.num_groups} each."
+            )
+        if self.intermediate_size < 1 or self.shared_intermediate_size < 0:
+            raise ConfigError(
+                f"moe_intermediate_size is {self.intermediate_size}, that of the shared experts "
+                f"together {self.shared_intermediate_size}; neither can be negative, nor the "
+                "first zero."
             )
 
 
@@ -139,6 +163,15 @@ class ModelConfig:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of "
                 f"num_kv_heads ({self.num_kv_heads})."
+            )
+        factors = (self.rope.short_factor, self.rope.long_factor)
+        if self.rotary_dim % 2 or (
+            self.rope.rope_type == "longrope"
+            and any(2 * len(factor) != self.rotary_dim for factor in factors)
+        ):
+            raise ConfigError(
+                f"RoPE rotates {self.rotary_dim} dimensions; that must be even, and longrope's "
+                f"factors ({', '.join(str(len(f)) for f in factors)}) half as many."
             )
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype is {self.dtype!r}; supported are {', '.join(DTYPE_BYTES)}.")

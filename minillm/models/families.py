@@ -11,7 +11,14 @@ from minillm.config import DTYPE_BYTES, MLAConfig, ModelConfig, MoEConfig, RopeC
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
 
 Fields = Mapping[str, Any]
+LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor")
+ROPE_NUMBERS = (
+    *("low_freq_factor", "high_freq_factor"),  # llama3
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),  # yarn
+)
+LAYER_TYPES = ("sliding_attention", "full_attention")
 ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
+LARGEST = 1 << 24  # of any size: positions above are no longer exact in float32
 
 
 def parse_config(data: Fields) -> ModelConfig:
@@ -26,16 +33,21 @@ def parse_config(data: Fields) -> ModelConfig:
             f"config.json says model_type {family!r}; minillm knows {', '.join(FAMILIES)}.{hint}"
         )
     if data.get("quantization_config"):
-        method = data["quantization_config"].get("quant_method", "unknown")
+        method = section(data, "quantization_config").get("quant_method", "unknown")
         raise UnsupportedFeatureError(
             f"This checkpoint is quantised ({method}), which this version cannot load; "
             "use the model's unquantised checkpoint."
         )
-    if data.get("hidden_act", "silu") != "silu":
-        raise UnsupportedFeatureError(
-            f"hidden_act is {data['hidden_act']!r}; this version has only 'silu'."
-        )
+    only(data, "hidden_act", "silu")
     return FAMILIES[family](data)
+
+
+def only(data: Fields, name: str, supported: Any) -> None:
+    """Refuse a field that asks for something else than this engine does; absent is fine."""
+    if data.get(name, supported) != supported:
+        raise UnsupportedFeatureError(
+            f"config.json says {name} = {data[name]!r}; this version has only {supported!r}."
+        )
 
 
 def integer(data: Fields, name: str, default: int | None = None) -> int:
@@ -44,9 +56,37 @@ def integer(data: Fields, name: str, default: int | None = None) -> int:
     value = default if value is None else value
     if value is None:
         raise ConfigError(f"config.json has no {name!r}, which this model family needs.")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"config.json says {name} = {value!r}; it must be a whole number.")
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > LARGEST:
+        raise ConfigError(
+            f"config.json says {name} = {value!r}; it must be a whole number up to {LARGEST}."
+        )
     return value
+
+
+def flag(data: Fields, name: str, default: bool = False) -> bool:
+    """True or false; null means the default."""
+    value = data.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json says {name} = {value!r}; it must be true or false.")
+    return value
+
+
+def section(data: Fields, name: str) -> Fields:
+    """A nested object; absent and null mean an empty one."""
+    value = data.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config.json says {name} = {value!r}; it must be a JSON object.")
+    return value
+
+
+def numbers(data: Fields, name: str) -> tuple[Any, ...]:
+    """A list of numbers; absent and null mean an empty one."""
+    value = data.get(name)
+    value = [] if value is None else value
+    if not isinstance(value, list | tuple) or not all(isinstance(i, int | float) for i in value):
+        raise ConfigError(f"config.json says {name} = {value!r}; it must be a list of numbers.")
+    return tuple(value)
 
 
 def number(data: Fields, name: str, default: float) -> float:
@@ -70,33 +110,37 @@ def dtype_name(data: Fields) -> str:
 
 def rope_config(data: Fields, theta: float = 10000.0, interleaved: bool = False) -> RopeConfig:
     """RoPE from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
-    fields: dict[str, Any] = {"rope_theta": data.get("rope_theta")}
-    fields.update(data.get("rope_scaling") or {})
-    fields.update(data.get("rope_parameters") or {})
+    fields: dict[str, Any] = {
+        "rope_theta": data.get("rope_theta"),
+        "original_max_position_embeddings": data.get("original_max_position_embeddings"),
+        **section(data, "rope_scaling"),
+        **section(data, "rope_parameters"),
+    }
+    if any(isinstance(value, Mapping) for value in fields.values()):
+        raise UnsupportedFeatureError("RoPE differs between layer types; this version has one.")
     rope_type: Any = fields.get("rope_type") or fields.get("type") or "default"
-    rope_type = ROPE_ALIASES.get(rope_type, rope_type)
+    rope_type = ROPE_ALIASES.get(str(rope_type), rope_type)
     if number(fields, "partial_rotary_factor", number(data, "partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedFeatureError("partial_rotary_factor is not 1; this version rotates all.")
-    original = fields.get("original_max_position_embeddings") or data.get(
-        "original_max_position_embeddings"
-    )
-    factor = fields.get("factor")
-    if factor is None and original:  # yarn and longrope: the ratio of the two lengths
-        factor = integer(data, "max_position_embeddings") / original
-    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+    length = integer(data, "max_position_embeddings")
+    given = fields["original_max_position_embeddings"] is not None
+    original = integer(fields, "original_max_position_embeddings") if given else None
+    # yarn and longrope: without a factor it is the ratio of the two lengths
+    ratio = length / original if rope_type in ("yarn", "longrope") and original else 1.0
+    needed = {"linear": ("factor",), "dynamic": ("factor",), "llama3": LLAMA3_FIELDS}
+    for name in needed.get(str(rope_type), ()):
+        if fields.get(name) is None:
+            raise ConfigError(f"config.json gives no {name!r}, which {rope_type} RoPE needs.")
     return RopeConfig(
         theta=number(fields, "rope_theta", theta),
         rope_type=rope_type,
-        factor=float(factor or 1.0),
+        factor=number(fields, "factor", ratio),
         original_max_position_embeddings=original,
-        mscale=fields.get("mscale"),
-        mscale_all_dim=fields.get("mscale_all_dim"),
-        truncate=fields.get("truncate", True),
-        attention_factor=fields.get("attention_factor"),
-        short_factor=tuple(fields.get("short_factor") or ()),
-        long_factor=tuple(fields.get("long_factor") or ()),
+        truncate=flag(fields, "truncate", True),
+        short_factor=numbers(fields, "short_factor"),
+        long_factor=numbers(fields, "long_factor"),
         interleaved=interleaved,
-        **{name: number(fields, name, 0) for name in optional if fields.get(name) is not None},
+        **{name: number(fields, name, 0) for name in ROPE_NUMBERS if fields.get(name) is not None},
     )
 
 
@@ -110,16 +154,26 @@ def common(data: Fields, family: str, **overrides: Any) -> ModelConfig:
         "num_layers": integer(data, "num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": integer(data, "num_key_value_heads", heads),
-        "head_dim": integer(data, "head_dim", hidden_size // heads),
+        "head_dim": integer(data, "head_dim", hidden_size // max(heads, 1)),
         "intermediate_size": integer(data, "intermediate_size"),
         "max_position_embeddings": integer(data, "max_position_embeddings"),
         "rms_norm_eps": number(data, "rms_norm_eps", 1e-6),
-        "tie_word_embeddings": bool(data.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": flag(data, "tie_word_embeddings"),
         "dtype": dtype_name(data),
     }
     if "rope" not in overrides:
         values["rope"] = rope_config(data)
     return ModelConfig(family=family, **(values | overrides))
+
+
+def window_of(data: Fields, default: int | None) -> int | None:
+    """The sliding window; absent means the family's default, null means none."""
+    if data.get("sliding_window", default) is None:
+        return None
+    window = integer(data, "sliding_window", default)
+    if window < 1:
+        raise ConfigError(f"config.json says sliding_window = {window}; it must be at least 1.")
+    return window
 
 
 def every_layer(data: Fields, window: int | None) -> tuple[int | None, ...]:
@@ -129,26 +183,31 @@ def every_layer(data: Fields, window: int | None) -> tuple[int | None, ...]:
 
 def upper_layers(data: Fields) -> tuple[int | None, ...]:
     """Qwen's windows: the layers that `layer_types` names, or those from `max_window_layers` on."""
-    if not data.get("use_sliding_window"):
+    if not flag(data, "use_sliding_window"):
         return ()
-    window, layers = data.get("sliding_window", 4096), integer(data, "num_hidden_layers")
+    window, layers = window_of(data, 4096), integer(data, "num_hidden_layers")
     kinds = data.get("layer_types")
     if kinds is None:
         first = integer(data, "max_window_layers", 28)
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        kinds = [LAYER_TYPES[0] if i >= first else LAYER_TYPES[1] for i in range(layers)]
+    if not isinstance(kinds, list) or not all(kind in LAYER_TYPES for kind in kinds):
+        raise UnsupportedFeatureError(
+            f"config.json says layer_types = {kinds!r}; this version has lists of "
+            f"{' and '.join(LAYER_TYPES)}."
+        )
+    return tuple(window if kind == LAYER_TYPES[0] else None for kind in kinds)
 
 
 def llama(data: Fields) -> ModelConfig:
     """Llama 1 to 3, and SmolLM2, which has the same shape."""
-    bias = bool(data.get("attention_bias", False))
-    mlp_bias = bool(data.get("mlp_bias", False))
+    bias = flag(data, "attention_bias")
+    mlp_bias = flag(data, "mlp_bias")
     return common(data, "llama", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
 
 
 def mistral(data: Fields) -> ModelConfig:
     """Mistral: Llama with a sliding window (transformers' default when absent is 4,096)."""
-    window = every_layer(data, data.get("sliding_window", 4096))
+    window = every_layer(data, window_of(data, 4096))
     return common(data, "mistral", sliding_windows=window)
 
 
@@ -159,7 +218,7 @@ def qwen2(data: Fields) -> ModelConfig:
 
 def qwen3(data: Fields) -> ModelConfig:
     """Qwen3: a norm on every query and key head."""
-    bias = bool(data.get("attention_bias", False))
+    bias = flag(data, "attention_bias")
     return common(
         data,
         "qwen3",
@@ -178,7 +237,7 @@ def mixtral(data: Fields) -> ModelConfig:
         "mixtral",
         rope=rope_config(data, theta=1e6),
         rms_norm_eps=number(data, "rms_norm_eps", 1e-5),
-        sliding_windows=every_layer(data, data.get("sliding_window")),
+        sliding_windows=every_layer(data, window_of(data, None)),
         moe=MoEConfig(
             num_experts=integer(data, "num_local_experts", data.get("num_experts")),
             num_experts_per_token=integer(data, "num_experts_per_tok", 2),
@@ -189,10 +248,12 @@ def mixtral(data: Fields) -> ModelConfig:
 
 def qwen3_moe(data: Fields) -> ModelConfig:
     """Qwen3-MoE: Qwen3 whose MLPs are experts, except for chosen layers."""
-    bias = bool(data.get("attention_bias", False))
+    bias = flag(data, "attention_bias")
     layers, step = integer(data, "num_hidden_layers"), integer(data, "decoder_sparse_step", 1)
-    dense = data.get("mlp_only_layers") or ()
-    window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
+    dense = numbers(data, "mlp_only_layers")
+    if step < 1:
+        raise ConfigError(f"config.json says decoder_sparse_step = {step}; it must be at least 1.")
+    window = window_of(data, 4096) if flag(data, "use_sliding_window") else None
     return common(
         data,
         "qwen3_moe",
@@ -204,7 +265,7 @@ def qwen3_moe(data: Fields) -> ModelConfig:
             num_experts=integer(data, "num_experts", data.get("num_local_experts")),
             num_experts_per_token=integer(data, "num_experts_per_tok", 8),
             intermediate_size=integer(data, "moe_intermediate_size"),
-            normalize=bool(data.get("norm_topk_prob", False)),
+            normalize=flag(data, "norm_topk_prob"),
         ),
         moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
     )
@@ -212,24 +273,24 @@ def qwen3_moe(data: Fields) -> ModelConfig:
 
 def deepseek(data: Fields, family: str, moe: MoEConfig, dense_layers: int) -> ModelConfig:
     """What DeepSeek-V2 and V3 share: MLA, and experts after some dense layers."""
-    if integer(data, "moe_layer_freq", 1) != 1:
-        raise UnsupportedFeatureError("moe_layer_freq is not 1; this version needs it to be.")
+    only(data, "moe_layer_freq", 1)
+    low_rank = data.get("q_lora_rank", 1536) is not None
     mla = MLAConfig(
         kv_lora_rank=integer(data, "kv_lora_rank", 512),
         qk_nope_head_dim=integer(data, "qk_nope_head_dim", 128),
         qk_rope_head_dim=integer(data, "qk_rope_head_dim", 64),
         v_head_dim=integer(data, "v_head_dim", 128),
-        q_lora_rank=data.get("q_lora_rank", 1536),
+        q_lora_rank=integer(data, "q_lora_rank", 1536) if low_rank else None,
     )
-    bias = bool(data.get("attention_bias", False))
+    bias = flag(data, "attention_bias")
     return common(
         data,
         family,
-        rope=rope_config(data, interleaved=bool(data.get("rope_interleave", True))),
+        rope=rope_config(data, interleaved=flag(data, "rope_interleave", True)),
         head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         qkv_bias=bias,
         output_bias=bias,
-        mlp_bias=bool(data.get("mlp_bias", False)),
+        mlp_bias=flag(data, "mlp_bias"),
         mla=mla,
         moe=moe,
         moe_layers=tuple(i >= dense_layers for i in range(integer(data, "num_hidden_layers"))),
@@ -238,8 +299,9 @@ def deepseek(data: Fields, family: str, moe: MoEConfig, dense_layers: int) -> Mo
 
 def deepseek_v2(data: Fields) -> ModelConfig:
     """DeepSeek-V2: softmax routing, in the larger models limited to the best groups."""
+    only(data, "scoring_func", "softmax")
     method = data.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy") or data.get("norm_topk_prob"):
+    if method not in ("greedy", "group_limited_greedy") or flag(data, "norm_topk_prob"):
         raise UnsupportedFeatureError(
             f"topk_method is {method!r} and norm_topk_prob is {data.get('norm_topk_prob')}; "
             "for DeepSeek-V2 this version has greedy and group_limited_greedy, not normalised."
@@ -261,6 +323,8 @@ def deepseek_v2(data: Fields) -> ModelConfig:
 
 def deepseek_v3(data: Fields) -> ModelConfig:
     """DeepSeek-V3 and R1: sigmoid scores, chosen with a bias, from the best groups."""
+    only(data, "scoring_func", "sigmoid")
+    only(data, "topk_method", "noaux_tc")
     size = integer(data, "moe_intermediate_size", 2048)
     moe = MoEConfig(
         num_experts=integer(data, "n_routed_experts", 256),
@@ -268,7 +332,7 @@ def deepseek_v3(data: Fields) -> ModelConfig:
         intermediate_size=size,
         shared_intermediate_size=size * integer(data, "n_shared_experts", 1),
         scoring="sigmoid",
-        normalize=bool(data.get("norm_topk_prob", True)),
+        normalize=flag(data, "norm_topk_prob", True),
         routed_scaling_factor=number(data, "routed_scaling_factor", 2.5),
         num_groups=integer(data, "n_group", 8),
         topk_groups=integer(data, "topk_group", 4),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 128
 CLASSES = {
@@ -82,11 +82,15 @@ class Tiny:
     max_model_len: int | None = None  # for RoPE types whose frequencies depend on it
     seed: int = 0
 
-    def build(self) -> PreTrainedModel:
-        """The transformers model, in float32, with plain ("eager") attention."""
+    def config(self) -> PreTrainedConfig:
+        """The transformers configuration."""
         config_class = getattr(transformers, f"{CLASSES[self.family]}Config")
         rope = {} if self.rope is None else {"rope_parameters": {"rope_theta": 10000.0} | self.rope}
-        config = config_class(**(BASE | FAMILY[self.family] | self.fields | rope))
+        return config_class(**(BASE | FAMILY[self.family] | self.fields | rope))
+
+    def build(self) -> PreTrainedModel:
+        """The transformers model, in float32, with plain ("eager") attention."""
+        config = self.config()
         config._attn_implementation = "eager"
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(self.seed)

@@ -1,0 +1,125 @@
+"""Every field of config.json: absent, it means what transformers takes it to mean; odd, it is an
+error of ours that names it, never a crash and never silence."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import transformers
+
+from minillm.errors import ConfigError, MinillmError, UnsupportedFeatureError
+from minillm.models.decoder import Decoder
+from minillm.models.families import FAMILIES, parse_config
+from tests.models.tiny import CLASSES, ROPES
+
+ODD: list[Any] = [None, True, False, -1, 0, 1, 2**31 - 1, 0.5, float("nan"), "x", "", [], [1], {}]
+
+
+# An absent num_key_value_heads is the number of heads for every family, where transformers takes a
+# number that fits only its default sizes; num_local_experts is called num_experts by older files.
+UNLIKE_TRANSFORMERS = {"model_type", "num_key_value_heads", "num_local_experts"}
+
+
+def config_of(family: str, rope: str = "default") -> dict[str, Any]:
+    """A tiny config.json of the family, without building a model."""
+    tiny = ROPES[rope].tiny(family)
+    return tiny.config().to_diff_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_field_means_what_transformers_takes_it_to_mean(family):
+    config_class = getattr(transformers, f"{CLASSES[family]}Config")
+    data = config_of(family)
+    compared = 0
+    for name in data.keys() - UNLIKE_TRANSFORMERS:
+        rest = {key: value for key, value in data.items() if key != name}
+        refusal = ""
+        try:
+            ours = parse_config(rest)
+        except ConfigError as error:
+            refusal = str(error)  # a size that every config.json gives: it says which
+        if refusal:
+            assert name.removesuffix("_tok") in refusal or "experts" in refusal
+        else:
+            assert ours == parse_config(config_class(**rest).to_dict()), name
+            compared += 1
+    assert compared > 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_value_is_a_named_error(family):
+    data = config_of(family)
+    for name in data.keys() - {"model_type"}:
+        for value in ODD:
+            build_or_refuse(data | {name: value}, name, value)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_odd_rope_value_is_a_named_error(rope):
+    data = config_of("llama", rope)
+    for name in data["rope_parameters"]:
+        for value in ODD:
+            odd = data["rope_parameters"] | {name: value}
+            build_or_refuse(data | {"rope_parameters": odd}, name, value)
+
+
+def build_or_refuse(data: dict[str, Any], name: str, value: Any) -> None:
+    """Either an error of ours, or a model with fields of the declared types."""
+    try:
+        config = parse_config(data)
+    except MinillmError:
+        return
+    for part in (config, config.rope, config.mla, config.moe):
+        for field in fields(part) if part else ():
+            kinds = str(field.type).removeprefix("<class '").removesuffix("'>").split(" | ")
+            got = type(getattr(part, field.name)).__name__.replace("NoneType", "None")
+            assert got in kinds or kinds[0] not in ("int", "float", "bool", "str"), (name, value)
+    if config.num_layers < 10:
+        Decoder(config, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "culprit"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "gelu"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "layer types"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ("llama", {"dtype": "float64"}, "float64"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "noaux_tc"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2},
+            "chunked",
+        ),
+    ],
+)
+def test_what_would_change_an_output_is_refused_by_name(family, change, culprit):
+    with pytest.raises(UnsupportedFeatureError, match=culprit):
+        parse_config(config_of(family) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "culprit"),
+    [
+        ({"model_type": "lama"}, "Did you mean 'llama'"),
+        ({"model_type": None}, "model_type"),
+        ({"model_type": "deepseek_v3", "topk_group": 1, "num_experts_per_tok": 5}, "5 experts"),
+        ({"rope_parameters": {"rope_type": "cubic"}}, "cubic"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"num_attention_heads": 3}, "num_kv_heads"),
+    ],
+)
+def test_wrong_value_is_a_config_error(change, culprit):
+    family = change.get("model_type")
+    data = config_of(family if family in FAMILIES else "llama") | change
+    with pytest.raises(ConfigError, match=culprit):
+        parse_config(data)
