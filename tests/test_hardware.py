@@ -117,6 +117,7 @@ def test_measured_once_then_cached(probe, tmp_path):
 
 def test_refresh_returns_the_new_and_keeps_the_best(probe):
     disturbed = replace(MACHINE, bandwidth=20e9, overhead=9e-6, peak_flops=900e9)
+    disturbed = replace(disturbed, source=hardware.DISTURBED)
     probe.append(disturbed)
     measure()
     assert measure(refresh=True) == disturbed
