@@ -27,10 +27,10 @@ LATER = ("serve", "bench", "quantize", "inspect", "compare", "trace")
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:
-  minillm                                   a demonstration: text, and the speed it came with
-  minillm generate "def fib(n):"            continue a text with the embedded model
-  minillm info preset:llama-3.1-8b          what is this model?
-  minillm plan preset:llama-3.1-70b         what would it need?
+  minillm                              a demonstration: text, and its speed
+  minillm generate "def fib(n):"       continue a text with the embedded model
+  minillm info preset:llama-3.1-8b     what is this model?
+  minillm plan preset:llama-3.1-70b    what would it need?
 """
 
 

@@ -1,4 +1,4 @@
-"""Talk with a model through its own chat template. Ctrl-C stops an answer, /exit ends."""
+"""Talk with a model, in its own chat format. Ctrl-C stops an answer, /exit ends."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -25,7 +25,7 @@ USAGE = "--model MODEL [options]"
 EXAMPLES = """\
 examples:
   minillm chat --model PATH_TO_A_HF_FOLDER
-  minillm chat --model ORG/NAME --system "Answer in one sentence." --temperature 0
+  minillm chat --model ORG/NAME --system "Be brief." --temperature 0
   printf 'What is 2+2?\\n' | minillm chat --model PATH_TO_A_HF_FOLDER
 """
 WORDS: Mapping[str, str] = {

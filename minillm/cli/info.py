@@ -1,4 +1,4 @@
-"""What a model is and what it needs, from its headers; without MODEL, what there is to run here."""
+"""What a model is and needs; without MODEL, what there is to run and on what."""
 
 from argparse import ArgumentParser, Namespace
 from collections import Counter

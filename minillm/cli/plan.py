@@ -1,4 +1,4 @@
-"""What fits into a memory, before anything is loaded, and how fast it would be at best."""
+"""What fits into a memory, before anything is loaded, and how fast it could be."""
 
 import json
 import re

@@ -1,0 +1,722 @@
+"""The command line: what it prints, what it refuses, and how it ends.
+
+In-process (`main` with captured streams) wherever the process itself is not the subject.
+"""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minillm import LLM, MinillmError, SamplingParams
+from minillm.cli import demo, main, plan
+from minillm.cli.app import COMMANDS
+from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
+from minillm.hardware import DATASHEET
+from minillm.models import checkpoint
+from minillm.models.decoder import Decoder
+from minillm.models.families import parse_config
+from minillm.presets import PRESETS
+from tests.text.build import byte_level, write_folder
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 410,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "dtype": "float32",
+    "eos_token_id": None,
+}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(folder: Path, chat: bool = False, **fields: Any) -> Path:
+    """A checkpoint of random weights, large enough that greedy text is not one token repeated."""
+    config = CONFIG | fields
+    model = Decoder(parse_config(config))
+    model.initialize(std=0.4)
+    write_folder(folder, byte_level(), **({"chat_template": CHATML} if chat else {}))
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: value.clone() for name, value in model.checkpoint_tensors().items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("chatty"), chat=True)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A checkpoint that a test may damage."""
+    return write_model(tmp_path / "copy")
+
+
+class Result:
+    """Exit code and what was printed."""
+
+    def __init__(self, code: int, out: str, err: str):
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call `main` as a program would be: ``cli("info", "tiny", stdin="...")``."""
+
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*argv: Any, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
+        capsys.readouterr()
+        try:
+            code = main([str(arg) for arg in argv])
+        except SystemExit as leaving:  # argparse: help, version, a wrong option
+            code = int(leaving.code or 0)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return Result(code, out, err)
+
+    return call
+
+
+# ---- help and mistakes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_terminal_and_has_examples_that_parse(command: str, cli: Any) -> None:
+    shown = cli(*filter(None, [command]), "--help")
+    assert shown.code == 0
+    assert max(map(len, shown.out.splitlines())) <= 80
+    examples = shown.out.partition("examples:\n")[2].splitlines()
+    assert 3 <= len(examples) <= 4
+    assert all("minillm" in line for line in examples)
+    options = set(re.findall(r"--[a-z][\w-]+", "\n".join(examples)))
+    everything = "".join(cli(name, "--help").out for name in COMMANDS)
+    assert options <= set(re.findall(r"^  (--[a-z][\w-]+)", everything, re.MULTILINE))
+
+
+def test_help_and_plans_of_presets_do_not_wait_for_torch() -> None:
+    code = """
+import contextlib, io, sys
+from minillm.cli import main
+for argv in (["--help"], ["generate", "--help"], ["generate", "--top-p", "0"],
+             ["plan", "preset:llama-3.1-70b", "--hardware", "h100"]):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(argv)
+    assert "torch" not in sys.modules, argv
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+MISTAKES = [
+    (["genrate"], "Did you mean 'generate'?"),
+    (["serve"], "'serve' is not built yet"),
+    (["generate", "--temprature", "1"], "no option --temprature. Did you mean '--temperature'?"),
+    (["generate", "--max-tok", "5"], "no option --max-tok. Did you mean '--max-tokens'?"),
+    (["generate", "--quantization", "int4"], "--quantization is not built yet"),
+    (["generate", "two", "words"], "'words' is one argument too many"),
+    (["generate", "--max-tokens", "many"], "invalid int value: 'many'"),
+    (["generate", "--max-tokens", "0"], "max_tokens is 0"),
+    (["generate", "--temperature", "nan"], "temperature is nan"),
+    (["generate", "--top-p", "0"], "top_p is 0.0"),
+    (["generate", "--temperature", "1", "--n", "1000"], "n is 1000"),
+    (["generate", "--n", "2"], "greedy completions are all the same"),
+    (["generate", "--dtype", "int3"], "dtype is 'int3'; it must be one of"),
+    (["generate", "--device", "tpu"], "device is 'tpu'"),
+    (["generate", "--prompt", "a", "b"], "not allowed with argument"),
+    (["generate", "--prompt-ids", "1,x"], "it must be whole numbers such as 1,2,3"),
+    (["generate", "--prompt-file", "nowhere.txt"], "'nowhere.txt' cannot be read"),
+    (["generate", "--model", "nowhere", "x"], "There is no folder 'nowhere'"),
+    (["generate", "--model", "{base}"], "There is no prompt"),
+    (["generate", "--model", "{base}", ""], "The prompt is empty"),
+    (["generate", "--model", "{base}", "--prompt-ids", "1,9999"], "token id 9999"),
+    (["generate", "--model", "{base}", "--max-model-len", "9999", "x"], "max_model_len is 9999"),
+    (["generate", "--model", "{base}", "word " * 200], "maximum context length is 128"),
+    (["generate", "--model", "preset:smollm2-135m", "x"], "add load_format='dummy'"),
+    (["chat"], "required: --model"),
+    (["chat", "--model", "{base}"], "has no chat template"),
+    (["chat", "--model", "preset:smollm2-135m"], "no chat template"),
+    (["info", "preset:lama-2-7b"], "Did you mean 'llama-2-7b'?"),
+    (["info", "nowhere"], "There is no folder 'nowhere'"),
+    (["plan"], "required: MODEL"),
+    (["plan", "preset:qwen3-8b", "--hardware", "h20O"], "Did you mean 'h200'?"),
+    (["plan", "preset:qwen3-8b", "--hardware", "apple"], "could be apple-m1 or"),
+    (["plan", "preset:qwen3-8b", "--memory", "24 chickens"], "such as 24GiB"),
+    (["plan", "preset:qwen3-8b", "--memory", "0"], "such as 24GiB"),
+    (["plan", "preset:qwen3-8b", "--memory", "1GB", "--dtype", "bf16"], "dtype is 'bf16'"),
+    (["plan", "preset:qwen3-8b", "--memory", "1GB", "--max-model-len", "0"], "max_model_len is 0"),
+    (["plan", "preset:qwen3-8b", "--memory", "1GB", "--max-model-len", "99999"], "40960 tokens"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[" ".join(m[0])[:40] for m in MISTAKES])
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    argv: list[str], message: str, base: Path, cli: Any
+) -> None:
+    shown = cli(*(arg.format(base=base) for arg in argv))
+    assert shown.code == 2
+    assert shown.out == ""
+    lines = [line for line in shown.err.splitlines() if not line.startswith("Try 'minillm")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+
+
+def test_the_unexpected_is_one_line_too_and_can_be_looked_into(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> int:
+        raise RuntimeError("the sky\nfell")
+
+    monkeypatch.setattr(plan, "run", fail)
+    shown = cli("plan", "preset:qwen3-8b")
+    assert shown.code == 1
+    assert shown.err.startswith("error: RuntimeError: the sky fell (")
+    assert shown.err.count("\n") == 1
+    monkeypatch.setenv("MINILLM_DEBUG", "1")
+    main(["plan", "preset:qwen3-8b"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_exit_code_130(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "run", interrupt)
+    shown = cli("plan", "preset:qwen3-8b")
+    assert (shown.code, shown.out, shown.err) == (130, "", "\n")
+
+
+def test_what_libraries_say_becomes_a_note(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def speak(*_: Any) -> int:
+        import logging
+
+        logging.getLogger("some.library").warning("first\tthing")
+        warnings.warn("second\nthing", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(plan, "run", speak)
+    shown = cli("plan", "preset:qwen3-8b")
+    assert shown.err.splitlines() == ["note: first\tthing", "note: second thing"]
+
+
+# ---- generate ----------------------------------------------------------------------------
+
+
+def greedy(folder: Path, prompt: Any, **params: Any) -> Any:
+    """What `LLM` says to the same request."""
+    with LLM(folder, dtype="float32") as llm:
+        params = {"temperature": 0.0, "max_tokens": 12} | params
+        return llm.generate([prompt], SamplingParams(**params), use_tqdm=False)[0]
+
+
+def arguments(folder: Path, *more: Any) -> list[Any]:
+    return ["generate", "--model", folder, "--dtype", "float32", "--max-tokens", 12, *more]
+
+
+def test_generate_streams_the_text_and_reports_beside_it(base: Path, cli: Any) -> None:
+    expected = greedy(base, "def fib(n)")
+    shown = cli(*arguments(base, "def fib(n)"))
+    assert shown.code == 0
+    assert shown.out == expected.outputs[0].text + "\n"
+    assert re.fullmatch(
+        r"12 tokens, reached max_tokens 12 \| TTFT [\d.]+ m?s \| TPOT [\d.]+ [mu]?s \| "
+        r"[\d.,]+ tokens/s",
+        shown.err.splitlines()[-1],
+    )
+
+
+def test_json_is_one_object_with_everything(base: Path, cli: Any) -> None:
+    expected = greedy(base, "def fib(n)", logprobs=1)
+    shown = cli(*arguments(base, "def fib(n)", "--json", "--logprobs", 1))
+    data = json.loads(shown.out)
+    (output,) = data["outputs"]
+    assert output["text"] == expected.outputs[0].text
+    assert output["token_ids"] == list(expected.outputs[0].token_ids)
+    assert output["finish_reason"] == "length"
+    assert data["prompt_token_ids"] == list(expected.prompt_token_ids)
+    assert data["metrics"]["ttft"] > 0
+    for token_id, entries in zip(output["token_ids"], output["logprobs"], strict=True):
+        assert entries[str(token_id)]["rank"] == 1
+
+
+def test_a_prompt_comes_from_anywhere(base: Path, cli: Any, tmp_path: Path) -> None:
+    text = "naïve café\n\tbreak"
+    expected = greedy(base, text).outputs[0].text + "\n"
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(text.encode() + b"\n")
+    ids = ",".join(map(str, greedy(base, text).prompt_token_ids))
+    assert cli(*arguments(base, "--prompt", text)).out == expected
+    assert cli(*arguments(base), stdin=text + "\n").out == expected
+    assert cli(*arguments(base, "-"), stdin=text).out == expected
+    assert cli(*arguments(base, "--prompt-file", file)).out == expected
+    assert cli(*arguments(base, "--prompt-ids", ids)).out == expected
+
+
+def test_input_that_is_not_text_is_refused(base: Path, cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"ab\xff")
+    shown = cli(*arguments(base, "--prompt-file", file))
+    assert shown.code == 2
+    assert "is not UTF-8 text (byte 2)" in shown.err
+
+
+def test_sampling_options_reach_the_sampler(base: Path, cli: Any) -> None:
+    params = {
+        "n": 2, "temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7,
+        "repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+        "min_tokens": 2, "ignore_eos": True,
+    }  # fmt: skip
+    options: list[Any] = []
+    for name, value in params.items():
+        options += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    expected = greedy(base, "def", **params)
+    data = json.loads(cli(*arguments(base, "def", "--json", *options)).out)
+    texts = [output["text"] for output in data["outputs"]]
+    assert texts == [output.text for output in expected.outputs]
+    assert len(set(texts)) == 2
+    shown = cli(*arguments(base, "def", *options)).out
+    assert shown == f"[1 of 2]\n{texts[0]}\n[2 of 2]\n{texts[1]}\n"
+
+
+def test_stop_strings_may_be_several(base: Path, cli: Any) -> None:
+    text = greedy(base, "def").outputs[0].text
+    cut = text[3:5]
+    shown = cli(*arguments(base, "def", "--stop", "never in there", "--stop", cut))
+    assert shown.out == text[: text.index(cut)] + "\n"
+    assert f"stopped at {cut!r}" in shown.err
+
+
+def test_without_a_seed_each_run_draws_anew_and_says_how_to_repeat_it(base: Path, cli: Any) -> None:
+    first, second = (cli(*arguments(base, "def", "--temperature", 2)) for _ in range(2))
+    assert first.out != second.out
+    seed = re.search(r"seed (\d+)", first.err)
+    assert seed
+    again = cli(*arguments(base, "def", "--temperature", 2, "--seed", seed[1]))
+    assert again.out == first.out
+
+
+def test_a_model_without_tokenizer_speaks_in_token_ids(copy: Path, cli: Any) -> None:
+    (copy / "tokenizer.json").unlink()
+    shown = cli(*arguments(copy, "--prompt-ids", "1, 2"))
+    expected = greedy(copy, [1, 2]).outputs[0].token_ids
+    assert [int(word) for word in shown.out.split()] == list(expected)
+    refused = cli(*arguments(copy, "text"))
+    assert refused.code == 2
+    assert "--prompt-ids 1,2,3" in refused.err
+
+
+def test_without_a_prompt_the_embedded_model_gets_one(
+    base: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "ASSETS", base.parent)
+    shown = cli(*arguments(Path(base.name)))
+    assert shown.code == 0
+    assert "no prompt given, so here is one: def fib(n):" in shown.err
+    assert shown.out == greedy(base, "def fib(n):").outputs[0].text + "\n"
+
+
+# ---- chat --------------------------------------------------------------------------------
+
+
+def chat(folder: Path, *more: Any) -> list[Any]:
+    options = ["--dtype", "float32", "--temperature", 0, "--max-tokens", 8]
+    return ["chat", "--model", folder, *options, *more]
+
+
+def answers(folder: Path, *messages: str, system: str | None = None) -> list[str]:
+    """The answers to `messages`, each with all before it, as `LLM.chat` gives them."""
+    turns = [] if system is None else [{"role": "system", "content": system}]
+    texts = []
+    with LLM(folder, dtype="float32") as llm:
+        for message in messages:
+            turns.append({"role": "user", "content": message})
+            output = llm.chat(turns, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+            texts.append(output[0].outputs[0].text)
+            turns.append({"role": "assistant", "content": texts[-1]})
+    return texts
+
+
+def test_chat_remembers_until_reset(chatty: Path, cli: Any) -> None:
+    shown = cli(*chat(chatty), stdin="hello\nand then?\n\n/reset\nhello\n/exit\nnever read\n")
+    first, second = answers(chatty, "hello", "and then?")
+    assert first != second
+    assert shown.code == 0
+    assert shown.out == f"{first}\n{second}\n{first}\n"
+    assert "The conversation is forgotten." in shown.err
+    assert "context " in shown.err
+
+
+def test_chat_puts_the_system_message_first(chatty: Path, cli: Any) -> None:
+    (expected,) = answers(chatty, "hello", system="Be brief")
+    assert [expected] != answers(chatty, "hello")
+    shown = cli(*chat(chatty, "--system", "Be brief"), stdin="/reset\nhello")
+    assert shown.out == f"{expected}\n"
+
+
+def test_chat_explains_its_words(chatty: Path, cli: Any) -> None:
+    shown = cli(*chat(chatty), stdin="/rest\n/help\n")
+    assert "Did you mean '/reset'?" in shown.err
+    assert "/exit" in shown.out
+
+
+def test_a_full_context_says_what_to_do_and_forgets_what_did_not_fit(
+    chatty: Path, cli: Any
+) -> None:
+    shown = cli(*chat(chatty), stdin="word " * 100 + "\nhello\n")
+    assert "the model's context is 128; type /reset" in shown.err
+    assert shown.out == f"{answers(chatty, 'hello')[0]}\n"
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_session(
+    chatty: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = LLM.stream
+
+    def interrupted(self: LLM, prompt: Any, params: SamplingParams) -> Iterator[Any]:
+        monkeypatch.setattr(LLM, "stream", whole)
+        for count, output in enumerate(whole(self, prompt, params)):
+            if count == 4:
+                raise KeyboardInterrupt
+            yield output
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    shown = cli(*chat(chatty), stdin="hello\n/reset\nhello\n")
+    (expected,) = answers(chatty, "hello")
+    stopped, second = shown.out.removesuffix("\n").split(f"\n{expected}")
+    assert second == ""
+    assert expected.startswith(stopped)
+    assert 0 < len(stopped) < len(expected)
+    assert "Stopped." in shown.err
+    assert shown.code == 0
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(
+    chatty: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert cli(*chat(chatty)).code == 130
+
+
+def test_a_model_that_cannot_chat_is_refused_before_its_weights_are_read(
+    copy: Path, cli: Any
+) -> None:
+    (copy / "model.safetensors").unlink()
+    shown = cli(*chat(copy))
+    assert shown.code == 2
+    assert "has no chat template" in shown.err
+
+
+# ---- info --------------------------------------------------------------------------------
+
+
+def row(text: str, label: str) -> str:
+    """The value beside a label, its continuation lines joined."""
+    found = re.search(rf"^  {re.escape(label)}  +(.*(?:\n {{8,}}.*)*)", text, re.MULTILINE)
+    assert found, text
+    return " ".join(found[1].split())
+
+
+def test_info_counts_what_the_file_holds(base: Path, cli: Any) -> None:
+    shown = cli("info", base)
+    tensors = load_file(base / "model.safetensors")
+    assert f"({sum(t.numel() for t in tensors.values()):,})" in row(shown.out, "parameters")
+    stored = sum(t.nbytes for t in tensors.values())
+    assert row(shown.out, "files") == f"1 safetensors file: {size(stored)} in float32"
+    assert row(shown.out, "attention") == "grouped (GQA), 4 heads of 8 share 2 KV heads"
+    assert row(shown.out, "tokenizer").startswith("402 tokens (the model has 410 logits)")
+    # keys and values of 2 heads of 8 in 2 layers, 2 bytes each
+    assert row(shown.out, "KV cache").startswith(f"{2 * 2 * 8 * 2 * 2} B per token in bfloat16")
+    assert max(map(len, shown.out.splitlines()[:-1])) <= 80  # the last is the folder's path
+
+
+def damage_nothing_known(folder: Path) -> None:
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(data | {"model_type": "gpt9"}))
+
+
+def damage_shape(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def damage_dtype(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def damage_missing(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def damage_length(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def damage_everything(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_nothing_known, damage_shape, damage_dtype, damage_missing, damage_length,
+     damage_everything],
+)  # fmt: skip
+def test_info_refuses_what_loading_refuses_in_the_same_words(
+    damage: Any, copy: Path, cli: Any
+) -> None:
+    damage(copy)
+    with pytest.raises(MinillmError) as refused:
+        LLM(copy)
+    shown = cli("info", copy)
+    assert (shown.code, shown.err) == (2, f"error: {refused.value}\n")
+
+
+def test_info_of_a_mixture_says_what_a_token_uses(cli: Any) -> None:
+    shown = cli("info", "preset:deepseek-v3")  # published: 671B parameters, 37B active
+    assert re.match(r"671 B \(671,\d{3},\d{3},\d{3}\), .* 37\.\d B", row(shown.out, "parameters"))
+    assert "8 per token" in row(shown.out, "MLP")
+    assert "MLA" in row(shown.out, "attention")
+
+
+def test_info_of_everything(base: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minillm.cli import info
+
+    monkeypatch.setattr(info, "measure", lambda device: DATASHEET["laptop-ddr5"])
+    monkeypatch.setattr(checkpoint, "ASSETS", base.parent)
+    shown = cli("info")
+    assert {base.name, *(f"preset:{name}" for name in PRESETS)} <= set(shown.out.split())
+    assert row(shown.out, "reads").startswith("89.6 GB/s")
+
+
+# ---- plan --------------------------------------------------------------------------------
+
+
+def test_a_plan_adds_up(cli: Any) -> None:
+    shown = cli("plan", "preset:llama-3.1-70b", "--hardware", "h200", "--json")
+    data = json.loads(shown.out)
+    weights = 70_553_706_496 * 2  # parameters as published, bf16
+    assert data["plan"]["weight_bytes"] == weights
+    assert data["plan"]["kv_bytes_per_token"] == 80 * 2 * 8 * 128 * 2
+    parts = ("reserve_bytes", "weight_bytes", "activation_bytes", "kv_cache_bytes")
+    assert sum(data["plan"][part] for part in parts) == 141e9
+    assert not data["fits"]  # 141 GB less a tenth
+    decode = data["predictions"]["decode"]
+    assert decode["bound"] == "memory"
+    # all weights but the input embedding, whose rows are gathered, and 1,024 tokens of cache
+    read = weights - 2 * 128256 * 8192 + 1024 * data["plan"]["kv_bytes_per_token"]
+    assert decode["memory_seconds"] == pytest.approx(read / 4.8e12, rel=1e-4)
+    assert data["predictions"]["prefill"]["bound"] == "compute"
+
+
+def test_each_hint_of_a_plan_that_does_not_fit_makes_it_fit(cli: Any) -> None:
+    argv = ["plan", "preset:qwen3-8b", "--memory", "24GB", "--dtype", "float32"]
+    for length in ([], ["--max-model-len", "8192"]):
+        shown = cli(*argv, *length)
+        hints = shown.out.partition("would do:\n")[2].splitlines()
+        assert hints
+        for hint in hints:
+            again = json.loads(cli(*argv, *length, *hint.split(), "--json").out)
+            assert again["fits"], hint
+
+
+def test_a_plan_that_fits_shows_what_fits(cli: Any) -> None:
+    shown = cli("plan", "preset:llama-3.1-8b", "--hardware", "H100", "--max-num-seqs", "32")
+    data = json.loads(cli("plan", "preset:llama-3.1-8b", "--hardware", "h100", "--json").out)
+    for fit in data["plan"]["combinations"]:
+        assert re.search(rf"^  {fit['context']:,} +{fit['batch']:,}$", shown.out, re.MULTILINE)
+    assert "At most 32 of them run at once" in shown.out
+    assert "bound by memory: it reads 15.1 GB" in " ".join(shown.out.split())
+    assert row(shown.out, "memory") == "74.5 GiB = 80 GB"
+    assert max(map(len, shown.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("24GiB", 24 * 2**30), ("24GB", 24_000_000_000), ("24g", 24_000_000_000),
+     ("1.5 TiB", 1.5 * 2**40), ("512MiB", 2**29), ("64KiB", 2**16), ("1000", 1000)],
+)  # fmt: skip
+def test_sizes_are_read_in_both_kinds_of_units(text: str, expected: int) -> None:
+    assert plan.parse_size(text) == expected
+
+
+# ---- the demonstration -------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_demo(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The demonstration with a model of a millisecond and a machine of round numbers."""
+    (tmp_path / "tiny").symlink_to(base)
+    monkeypatch.setattr(checkpoint, "ASSETS", tmp_path)
+    config = replace(parse_config(CONFIG), max_position_embeddings=demo.CONTEXT)
+    monkeypatch.setattr(checkpoint, "PRESETS", {demo.BIG: config})
+    monkeypatch.setattr(checkpoint, "preset", lambda name: config)
+    machine = replace(DATASHEET["laptop-ddr5"], bandwidth=1e9, name="Round CPU")
+    monkeypatch.setattr(demo, "measure", lambda refresh, device: machine)
+    monkeypatch.setattr(demo, "BUDGET", 0.05)
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_the_demonstration_writes_and_says_how_fast(base: Path, cli: Any) -> None:
+    shown = cli()
+    assert shown.code == 0
+    with LLM(base) as llm:
+        output = llm.generate(["def fib(n):"], SamplingParams(temperature=0, max_tokens=96))[0]
+    assert f"def fib(n):{output.outputs[0].text}\n" in shown.out
+    assert re.search(r"TTFT .* TPOT .* tokens/s", shown.out)
+    assert "1 GB/s, measured just now (Round CPU" in row(shown.out, "this machine reads")
+    share = re.search(r"([█░]{40}|[#-]{40}) (\d+)% of the bound", shown.out)
+    assert share
+    bound, ran = (float(row(shown.out, label).split()[0].replace(",", ""))
+                  for label in ("so at best", "it ran at"))  # fmt: skip
+    assert int(share[2]) == pytest.approx(100 * ran / bound, abs=1.5)
+    assert shown.out.rstrip().count("\n  minillm ") == 3
+    assert max(map(len, shown.out.partition("How fast")[2].splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_the_bytes_of_the_demonstration_are_those_of_the_model(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(f"preset:{demo.BIG}", load_format="dummy", dtype="float32") as llm:
+        decoded = demo.decode(llm)
+    tensors = load_file(base / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    read = sum(t.nbytes for t in tensors.values()) - embedding.nbytes + embedding[0].nbytes
+    assert decoded.weight_bytes == read
+    cached = decoded.bytes_per_token - read  # the mean context and the new token
+    per_token = 2 * 2 * 2 * 8 * 4
+    lengths = range(16 + demo.WARM_UP + 1, 16 + demo.WARM_UP + 1 + decoded.num_tokens)
+    assert cached == pytest.approx(per_token * (sum(lengths) / len(lengths) + 1))
+
+
+# ---- the terminal ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (size(1023), "0.999 KiB"), (size(512), "512 B"), (size(1536), "1.5 KiB"),
+        (size(24 * 2**30), "24 GiB"), (size(2**30 * 1.2345), "1.23 GiB"),
+        (amount(269e6, "B"), "269 MB"), (amount(999.9e9, "B/s"), "1 TB/s"),
+        (amount(0, "B"), "0 B"), (billions(70_553_706_496), "70.6 B"), (billions(999), "999"),
+        (seconds(0.00085), "850 us"), (seconds(0.00813), "8.13 ms"), (seconds(2.44), "2.44 s"),
+        (seconds(0.9996), "1 s"), (seconds(135.0), "135 s"),
+    ],
+)  # fmt: skip
+def test_quantities_have_three_digits_and_a_unit(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+def test_wrapping_keeps_every_word() -> None:
+    text = "a word and anextraordinarilylongone " * 5
+    lines = wrap(text.strip(), 20)
+    assert " ".join(lines) == text.strip()
+    assert all(len(line) <= 20 or " " not in line for line in lines)
+
+
+class Screen(io.TextIOWrapper):
+    """A stream that claims to be a terminal."""
+
+    def __init__(self, encoding: str):
+        super().__init__(io.BytesIO(), encoding=encoding)
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "cp1252"])
+def test_a_terminal_gets_what_it_can_show(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Screen(encoding))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    terminal.line(terminal.bar(0.5, width=4))
+    terminal.stream("é漢\x1b[2J\n")
+    terminal.heading("bold")
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal.heading("plain")
+    sys.stdout.flush()
+    shown = sys.stdout.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert ("██░░\n" if encoding == "utf-8" else "##--\n") in shown
+    assert "\\x1b[2J" in shown
+    assert "\x1b[1mbold\x1b[0m\nplain\n" in shown
+
+
+# ---- the process -------------------------------------------------------------------------
+
+
+def start(*argv: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "minillm", *map(str, argv)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> list[Any]:
+    """A command that writes for much longer than any test."""
+    folder = write_model(tmp_path / "endless", max_position_embeddings=100_000)
+    return ["generate", "--model", folder, "--max-tokens", 99_000, "--max-model-len", 99_999, "x"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to a whole console")
+def test_ctrl_c_ends_a_running_process_cleanly(endless: list[Any]) -> None:
+    process = start(*endless)
+    assert process.stdout
+    process.stdout.read(1)  # it writes
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT)  # a shell shows both as 130
+    assert b"Traceback" not in error
+    assert error.endswith(b"\n")
+
+
+def test_a_reader_that_leaves_ends_it_silently(endless: list[Any]) -> None:
+    process = start(*endless)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.read(1)
+    process.stdout.close()
+    error = process.stderr.read()
+    process.wait(timeout=60)
+    process.stderr.close()
+    assert process.returncode == 141
+    assert re.sub(rb"Starting took [\d.]+ s\.\n", b"", error) == b""
