@@ -27,6 +27,7 @@ from minillm.presets import PRESETS, preset
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+HUB_IGNORED = ("*/*", "consolidated*")  # other formats of the same weights
 INDEX = "model.safetensors.index.json"
 
 
@@ -104,11 +105,13 @@ def find_folder(name: str) -> Path:
 def download(hub_id: str) -> Path:
     """Resolve a hub id to its cached snapshot, fetching what is missing."""
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        folder = huggingface_hub.snapshot_download(
+            hub_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
+        )
+        return Path(folder)
+    except Exception as error:  # its HTTP client, and so the errors of that, change with versions
         raise ModelNotFoundError(
             f"The model {hub_id!r} is not in the local hub cache and could not be fetched "
             f"({type(error).__name__}); check the name, go online once, or give a local folder."

@@ -101,17 +101,21 @@ def fill(wanted: dict[str, Tensor], files: list[Path]) -> None:
     with tqdm(
         total=total, desc="Loading", unit="B", unit_scale=True, disable=total < PROGRESS_BYTES
     ) as progress:
-        tied_output: Tensor | None = None
+        filled: set[str] = set()
         for path in files:
             for name, tensor in read_tensors(path):
                 progress.update(tensor.nbytes)
-                if name in wanted:
-                    copy_tensor(wanted[name], tensor, name)
-                elif name == OUTPUT:
-                    tied_output = tensor.to(wanted[INPUT].dtype)
-    if tied_output is not None and not torch.equal(
-        tied_output.to(wanted[INPUT].device), wanted[INPUT]
-    ):
+                place = INPUT if name == OUTPUT and OUTPUT not in wanted else name
+                if place in filled:
+                    check_tied(wanted[place], tensor)
+                elif place in wanted:
+                    copy_tensor(wanted[place], tensor, name)
+                    filled.add(place)
+
+
+def check_tied(target: Tensor, tensor: Tensor) -> None:
+    """A file may hold both of two tied tensors, if they are the same."""
+    if not torch.equal(tensor.to(target.device, target.dtype), target):
         raise CheckpointError(
             f"config.json ties {OUTPUT} to {INPUT}, but the file has two different tensors; "
             "set tie_word_embeddings to false in config.json."
