@@ -4,11 +4,13 @@ The embedded model is small enough for a processor's cache, so its speed says li
 models. The second card therefore runs a model that must come from memory for every token.
 """
 
+import os
 import time
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from minillm import machine
 from minillm.cli.app import version
 from minillm.cli.generate import stream, summary
 from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds
@@ -148,10 +150,18 @@ def explanation(cost: StepCost, hardware: Hardware, fraction: float) -> str:
         "sequence in the same batch would cost almost nothing."
     )
     if fraction < 0.7:
-        text += " The rest of the time went to this engine's overhead and to other programs."
+        text += f" The rest of the time went to this engine's overhead{busy()}."
     if fraction > 1:
         text += " Above 100%: the machine was busier while it was measured than afterwards."
     return text
+
+
+def busy() -> str:
+    """A remark when other programs want the processors too, which no engine can make up for."""
+    load, processors = getattr(os, "getloadavg", lambda: (0.0,))()[0], machine.cpu_count()
+    if load <= 1.5 * processors:
+        return ""
+    return f" and to other programs (load {digits(load)} on {plural(processors, 'processor')})"
 
 
 def show_next(terminal: Terminal) -> None:
@@ -160,7 +170,7 @@ def show_next(terminal: Terminal) -> None:
     terminal.heading("Next")
     terminal.rows(
         [
-            ('minillm generate "import os"', "your own text; --model FOLDER for your own model"),
+            ('minillm generate "import os"', "your own text (and --model FOLDER)"),
             ("minillm info", "the models at hand, and this machine"),
             ("minillm plan preset:llama-3.1-70b", "what a 70B model would need"),
         ]
