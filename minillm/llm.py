@@ -60,17 +60,22 @@ class LLM:
         requests = [
             self._request(prompt, params, f"prompt {index}: " if len(listed) > 1 else "")
             for index, (prompt, params) in enumerate(
-                zip(listed, list_params(sampling_params, len(listed)), strict=True)
+                zip(listed, self._params(sampling_params, len(listed)), strict=True)
             )
         ]
         progress = tqdm(requests, desc="Generating", unit="req", disable=not use_tqdm, delay=1)
         return [self._finish(request) for request in progress]
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used when no sampling parameters are given: `SamplingParams()` with what the
+        model's generation_config.json recommends."""
+        return SamplingParams(**self.engine.source.sampling_defaults)
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Continue one prompt, yielding the output so far (cumulative) after every token."""
-        (params,) = list_params(sampling_params, 1)
+        (params,) = self._params(sampling_params, 1)
         return self.engine.generate(self._request(prompt, params))
 
     def chat(
@@ -121,6 +126,11 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        return list_params(self.get_default_sampling_params() if params is None else params, count)
 
     def _request(self, prompt: Prompt, params: SamplingParams, where: str = "") -> Request:
         self.engine.runner  # noqa: B018  (a closed engine says so before anything else)
@@ -191,11 +201,11 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def list_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
     """One `SamplingParams` for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
     each = list(params) if isinstance(params, Sequence) else [params]
     if not all(isinstance(item, SamplingParams) for item in each):
         raise InvalidRequestError(

@@ -243,6 +243,21 @@ def test_the_end_of_sequence_token_ends_unless_ignored(folder, reference):
     assert len(tokens_of(llm, ignore_eos=True).token_ids) == 24
 
 
+def test_the_authors_recommendation_is_the_default(folder):
+    config = folder / "generation_config.json"
+    saved = config.read_text()
+    recommended = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 5, "eos_token_id": EOS}
+    config.write_text(json.dumps(recommended))
+    try:
+        llm = LLM(folder, dtype="float32")
+    finally:
+        config.write_text(saved)
+    assert llm.get_default_sampling_params() == SamplingParams(
+        temperature=0.6, top_k=20, max_tokens=5
+    )
+    assert len(llm.generate(PROMPT)[0].outputs[0].token_ids) <= 5
+
+
 def test_primary_end_token_has_no_stop_reason(llm):
     out = tokens_of(llm, ignore_eos=False, logit_bias={EOS: 100.0})
     assert out.token_ids == (EOS,)

@@ -7,8 +7,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -28,6 +29,16 @@ ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 HUB_IGNORED = ("*/*", "consolidated*")  # other formats of the same weights
+SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "temperature": "temperature",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "repetition_penalty": "repetition_penalty",
+        "max_new_tokens": "max_tokens",
+    }
+)
 INDEX = "model.safetensors.index.json"
 
 
@@ -40,6 +51,7 @@ class ModelSource:
     folder: Path | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     ignored_layers: int = 0  # extra layers at the end of the file (multi-token prediction)
 
 
@@ -63,8 +75,19 @@ def open_model(model: str | Path) -> ModelSource:
         folder,
         token_ids(eos, folder),
         (*token_ids(bos, folder), None)[0],
+        sampling_defaults(generation),
         config_data.get("num_nextn_predict_layers") or 0,
     )
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model's authors recommend, under the names of `SamplingParams`; those that vLLM
+    takes over."""
+    return {
+        SAMPLING_FIELDS[name]: value
+        for name, value in generation.items()
+        if name in SAMPLING_FIELDS and value is not None
+    }
 
 
 def token_ids(value: Any, folder: Path) -> tuple[int, ...]:
