@@ -382,6 +382,18 @@ def test_chat_puts_the_system_message_first(chatty: Path, cli: Any) -> None:
     assert shown.out == f"{expected}\n"
 
 
+def test_chat_samples_as_the_authors_recommend_unless_told_otherwise(
+    tmp_path: Path, cli: Any
+) -> None:
+    folder = write_model(tmp_path / "own", chat=True)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 1}')
+    shown = cli("chat", "--model", folder, "--dtype", "float32", "--max-tokens", 8, stdin="hello")
+    assert shown.out == f"{answers(folder, 'hello')[0]}\n"  # the best of one is greedy
+    options = ["--temperature", 5, "--top-k", 0, "--top-p", 1]
+    shown = cli(*chat(folder), *options, "--seed", 5, stdin="hello")
+    assert shown.out != f"{answers(folder, 'hello')[0]}\n"
+
+
 def test_chat_explains_its_words(chatty: Path, cli: Any) -> None:
     shown = cli(*chat(chatty), stdin="/rest\n/help\n")
     assert "Did you mean '/reset'?" in shown.err

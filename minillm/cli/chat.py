@@ -20,6 +20,7 @@ from minillm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minillm.llm import LLM
+    from minillm.models.checkpoint import ModelSource
 
 USAGE = "--model MODEL [options]"
 EXAMPLES = """\
@@ -46,8 +47,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Talk until the end of the input, and return the exit code."""
-    arguments, params = engine_arguments(args), sampling_params(args)
-    require_template(args)
+    arguments, _ = engine_arguments(args), sampling_params(args)
+    params = sampling_params(args, require_template(args).sampling_defaults)
     with terminal.progress("Starting"):
         from minillm.llm import LLM
     with suppress(ImportError):  # not on Windows
@@ -60,19 +61,21 @@ def run(args: Namespace, terminal: Terminal) -> int:
     return 0
 
 
-def require_template(args: Namespace) -> None:
-    """Refuse a model that cannot chat before its weights are read, which may take minutes."""
+def require_template(args: Namespace) -> "ModelSource":
+    """Describe the model, or refuse it if it cannot chat, before minutes of reading weights."""
     from minillm.models.checkpoint import open_model
     from minillm.text.tokenizer import Tokenizer
 
-    folder = args.tokenizer or open_model(args.model).folder
+    source = open_model(args.model)
+    folder = args.tokenizer or source.folder
     if folder is None:
         raise InvalidRequestError(
             f"{args.model} has no tokenizer and so no chat template; give a model's folder."
         )
     tokenizer = Tokenizer.from_folder(folder)
     if not tokenizer.has_chat_template:
-        tokenizer.render_chat([{"role": "user", "content": ""}])
+        tokenizer.render_chat([{"role": "user", "content": ""}])  # raises, and says why
+    return source
 
 
 class Conversation:

@@ -6,6 +6,8 @@ way in, and their sentences are what the user reads.
 
 import random
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from minillm.engine_args import EngineArgs
@@ -32,18 +34,18 @@ def add_engine_options(parser: ArgumentParser) -> None:
                        help="prompt tokens computed in one pass (2048)")  # fmt: skip
 
 
-def add_sampling_options(
-    parser: ArgumentParser, temperature: float, top_p: float, max_tokens: int
-) -> None:
-    """Options of one answer, with the defaults of the command."""
+def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
+    """Options of one answer; `defaults` are the command's, which `sampling_params` fills in."""
+    parser.set_defaults(sampling=defaults)
+    shown = {name: f"{value:g}" for name, value in defaults.items()}
     group = parser.add_argument_group("sampling")
     option = group.add_argument
-    option("--max-tokens", metavar="N", type=int, default=max_tokens,
-           help=f"stop after this many new tokens ({max_tokens})")  # fmt: skip
-    option("--temperature", metavar="T", type=float, default=temperature,
-           help=f"0 always takes the most probable token ({temperature:g})")  # fmt: skip
-    option("--top-p", metavar="P", type=float, default=top_p,
-           help=f"choose among the most probable tokens of this total ({top_p:g})")  # fmt: skip
+    option("--max-tokens", metavar="N", type=int,
+           help=f"stop after this many new tokens ({shown['max_tokens']})")  # fmt: skip
+    option("--temperature", metavar="T", type=float,
+           help=f"0 always takes the most probable token ({shown['temperature']})")  # fmt: skip
+    option("--top-p", metavar="P", type=float,
+           help=f"choose among the most probable of this total ({shown['top_p']})")  # fmt: skip
     option("--top-k", metavar="K", type=int, help="choose among the K most probable tokens (all)")
     option("--min-p", metavar="P", type=float, help="drop tokens below P times the best (0)")
     option("--repetition-penalty", metavar="X", type=float, help="above 1: repeat less (1)")
@@ -62,11 +64,13 @@ def engine_arguments(args: Namespace) -> dict[str, Any]:
     return given
 
 
-def sampling_params(args: Namespace) -> SamplingParams:
-    """What the options ask of the sampler. Without --seed every run draws anew, from a seed that
-    can be shown and used again."""
-    given = {"seed": random.SystemRandom().getrandbits(31)} | _given(args, SAMPLING)
-    return SamplingParams(**given)
+def sampling_params(
+    args: Namespace, recommended: Mapping[str, Any] = MappingProxyType({})
+) -> SamplingParams:
+    """What the options ask of the sampler, else what the model's authors recommend, else the
+    command's defaults. Without --seed every run draws anew, from a seed that can be shown."""
+    seed = {"seed": random.SystemRandom().getrandbits(31)}
+    return SamplingParams(**(seed | args.sampling | dict(recommended) | _given(args, SAMPLING)))
 
 
 def _given(args: Namespace, names: tuple[str, ...]) -> dict[str, Any]:
