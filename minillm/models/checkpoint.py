@@ -22,7 +22,7 @@ from minillm.errors import (
     UnsupportedFeatureError,
     did_you_mean,
 )
-from minillm.models.families import parse_config
+from minillm.models.families import integer, parse_config
 from minillm.presets import PRESETS, preset
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -39,6 +39,7 @@ SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
         "max_new_tokens": "max_tokens",
     }
 )
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -76,7 +77,7 @@ def open_model(model: str | Path) -> ModelSource:
         token_ids(eos, folder),
         (*token_ids(bos, folder), None)[0],
         sampling_defaults(generation),
-        config_data.get("num_nextn_predict_layers") or 0,
+        integer(config_data, "num_nextn_predict_layers", 0),
     )
 
 
@@ -163,6 +164,8 @@ def shard_files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, Mapping):
             raise CheckpointError(f"{folder / INDEX} has no weight_map.")
         names = sorted({str(name) for name in weight_map.values()})
+    elif (folder / WEIGHTS).is_file():  # other formats of the same weights may lie beside it
+        names = [WEIGHTS]
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
         if len(names) > 1:

@@ -174,6 +174,11 @@ def test_layers_of_multi_token_prediction_are_skipped(checkpoint_of, tmp_path):
     refused(folder, CheckpointError, "model.layers.4.x")
 
 
+def test_number_of_extra_layers_that_is_none(folder):
+    edit_json(folder / "config.json", num_nextn_predict_layers="x")
+    refused(folder, ConfigError, "num_nextn_predict_layers")
+
+
 # Files
 
 
@@ -243,6 +248,11 @@ def test_missing_shard(shards):
 def test_shards_without_index(shards):
     (shards / INDEX).unlink()
     refused(shards, CheckpointError, INDEX)
+
+
+def test_model_safetensors_goes_before_other_formats_beside_it(folder):
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    load(folder)
 
 
 def test_tensor_in_two_shards(shards):

@@ -1,9 +1,12 @@
 """Deliberate bugs are caught: each makes the comparison of `test_parity.py` fail."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.models.mutants import MUTANTS, Mutant, shifted_rope
 from tests.models.parity import TOLERANCE, load, measure
+from tests.models.tiny import CASES, ROPES
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -23,3 +26,10 @@ def test_shift_of_all_positions_is_no_bug(checkpoint_of, monkeypatch):
     model = load(checkpoint)
     shifted_rope(only_decode=False)(monkeypatch, model)
     assert measure(checkpoint, model, new_tokens=0).holds
+
+
+def test_the_committed_table_is_of_this_suite():
+    """PARITY.md has a row for every case, RoPE type and bug (its digits depend on the machine)."""
+    page = (Path(__file__).parent / "PARITY.md").read_text(encoding="utf-8")
+    rows = {line.split(" | ")[0].removeprefix("| ") for line in page.splitlines()}
+    assert rows >= {*CASES, *ROPES, *(mutant.name for mutant in MUTANTS)}
