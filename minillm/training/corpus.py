@@ -61,7 +61,6 @@ SOURCES = (
     Source("pytest", "MIT", ("_pytest",)),
     Source("pydantic", "MIT", ("pydantic",)),
     Source("rich", "MIT", ("rich",)),
-    Source("triton", "MIT", ("triton",)),
     Source("fsspec", "BSD-3-Clause", ("fsspec",)),
     Source("anyio", "MIT", ("anyio",)),
     Source("click", "BSD-3-Clause", ("click",)),

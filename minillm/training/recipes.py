@@ -94,8 +94,8 @@ RECIPES = (
     Recipe(
         "tiny",
         _qwen3(width=256, layers=7, heads=4, kv_heads=2, head_dim=64, mlp=768),
-        phases=(Phase(1200, 6), Phase(1600, 10, windows=(512, 512, 512, 512, 512, 2048))),
-        decay_steps=1600,
+        phases=(Phase(1300, 6), Phase(1700, 10, windows=(512, 512, 512, 512, 512, 2048))),
+        decay_steps=1700,
     ),
     Recipe(
         "tiny-draft",

@@ -1,0 +1,159 @@
+"""The trainer on a toy text: it learns, it resumes with the same bits, it distils."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from minillm.config import ModelConfig
+from minillm.errors import CheckpointError, ConfigError
+from minillm.training.data import TokenStreams
+from minillm.training.launch import train
+from minillm.training.recipes import RECIPES, Phase, Recipe, recipe
+from minillm.training.trainer import (
+    RunOptions,
+    Trainer,
+    build_model,
+    distillation_loss,
+    row_logits,
+    text_loss,
+)
+
+CONFIG = ModelConfig(
+    family="qwen3",
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    qk_norm=True,
+)
+TOY = Recipe(
+    "toy",
+    CONFIG,
+    phases=(Phase(12, 8), Phase(28, 4, windows=(16, 32))),
+    decay_steps=20,
+    batch_tokens=512,
+    micro_tokens=256,
+    matrix_lr=0.02,
+    embedding_lr=0.03,
+    warmup_steps=4,
+)
+
+
+@pytest.fixture
+def streams() -> TokenStreams:
+    """Two texts with different rules: count up by 1, and count up by 3."""
+    numbers = np.arange(9_000)
+    return TokenStreams((numbers % 61).astype(np.uint16), (numbers * 3 % 61).astype(np.uint16))
+
+
+@pytest.fixture
+def toy() -> Recipe:
+    return replace(TOY, phases=(replace(TOY.phases[0], windows=(32,)), TOY.phases[1]))
+
+
+def trainer(toy: Recipe, streams: TokenStreams, folder: Path) -> Trainer:
+    options = RunOptions(folder, compile=False, save_every=20, evaluate_every=10, progress=False)
+    return Trainer(toy, streams, options)
+
+
+def test_it_learns(toy: Recipe, streams: TokenStreams, tmp_path: Path) -> None:
+    run = trainer(toy, streams, tmp_path)
+    rows = run.step_rows(0)[:4]
+    before = run.evaluate(rows)
+    run.run(rows)
+    assert before > 3.5  # ln 64 = 4.16
+    assert run.evaluate(rows) < 0.8
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == [10, 20, 30, 40]
+    assert log[-1]["held_out"] == pytest.approx(run.evaluate(rows))
+
+
+def test_resuming_continues_with_the_same_bits(
+    toy: Recipe, streams: TokenStreams, tmp_path: Path
+) -> None:
+    whole = trainer(toy, streams, tmp_path / "whole")
+    whole.run(until=9)
+    first = trainer(toy, streams, tmp_path / "parts")
+    assert not first.resume()
+    first.run(until=5)
+    second = trainer(toy, streams, tmp_path / "parts")
+    assert second.resume()
+    assert second.step == 5
+    second.run(until=9)
+    for name, tensor in whole.model.checkpoint_tensors().items():
+        assert torch.equal(tensor, second.model.checkpoint_tensors()[name]), name
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(
+    toy: Recipe, streams: TokenStreams, tmp_path: Path
+) -> None:
+    trainer(toy, streams, tmp_path).save()
+    with pytest.raises(CheckpointError, match=r"belongs to the recipe 'toy'.*--out"):
+        trainer(replace(toy, name="other"), streams, tmp_path).resume()
+
+
+def test_every_step_has_its_mix_and_row_length(toy: Recipe, streams: TokenStreams) -> None:
+    run = trainer(toy, streams, Path())
+    for step, window, from_stdlib in ((0, 32, 8), (11, 32, 8), (12, 16, 8), (13, 32, 4)):
+        rows = run.step_rows(step)
+        assert rows.shape == (512 // window, window + 1)
+        by_one = ((rows[:, 1] - rows[:, 0]) % 61 == 1).sum()
+        assert by_one == from_stdlib
+    assert len({tuple(row.tolist()) for s in range(3) for row in run.step_rows(s)}) > 3 * 12
+
+
+def test_learning_rate_warms_up_and_falls_to_zero() -> None:
+    factors = [TOY.lr_factor(step) for step in range(TOY.steps)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors[19:22] == [1.0, 1.0, 0.95]
+    assert factors[-1] == pytest.approx(0.05)
+    assert [TOY.window_at(step) for step in (11, 12, 13, 14)] == [512, 16, 32, 16]
+
+
+def test_distillation_is_cross_entropy_with_the_teacher() -> None:
+    ids = torch.arange(64) % 61
+    student, teacher = (build_model(CONFIG, seed) for seed in (1, 2))
+    loss = distillation_loss(student, ids, teacher, 32)
+    p = row_logits(teacher, ids, 32).float().softmax(-1)
+    q = row_logits(student, ids, 32).float().log_softmax(-1)
+    entropy = torch.distributions.Categorical(probs=p).entropy().mean()
+    wanted = nn.KLDivLoss(reduction="batchmean")(q, p) + entropy
+    torch.testing.assert_close(loss, wanted)
+    with torch.no_grad():  # nothing beats the teacher at being the teacher
+        assert distillation_loss(teacher, ids, teacher, 32) < loss
+    loss.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert all(parameter.grad is not None for parameter in student.parameters())
+
+
+def test_autocast_loss_is_near_the_float32_loss() -> None:
+    from minillm.training.evaluate import logits_of
+
+    model, ids = build_model(CONFIG, 0), (torch.arange(33) * 7) % 61
+    exact = nn.functional.cross_entropy(logits_of(model, ids[:-1].tolist()), ids[1:])
+    assert text_loss(model, ids[:-1], ids[1:], 32).item() == pytest.approx(exact.item(), rel=0.01)
+
+
+def test_workers_must_share_equally(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"3 workers cannot share the rows of a step .*1, 2 or 4"):
+        train(recipe("tiny"), RunOptions(tmp_path), None, workers=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"no recipe 'tiny-daft'.*Did you mean 'tiny-draft'"):
+        recipe("tiny-daft")
+
+
+def test_recipes_have_the_promised_sizes() -> None:
+    sizes = {}
+    for one in RECIPES:
+        sizes[one.name] = sum(p.numel() for p in build_model(one.config, 0).parameters())
+    assert 6_000_000 <= sizes["tiny"] <= 8_000_000
+    assert sizes["tiny-draft"] <= 1_000_000
