@@ -6,13 +6,14 @@ A model family (Llama, Qwen3, DeepSeek-V3, ...) is nothing but a way to fill in 
 
 from dataclasses import dataclass
 from math import inf
+from types import MappingProxyType
 from typing import Literal
 
 from minillm.errors import ConfigError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_TYPES: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 MODEL_SIZES = (
     "vocab_size",

@@ -17,7 +17,6 @@ ROPE_NUMBERS = (
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),  # yarn
 )
 LAYER_TYPES = ("sliding_attention", "full_attention")
-ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
 LARGEST = 1 << 24  # of any size: positions above are no longer exact in float32
 
 
@@ -119,7 +118,7 @@ def rope_config(data: Fields, theta: float = 10000.0, interleaved: bool = False)
     if any(isinstance(value, Mapping) for value in fields.values()):
         raise UnsupportedFeatureError("RoPE differs between layer types; this version has one.")
     rope_type: Any = fields.get("rope_type") or fields.get("type") or "default"
-    rope_type = ROPE_ALIASES.get(str(rope_type), rope_type)
+    rope_type = "longrope" if rope_type == "su" else rope_type  # Phi-3's first name for it
     if number(fields, "partial_rotary_factor", number(data, "partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedFeatureError("partial_rotary_factor is not 1; this version rotates all.")
     length = integer(data, "max_position_embeddings")
