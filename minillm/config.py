@@ -196,6 +196,16 @@ class ModelConfig:
         return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
     @property
+    def longest_context(self) -> int:
+        """Positions the model can tell apart; RoPE schemes that stretch add to its own."""
+        rope, stretched = self.rope, 0
+        if rope.rope_type == "dynamic":
+            stretched = int(self.max_position_embeddings * rope.factor)
+        elif rope.rope_type == "yarn" and rope.original_max_position_embeddings:
+            stretched = int(rope.original_max_position_embeddings * rope.factor)
+        return max(self.max_position_embeddings, stretched)
+
+    @property
     def kv_values_per_token(self) -> int:
         """Cached values per token and layer: K and V of every KV head, or MLA's latent."""
         if self.mla:

@@ -310,7 +310,7 @@ def memory_plan(
     settings = PlanSettings(
         dtype=dtype or config.dtype,
         kv_dtype=kv_dtype or dtype or config.dtype,
-        max_model_len=config.max_position_embeddings if max_model_len is None else max_model_len,
+        max_model_len=config.longest_context if max_model_len is None else max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         block_size=block_size,

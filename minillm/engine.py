@@ -18,6 +18,7 @@ from minillm.engine_setup import (
     choose_device,
     choose_dtype,
     end_tokens,
+    limit_threads,
     open_tokenizer,
     plan_memory,
 )
@@ -50,6 +51,7 @@ class Engine:
     """A loaded model that serves requests. Raises what `open_model` and `load_model` raise."""
 
     def __init__(self, args: EngineArgs):
+        limit_threads()
         self.args = args
         self.source = open_model(args.model)
         self.device = choose_device(args.device)

@@ -30,6 +30,12 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
+def limit_threads() -> None:
+    """Never more torch threads than processors: torch does not see a container's CPU quota, and
+    threads without a processor make every product wait for the next time slice."""
+    torch.set_num_threads(min(torch.get_num_threads(), machine.cpu_count()))
+
+
 def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
     """The dtype of an engine: "auto" takes the checkpoint's on a GPU, on a CPU the fastest."""
     if dtype != "auto":
@@ -70,7 +76,7 @@ def plan_memory(
     args: EngineArgs, config: ModelConfig, dtype: str, device: torch.device
 ) -> tuple[int, MemoryPlan]:
     """The context length and the memory plan; ConfigError when a sequence cannot fit."""
-    longest = longest_context(config)
+    longest = config.longest_context
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ConfigError(
             f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
@@ -110,14 +116,3 @@ def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
         shortfall_bytes=max(0, needed - num_bytes),
         hints=(f"kv_cache_memory_bytes={needed}",),
     )
-
-
-def longest_context(config: ModelConfig) -> int:
-    """Positions the model can tell apart; RoPE schemes that stretch have more than their own."""
-    rope = config.rope
-    stretched = 0
-    if rope.rope_type == "dynamic":
-        stretched = int(config.max_position_embeddings * rope.factor)
-    elif rope.rope_type == "yarn" and rope.original_max_position_embeddings:
-        stretched = int(rope.original_max_position_embeddings * rope.factor)
-    return max(config.max_position_embeddings, stretched)

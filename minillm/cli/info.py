@@ -125,7 +125,7 @@ def shape(config: ModelConfig) -> list[tuple[str, str]]:
         ("attention", attention_line(config)),
         ("MLP", mlp_line(config)),
         ("parameters", total),
-        ("context", f"{longest(config):,} tokens; {rope_line(config.rope)}"),
+        ("context", f"{config.longest_context:,} tokens; {rope_line(config.rope)}"),
     ]  # fmt: skip
 
 
@@ -177,17 +177,10 @@ def rope_line(rope: RopeConfig) -> str:
     return text + (f" from {original:,} tokens" if original else "")
 
 
-def longest(config: ModelConfig) -> int:
-    """Tokens of context, as the engine counts them."""
-    from minillm.engine_setup import longest_context
-
-    return longest_context(config)
-
-
 def needs(config: ModelConfig) -> list[tuple[str, str]]:
     """Memory of the weights, of a token, and of a whole small engine."""
     weights = ", ".join(f"{size(weight_bytes(config, d))} in {d}" for d in ("bfloat16", "float32"))
-    context = min(CONTEXT, config.max_position_embeddings)
+    context = min(CONTEXT, config.longest_context)
     plan = memory_plan(config, 2**60, max_model_len=context, max_num_seqs=1)
     cache = context * plan.kv_bytes_per_token
     return [

@@ -102,14 +102,10 @@ def find_config(model: str) -> ModelConfig:
 
 def check_length(length: int, config: ModelConfig) -> None:
     """Refuse a context that the engine would refuse."""
-    if length <= config.max_position_embeddings:
-        return
-    from minillm.engine_setup import longest_context
-
-    if length > longest_context(config):
+    if length > config.longest_context:
         raise ConfigError(
             f"--max-model-len is {length}; this model has positions for "
-            f"{longest_context(config)} tokens."
+            f"{config.longest_context} tokens."
         )
 
 

@@ -51,7 +51,6 @@ class ModelSource:
     config: ModelConfig
     folder: Path | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     ignored_layers: int = 0  # extra layers at the end of the file (multi-token prediction)
 
@@ -69,13 +68,11 @@ def open_model(model: str | Path) -> ModelSource:
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     eos = generation.get("eos_token_id", config_data.get("eos_token_id"))
-    bos = generation.get("bos_token_id", config_data.get("bos_token_id"))
     return ModelSource(
         name,
         parse_config(config_data),
         folder,
-        token_ids(eos, folder),
-        (*token_ids(bos, folder), None)[0],
+        end_of_sequence_ids(eos, folder),
         sampling_defaults(generation),
         integer(config_data, "num_nextn_predict_layers", 0),
     )
@@ -91,7 +88,7 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def token_ids(value: Any, folder: Path) -> tuple[int, ...]:
+def end_of_sequence_ids(value: Any, folder: Path) -> tuple[int, ...]:
     """One id, several, or none (null)."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):

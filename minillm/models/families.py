@@ -143,16 +143,23 @@ def rope_config(data: Fields, theta: float = 10000.0, interleaved: bool = False)
     )
 
 
-def common(data: Fields, family: str, **overrides: Any) -> ModelConfig:
-    """What all families share; `overrides` are the family's own."""
+def common(data: Fields, family: str, kv_heads: int | None = None, **overrides: Any) -> ModelConfig:
+    """What all families share; `overrides` are the family's own.
+
+    `kv_heads` is what an absent ``num_key_value_heads`` means; None, and null in the file, mean
+    one per query head.
+    """
     heads = integer(data, "num_attention_heads")
+    absent = "num_key_value_heads" not in data
     hidden_size = integer(data, "hidden_size")
     values: dict[str, Any] = {
         "vocab_size": integer(data, "vocab_size"),
         "hidden_size": hidden_size,
         "num_layers": integer(data, "num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": integer(data, "num_key_value_heads", heads),
+        "num_kv_heads": integer(
+            data, "num_key_value_heads", (kv_heads or heads) if absent else heads
+        ),
         "head_dim": integer(data, "head_dim", hidden_size // max(heads, 1)),
         "intermediate_size": integer(data, "intermediate_size"),
         "max_position_embeddings": integer(data, "max_position_embeddings"),
@@ -207,12 +214,12 @@ def llama(data: Fields) -> ModelConfig:
 def mistral(data: Fields) -> ModelConfig:
     """Mistral: Llama with a sliding window (transformers' default when absent is 4,096)."""
     window = every_layer(data, window_of(data, 4096))
-    return common(data, "mistral", sliding_windows=window)
+    return common(data, "mistral", kv_heads=8, sliding_windows=window)
 
 
 def qwen2(data: Fields) -> ModelConfig:
     """Qwen2 and 2.5: biases on q, k and v, never on o."""
-    return common(data, "qwen2", qkv_bias=True, sliding_windows=upper_layers(data))
+    return common(data, "qwen2", kv_heads=32, qkv_bias=True, sliding_windows=upper_layers(data))
 
 
 def qwen3(data: Fields) -> ModelConfig:
@@ -221,6 +228,7 @@ def qwen3(data: Fields) -> ModelConfig:
     return common(
         data,
         "qwen3",
+        kv_heads=32,
         head_dim=integer(data, "head_dim", 128),
         qk_norm=True,
         qkv_bias=bias,
@@ -234,6 +242,7 @@ def mixtral(data: Fields) -> ModelConfig:
     return common(
         data,
         "mixtral",
+        kv_heads=8,
         rope=rope_config(data, theta=1e6),
         rms_norm_eps=number(data, "rms_norm_eps", 1e-5),
         sliding_windows=every_layer(data, window_of(data, None)),
@@ -256,6 +265,7 @@ def qwen3_moe(data: Fields) -> ModelConfig:
     return common(
         data,
         "qwen3_moe",
+        kv_heads=4,
         qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
@@ -296,6 +306,13 @@ def deepseek(data: Fields, family: str, moe: MoEConfig, dense_layers: int) -> Mo
     )
 
 
+def shared_experts(data: Fields, default: int) -> int:
+    """How many experts every token uses; null, unlike an absent field, means none."""
+    if data.get("n_shared_experts", default) is None:
+        return 0
+    return integer(data, "n_shared_experts", default)
+
+
 def deepseek_v2(data: Fields) -> ModelConfig:
     """DeepSeek-V2: softmax routing, in the larger models limited to the best groups."""
     only(data, "scoring_func", "softmax")
@@ -311,7 +328,7 @@ def deepseek_v2(data: Fields) -> ModelConfig:
         num_experts=integer(data, "n_routed_experts", 64),
         num_experts_per_token=integer(data, "num_experts_per_tok"),
         intermediate_size=size,
-        shared_intermediate_size=size * integer(data, "n_shared_experts", 2),
+        shared_intermediate_size=size * shared_experts(data, 2),
         normalize=False,
         routed_scaling_factor=number(data, "routed_scaling_factor", 1.0),
         num_groups=integer(data, "n_group") if grouped else 1,
@@ -329,7 +346,7 @@ def deepseek_v3(data: Fields) -> ModelConfig:
         num_experts=integer(data, "n_routed_experts", 256),
         num_experts_per_token=integer(data, "num_experts_per_tok", 8),
         intermediate_size=size,
-        shared_intermediate_size=size * integer(data, "n_shared_experts", 1),
+        shared_intermediate_size=size * shared_experts(data, 1),
         scoring="sigmoid",
         normalize=flag(data, "norm_topk_prob", True),
         routed_scaling_factor=number(data, "routed_scaling_factor", 2.5),

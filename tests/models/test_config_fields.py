@@ -15,8 +15,8 @@ from tests.models.tiny import CLASSES, ROPES
 ODD: list[Any] = [None, True, False, -1, 0, 1, 2**31 - 1, 0.5, float("nan"), "x", "", [], [1], {}]
 
 
-# An absent num_key_value_heads is the number of heads for every family, where transformers takes a
-# number that fits only its default sizes; num_local_experts is called num_experts by older files.
+# An absent num_key_value_heads has a test of its own, with enough heads for transformers' numbers;
+# num_local_experts is called num_experts by older files.
 UNLIKE_TRANSFORMERS = {"model_type", "num_key_value_heads", "num_local_experts"}
 
 
@@ -123,3 +123,13 @@ def test_wrong_value_is_a_config_error(change, culprit):
     data = config_of(family if family in FAMILIES else "llama") | change
     with pytest.raises(ConfigError, match=culprit):
         parse_config(data)
+
+
+# Not DeepSeek: latent attention has no KV heads to count.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "deepseek" not in name])
+def test_absent_number_of_kv_heads_is_the_family_s_own(family):
+    config_class = getattr(transformers, f"{CLASSES[family]}Config")
+    data = config_of(family) | {"num_attention_heads": 32, "head_dim": 16}
+    del data["num_key_value_heads"]
+    assert parse_config(data).num_kv_heads == config_class(**data).num_key_value_heads
+    assert parse_config(data | {"num_key_value_heads": None}).num_kv_heads == 32

@@ -382,7 +382,6 @@ def test_end_of_sequence_ids(tmp_path, generation, config, expected):
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     source = open_model(tmp_path)
     assert source.eos_token_ids == expected
-    assert source.bos_token_id == 1
 
 
 @pytest.mark.parametrize("ids", ["2", 2.0, True, -1, [2, "3"], {"id": 2}])
