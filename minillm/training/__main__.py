@@ -1,13 +1,15 @@
 """``python -m minillm.training``: make the embedded models again, step by step."""
 
 import argparse
+import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from minillm.errors import MinillmError
-from minillm.machine import cpu_count
+from minillm.machine import cpu_count, cpu_name
 from minillm.training import corpus
 from minillm.training.recipes import RECIPES, recipe
 
@@ -49,7 +51,7 @@ def train(arguments: argparse.Namespace) -> str:
     """Train one recipe, continuing where it stopped, and export the result."""
     from minillm.training.export import export, load_trained
     from minillm.training.launch import train as launch
-    from minillm.training.trainer import RunOptions
+    from minillm.training.trainer import RunOptions, checkpoint_progress
 
     chosen = recipe(arguments.task)
     folder = arguments.out or Path("work", "training", chosen.name)
@@ -59,7 +61,17 @@ def train(arguments: argparse.Namespace) -> str:
     workers = arguments.workers or max(n for n in (1, 2, 4) if n <= cores)
     options = RunOptions(folder, arguments.device, compile=not arguments.no_compile)
     launch(chosen, options, tokenizer, workers)
-    export(load_trained(folder / "checkpoint.safetensors", chosen.config), tokenizer, target)
+    checkpoint = folder / "checkpoint.safetensors"
+    export(load_trained(checkpoint, chosen.config), tokenizer, target)
+    steps, seconds = checkpoint_progress(checkpoint, chosen.name)
+    machine = cpu_name() if arguments.device == "cpu" else arguments.device
+    record = {
+        "steps": steps,
+        "tokens": steps * chosen.batch_tokens,
+        "minutes": round(seconds / 60),
+        "machine": f"{workers} x {machine}, torch {version('torch')}",
+    }
+    (target / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     return f"The trained model is in {target}."
 
 

@@ -3,8 +3,10 @@
 import hashlib
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -17,10 +19,11 @@ from minillm.models.checkpoint import open_model
 from minillm.models.loader import load_model
 from minillm.training import corpus
 from minillm.training.data import TokenStreams, encode_corpus, held_out_rows
+from minillm.training.generate import own_text
 from minillm.training.recipes import Recipe
 from minillm.training.trainer import RunOptions, Trainer
 
-TOKENS = "tokens.safetensors"
+TOKENS, OWN_TEXT = "tokens.safetensors", "own-text.safetensors"
 
 
 def prepare_tokens(folder: Path, tokenizer: Tokenizer) -> None:
@@ -50,6 +53,8 @@ def fingerprint(manifest: corpus.Manifest, tokenizer: Tokenizer) -> str:
 
 def worker(rank: int, world: int, rendezvous: str, recipe: Recipe, options: RunOptions) -> None:
     """One process of a run."""
+    # Autocast gives a norm bf16 rows and float32 weights; torch remarks on it once per graph.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -59,13 +64,35 @@ def worker(rank: int, world: int, rendezvous: str, recipe: Recipe, options: RunO
     streams = TokenStreams(tokens["stdlib"].numpy(), tokens["packages"].numpy())
     teacher = None
     if recipe.teacher:
-        source = open_model(recipe.teacher)
-        teacher = load_model(source, torch.float32, options.device).requires_grad_(False)
+        own = teacher_text(recipe, streams.stdlib, options.folder, rank, world)
+        streams = TokenStreams(streams.stdlib, own)
+        teacher = load_model(open_model(recipe.teacher), torch.float32, options.device)
+        teacher.requires_grad_(False)
     trainer = Trainer(recipe, streams, options, rank, world, teacher)
     trainer.resume()
     trainer.run(tokens["held_out"])
     if world > 1:
         dist.destroy_process_group()
+
+
+def teacher_text(
+    recipe: Recipe, stream: np.ndarray, folder: Path, rank: int, world: int
+) -> np.ndarray:
+    """What the teacher writes, each process generating its share; kept in `folder`."""
+    path = folder / OWN_TEXT
+    if not path.exists():
+        model = load_model(open_model(recipe.teacher or ""), torch.bfloat16)
+        mine = own_text(model, stream, range(rank, recipe.own_batches, world))
+        parts = [torch.from_numpy(mine.astype(np.int32))] * world
+        if world > 1:
+            parts = [torch.empty_like(parts[0]) for _ in range(world)]
+            dist.all_gather(parts, torch.from_numpy(mine.astype(np.int32)))
+        if rank == 0:
+            tokens = torch.stack(parts, dim=1).flatten()  # batches in the order of their numbers
+            save_file({"tokens": tokens.to(torch.uint16)}, path)
+        if world > 1:
+            dist.barrier()
+    return load_file(path)["tokens"].numpy()
 
 
 def train(recipe: Recipe, options: RunOptions, tokenizer: Tokenizer, workers: int) -> None:

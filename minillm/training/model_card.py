@@ -15,7 +15,6 @@ from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
 from minillm.training import corpus, evaluate, prompts
-from minillm.training.recipes import recipe
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 CONTEXT = 1024  # of the held-out measurement
@@ -131,7 +130,7 @@ def write_model_card(assets: Path) -> Path:
         agreement = measure_agreement(
             llm, models["tiny"], models["tiny-draft"], manifest, tokenizer
         )
-    runs = json.loads((assets / "training.json").read_text())
+    runs = {name: json.loads((assets / name / "training.json").read_text()) for name in models}
     card = render(manifest, models, scores, completions, agreement, runs)
     path = assets / "MODEL_CARD.md"
     path.write_text(card)
@@ -154,7 +153,7 @@ def render(
     for title, values in (
         ("parameters", [f"{sum(p.numel() for p in m.parameters()):,}" for m in models.values()]),
         ("trained on, tokens", [f"{runs[name]['tokens']:,}" for name in models]),
-        ("optimizer steps", [f"{recipe(name).steps:,}" for name in models]),
+        ("optimizer steps", [f"{runs[name]['steps']:,}" for name in models]),
         ("wall time, minutes", [str(runs[name]["minutes"]) for name in models]),
         ("trained with", [str(runs[name]["machine"]) for name in models]),
     ):

@@ -29,7 +29,9 @@ class Recipe:
     `batch_tokens` per step; `micro_tokens` at a time through the model. Matrices are trained by
     Muon (Jordan et al., 2024), embeddings and norms by AdamW (Loshchilov and Hutter, 2019). The
     learning rate warms up, stays, and falls linearly to zero over the last `decay_steps`.
-    `teacher`: a model whose output distribution is learnt instead of the text itself.
+    `teacher`: a model whose output distribution is learnt instead of the text itself; the text
+    is then the standard library and, in the place of packages, `own_batches` of 49,152 tokens
+    of prompts that the teacher has continued greedily.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Recipe:
     warmup_steps: int = 60
     seed: int = 0
     teacher: str | None = None
+    own_batches: int = 0
 
     @property
     def steps(self) -> int:
@@ -100,9 +103,12 @@ RECIPES = (
     Recipe(
         "tiny-draft",
         _qwen3(width=128, layers=3, heads=2, kv_heads=1, head_dim=64, mlp=256),
-        phases=(Phase(1200, 10),),
-        decay_steps=900,
+        phases=(Phase(1800, 8),),
+        decay_steps=1300,
+        matrix_lr=8e-3,
+        embedding_lr=4e-3,
         teacher="tiny",
+        own_batches=40,
     ),
 )
 

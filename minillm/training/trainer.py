@@ -6,6 +6,7 @@ once per step instead of once per operation, which also makes them indifferent t
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,17 +65,17 @@ def make_optimizers(model: Decoder, recipe: Recipe) -> list[torch.optim.Optimize
     ]
 
 
-def rows_batch(input_ids: Tensor, window: int) -> Batch:
-    """The flat batch of rows of `window` tokens each, from ids [N]; there is no cache."""
+def rows_batch(input_ids: Tensor, window: int, first_position: int = 0) -> Batch:
+    """The flat batch of rows of `window` tokens each, from ids [N]; there are no blocks."""
     device, count = input_ids.device, len(input_ids) // window
-    positions = torch.arange(window, device=device).repeat(count)
+    positions = torch.arange(first_position, first_position + window, device=device).repeat(count)
     starts = torch.arange(0, len(input_ids) + 1, window, dtype=torch.int32, device=device)
     return Batch(
         input_ids=input_ids,
         positions=positions,
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
         query_start=starts,
-        seq_lens=torch.full((count,), window, dtype=torch.int32, device=device),
+        seq_lens=torch.full((count,), first_position + window, dtype=torch.int32, device=device),
         block_tables=torch.empty(count, 0, dtype=torch.int64, device=device),
         logits_indices=torch.arange(len(input_ids), device=device),
         max_query_len=window,
@@ -116,7 +117,7 @@ class Trainer:
     ):
         self.recipe, self.streams, self.options = recipe, streams, options
         self.rank, self.world = rank, world
-        self.step = 0
+        self.step, self.seconds = 0, 0.0
         self.model = build_model(recipe.config, recipe.seed, options.device)
         self.optimizers = make_optimizers(self.model, recipe)
         self.teacher = teacher
@@ -191,10 +192,12 @@ class Trainer:
         """
         end = until or self.recipe.steps
         leader = self.rank == 0
+        begin = time.monotonic() - self.seconds
         shown = leader and self.options.progress
         bar = tqdm(total=end, initial=self.step, disable=not shown, unit="step")
         while self.step < end:
             loss = self.train_step()
+            self.seconds = time.monotonic() - begin
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             if leader and held_out is not None and self.step % self.options.evaluate_every == 0:
@@ -233,7 +236,8 @@ class Trainer:
         folder = self.options.folder
         folder.mkdir(parents=True, exist_ok=True)
         path, unfinished = folder / "checkpoint.safetensors", folder / "unfinished.safetensors"
-        metadata = {"step": str(self.step), "recipe": self.recipe.name}
+        metadata = {"recipe": self.recipe.name, "step": str(self.step)}
+        metadata["seconds"] = f"{self.seconds:.0f}"
         save_file(self._state(), unfinished, metadata)
         os.replace(unfinished, path)
 
@@ -242,7 +246,7 @@ class Trainer:
         path = self.options.folder / "checkpoint.safetensors"
         if not path.exists():
             return False
-        self.step = checkpoint_step(path, self.recipe.name)
+        self.step, self.seconds = checkpoint_progress(path, self.recipe.name)
         tensors = load_file(path, device=self.options.device)
         with torch.no_grad():
             for name, tensor in self.model.checkpoint_tensors().items():
@@ -258,8 +262,8 @@ class Trainer:
         return True
 
 
-def checkpoint_step(path: Path, recipe_name: str) -> int:
-    """Step of a training checkpoint, after checking that it belongs to the recipe."""
+def checkpoint_progress(path: Path, recipe_name: str) -> tuple[int, float]:
+    """Steps and seconds behind a checkpoint, after checking that it belongs to the recipe."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
     if metadata.get("recipe") != recipe_name:
@@ -267,4 +271,4 @@ def checkpoint_step(path: Path, recipe_name: str) -> int:
             f"{path} belongs to the recipe {metadata.get('recipe')!r}, not {recipe_name!r}; "
             "choose another folder with --out."
         )
-    return int(metadata["step"])
+    return int(metadata["step"]), float(metadata.get("seconds", 0))

@@ -7,12 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import nn
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
+from minillm.models.checkpoint import ASSETS
+from minillm.training.corpus import load_manifest
 from minillm.training.data import TokenStreams
-from minillm.training.launch import train
+from minillm.training.launch import fingerprint, train
 from minillm.training.recipes import RECIPES, Phase, Recipe, recipe
 from minillm.training.trainer import (
     RunOptions,
@@ -157,3 +161,24 @@ def test_recipes_have_the_promised_sizes() -> None:
         sizes[one.name] = sum(p.numel() for p in build_model(one.config, 0).parameters())
     assert 6_000_000 <= sizes["tiny"] <= 8_000_000
     assert sizes["tiny-draft"] <= 1_000_000
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(
+    toy: Recipe, streams: TokenStreams, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_file(str(ASSETS / "tiny" / "tokenizer.json"))
+    one = trainer(toy, streams, tmp_path / "one")
+    one.run(until=3)
+    short = replace(toy, phases=(Phase(3, 8, (32,)),), decay_steps=1)
+    made_from = {"corpus": fingerprint(load_manifest(), tokenizer)}
+    tensors = {"stdlib": torch.from_numpy(streams.stdlib)}
+    tensors |= {"packages": torch.from_numpy(streams.packages), "held_out": one.step_rows(0)}
+    (tmp_path / "two").mkdir()
+    save_file(tensors, tmp_path / "two" / "tokens.safetensors", made_from)
+    options = RunOptions(tmp_path / "two", compile=False, progress=False)
+    train(short, options, tokenizer, workers=2)
+    two = trainer(short, streams, tmp_path / "two")
+    assert two.resume()
+    for name, tensor in one.model.checkpoint_tensors().items():
+        torch.testing.assert_close(tensor, two.model.checkpoint_tensors()[name], atol=2e-3, rtol=0)
