@@ -26,6 +26,7 @@ def test_an_epoch_visits_each_window_once_in_shuffled_order() -> None:
     assert starts != sorted(starts)
     again = [int(row(STREAM, index, window, seed=3)[0]) for index in range(count, 2 * count)]
     assert again != starts
+    assert again[0] % window != starts[0] % window  # cut at other places
 
 
 def test_a_row_is_a_stretch_of_the_stream_and_a_pure_function() -> None:

@@ -43,7 +43,7 @@ CONFIG = ModelConfig(
 TOY = Recipe(
     "toy",
     CONFIG,
-    phases=(Phase(12, 8), Phase(28, 4, windows=(16, 32))),
+    phases=(Phase(12, 8), Phase(28, 4, windows=(16, 16, 32))),
     decay_steps=20,
     batch_tokens=512,
     micro_tokens=256,
@@ -108,12 +108,13 @@ def test_a_checkpoint_of_another_recipe_is_refused(
 
 def test_every_step_has_its_mix_and_row_length(toy: Recipe, streams: TokenStreams) -> None:
     run = trainer(toy, streams, Path())
-    for step, window, from_stdlib in ((0, 32, 8), (11, 32, 8), (12, 16, 8), (13, 32, 4)):
+    for step, window, from_stdlib in ((0, 32, 8), (11, 32, 8), (13, 16, 8), (14, 32, 4)):
         rows = run.step_rows(step)
         assert rows.shape == (512 // window, window + 1)
         by_one = ((rows[:, 1] - rows[:, 0]) % 61 == 1).sum()
         assert by_one == from_stdlib
     assert len({tuple(row.tolist()) for s in range(3) for row in run.step_rows(s)}) > 3 * 12
+    assert not torch.equal(run.step_rows(12), run.step_rows(13))
 
 
 def test_learning_rate_warms_up_and_falls_to_zero() -> None:
@@ -121,7 +122,7 @@ def test_learning_rate_warms_up_and_falls_to_zero() -> None:
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert factors[19:22] == [1.0, 1.0, 0.95]
     assert factors[-1] == pytest.approx(0.05)
-    assert [TOY.window_at(step) for step in (11, 12, 13, 14)] == [512, 16, 32, 16]
+    assert [TOY.window_at(step) for step in (11, 12, 13, 14, 15)] == [512, 16, 16, 32, 16]
 
 
 def test_distillation_is_cross_entropy_with_the_teacher() -> None:
@@ -169,16 +170,18 @@ def test_two_processes_learn_what_one_does(
 ) -> None:
     tokenizer = Tokenizer.from_file(str(ASSETS / "tiny" / "tokenizer.json"))
     one = trainer(toy, streams, tmp_path / "one")
-    one.run(until=3)
+    losses = [one.train_step() for _ in range(3)]
     short = replace(toy, phases=(Phase(3, 8, (32,)),), decay_steps=1)
     made_from = {"corpus": fingerprint(load_manifest(), tokenizer)}
     tensors = {"stdlib": torch.from_numpy(streams.stdlib)}
     tensors |= {"packages": torch.from_numpy(streams.packages), "held_out": one.step_rows(0)}
     (tmp_path / "two").mkdir()
     save_file(tensors, tmp_path / "two" / "tokens.safetensors", made_from)
-    options = RunOptions(tmp_path / "two", compile=False, progress=False)
+    options = RunOptions(tmp_path / "two", compile=False, evaluate_every=1, progress=False)
     train(short, options, tokenizer, workers=2)
     two = trainer(short, streams, tmp_path / "two")
     assert two.resume()
+    log = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in log] == pytest.approx(losses, rel=1e-3)
     for name, tensor in one.model.checkpoint_tensors().items():
         torch.testing.assert_close(tensor, two.model.checkpoint_tensors()[name], atol=2e-3, rtol=0)
