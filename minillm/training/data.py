@@ -34,7 +34,7 @@ def encode_file(tokenizer: Tokenizer, text: str, generator: random.Random) -> li
     while start < len(text):
         cut = text.find("\n", start + generator.randrange(CUT_EVERY // 2, CUT_EVERY)) + 1
         end = cut or len(text)
-        ids += tokenizer.encode(text[start:end]).ids
+        ids += tokenizer.encode(text[start:end], add_special_tokens=False).ids
         start = end
     return ids
 
@@ -78,9 +78,6 @@ def held_out_rows(manifest: corpus.Manifest, tokenizer: Tokenizer, window: int =
     files = manifest.select(held_out=True, stdlib=True)
     ids: list[int] = []
     for file in files:
-        ids += [
-            end_of_text_id(tokenizer),
-            *tokenizer.encode(corpus.read(file).decode()).ids,
-        ]
+        ids += tokenizer.encode(corpus.read(file).decode()).ids  # after an end-of-text token
     starts = np.linspace(0, len(ids) - window - 1, 64).astype(int)
     return torch.tensor([ids[start : start + window + 1] for start in starts])

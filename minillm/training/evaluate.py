@@ -55,9 +55,8 @@ def text_nats(model: Decoder, ids: Sequence[int], context: int) -> float:
 def bits_per_byte(
     model: Decoder, tokenizer: Tokenizer, texts: Sequence[str], context: int = 1024
 ) -> BitsPerByte:
-    """Score whole texts, each after an end-of-text token: every byte is predicted."""
-    start = [tokenizer.eos_token_id or 0]
-    encoded = [start + list(tokenizer.encode(text)) for text in texts]
+    """Score whole texts. The tokenizer puts an end-of-text token first: every byte is predicted."""
+    encoded = [tokenizer.encode(text) for text in texts]
     return BitsPerByte(
         nats=sum(text_nats(model, ids, context) for ids in encoded),
         num_bytes=sum(len(text.encode()) for text in texts),

@@ -36,7 +36,7 @@ def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]
         "initializer_range": 0.02,
         "use_sliding_window": False,
         "sliding_window": None,
-        "bos_token_id": None,
+        "bos_token_id": eos_token_id,
         "eos_token_id": eos_token_id,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
@@ -48,7 +48,7 @@ def export(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     eos_token_id = end_of_text_id(tokenizer)
     config = huggingface_config(model.config, eos_token_id)
-    generation = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id}
+    generation = {f"{name}_token_id": eos_token_id for name in ("bos", "eos", "pad")}
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     tensors = {

@@ -27,9 +27,9 @@ def held_out_prompts(
     manifest: corpus.Manifest, tokenizer: Tokenizer, count: int = 64, length: int = 128
 ) -> list[list[int]]:
     """`count` stretches of `length` tokens, evenly spread over the held-out standard library."""
-    ids = [i for text in held_out_texts(manifest) for i in tokenizer.encode(text)]
+    ids = [i for text in held_out_texts(manifest) for i in tokenizer.encode(text, False)]
     step = (len(ids) - length) // count
-    return [list(ids[start : start + length]) for start in range(0, step * count, step)]
+    return [ids[start : start + length] for start in range(0, step * count, step)]
 
 
 def held_out_headers(manifest: corpus.Manifest, count: int = 64, context: int = 96) -> list[str]:
