@@ -5,9 +5,12 @@ models. The second card therefore runs a model that must come from memory for ev
 """
 
 import os
+import shutil
+import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm import machine
@@ -22,7 +25,9 @@ from minillm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from minillm.llm import LLM
 
-PROMPT = "def fib(n):"
+PROMPT = "class Node:\n    def __init__(self, value, next=None):"
+# Sampled, because the most probable text of so small a model soon repeats itself.
+WRITING = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1, seed=3, max_tokens=96)
 BIG = "smollm2-135m"
 CONTEXT = 1024  # longest context of the second card
 WARM_UP = 4  # tokens before the clock starts
@@ -68,9 +73,8 @@ def write_text(llm: "LLM", terminal: Terminal) -> None:
     """The embedded model writes."""
     count = billions(parameter_count(llm.engine.source.config).total)
     terminal.line(f"The embedded model 'tiny', {count} parameters, continues a text:\n")
-    params = SamplingParams(temperature=0.0, max_tokens=96)
-    output = stream(llm, PROMPT, params, terminal, echo=True)
-    terminal.line(f"\n  {summary(output, params)}\n")
+    output = stream(llm, PROMPT, WRITING, terminal, echo=True)
+    terminal.line(f"\n  {summary(output, WRITING)}\n")
 
 
 def decode(llm: "LLM") -> DecodeRun:
@@ -166,12 +170,22 @@ def busy() -> str:
 
 def show_next(terminal: Terminal) -> None:
     """Three things to type."""
+    program = program_name()
     terminal.line()
     terminal.heading("Next")
     terminal.rows(
         [
-            ('minillm generate "import os"', "your own text (and --model FOLDER)"),
-            ("minillm info", "the models at hand, and this machine"),
-            ("minillm plan preset:llama-3.1-70b", "what a 70B model would need"),
+            (f'{program} generate "import os"', "your own text (and --model FOLDER)"),
+            (f"{program} info", "the models at hand, and this machine"),
+            (f"{program} plan preset:llama-3.1-70b", "what a 70B model would need"),
         ]
     )
+
+
+def program_name() -> str:
+    """How to call the command from here: its environment need not be active."""
+    script = Path(sys.executable).with_name("minillm")
+    if shutil.which("minillm") or not script.is_file():
+        return "minillm"
+    inside = script.is_relative_to(Path.cwd())
+    return str(script.relative_to(Path.cwd()) if inside else script)
