@@ -16,7 +16,7 @@ from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
 from minillm.training import corpus, evaluate, prompts
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 CONTEXT = 1024  # of the held-out measurement
 AIM_BITS, AIM_ACCEPTED = 1.0, 0.6
 
@@ -156,6 +156,7 @@ def render(
         ("optimizer steps", [f"{runs[name]['steps']:,}" for name in models]),
         ("wall time, minutes", [str(runs[name]["minutes"]) for name in models]),
         ("trained with", [str(runs[name]["machine"]) for name in models]),
+        ("remarks", [str(runs[name].get("remarks", "none")) for name in models]),
     ):
         lines.append(f"| {title} | {' | '.join(values)} |")
     stdlib = scores["tiny"]["stdlib"]
@@ -213,9 +214,10 @@ python -m minillm.training card
 ```
 
 `tiny` has Qwen3's architecture (7 layers, 256 wide, 4 query and 2 key/value heads of 64, tied
-embeddings); `tiny-draft` (3 layers, 128 wide) is distilled from it: it learns the distribution that
-`tiny` gives over the same text. The vocabulary, a byte-level BPE of 4,096 entries, was learnt from
-training files only. Recipes: `minillm/training/recipes.py`.
+embeddings). `tiny-draft` (3 layers, 128 wide) is distilled from it: it learns the distribution that
+`tiny` gives over standard-library text and over its own greedy continuations of such text. The
+vocabulary, a byte-level BPE of 4,096 entries, was learnt from training files only. Recipes:
+`minillm/training/recipes.py`.
 
 ## Corpus
 
@@ -224,9 +226,9 @@ Installed Python source; nothing is downloaded. `corpus.json.gz` lists every fil
 {corpus}
 
 Held out, never trained on: the standard-library modules {modules}
-(those whose sha256 of the name is divisible by 14), and the package jinja2. A training file of
-which more than a tenth of the longer lines occur in held-out files is left out, as are tests,
-tables and near-copies of other files.
+(those whose file or folder name has a sha256 divisible by 14), and the package jinja2. A training
+file is left out when more than a tenth of its longer lines occur in held-out files, and so are
+tests, tables and near-copies of other files.
 
 ## The draft model
 

@@ -103,8 +103,8 @@ RECIPES = (
     Recipe(
         "tiny-draft",
         _qwen3(width=128, layers=3, heads=2, kv_heads=1, head_dim=64, mlp=256),
-        phases=(Phase(1800, 8),),
-        decay_steps=1300,
+        phases=(Phase(1000, 8), Phase(1400, 5)),
+        decay_steps=2000,
         matrix_lr=8e-3,
         embedding_lr=4e-3,
         teacher="tiny",
