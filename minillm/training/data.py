@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from tqdm import tqdm
 
 from minillm.training import corpus
 from minillm.training.tokenizer import end_of_text_id
@@ -48,7 +49,7 @@ def encode_corpus(manifest: corpus.Manifest, tokenizer: Tokenizer, seed: int = 0
         files = manifest.select(held_out=False, stdlib=stdlib)
         generator.shuffle(files)
         ids: list[int] = [end]
-        for file in files:
+        for file in tqdm(files, desc="Encoding", unit="file"):
             ids += encode_file(tokenizer, corpus.read(file).decode(), generator)
             ids.append(end)
         streams.append(np.array(ids, dtype=np.uint16))

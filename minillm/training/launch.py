@@ -4,6 +4,7 @@ import hashlib
 import os
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,11 @@ def worker(rank: int, world: int, rendezvous: str, recipe: Recipe, options: RunO
         teacher.requires_grad_(False)
     trainer = Trainer(recipe, streams, options, rank, world, teacher)
     trainer.resume()
-    trainer.run(tokens["held_out"])
-    if world > 1:
+    if world == 1:
+        trainer.run(tokens["held_out"])
+    else:
+        with suppress(KeyboardInterrupt):  # Ctrl-C reaches every process; the parent speaks
+            trainer.run(tokens["held_out"])
         dist.destroy_process_group()
 
 
