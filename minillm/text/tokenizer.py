@@ -12,7 +12,7 @@ space, and (unless ``legacy``) after special tokens. The file as published is Se
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,18 @@ import tokenizers
 
 from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from minillm.text.chat_template import ChatTemplate, Message
+
+
+def _byte_alphabet() -> Mapping[str, int]:
+    """The characters that stand for bytes in a byte-level vocabulary (Radford et al., GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+BYTE_OF: Mapping[str, int] = _byte_alphabet()
 
 
 class Tokenizer:
@@ -101,14 +113,49 @@ class Tokenizer:
         Raises:
             InvalidRequestError: not a string, or one with lone surrogates (not text).
         """
+        return self._encoding(text, add_special_tokens).ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not isinstance(text, str):
             raise InvalidRequestError(f"A prompt text must be a string, not {type(text).__name__}.")
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # TypeError for surrogates, plain Exception inside the library
             raise InvalidRequestError(
                 f"The text cannot be tokenized: {_why(text, error)}."
             ) from error
+
+    def first_token_bytes(self, text: str) -> int:
+        """Return how many UTF-8 bytes of `text` its first token covers.
+
+        0 for a token the tokenizer put before it (bos, a dummy space). Exact also inside a
+        character, unless a normalizer rewrites that very character.
+        """
+        encoding = self._encoding(text, add_special_tokens=True)
+        if not encoding.ids:
+            return 0
+        token_id, end = encoding.ids[0], encoding.offsets[0][1]
+        piece = self._byte_piece(token_id)
+        # Offsets count characters and may leave out spaces, so the bytes themselves come first;
+        # they differ from the text's only by a dummy space before it, or by a normalizer.
+        for own in (piece, piece.removeprefix(b" ")):
+            if own and text.encode().startswith(own):
+                return len(own)
+        covered = len(text[:end].encode())
+        if len(encoding) == 1 or encoding.offsets[1][0] >= end:
+            return covered
+        own = piece or self.token_text(token_id).encode()
+        return min(covered, len(own if text.startswith(" ") else own.removeprefix(b" ")))
+
+    def _byte_piece(self, token_id: int) -> bytes:
+        """The bytes of a token of a byte-level vocabulary or byte fallback, else nothing."""
+        if token_id in self.byte_fallback:
+            return bytes([self.byte_fallback[token_id]])
+        piece = self._backend.id_to_token(token_id) or ""
+        if not _has_decoder(self._backend, "ByteLevel") or not BYTE_OF.keys() >= set(piece):
+            return b""
+        added = token_id in self._backend.get_added_tokens_decoder()  # written as they are
+        return b"" if added else bytes(BYTE_OF[character] for character in piece)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; an id without an entry in the tokenizer has no text."""
@@ -270,8 +317,11 @@ def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _byte_fallback(backend: tokenizers.Tokenizer) -> dict[int, int]:
-    decoder = backend.decoder
-    if decoder is None or b"ByteFallback" not in decoder.__getstate__():
+    if not _has_decoder(backend, "ByteFallback"):
         return {}
     ids = ((byte, backend.token_to_id(f"<0x{byte:02X}>")) for byte in range(256))
     return {token_id: byte for byte, token_id in ids if token_id is not None}
+
+
+def _has_decoder(backend: tokenizers.Tokenizer, name: str) -> bool:
+    return backend.decoder is not None and name.encode() in backend.decoder.__getstate__()

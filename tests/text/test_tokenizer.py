@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from minillm.text.tokenizer import Tokenizer
@@ -130,6 +134,89 @@ def test_token_text_keeps_the_space_and_the_specials() -> None:
     assert ours.decode(ours.encode(" dog")[1:]) == " dog"  # the decoder stripped the prefix
     assert ours.token_text(ours.encode("the dog")[0]) == "<s>"
     assert " dog" in "".join(ours.token_text(i) for i in ours.encode("the dog"))
+
+
+def bytes_of(piece: str) -> bytes:
+    """What a piece of a byte-level vocabulary stands for, by transformers' own table."""
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    return bytes(byte_of[character] for character in piece)
+
+
+def gpt2(prefix_space: bool = False) -> Backend:
+    """Without a normalizer and with offsets that leave out spaces, as GPT-2 has it."""
+    backend = byte_level()
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    return backend
+
+
+def metaspace_no_bos() -> Backend:
+    """Metaspace and byte fallback."""
+    backend = llama2(with_bos=False)
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return backend
+
+
+GPT2 = gpt2()
+TOKENIZERS = {
+    "gpt2": Tokenizer(GPT2),
+    "byte_level": Tokenizer(byte_level()),
+    "llama2_no_bos": Tokenizer(llama2(with_bos=False)),
+    "metaspace": Tokenizer(metaspace_no_bos()),
+    "gpt2_with_space": Tokenizer(gpt2(prefix_space=True)),
+}
+
+
+@given(text=st.text(min_size=1))
+@example("é")
+@example("漢字")
+@example("  \n x")
+def test_the_bytes_of_the_first_token_are_exact_on_byte_level(text: str) -> None:
+    first = GPT2.encode(text).tokens[0]
+    size = len("é漢".encode()) if first == "é漢" else len(bytes_of(first))
+    size = len(first) if first.startswith("<|") else size
+    assert TOKENIZERS["gpt2"].first_token_bytes(text) == size
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2_no_bos", "metaspace", "gpt2_with_space"])
+@given(text=st.text(min_size=1))
+@example("日本")
+@example("e\u0301")
+def test_the_first_token_covers_something_and_not_more_than_the_text(kind: str, text: str) -> None:
+    ours = TOKENIZERS[kind]
+    covered = ours.first_token_bytes(text)
+    assert 0 <= covered <= len(text.encode())
+    if covered == 0:  # a dummy space
+        assert ours.token_text(ours.encode(text)[0]) == " "
+        assert not text.startswith(" ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "size"),
+    [
+        ("byte_level", "", 0),
+        ("byte_level", "the dog", 1),
+        ("byte_level", " the dog", 4),
+        ("byte_level", "<|im_end|>x", 10),
+        ("byte_level_bos", "é", 0),
+        ("llama2", "é", 0),
+        ("llama2_no_bos", "the dog", 3),
+        ("llama2_no_bos", "</s> x", 4),
+        ("unigram", "the dog", 3),
+        ("llama2_no_bos", "é", 0),
+    ],
+)
+def test_the_bytes_of_a_known_first_token(kind: str, text: str, size: int) -> None:
+    assert Tokenizer(KINDS[kind]()).first_token_bytes(text) == size
+
+
+def test_a_byte_token_at_the_start_is_one_byte() -> None:
+    backend = llama2(with_bos=False)
+    backend.normalizer = None  # no dummy space
+    for text in ("é", "日本", "\nx"):
+        assert Tokenizer(backend).first_token_bytes(text) == 1
 
 
 def test_ids_without_an_entry_have_no_text() -> None:
