@@ -28,8 +28,8 @@ class Hardware:
     """The ceilings of one device.
 
     `bandwidth` is of main memory (bytes/s, decimal), `peak_flops` of dense bf16 matrix products
-    and `peak_flops_fp32` of float32 ones (operations/s, a multiply-add being two; None: take
-    the bf16 rate), `overhead` the seconds that one small operation takes.
+    and `peak_flops_fp32` of float32 ones (operations/s, a multiply-add being two), `overhead` the
+    seconds that one small operation takes.
     """
 
     name: str
@@ -38,57 +38,63 @@ class Hardware:
     peak_flops: float
     overhead: float
     source: str
-    peak_flops_fp32: float | None = None
+    peak_flops_fp32: float
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "bandwidth", "peak_flops", "overhead", "peak_flops_fp32"):
             value = getattr(self, field)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{field} of {self.name} is {value}; it must be positive.")
 
     def rate(self, dtype: str) -> float:
         """Peak operations per second of matrix products in `dtype`."""
-        wide = dtype == "float32" and self.peak_flops_fp32 is not None
-        return self.peak_flops_fp32 if wide and self.peak_flops_fp32 else self.peak_flops
+        return self.peak_flops_fp32 if dtype == "float32" else self.peak_flops
 
     def ridge(self, dtype: str = "bfloat16") -> float:
         """Operations per byte above which a step is bound by operations (Williams et al., 2009)."""
         return self.rate(dtype) / self.bandwidth
 
 
-def _datasheet(*rows: tuple[str, str, float, float, float, float, str]) -> Mapping[str, Hardware]:
-    """Rows of (key, name, GB, GB/s, TFLOP/s, microseconds per launch, source)."""
+def _datasheet(
+    *rows: tuple[str, str, float, float, float, float, float, str],
+) -> Mapping[str, Hardware]:
+    """Rows of (key, name, GB, GB/s, bf16 and float32 TFLOP/s, microseconds per launch, source)."""
     return MappingProxyType(
         {
-            key: Hardware(name, int(gb * 1e9), rate * 1e9, tflops * 1e12, launch * 1e-6, source)
-            for key, name, gb, rate, tflops, launch, source in rows
+            key: Hardware(
+                name, int(gb * 1e9), rate * 1e9, bf16 * 1e12, launch * 1e-6, source, fp32 * 1e12
+            )
+            for key, name, gb, rate, bf16, fp32, launch, source in rows
         }
     )
 
 
 # Nominal figures in decimal units, dense rates (the vendors' sparse figures are twice as large).
+# The float32 rate is that of the vector units: PyTorch uses TF32 tensor cores only when asked to.
 # Launch times are of one kernel from eager PyTorch; a captured graph needs about 1.5 us instead.
 # For the laptops they are of one small PyTorch operation. Both are typical values, not datasheet.
 DATASHEET: Mapping[str, Hardware] = _datasheet(
-    ("a100-sxm", "NVIDIA A100 SXM 80GB", 80, 2039, 312, 5, "NVIDIA A100 datasheet, 2021"),
-    ("h100-sxm", "NVIDIA H100 SXM", 80, 3350, 989, 5, "NVIDIA H100 datasheet, 2023"),
-    ("h200", "NVIDIA H200 SXM", 141, 4800, 989, 5, "NVIDIA H200 datasheet, 2024"),
+    ("a100-sxm", "NVIDIA A100 SXM 80GB", 80, 2039, 312, 19.5, 5, "NVIDIA A100 datasheet, 2021"),
+    ("h100-sxm", "NVIDIA H100 SXM", 80, 3350, 989, 67, 5, "NVIDIA H100 datasheet, 2023"),
+    ("h200", "NVIDIA H200 SXM", 141, 4800, 989, 67, 5, "NVIDIA H200 datasheet, 2024"),
     (
         "b200",
         "NVIDIA B200",
         180,
         8000,
         2250,
+        80,
         5,
         "NVIDIA HGX B200 datasheet, 2024; 192 GB are on the package, about 180 GB usable",
     ),
-    ("mi300x", "AMD Instinct MI300X", 192, 5300, 1307, 5, "AMD MI300X datasheet, 2023"),
+    ("mi300x", "AMD Instinct MI300X", 192, 5300, 1307, 163.4, 5, "AMD MI300X datasheet, 2023"),
     (
         "rtx-5070-ti",
         "NVIDIA GeForce RTX 5070 Ti",
         16,
         896,
         87.9,
+        43.9,
         5,
         "NVIDIA Blackwell RTX whitepaper, 2025; bf16 with float32 accumulation",
     ),
@@ -97,6 +103,7 @@ DATASHEET: Mapping[str, Hardware] = _datasheet(
         "Apple M1",
         16,
         68.25,
+        2.6,
         2.6,
         5,
         "Apple, 2020: two-channel LPDDR4X-4266; float32 rate of the GPU, no bf16 rate published",
@@ -107,6 +114,7 @@ DATASHEET: Mapping[str, Hardware] = _datasheet(
         24,
         100,
         3.6,
+        3.6,
         5,
         "Apple, 2022: float32 rate of the GPU, no bf16 rate published",
     ),
@@ -116,6 +124,7 @@ DATASHEET: Mapping[str, Hardware] = _datasheet(
         64,
         400,
         10.4,
+        10.4,
         5,
         "Apple, 2021: float32 rate of the GPU, no bf16 rate published",
     ),
@@ -124,6 +133,7 @@ DATASHEET: Mapping[str, Hardware] = _datasheet(
         "x86 laptop, 8 cores, two-channel DDR5-5600",
         16,
         89.6,
+        0.9,
         0.9,
         5,
         "arithmetic: 2 x 8 bytes x 5.6 GT/s; 8 cores x 32 float32 operations x 3.5 GHz (AVX2)",
@@ -226,7 +236,7 @@ def _best_of(old: Hardware, new: Hardware) -> Hardware:
         new,
         bandwidth=max(old.bandwidth, new.bandwidth),
         peak_flops=max(old.peak_flops, new.peak_flops),
-        peak_flops_fp32=max(old.rate("float32"), new.rate("float32")),
+        peak_flops_fp32=max(old.peak_flops_fp32, new.peak_flops_fp32),
         overhead=min(old.overhead, new.overhead),
         source=MEASURED if MEASURED in (old.source, new.source) else DISTURBED,
     )

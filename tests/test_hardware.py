@@ -51,6 +51,21 @@ def test_dense_rates():
     assert DATASHEET["h200"].peak_flops == DATASHEET["h100-sxm"].peak_flops  # claim A37
 
 
+@pytest.mark.parametrize(
+    ("key", "lanes", "clock"),  # float32 multiply-adds per cycle of the vector units, boost clock
+    [
+        ("a100-sxm", 108 * 64, 1.41e9),
+        ("h100-sxm", 132 * 128, 1.98e9),
+        ("h200", 132 * 128, 1.98e9),
+        ("mi300x", 304 * 128, 2.1e9),
+        ("rtx-5070-ti", 70 * 128, 2.452e9),
+    ],
+)
+def test_float32_has_its_own_rate(key, lanes, clock):
+    assert DATASHEET[key].rate("float32") == pytest.approx(2 * lanes * clock, rel=0.005)
+    assert DATASHEET[key].rate("float32") < DATASHEET[key].rate("bfloat16") / 1.9
+
+
 def test_datasheet_cannot_be_changed():
     with pytest.raises(TypeError):
         DATASHEET["h200"] = MACHINE
