@@ -23,13 +23,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm import LLM, MinillmError, SamplingParams
-from minillm.cli import demo, main, plan
+from minillm.cli import demo, generate, main, plan
 from minillm.cli.app import COMMANDS
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
 from minillm.hardware import DATASHEET
 from minillm.models import checkpoint
 from minillm.models.decoder import Decoder
 from minillm.models.families import parse_config
+from minillm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minillm.presets import PRESETS
 from tests.text.build import byte_level, write_folder
 
@@ -171,6 +172,9 @@ MISTAKES = [
     (["plan", "preset:qwen3-8b", "--hardware", "apple"], "could be apple-m1 or"),
     (["plan", "preset:qwen3-8b", "--memory", "24 chickens"], "such as 24GiB"),
     (["plan", "preset:qwen3-8b", "--memory", "0"], "such as 24GiB"),
+    (["plan", "preset:qwen3-8b", "--memory", "0.5", "--hardware", "h100"], "such as 24GiB"),
+    (["plan", "preset:qwen3-8b", "--memory", "9" * 400], "such as 24GiB"),
+    (["plan", "preset:qwen3-8b", "--memory", "9" * 300 + "GiB"], "such as 24GiB"),
     (["plan", "preset:qwen3-8b", "--memory", "1GB", "--dtype", "bf16"], "dtype is 'bf16'"),
     (["plan", "preset:qwen3-8b", "--memory", "1GB", "--max-model-len", "0"], "max_model_len is 0"),
     (["plan", "preset:qwen3-8b", "--memory", "1GB", "--max-model-len", "99999"], "40960 tokens"),
@@ -305,6 +309,16 @@ def test_sampling_options_reach_the_sampler(base: Path, cli: Any) -> None:
     assert len(set(texts)) == 2
     shown = cli(*arguments(base, "def", *options)).out
     assert shown == f"[1 of 2]\n{texts[0]}\n[2 of 2]\n{texts[1]}\n"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_tokens_per_second_are_those_after_the_first_pass(n: int) -> None:
+    """Completions one after another or together: tokens over the time that they took."""
+    outputs = [CompletionOutput(index=i, text="", token_ids=[5] * 9) for i in range(n)]
+    metrics = RequestMetrics(ttft=0.5, tpot=0.125, e2e=2.5)
+    output = RequestOutput("0", "x", [1], outputs, finished=True, metrics=metrics)
+    params = SamplingParams(temperature=1.0, n=n, seed=0)
+    assert f"{4 * n} tokens/s" in generate.summary(output, params)
 
 
 def test_stop_strings_may_be_several(base: Path, cli: Any) -> None:

@@ -199,8 +199,11 @@ def summary(output: RequestOutput, params: SamplingParams) -> str:
     if metrics.ttft is not None:
         parts.append(f"TTFT {seconds(metrics.ttft)}")
     if metrics.tpot is not None:
-        rate = len(output.outputs) / metrics.tpot
-        parts += [f"TPOT {seconds(metrics.tpot)}", f"{digits(rate)} tokens/s"]
+        parts.append(f"TPOT {seconds(metrics.tpot)}")
+        # The first token of each completion comes from the prompt's pass, whose time is TTFT.
+        decoded, took = total - len(output.outputs), metrics.e2e - (metrics.ttft or 0.0)
+        if took > 0:
+            parts.append(f"{digits(decoded / took)} tokens/s")
     if not params.greedy:
         parts.append(f"seed {params.seed}")
     return " | ".join(parts)

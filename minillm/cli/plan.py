@@ -33,6 +33,7 @@ examples:
 """
 UNITS: Mapping[str, float] = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
          "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
+MOST_BYTES = 2**63  # what a 64-bit address reaches; a larger number is a typing error
 PROMPT = 1024  # tokens of the prompt, and of the context, whose time is predicted
 
 
@@ -114,7 +115,8 @@ def find_place(args: Namespace, terminal: Terminal) -> Place:
     memory = None if args.memory is None else parse_size(args.memory)
     if args.hardware is not None:
         hardware = find_hardware(args.hardware)
-        return Place(hardware.name, memory or hardware.memory_bytes, hardware)
+        held = hardware.memory_bytes if memory is None else memory
+        return Place(hardware.name, held, hardware)
     if memory is not None:
         return Place(f"{args.memory} of memory", memory, None)
     from minillm.engine_setup import choose_device, free_memory
@@ -157,9 +159,10 @@ def find_hardware(name: str) -> Hardware:
 def parse_size(text: str) -> int:
     """``24GiB``, ``24GB``, ``512MiB`` or plain bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if not match or match[2] not in UNITS or float(match[1]) <= 0:
-        raise ConfigError(f"--memory is {text!r}; it must be a size such as 24GiB or 24GB.")
-    return int(float(match[1]) * UNITS[match[2]])
+    num_bytes = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0.0
+    if not 1 <= num_bytes < MOST_BYTES:
+        raise ConfigError(f"--memory is {text[:80]!r}; it must be a size such as 24GiB or 24GB.")
+    return int(num_bytes)
 
 
 def predictions(
