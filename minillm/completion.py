@@ -55,13 +55,13 @@ class Completion:
             self._cumulative += logprobs[token_id].logprob
             self._logprobs.append(with_text(logprobs, self._tokenizer))
         may_stop = len(self.token_ids) >= self.params.min_tokens
-        if may_stop and token_id in self.stop_ids:
+        ends = may_stop and token_id in self.stop_ids
+        if self._detokenizer is not None and (not ends or self.params.include_stop_str_in_output):
+            self.text += self._stops.push(self._detokenizer.push(token_id), may_stop)
+        if ends:
             primary = bool(self._eos) and token_id == self._eos[0]
             self._finish("stop", None if primary else token_id)
-            return
-        if self._detokenizer is not None:
-            self.text += self._stops.push(self._detokenizer.push(token_id), may_stop)
-        if self._stops.matched is not None:
+        elif self._stops.matched is not None:
             self._finish("stop", self._stops.matched)
         elif len(self.token_ids) >= self.max_tokens:
             self._finish("length")
@@ -77,9 +77,9 @@ class Completion:
         return CompletionOutput(
             index=self.index,
             text=self.text,
-            token_ids=tuple(self.token_ids),
+            token_ids=list(self.token_ids),
             cumulative_logprob=self._cumulative if wanted else None,
-            logprobs=tuple(self._logprobs) if wanted else None,
+            logprobs=list(self._logprobs) if wanted else None,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             error=self._error,

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -26,11 +27,12 @@ from minillm.errors import (
     EngineDeadError,
     InvalidRequestError,
 )
+from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import DTYPES, load_model
 from minillm.outputs import Logprobs, RequestMetrics, RequestOutput
 from minillm.runner import Chunk, Runner
-from minillm.sampler import SamplingRow, sample, token_logprobs
+from minillm.sampler import SamplingRow, TokenLogprob, sample, token_logprobs
 from minillm.sampling_params import SamplingParams, validate_against_model
 
 
@@ -108,7 +110,8 @@ class Engine:
         bad_words = tuple(self._bad_words(params))
         validate_against_model(params, self.source.config.vocab_size, bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        request = Request(request_id, prompt, tuple(prompt_token_ids), params, seed, bad_words)
+        ids = tuple(map(int, prompt_token_ids))
+        request = Request(request_id, prompt, ids, params, seed, bad_words)
         self._check_room(request)
         return request
 
@@ -127,7 +130,7 @@ class Engine:
         if not ids:
             raise InvalidRequestError("The prompt is empty; it needs at least one token.")
         for token_id in ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise InvalidRequestError(
                     f"The prompt contains {token_id!r}; token ids are integers."
                 )
@@ -199,63 +202,79 @@ class Engine:
             )
             for index in range(params.n)
         ]
-        runner.allocate(params.n, len(request.prompt_token_ids) + max_tokens)
-        logits, prompt_logprobs = self._prefill(request)
+        # The cache is this request's own: another may run before this one is read to its end.
+        kv = runner.allocate(params.n, len(request.prompt_token_ids) + max_tokens)
+        prompt_logprobs = None
+        try:
+            logits, prompt_logprobs = self._prefill(request, kv)
+        except InvalidRequestError as error:  # logits that are no numbers
+            for completion in completions:
+                completion.fail(str(error))
         for completion in completions[1:]:
-            runner.copy(0, completion.index)
+            kv.copy_block(0, completion.index)
         first_token = None
-        running = completions
         while True:
-            self._sample(request, running, logits)
+            running = [completion for completion in completions if not completion.finish_reason]
+            if running:
+                self._sample(request, running, logits)
             now = time.perf_counter()
             first_token = now if first_token is None else first_token
-            metrics = measure(request, completions, started, first_token, now)
-            running = [completion for completion in completions if not completion.finish_reason]
+            finished = all(completion.finish_reason for completion in completions)
             yield RequestOutput(
                 request_id=request.request_id,
                 prompt=request.prompt,
-                prompt_token_ids=request.prompt_token_ids,
-                outputs=tuple(completion.output() for completion in completions),
-                finished=not running,
+                prompt_token_ids=list(request.prompt_token_ids),
+                outputs=[completion.output() for completion in completions],
+                finished=finished,
                 prompt_logprobs=prompt_logprobs,
-                metrics=metrics,
+                metrics=measure(request, completions, started, first_token, now),
             )
-            if not running:
+            if finished:
                 return
-            logits = self._decode(request, running)
+            running = [completion for completion in running if not completion.finish_reason]
+            logits = self._decode(request, running, kv)
 
-    def _prefill(self, request: Request) -> tuple[Tensor, tuple[Logprobs | None, ...] | None]:
+    def _prefill(
+        self, request: Request, kv: KVCache
+    ) -> tuple[Tensor, list[Logprobs | None] | None]:
         """Compute the prompt chunk by chunk. Returns the logits [n, V] of what follows it."""
-        ids, runner = request.prompt_token_ids, self.runner
-        wanted = request.params.prompt_logprobs
+        ids, wanted = request.prompt_token_ids, request.params.prompt_logprobs
         logprobs: list[Logprobs | None] = [None]
-        for start, hidden in self.hidden_states(ids):
+        for start, hidden, last in self._chunks(ids, kv):
+            logits = last
             if wanted is not None:
-                logprobs += self.describe(hidden, ids[start + 1 : start + 1 + len(hidden)], wanted)
-            last = hidden[-1:]
-        logits = runner.logits(last).expand(request.params.n, -1)
-        return logits, None if wanted is None else tuple(logprobs)
+                rows = self._logprobs(hidden, ids[start + 1 : start + 1 + len(hidden)], wanted)
+                logprobs += [with_text(row, self.tokenizer) for row in rows]
+        return logits.expand(request.params.n, -1), None if wanted is None else logprobs
 
-    def hidden_states(self, ids: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Run `ids` through block 0 of an allocated cache: yields (start, hidden [T, d])."""
+    def prompt_logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token but the first, given those before it."""
+        kv, result = self.runner.allocate(1, len(ids)), []
+        for start, hidden, _ in self._chunks(ids, kv):
+            targets = ids[start + 1 : start + 1 + len(hidden)]
+            rows = self._logprobs(hidden, targets, 0)
+            result += [row[target].logprob for row, target in zip(rows, targets, strict=True)]
+        return result
+
+    def _chunks(self, ids: Sequence[int], kv: KVCache) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Run `ids` through block 0: yields start, hidden [T, d] and the last row's logits."""
         size = self.args.max_num_batched_tokens
         for start in range(0, len(ids), size):
             chunk = Chunk(block=0, start=start, token_ids=ids[start : start + size])
-            yield start, self.runner.run([chunk])
+            yield start, *self.runner.run([chunk], kv)
 
-    def describe(self, hidden: Tensor, targets: Sequence[int], top_k: int) -> list[Logprobs]:
+    def _logprobs(
+        self, hidden: Tensor, targets: Sequence[int], top_k: int
+    ) -> list[dict[int, TokenLogprob]]:
         """Log-probabilities of `targets`, each predicted by its row of hidden [T or T + 1, d]."""
-        if not targets:
-            return []
-        target_ids = torch.tensor(targets, device=hidden.device)
-        rows = token_logprobs(self.runner.logits, hidden[: len(targets)], target_ids, top_k)
-        return [with_text(row, self.tokenizer) for row in rows]
+        target_ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
+        return token_logprobs(self.runner.logits, hidden[: len(targets)], target_ids, top_k)
 
-    def _decode(self, request: Request, running: Sequence[Completion]) -> Tensor:
+    def _decode(self, request: Request, running: Sequence[Completion], kv: KVCache) -> Tensor:
         """One new token of every running completion. Returns logits [K, V]."""
         prompt = len(request.prompt_token_ids)
         chunks = [Chunk(c.index, prompt + len(c.token_ids) - 1, c.token_ids[-1:]) for c in running]
-        return self.runner.logits(self.runner.run(chunks))
+        return self.runner.run(chunks, kv)[1]
 
     def _sample(self, request: Request, running: Sequence[Completion], logits: Tensor) -> None:
         rows = [

@@ -31,6 +31,7 @@ NOT_BUILT_YET: Mapping[str, Any] = MappingProxyType(
         "deterministic": False,
     }
 )
+DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
 DTYPES = ("auto", *DTYPE_BYTES)
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -91,6 +92,13 @@ class EngineArgs:
                 raise UnsupportedFeatureError(
                     f"{name}={shown(value)} is not built yet; leave {name} out in this version."
                 )
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str | Path):
+            raise ConfigError(
+                f"tokenizer is {shown(self.tokenizer)}; it must be a folder or a name."
+            )
+        # A torch.dtype prints as torch.float16.
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         self._check_choice("dtype", DTYPES)
         self._check_choice("load_format", LOAD_FORMATS)
         if self.device not in ("auto", "cpu") and not str(self.device).startswith("cuda"):
@@ -100,8 +108,14 @@ class EngineArgs:
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             self._check_count(name)
         self._check_share()
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed is {shown(self.seed)}; it must be an integer.")
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if not whole or not 0 <= self.seed < 2**63:
+            raise ConfigError(
+                f"seed is {shown(self.seed)}; it must be an integer from 0 to {2**63 - 1}."
+            )
+        for name in ("enforce_eager", "disable_log_stats"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a bool.")
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, name) not in allowed:
@@ -112,13 +126,13 @@ class EngineArgs:
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and value >= 1):
+        if value is not None and not (whole and 1 <= value < 2**63):
             raise ConfigError(f"{name} is {shown(value)}; it must be a whole number of at least 1.")
 
     def _check_share(self) -> None:
         share = self.gpu_memory_utilization
         number = isinstance(share, int | float) and not isinstance(share, bool)
-        if not (number and math.isfinite(share) and 0 < share <= 1):
+        if not (number and math.isfinite(share) and 1e-9 <= share <= 1):
             raise ConfigError(
                 f"gpu_memory_utilization is {shown(share)}; it must be above 0 and at most 1."
             )

@@ -8,9 +8,9 @@ import torch
 from minillm import machine
 from minillm.config import ModelConfig
 from minillm.cost import MemoryPlan, memory_plan
-from minillm.engine_args import EngineArgs
+from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, ModelNotFoundError
-from minillm.models.checkpoint import ModelSource
+from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -47,22 +47,30 @@ def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
 
 def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
     """The tokenizer of the model, or the one that was asked for; None with a warning if absent."""
-    folder = args.tokenizer or source.folder
-    if folder is None:
+    if args.tokenizer is not None:
+        return Tokenizer.from_folder(find_folder(str(args.tokenizer)))
+    if source.folder is None:
         return None
     try:
-        return Tokenizer.from_folder(folder)
+        return Tokenizer.from_folder(source.folder)
     except ModelNotFoundError as error:
-        if args.tokenizer is not None:
-            raise
         logger.warning("%s", error)
         return None
 
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a sequence, the tokenizer's own first."""
+    """Ids that end a sequence, the tokenizer's own first. An id without a logit never comes."""
     own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return tuple(dict.fromkeys((*own, *source.eos_token_ids)))
+    ids = tuple(dict.fromkeys((*own, *source.eos_token_ids)))
+    width = source.config.vocab_size
+    for token_id in ids:
+        if token_id >= width:
+            logger.warning(
+                "The end-of-sequence id %d is ignored: the model has ids up to %d.",
+                token_id,
+                width - 1,
+            )
+    return tuple(token_id for token_id in ids if token_id < width)
 
 
 def free_memory(device: torch.device) -> int:
@@ -97,22 +105,27 @@ def plan_memory(
     if plan.fits:
         return plan.settings.max_model_len, plan
     if args.max_model_len is not None or plan.num_tokens < 2:
+        # The plan knows of options that this version's engine does not have yet.
+        hints = [h for h in plan.hints if h.split("=")[0] not in NOT_BUILT_YET]
         raise ConfigError(
             f"{args.model} needs {plan.weight_bytes:,} bytes of weights and "
             f"{plan.settings.max_model_len} x {plan.kv_bytes_per_token:,} of KV cache, which is "
-            f"{plan.shortfall_bytes:,} more than there is; try {' or '.join(plan.hints)}."
+            f"{plan.shortfall_bytes:,} more than may be used; try {' or '.join(hints)}."
         )
     logger.warning("max_model_len is %d, which is what memory allows.", plan.num_tokens)
     return plan.num_tokens, plan
 
 
 def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
-    """The same plan with a KV cache of a given size."""
+    """The same plan with a KV cache of a given size, which must hold a sequence and fit."""
     needed = plan.settings.max_model_len * plan.kv_bytes_per_token
+    usable = plan.memory_bytes - plan.reserve_bytes
+    excess = plan.weight_bytes + plan.activation_bytes + num_bytes - usable
+    fits = excess <= 0
     return replace(
         plan,
         kv_cache_bytes=num_bytes,
-        num_tokens=num_bytes // plan.kv_bytes_per_token,
-        shortfall_bytes=max(0, needed - num_bytes),
-        hints=(f"kv_cache_memory_bytes={needed}",),
+        num_tokens=num_bytes // plan.kv_bytes_per_token if fits else 0,
+        shortfall_bytes=max(0, needed - num_bytes, excess),
+        hints=(f"kv_cache_memory_bytes={needed}",) if fits else plan.hints,
     )

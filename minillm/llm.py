@@ -1,8 +1,10 @@
 """`LLM`: the offline interface, with vLLM's names."""
 
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -12,7 +14,7 @@ from tqdm import tqdm
 from minillm.cost import MemoryPlan
 from minillm.engine import Engine, Request
 from minillm.engine_args import EngineArgs
-from minillm.errors import InvalidRequestError, UnsupportedFeatureError
+from minillm.errors import InvalidRequestError, UnknownArgumentError, UnsupportedFeatureError
 from minillm.outputs import RequestOutput, ScoreOutput
 from minillm.sampling_params import SamplingParams
 from minillm.text.tokenizer import Tokenizer
@@ -21,6 +23,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 # Arguments that vLLM has or had, which mean nothing here, with the values that ask for nothing.
+MAX_EXPONENT = math.log(sys.float_info.max)  # a worse model's perplexity is the largest float
 WITHOUT_MEANING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"use_v2_block_manager": (True, False), "trust_remote_code": (False,)}
 )
@@ -36,13 +39,21 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **arguments: Any):
         # `model` has a default only so that a misspelt `modl=` gets the better message.
-        self.engine = Engine(EngineArgs(model, **without_meaningless(arguments)))  # type: ignore[arg-type]
+        try:
+            args = EngineArgs(model, **without_meaningless(arguments))  # type: ignore[arg-type]
+        except UnknownArgumentError as error:
+            raise UnknownArgumentError(str(error).replace("EngineArgs", "LLM", 1)) from None
+        self.engine = Engine(args)
         self._num_requests = 0
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None when its folder has none."""
         return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """vLLM's name for `tokenizer`."""
+        return self.tokenizer
 
     def generate(
         self,
@@ -75,8 +86,13 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Continue one prompt, yielding the output so far (cumulative) after every token."""
+        listed = list_prompts(prompt)
+        if len(listed) != 1:
+            raise InvalidRequestError(
+                f"stream takes one prompt, not {len(listed)}; use generate for several."
+            )
         (params,) = self._params(sampling_params, 1)
-        return self.engine.generate(self._request(prompt, params))
+        return self.engine.generate(self._request(listed[0], params))
 
     def chat(
         self,
@@ -86,6 +102,11 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, written by the model's chat template."""
+        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+            raise InvalidRequestError(
+                f"messages is a {type(messages).__name__}; it must be a list of messages such as "
+                "{'role': 'user', 'content': '...'}, or a list of such lists."
+            )
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         prompts = [self.chat_prompt(each, add_generation_prompt) for each in conversations]
@@ -105,7 +126,9 @@ class LLM:
 
     def score(self, texts: str | Sequence[str]) -> list[ScoreOutput]:
         """Log-likelihood, perplexity and bits per byte of each text, without generating."""
-        listed = [texts] if isinstance(texts, str) else list(texts)
+        listed = [texts] if isinstance(texts, str) else texts
+        if not isinstance(listed, Sequence) or not all(isinstance(text, str) for text in listed):
+            raise InvalidRequestError("score takes a text or a list of texts.")
         return [self._score(text) for text in tqdm(listed, desc="Scoring", unit="text", delay=1)]
 
     def plan(self) -> MemoryPlan:
@@ -155,15 +178,11 @@ class LLM:
                 "because the first has no context."
             )
         engine.check_prompt(ids)
-        engine.runner.allocate(1, len(ids))
-        total = 0.0
-        for start, hidden in engine.hidden_states(ids):
-            targets = ids[start + 1 : start + 1 + len(hidden)]
-            rows = engine.describe(hidden, targets, 0)
-            total += sum(row[target].logprob for row, target in zip(rows, targets, strict=True))
-        count, size = len(ids) - 1, self._covered_bytes(text, ids[0])
-        bits = -total / math.log(2) / size if size else 0.0
-        return ScoreOutput(count, size, total, math.exp(-total / count), bits)
+        logprobs = engine.prompt_logprobs(ids)
+        total, count = sum(logprobs), len(logprobs)
+        size = self._covered_bytes(text, ids[0])
+        perplexity = math.exp(min(-total / count, MAX_EXPONENT))
+        return ScoreOutput(count, size, total, perplexity, -total / math.log(2) / max(size, 1))
 
     def _covered_bytes(self, text: str, first_id: int) -> int:
         """UTF-8 bytes of the text without those of an unpredicted first token."""
@@ -171,7 +190,7 @@ class LLM:
         size = len(text.encode())
         if tokenizer is None or first_id in tokenizer.special_ids:
             return size
-        return size - len(tokenizer.token_text(first_id).encode())
+        return size - tokenizer.first_token_bytes(text)
 
 
 def without_meaningless(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +215,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"prompts is a {type(prompts).__name__}; it must be a string, a list of token ids, "
             "a dict, or a list of these."
         )
-    single = bool(prompts) and all(isinstance(item, int) for item in prompts)
+    single = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
     return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
 
 

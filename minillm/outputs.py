@@ -29,17 +29,12 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: tuple[Logprobs, ...] | None = None
+    logprobs: list[Logprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing will be added."""
-        return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +63,10 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 

@@ -22,19 +22,17 @@ class Chunk:
 
 
 class Runner:
-    """Owns the model and the cache. One block holds one whole sequence."""
+    """Owns the model. A cache belongs to whoever allocated it; a block holds a whole sequence."""
 
     def __init__(self, model: Decoder):
         self.model = model
         weight = model.embedding.weight
         self.dtype, self.device = weight.dtype, weight.device
-        self.kv: KVCache | None = None
 
-    def allocate(self, num_sequences: int, num_positions: int) -> None:
-        """A cache for this many sequences of this many positions; what it held is dropped."""
-        self.kv = None  # before the new one, so that both never exist together
+    def allocate(self, num_sequences: int, num_positions: int) -> KVCache:
+        """A cache for this many sequences of this many positions."""
         config = self.model.config
-        self.kv = KVCache(
+        return KVCache(
             cache_spec(config),
             config.num_layers,
             num_sequences,
@@ -44,22 +42,19 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute the chunks' tokens, all in one pass. Returns hidden states [N, d]."""
-        if self.kv is None:
-            raise RuntimeError("allocate() comes before run()")
-        return self.model(self.batch(chunks, self.kv.block_size), self.kv)
+    def run(self, chunks: Sequence[Chunk], kv: KVCache) -> tuple[Tensor, Tensor]:
+        """Compute the chunks' tokens, all in one pass, extending `kv`.
+
+        Returns hidden states [N, d] and the logits [B, V] after each chunk's last token.
+        """
+        batch = self.batch(chunks, kv.block_size)
+        hidden = self.model(batch, kv)
+        return hidden, self.model.logits(hidden[batch.logits_indices])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[K, d] -> [K, V]"""
         return self.model.logits(hidden)
-
-    @torch.inference_mode()
-    def copy(self, source: int, target: int) -> None:
-        """Give the sequence in block `target` the past of the one in `source`."""
-        if self.kv is not None:
-            self.kv.copy_block(source, target)
 
     def batch(self, chunks: Sequence[Chunk], block_size: int) -> Batch:
         """The flat batch of these chunks."""

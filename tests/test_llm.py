@@ -3,8 +3,11 @@
 import itertools
 import json
 import math
+import shutil
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -126,6 +129,19 @@ def test_score_equals_transformers_loss(llm, reference):
     assert score.bits_per_byte == pytest.approx(loss / math.log(2), rel=1e-4)
 
 
+def test_score_counts_the_bytes_of_half_a_character(llm):
+    # One token per byte: the first token is a third of the first character.
+    score = llm.score("日本語")[0]
+    assert (score.num_tokens, score.num_bytes) == (8, 8)
+    assert score.bits_per_byte == pytest.approx(-score.log_likelihood / math.log(2) / 8)
+
+
+def test_a_hopeless_model_has_the_largest_perplexity(folder):
+    llm = LLM(folder, dtype="float32")
+    llm.engine.runner.model.norm.weight.mul_(1e4)
+    assert llm.score("import os")[0].perplexity == pytest.approx(sys.float_info.max)
+
+
 # ---- requests --------------------------------------------------------------------------------
 
 
@@ -133,7 +149,7 @@ def test_sample_i_of_n_is_the_same_alone_and_among_others(llm):
     many = llm.generate(PROMPT, SamplingParams(n=4, seed=11, max_tokens=12))[0].outputs
     alone = llm.generate(PROMPT, SamplingParams(n=1, seed=11, max_tokens=12))[0].outputs[0]
     assert many[0].token_ids == alone.token_ids
-    assert len({out.token_ids for out in many}) == 4
+    assert len({tuple(out.token_ids) for out in many}) == 4
 
 
 def test_a_seed_fixes_the_tokens_and_the_engine_seed_the_rest(folder):
@@ -152,8 +168,8 @@ def test_outputs_come_in_the_order_of_mixed_prompts(llm):
     prompts = ["abc", [1, 2, 3], {"prompt_token_ids": [4]}, {"prompt": "xyz"}]
     outs = llm.generate(prompts, [GREEDY] * 4)
     assert [out.prompt for out in outs] == ["abc", None, None, "xyz"]
-    assert outs[1].prompt_token_ids == (1, 2, 3)
-    assert outs[3].prompt_token_ids == tuple(llm.tokenizer.encode("xyz"))
+    assert outs[1].prompt_token_ids == [1, 2, 3]
+    assert outs[3].prompt_token_ids == llm.tokenizer.encode("xyz")
     assert len({out.request_id for out in outs}) == 4
 
 
@@ -188,6 +204,48 @@ def test_chat_renders_the_template(llm):
     assert [o.prompt for o in llm.chat([messages, messages], GREEDY)] == ["user:hi\n"] * 2
 
 
+def test_one_engine_serves_others_while_a_stream_is_open(llm):
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    other = [5, 6, 7]
+    expected = [llm.generate(p, params)[0].outputs[0].token_ids for p in (PROMPT, other)]
+    first = llm.stream(PROMPT, params)
+    next(first)
+    second = llm.stream(other, params)
+    next(second)
+    llm.score("in between")
+    for stream, tokens in ((second, expected[1]), (first, expected[0])):
+        *_, last = stream
+        assert last.outputs[0].token_ids == tokens
+
+
+def test_numpy_integers_are_token_ids(llm):
+    ids = np.array(PROMPT)
+    plain = llm.generate(PROMPT, GREEDY)[0]
+    for prompt in (list(ids), [list(ids)], {"prompt_token_ids": list(ids)}):
+        out = llm.generate(prompt, GREEDY)[0]
+        assert out.outputs == plain.outputs
+        assert out.prompt_token_ids == PROMPT
+        assert type(out.prompt_token_ids[0]) is int
+
+
+def test_stream_takes_one_prompt(llm):
+    with pytest.raises(InvalidRequestError, match="one prompt, not 2"):
+        llm.stream(["a", "b"])
+
+
+@pytest.mark.parametrize("call", ["chat", "score"])
+@pytest.mark.parametrize("value", [5, None, {"role": "user", "content": "x"}, b"x", [3]])
+def test_chat_and_score_refuse_what_they_cannot_read(llm, call, value):
+    with pytest.raises(InvalidRequestError):
+        getattr(llm, call)(value)
+
+
+def test_vllm_s_names(llm):
+    assert llm.get_tokenizer() is llm.tokenizer
+    assert EngineArgs("tiny", dtype="half").dtype == "float16"
+    assert EngineArgs("tiny", dtype=torch.bfloat16).dtype == "bfloat16"
+
+
 # ---- endings ---------------------------------------------------------------------------------
 
 
@@ -204,6 +262,24 @@ def test_stop_token_ids_end_with_the_token_but_without_its_text(llm):
     assert out.token_ids == whole.token_ids[: index + 1]
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
     assert out.text == llm.tokenizer.decode(whole.token_ids[:index])
+
+
+def test_a_stop_token_can_be_kept_in_the_text(llm):
+    whole = tokens_of(llm, allowed_token_ids=llm.tokenizer.encode("abc"))
+    stop = whole.token_ids[0]
+    arguments = {"allowed_token_ids": llm.tokenizer.encode("abc"), "stop_token_ids": [stop]}
+    assert tokens_of(llm, **arguments).text == ""
+    kept = tokens_of(llm, include_stop_str_in_output=True, **arguments)
+    assert kept.text == llm.tokenizer.decode([stop]) != ""
+
+
+def test_an_end_of_sequence_id_without_a_logit_is_dropped(folder, tmp_path, caplog):
+    copy = shutil.copytree(folder, tmp_path / "model")
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 9999]}))
+    llm = LLM(copy, dtype="float32")
+    assert llm.engine.eos_token_ids == (EOS,)
+    assert "9999" in caplog.text
+    assert len(tokens_of(llm, min_tokens=3, ignore_eos=False).token_ids) >= 3
 
 
 def test_min_tokens_holds_stops_back(llm):
@@ -238,7 +314,7 @@ def test_the_end_of_sequence_token_ends_unless_ignored(folder, reference):
     finally:
         config.write_text(saved)
     out = tokens_of(llm, ignore_eos=False)
-    assert out.token_ids == (first,)
+    assert out.token_ids == [first]
     assert (out.finish_reason, out.stop_reason, out.text) == ("stop", first, "")
     assert len(tokens_of(llm, ignore_eos=True).token_ids) == 24
 
@@ -260,7 +336,7 @@ def test_the_authors_recommendation_is_the_default(folder):
 
 def test_primary_end_token_has_no_stop_reason(llm):
     out = tokens_of(llm, ignore_eos=False, logit_bias={EOS: 100.0})
-    assert out.token_ids == (EOS,)
+    assert out.token_ids == [EOS]
     assert (out.finish_reason, out.stop_reason) == ("stop", None)
 
 
@@ -303,6 +379,10 @@ def test_nan_in_the_model_fails_the_request_and_not_the_engine(folder):
     assert "NaN" in bad.error
     with pytest.raises(InvalidRequestError, match="NaN"):
         llm.score("abc")
+    params = SamplingParams(prompt_logprobs=1, n=2)
+    for out in llm.generate([PROMPT, PROMPT], params):
+        assert [o.finish_reason for o in out.outputs] == ["error"] * 2
+        assert out.finished
     weight.copy_(saved)
     assert tokens_of(llm).token_ids == good.token_ids
 
@@ -356,7 +436,7 @@ def test_one_bad_prompt_among_many_is_named_before_any_runs(llm):
 
 
 BAD_ARGUMENTS = [
-    ({"modl": "tiny"}, TypeError, "'modl'. Did you mean 'model'"),
+    ({"modl": "tiny"}, TypeError, "LLM has no argument 'modl'. Did you mean 'model'"),
     ({"max_model_length": 5}, TypeError, "max_model_len"),
     ({"dtype": "float23"}, ValueError, "float23.*bfloat16"),
     ({"device": "tpu"}, ValueError, "tpu"),
@@ -366,6 +446,14 @@ BAD_ARGUMENTS = [
     ({"gpu_memory_utilization": math.nan}, ValueError, "nan"),
     ({"gpu_memory_utilization": 1.5}, ValueError, "1.5"),
     ({"seed": "x"}, ValueError, "seed"),
+    ({"seed": 2**70}, ValueError, "seed"),
+    ({"tokenizer": 5}, ValueError, "tokenizer is 5"),
+    ({"tokenizer": "nowhere"}, FileNotFoundError, "nowhere"),
+    ({"enforce_eager": "x"}, ValueError, "enforce_eager"),
+    ({"disable_log_stats": 1}, ValueError, "disable_log_stats"),
+    ({"max_num_batched_tokens": 10**400}, ValueError, "max_num_batched_tokens"),
+    ({"gpu_memory_utilization": 1e-320}, ValueError, "gpu_memory_utilization"),
+    ({"kv_cache_memory_bytes": 10**15}, ValueError, "more than may be used"),
     ({"load_format": "pickle"}, ValueError, "pickle"),
     ({"gpu_memory_utilization": 1e-6}, ValueError, "bytes of weights"),
     ({"trust_remote_code": True}, UnsupportedFeatureError, "never runs code"),

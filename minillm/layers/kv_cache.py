@@ -28,11 +28,6 @@ class CacheSpec:
     value_dim: int
     value_in_key: bool = False
 
-    @property
-    def values_per_token(self) -> int:
-        """Number of values stored per token."""
-        return self.num_kv_heads * (self.key_dim + (0 if self.value_in_key else self.value_dim))
-
 
 def cache_spec(config: ModelConfig) -> CacheSpec:
     """The cache that every layer of this model needs."""
@@ -80,12 +75,6 @@ class KVCache:
             self.value = self.key[..., : spec.value_dim]
         else:
             self.value = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated."""
-        stored = self.key.nbytes if self.spec.value_in_key else self.key.nbytes + self.value.nbytes
-        return stored
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
