@@ -1,7 +1,6 @@
 """`LLM`: the offline interface, with vLLM's names."""
 
 import math
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
@@ -23,7 +22,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 # Arguments that vLLM has or had, which mean nothing here, with the values that ask for nothing.
-MAX_EXPONENT = math.log(sys.float_info.max)  # a worse model's perplexity is the largest float
 WITHOUT_MEANING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"use_v2_block_manager": (True, False), "trust_remote_code": (False,)}
 )
@@ -181,8 +179,8 @@ class LLM:
         logprobs = engine.prompt_logprobs(ids)
         total, count = sum(logprobs), len(logprobs)
         size = self._covered_bytes(text, ids[0])
-        perplexity = math.exp(min(-total / count, MAX_EXPONENT))
-        return ScoreOutput(count, size, total, perplexity, -total / math.log(2) / max(size, 1))
+        bits_per_byte = -total / math.log(2) / max(size, 1)
+        return ScoreOutput(count, size, total, exp_or_inf(-total / count), bits_per_byte)
 
     def _covered_bytes(self, text: str, first_id: int) -> int:
         """UTF-8 bytes of the text without those of an unpredicted first token."""
@@ -191,6 +189,14 @@ class LLM:
         if tokenizer is None or first_id in tokenizer.special_ids:
             return size
         return size - tokenizer.first_token_bytes(text)
+
+
+def exp_or_inf(value: float) -> float:
+    """exp, which Python refuses where the result is too large for a float."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def without_meaningless(arguments: dict[str, Any]) -> dict[str, Any]:
