@@ -18,16 +18,19 @@ from torch import Tensor
 from minillm.config import ModelConfig
 from minillm.errors import (
     CheckpointError,
+    InvalidRequestError,
     ModelNotFoundError,
     UnsupportedFeatureError,
     did_you_mean,
 )
 from minillm.models.families import integer, parse_config
 from minillm.presets import PRESETS, preset
+from minillm.sampling_params import SamplingParams, shown
 
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+HUB_FILES = ("*.json", "*.jinja")  # what describes a model; its weights are fetched to load it
+HUB_WEIGHTS = ("*.safetensors",)
 HUB_IGNORED = ("*/*", "consolidated*")  # other formats of the same weights
 SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
     {
@@ -52,18 +55,21 @@ class ModelSource:
     folder: Path | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
+    hub_id: str | None = None  # the weights may have to be fetched still
     ignored_layers: int = 0  # extra layers at the end of the file (multi-token prediction)
 
 
 def open_model(model: str | Path) -> ModelSource:
-    """Describe `model`: an embedded name, ``preset:NAME``, a folder, or a hub id.
+    """Describe `model`: an embedded name, ``preset:NAME``, a folder, or a hub id, whose weights
+    are not fetched for this.
 
     Raises ModelNotFoundError, CheckpointError, ConfigError or UnsupportedFeatureError.
     """
     name = str(model)
     if name.startswith("preset:"):
         return ModelSource(name, preset(name.removeprefix("preset:")))
-    folder = find_folder(name)
+    local = local_folder(name)
+    folder = local or download(name)
     config_data = read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
@@ -73,19 +79,32 @@ def open_model(model: str | Path) -> ModelSource:
         parse_config(config_data),
         folder,
         end_of_sequence_ids(eos, folder),
-        sampling_defaults(generation),
+        sampling_defaults(generation, generation_file),
+        None if local else name,
         integer(config_data, "num_nextn_predict_layers", 0),
     )
 
 
-def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """What the model's authors recommend, under the names of `SamplingParams`; those that vLLM
     takes over."""
-    return {
-        SAMPLING_FIELDS[name]: value
+    defaults: dict[str, Any] = {
+        SAMPLING_FIELDS[name]: int(value) if is_whole(value) else value  # a top_k of 50.0 is meant
         for name, value in generation.items()
         if name in SAMPLING_FIELDS and value is not None
     }
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequestError as error:
+        raise CheckpointError(
+            f"{path} recommends a setting that does not exist: {error}"
+        ) from error
+    return defaults
+
+
+def is_whole(value: object) -> bool:
+    """Whether this is a float without a fraction."""
+    return isinstance(value, float) and value.is_integer()
 
 
 def end_of_sequence_ids(value: Any, folder: Path) -> tuple[int, ...]:
@@ -102,34 +121,50 @@ def embedded_models() -> list[str]:
 
 
 def find_folder(name: str) -> Path:
-    """The local folder of a model, downloading a hub id when online."""
+    """The local folder of a model, fetching the small files of a hub id when online."""
+    return local_folder(name) or download(name)
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of an embedded model or on disk; None for what can only be a hub id."""
     if name.endswith(".gguf"):
         raise UnsupportedFeatureError("GGUF files are not supported by this version.")
     if name in embedded_models():
         return ASSETS / name
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file, beside = path.is_dir(), path.is_file(), path.parent.exists()
+    except (OSError, RuntimeError) as error:  # too long, not permitted; no such user's ~
+        raise ModelNotFoundError(
+            f"The folder {shown(name)} cannot be looked up: {reason(error)}."
+        ) from error
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         raise ModelNotFoundError(
             f"{name} is a file; give the folder that holds config.json and the weights."
         )
-    if HUB_ID.fullmatch(name) and not path.parent.exists():
-        return download(name)
+    if HUB_ID.fullmatch(name) and not beside:
+        return None
     known = [*embedded_models(), *(f"preset:{key}" for key in PRESETS)]
     raise ModelNotFoundError(
-        f"There is no folder {name!r}; give a Hugging Face model folder, a hub id such as "
+        f"There is no folder {shown(name)}; give a Hugging Face model folder, a hub id such as "
         f"'org/name', or one of {', '.join(embedded_models())}.{did_you_mean(name, known)}"
     )
 
 
-def download(hub_id: str) -> Path:
-    """Resolve a hub id to its cached snapshot, fetching what is missing."""
+def download(
+    hub_id: str, patterns: tuple[str, ...] = HUB_FILES, revision: str | None = None
+) -> Path:
+    """Resolve a hub id to its cached snapshot, fetching what is missing of the named files."""
     import huggingface_hub
 
     try:
         folder = huggingface_hub.snapshot_download(
-            hub_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
+            hub_id,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(HUB_IGNORED),
         )
         return Path(folder)
     except Exception as error:  # its HTTP client, and so the errors of that, change with versions
@@ -139,19 +174,35 @@ def download(hub_id: str) -> Path:
         ) from error
 
 
+def reason(error: Exception) -> str:
+    """What the operating system says, without its number and the path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error).rstrip(".")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object, or say which file is missing or damaged."""
-    if not path.is_file():
-        raise ModelNotFoundError(
-            f"The folder {str(path.parent)!r} has no {path.name}; give a Hugging Face model folder."
-        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(
+            f"The folder {str(path.parent)!r} has no {path.name}; give a Hugging Face model folder."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds a {type(data).__name__}; it must be a JSON object.")
     return data
+
+
+def weight_files(source: ModelSource) -> list[Path]:
+    """The weight files of a model that has some, fetched first if they are still on the hub."""
+    folder = source.folder
+    if folder and source.hub_id:
+        # A snapshot's folder is called after its commit: weights of the config that was read.
+        folder = download(source.hub_id, HUB_WEIGHTS, revision=folder.name)
+    return shard_files(folder) if folder else []
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -185,9 +236,12 @@ def shard_files(folder: Path) -> list[Path]:
 def open_shard(path: Path) -> Iterator[Any]:
     """A memory-mapped safetensors file, with damage reported by file name."""
     try:
+        path.open("rb").close()  # safetensors' errors do not tell what is wrong from who may read
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
+    except SafetensorError as error:
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}); fetch it again."
         ) from error

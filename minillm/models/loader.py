@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm.errors import CheckpointError, ConfigError
-from minillm.models.checkpoint import ModelSource, read_tensors, shard_files, shard_shapes
+from minillm.models.checkpoint import ModelSource, read_tensors, shard_shapes, weight_files
 from minillm.models.decoder import Decoder
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -44,7 +44,7 @@ def load_model(
         raise ConfigError(
             f"{source.name} is a shape without weights; add load_format='dummy' for random ones."
         )
-    files = shard_files(source.folder) if source.folder and load_format != "dummy" else []
+    files = [] if load_format == "dummy" else weight_files(source)
     shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
     model = Decoder(source.config, dtype, device, max_model_len)
     if load_format == "dummy":

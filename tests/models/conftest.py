@@ -1,6 +1,8 @@
 """Tiny checkpoints, each built once per session."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import transformers
@@ -27,3 +29,11 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tiny | 
         return built[key]
 
     return get
+
+
+@pytest.fixture
+def folder(checkpoint_of, tmp_path) -> Path:
+    """A copy of a whole tied checkpoint in one file, to be damaged."""
+    target = tmp_path / "model"
+    shutil.copytree(checkpoint_of("llama, tied").folder, target)
+    return target

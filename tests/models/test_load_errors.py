@@ -10,7 +10,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.utils import filter_repo_objects
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -22,7 +21,7 @@ from minillm.errors import (
     ModelNotFoundError,
     UnsupportedFeatureError,
 )
-from minillm.models.checkpoint import HUB_FILES, HUB_IGNORED, open_model
+from minillm.models.checkpoint import open_model
 from minillm.models.loader import load_model
 from tests.models.parity import TOLERANCE, reference_logits, relative_error, whole
 from tests.models.tiny import BASE, Tiny, prompt
@@ -53,14 +52,6 @@ def refused(model: Path | str, kind: type[MinillmError], *culprits: str) -> None
         assert culprit in message, message
     assert "\n" not in message
     assert message.endswith((".", "?"))
-
-
-@pytest.fixture
-def folder(checkpoint_of, tmp_path) -> Path:
-    """A copy of a whole tied checkpoint in one file, to be damaged."""
-    target = tmp_path / "model"
-    shutil.copytree(checkpoint_of("llama, tied").folder, target)
-    return target
 
 
 @pytest.fixture
@@ -340,17 +331,6 @@ def test_hub_failure_of_any_kind(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     refused("some-org/some-model", ModelNotFoundError, "some-org/some-model", "ProxyError")
-
-
-def test_hub_files_are_fetched_once_and_without_code():
-    repository = [
-        *("config.json", "model-00001-of-00002.safetensors", INDEX, "chat_template.jinja"),
-        *("consolidated.safetensors", "original/model.safetensors", "modeling_x.py", "a.bin"),
-    ]
-    fetched = filter_repo_objects(
-        repository, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
-    )
-    assert list(fetched) == repository[:4]
 
 
 def test_unknown_preset():
