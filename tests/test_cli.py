@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from minillm import LLM, MinillmError, SamplingParams
 from minillm.cli import demo, generate, main, plan
 from minillm.cli.app import COMMANDS
+from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
 from minillm.hardware import DATASHEET
 from minillm.models import checkpoint
@@ -137,6 +139,7 @@ for argv in (["--help"], ["generate", "--help"], ["generate", "--top-p", "0"],
     assert done.returncode == 0, done.stderr
 
 
+FULL = "error: The output cannot be written: No space left on device.\n"
 MISTAKES = [
     (["genrate"], "Did you mean 'generate'?"),
     (["serve"], "'serve' is not built yet"),
@@ -145,9 +148,9 @@ MISTAKES = [
     (["generate", "--quantization", "int4"], "--quantization is not built yet"),
     (["generate", "two", "words"], "'words' is one argument too many"),
     (["generate", "--max-tokens", "many"], "invalid int value: 'many'"),
-    (["generate", "--max-tokens", "0"], "max_tokens is 0"),
+    (["generate", "--max-tokens", "0"], "--max-tokens is 0"),
     (["generate", "--temperature", "nan"], "temperature is nan"),
-    (["generate", "--top-p", "0"], "top_p is 0.0"),
+    (["generate", "--top-p", "0"], "--top-p is 0.0"),
     (["generate", "--temperature", "1", "--n", "1000"], "n is 1000"),
     (["generate", "--n", "2"], "greedy completions are all the same"),
     (["generate", "--dtype", "int3"], "dtype is 'int3'; it must be one of"),
@@ -159,9 +162,10 @@ MISTAKES = [
     (["generate", "--model", "{base}"], "There is no prompt"),
     (["generate", "--model", "{base}", ""], "The prompt is empty"),
     (["generate", "--model", "{base}", "--prompt-ids", "1,9999"], "token id 9999"),
-    (["generate", "--model", "{base}", "--max-model-len", "9999", "x"], "max_model_len is 9999"),
+    (["generate", "--model", "{base}", "--max-model-len", "9999", "x"], "--max-model-len is 9999"),
     (["generate", "--model", "{base}", "word " * 200], "maximum context length is 128"),
-    (["generate", "--model", "preset:smollm2-135m", "x"], "add load_format='dummy'"),
+    (["generate", "--model", "{base}", "word " * 200], "or raise --max-model-len."),
+    (["generate", "--model", "preset:smollm2-135m", "x"], "add --load-format dummy for"),
     (["chat"], "required: --model"),
     (["chat", "--model", "{base}"], "has no chat template"),
     (["chat", "--model", "preset:smollm2-135m"], "no chat template"),
@@ -176,7 +180,10 @@ MISTAKES = [
     (["plan", "preset:qwen3-8b", "--memory", "9" * 400], "such as 24GiB"),
     (["plan", "preset:qwen3-8b", "--memory", "9" * 300 + "GiB"], "such as 24GiB"),
     (["plan", "preset:qwen3-8b", "--memory", "1GB", "--dtype", "bf16"], "dtype is 'bf16'"),
-    (["plan", "preset:qwen3-8b", "--memory", "1GB", "--max-model-len", "0"], "max_model_len is 0"),
+    (
+        ["plan", "preset:qwen3-8b", "--memory", "1GB", "--max-model-len", "0"],
+        "--max-model-len is 0",
+    ),
     (["plan", "preset:qwen3-8b", "--memory", "1GB", "--max-model-len", "99999"], "40960 tokens"),
 ]
 
@@ -217,6 +224,78 @@ def test_ctrl_c_is_exit_code_130(cli: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(plan, "run", interrupt)
     shown = cli("plan", "preset:qwen3-8b")
     assert (shown.code, shown.out, shown.err) == (130, "", "\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("add load_format='dummy' for", "add --load-format dummy for"),
+        ("use device='cpu'.", "use --device cpu."),
+        ("lower n or max_tokens.", "lower n or --max-tokens."),
+        ("max_model_len=4096", "--max-model-len 4096"),
+        ("set gpu_memory_utilization=0.95.", "set --gpu-memory-utilization 0.95."),
+        ("There is no folder 'my_max_tokens/max_tokens.d'", None),
+        ("Did you mean 'top_k'?", None),
+        ("the model has sampling_params and a stop", None),
+    ],
+)
+def test_advice_is_in_the_words_of_the_command_line(message: str, expected: str | None) -> None:
+    assert as_options(message) == (message if expected is None else expected)
+
+
+@pytest.fixture
+def swallowing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """`plan` becomes a command in which somebody swallows Ctrl-C; what it did then."""
+    done: list[str] = []
+
+    def swallow(_: Any, terminal: Terminal) -> int:
+        with suppress(BaseException), terminal.progress("Importing"):
+            signal.raise_signal(signal.SIGINT)
+        done.append("swallowed")
+        terminal.stream("text")
+        done.append("went on")
+        return 0
+
+    monkeypatch.setattr(plan, "run", swallow)
+    return done
+
+
+def test_ctrl_c_that_a_library_swallows_still_ends_it(swallowing: list[str], cli: Any) -> None:
+    shown = cli("plan", "preset:qwen3-8b")
+    assert (shown.code, shown.out, shown.err) == (130, "", "\n")
+    assert swallowing == ["swallowed"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_that_a_library_turns_into_its_own_error_is_ctrl_c(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def turn(*_: Any) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise ImportError("half a module") from error
+        return 0
+
+    monkeypatch.setattr(plan, "run", turn)
+    shown = cli("plan", "preset:qwen3-8b")
+    assert (shown.code, shown.out, shown.err) == (130, "", "\n")
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
+    code = """
+import contextlib, signal
+from minillm.cli.interrupt import forget, remembered
+with remembered():
+    for handled in (True, False, False):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        print("swallowed", flush=True)
+        if handled:
+            forget()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (130, ["swallowed"] * 2), done.stderr
 
 
 def test_what_libraries_say_becomes_a_note(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -739,6 +818,41 @@ def test_ctrl_c_ends_a_running_process_cleanly(endless: list[Any]) -> None:
     assert process.returncode in (130, -signal.SIGINT)  # a shell shows both as 130
     assert b"Traceback" not in error
     assert error.endswith(b"\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+@pytest.mark.parametrize(
+    ("command", "code", "out", "error"),
+    [
+        ("info preset:qwen3-8b >&-", 0, "", ""),
+        ("info nowhere >&- 2>&-", 2, "", ""),
+        ("info preset:qwen3-8b 2>&- | tail -n 1 | wc -l", 0, "1", ""),
+        ("chat --model nowhere <&-", 2, "", "error: There is no folder 'nowhere'"),
+        ("plan nowhere:x 2>/dev/full", 2, "", ""),
+        ("info preset:qwen3-8b >/dev/full", 1, "", FULL),
+        ("--help >/dev/full", 1, "", FULL),
+    ],
+)
+def test_closed_and_full_streams_are_no_surprise(
+    command: str, code: int, out: str, error: str
+) -> None:
+    if "/dev/full" in command and not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        f'"{sys.executable}" -m minillm {command}',
+        shell=True, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (code, out)
+    assert done.stderr.startswith(error)
+    assert done.stderr.count("\n") == bool(error)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+def test_chat_without_standard_input_just_ends(chatty: Path) -> None:
+    command = f'"{sys.executable}" -m minillm chat --model "{chatty}" <&-'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_a_reader_that_leaves_ends_it_silently(endless: list[Any]) -> None:

@@ -101,10 +101,14 @@ def build_parser() -> Parser:
 
 def run(argv: Sequence[str] | None) -> int:
     """Parse and run one command; its errors come out as exceptions."""
-    args = build_parser().parse_args(argv)
+    terminal = Terminal()
+    try:
+        args = build_parser().parse_args(argv)
+    finally:
+        terminal.flush()  # --help leaves by SystemExit, and a full disk is noticed here
     with notes_on_stderr():
-        code: int = import_module(f"minillm.cli.{args.command or 'demo'}").run(args, Terminal())
-        sys.stdout.flush()
+        code: int = import_module(f"minillm.cli.{args.command or 'demo'}").run(args, terminal)
+        terminal.flush()
     return code
 
 

@@ -7,9 +7,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from minillm.cli.generate import summary
+from minillm.cli.interrupt import forget
 from minillm.cli.options import (
     add_engine_options,
     add_sampling_options,
+    as_options,
     engine_arguments,
     sampling_params,
 )
@@ -127,7 +129,7 @@ class Conversation:
         try:
             answer = self.answer()
         except InvalidRequestError as error:
-            self.terminal.remark(f"error: {error}")
+            self.terminal.remark(f"error: {as_options(str(error))}")
         if answer:
             self.messages.append({"role": "assistant", "content": answer})
         else:
@@ -149,6 +151,7 @@ class Conversation:
                 self.terminal.stream(new[len(text) :])
                 text = new
         except KeyboardInterrupt:
+            forget()
             self.terminal.line()
             self.terminal.remark("Stopped.")
             return text
@@ -163,5 +166,5 @@ class Conversation:
         used += len(completion.token_ids)
         room = "" if used < most else "; /reset starts a new conversation"
         if completion.error:
-            self.terminal.remark(f"error: {completion.error}")
+            self.terminal.remark(f"error: {as_options(completion.error)}")
         self.terminal.remark(f"{summary(output, self.params)} | context {used:,} of {most:,}{room}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minillm.cli.options import (
     add_engine_options,
     add_sampling_options,
+    as_options,
     engine_arguments,
     sampling_params,
 )
@@ -76,7 +77,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         terminal.remark(summary(output, params))
     failed = [completion.error for completion in output.outputs if completion.error]
     for message in failed:
-        terminal.remark(f"error: {message}")
+        terminal.remark(f"error: {as_options(message)}")
     return 1 if failed else 0
 
 

@@ -5,6 +5,7 @@ way in, and their sentences are what the user reads.
 """
 
 import random
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -55,6 +56,17 @@ def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
     option("--stop", metavar="TEXT", action="append", help="end before TEXT; may be repeated")
     option("--min-tokens", metavar="N", type=int, help="do not end before N tokens (0)")
     option("--ignore-eos", action="store_true", default=None, help="do not end at the end token")
+
+
+def as_options(message: str) -> str:
+    """An error of the library in this command line's words: ``load_format='dummy'`` is
+    ``--load-format dummy`` here. Names without an underscore are also English, or of a file."""
+    for name in (*ENGINE, *SAMPLING, "max_num_seqs", "kv_cache_dtype"):
+        option = f"--{name.replace('_', '-')}"
+        message = re.sub(rf"(?<![\w./'\"-]){name}=(['\"]?)([\w.]*\w)\1", rf"{option} \2", message)
+        if "_" in name:
+            message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w/'\"]|\.\w)", option, message)
+    return message
 
 
 def engine_arguments(args: Namespace) -> dict[str, Any]:

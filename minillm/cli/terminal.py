@@ -13,11 +13,28 @@ from contextlib import contextmanager
 from os import environ
 from typing import TextIO
 
+from minillm.cli.interrupt import check
+
 # A model's text is a stranger's: it must not move the cursor or rename the window.
 CONTROLS: Mapping[int, str] = {
     code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))
 }
 LONG = 2.0  # seconds
+
+
+class OutputError(OSError):
+    """Standard output takes no more: the disk is full, for one."""
+
+
+@contextmanager
+def told_apart() -> Iterator[None]:
+    """Turn what writing the output raises into `OutputError`, but for a reader that left."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"The output cannot be written: {error.strerror}.") from error
 
 
 class Terminal:
@@ -31,23 +48,34 @@ class Terminal:
         self.interactive = self.out.isatty()
         self.width = max(40, min(shutil.get_terminal_size((80, 24)).columns, 100))
 
+    def write(self, text: str) -> None:
+        """A part of the result."""
+        with told_apart():
+            self.out.write(text)
+
+    def flush(self) -> None:
+        """Show what was written."""
+        with told_apart():
+            self.out.flush()
+
     def line(self, text: str = "") -> None:
         """One line of the result."""
-        self.out.write(text + "\n")
+        self.write(text + "\n")
 
     def stream(self, text: str) -> None:
-        """A piece of generated text, shown at once."""
-        self.out.write(text.translate(CONTROLS) if self.interactive else text)
-        self.out.flush()
+        """A piece of generated text, shown at once, unless Ctrl-C was pressed."""
+        check()
+        self.write(text.translate(CONTROLS) if self.interactive else text)
+        self.flush()
 
     def stream_prompt(self, text: str) -> None:
         """The prompt that the following text continues, set apart by its style."""
         lines = text.translate(CONTROLS).split("\n")
-        self.out.write("\n".join(self.style(line, "2") if line else "" for line in lines))
+        self.write("\n".join(self.style(line, "2") if line else "" for line in lines))
 
     def remark(self, text: str) -> None:
         """One line beside the result: how long it took, what was assumed."""
-        self.out.flush()
+        self.flush()
         lines = wrap(text, self.width) if self.err.isatty() else [text]
         self.err.write(self.style("\n".join(lines), "2", self.err) + "\n")
         self.err.flush()
@@ -98,13 +126,14 @@ class Terminal:
     def progress(self, what: str) -> Iterator[None]:
         """Say what is being done while it takes its seconds. A terminal forgets it afterwards; a
         log keeps what took long."""
-        self.out.flush()
+        self.flush()
         live, started = self.err.isatty() and environ.get("TERM") != "dumb", time.perf_counter()
         if live:
             self.err.write(self.style(f"{what} ...", "2", self.err))
             self.err.flush()
         try:
             yield
+            check()
         finally:
             took = time.perf_counter() - started
             if live:
