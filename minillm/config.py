@@ -160,6 +160,8 @@ class ModelConfig:
         for name in MODEL_SIZES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if not 0 < self.rms_norm_eps < inf:
+            raise ConfigError(f"rms_norm_eps is {self.rms_norm_eps}; it must be greater than 0.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of "

@@ -4,11 +4,13 @@ Fields that are absent mean what transformers takes them to mean. A field whose 
 something this engine does not do is refused by name; nothing is ignored that changes an output.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from minillm.config import DTYPE_BYTES, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
+from minillm.sampling_params import shown
 
 Fields = Mapping[str, Any]
 LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor")
@@ -18,6 +20,11 @@ ROPE_NUMBERS = (
 )
 LAYER_TYPES = ("sliding_attention", "full_attention")
 LARGEST = 1 << 24  # of any size: positions above are no longer exact in float32
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # each becomes modules, before a file can contradict it
+LIMITS: Mapping[str, int] = {
+    "num_hidden_layers": MAX_LAYERS,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MAX_EXPERTS),
+}
 
 
 def parse_config(data: Fields) -> ModelConfig:
@@ -55,9 +62,10 @@ def integer(data: Fields, name: str, default: int | None = None) -> int:
     value = default if value is None else value
     if value is None:
         raise ConfigError(f"config.json has no {name!r}, which this model family needs.")
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > LARGEST:
+    most = LIMITS.get(name, LARGEST)
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > most:
         raise ConfigError(
-            f"config.json says {name} = {value!r}; it must be a whole number up to {LARGEST}."
+            f"config.json says {name} = {shown(value)}; it must be a whole number up to {most}."
         )
     return value
 
@@ -83,7 +91,7 @@ def numbers(data: Fields, name: str) -> tuple[Any, ...]:
     """A list of numbers; absent and null mean an empty one."""
     value = data.get(name)
     value = [] if value is None else value
-    if not isinstance(value, list | tuple) or not all(isinstance(i, int | float) for i in value):
+    if not isinstance(value, list | tuple) or not all(map(is_number, value)):
         raise ConfigError(f"config.json says {name} = {value!r}; it must be a list of numbers.")
     return tuple(value)
 
@@ -92,9 +100,18 @@ def number(data: Fields, name: str, default: float) -> float:
     """A number; null means the default."""
     value = data.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"config.json says {name} = {value!r}; it must be a number.")
+    if not is_number(value):
+        raise ConfigError(f"config.json says {name} = {shown(value)}; it must be a finite number.")
     return float(value)
+
+
+def is_number(value: object) -> bool:
+    """A number that a float can hold: Python reads NaN, Infinity and any integer from JSON."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def dtype_name(data: Fields) -> str:
