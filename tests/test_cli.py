@@ -28,7 +28,8 @@ from minillm.cli import demo, generate, main, plan
 from minillm.cli.app import COMMANDS
 from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
-from minillm.hardware import DATASHEET
+from minillm.cost import step_cost
+from minillm.hardware import DATASHEET, DISTURBED, MEASURED
 from minillm.models import checkpoint
 from minillm.models.decoder import Decoder
 from minillm.models.families import parse_config
@@ -697,6 +698,7 @@ def small_demo(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     clock = SimpleNamespace(perf_counter=itertools.count(0, 0.001).__next__)
     monkeypatch.setattr(demo, "time", clock)
     monkeypatch.setattr(demo, "BUDGET", 0.0505)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5), raising=False)
 
 
 @pytest.mark.usefixtures("small_demo")
@@ -715,6 +717,23 @@ def test_the_demonstration_writes_and_says_how_fast(base: Path, cli: Any) -> Non
     assert int(share[2]) == pytest.approx(100 * ran / bound, abs=1.5)
     assert len(re.findall(r"\n  \S*minillm \w+ ", shown.out)) == 3
     assert max(map(len, shown.out.partition("How fast")[2].splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("load", "source", "disturbed"),
+    [(0.5, MEASURED, False), (99.0, MEASURED, True), (0.5, DISTURBED, True)],
+)
+def test_a_disturbed_demonstration_says_so_first_and_blames_nobody_else(
+    load: float, source: str, disturbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load), raising=False)
+    machine = replace(DATASHEET["laptop-ddr5"], source=source)
+    cost = step_cost(PRESETS[demo.BIG], [1], [512], dtype="float32")
+    text = demo.explanation(cost, machine, 0.003)
+    assert text.startswith("Other programs are running") == disturbed
+    assert ("this engine's overhead" in text) != disturbed
+    assert "memory is the bound; in a batch" in text
+    assert demo.share(0.003) == "0.3%"
 
 
 @pytest.mark.usefixtures("small_demo")

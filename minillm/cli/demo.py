@@ -18,7 +18,7 @@ from minillm.cli.app import version
 from minillm.cli.generate import stream, summary
 from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds
 from minillm.cost import StepCost, step_cost, step_time
-from minillm.hardware import Hardware, measure
+from minillm.hardware import DISTURBED, Hardware, measure
 from minillm.parameters import parameter_count
 from minillm.sampling_params import SamplingParams
 
@@ -123,8 +123,13 @@ def show_card(llm: "LLM", decoded: DecodeRun, hardware: Hardware, terminal: Term
         ]
     )  # fmt: skip
     fraction = decoded.bandwidth / hardware.bandwidth
-    terminal.line(f"\n  {terminal.bar(fraction)} {fraction:.0%} of the bound\n")
+    terminal.line(f"\n  {terminal.bar(fraction)} {share(fraction)} of the bound\n")
     terminal.paragraph(explanation(cost, hardware, fraction))
+
+
+def share(fraction: float) -> str:
+    """``63%``, and never ``0%``."""
+    return f"{fraction:.0%}" if fraction >= 0.01 else f"{digits(100 * fraction)}%"
 
 
 def rate(per_token: float) -> str:
@@ -141,31 +146,35 @@ def threads(llm: "LLM") -> str:
 
 
 def explanation(cost: StepCost, hardware: Hardware, fraction: float) -> str:
-    """What the card means, in a sentence or two."""
+    """What the card means, in a few sentences; first of all whether it means anything."""
+    others = busy(hardware)
     if step_time(cost, hardware).bound == "overhead":
         return (
-            f"Every weight is read for every token, but starting the {cost.num_operations} "
+            f"{others}Every weight is read for every token, but starting the {cost.num_operations} "
             f"operations of a token ({seconds(cost.num_operations * hardware.overhead)} or more) "
             "takes longer than that here: the bound is overhead."
         )
     text = (
-        f"A token needs {digits(cost.intensity)} operations per byte it reads, and this machine "
-        f"could do {digits(hardware.ridge(cost.dtype))}. So memory is the bound, and a second "
-        "sequence in the same batch would cost almost nothing."
+        f"{others}A token needs {digits(cost.intensity)} operations per byte it reads, and this "
+        f"machine could do {digits(hardware.ridge(cost.dtype))}. So memory is the bound; in a "
+        "batch, one reading of the weights serves every sequence."
     )
-    if fraction < 0.7:
-        text += f" The rest of the time went to this engine's overhead{busy()}."
+    if fraction < 0.7 and not others:
+        text += " The rest of the time went to this engine's overhead."
     if fraction > 1:
         text += " Above 100%: the machine was busier while it was measured than afterwards."
     return text
 
 
-def busy() -> str:
-    """A remark when other programs want the processors too, which no engine can make up for."""
+def busy(hardware: Hardware) -> str:
+    """A warning when other programs want the processors too, which no engine can make up for."""
     load, processors = getattr(os, "getloadavg", lambda: (0.0,))()[0], machine.cpu_count()
-    if load <= 1.5 * processors:
+    if load <= 1.5 * processors and hardware.source != DISTURBED:
         return ""
-    return f" and to other programs (load {digits(load)} on {plural(processors, 'processor')})"
+    return (
+        f"Other programs are running (load {digits(load)} on {plural(processors, 'processor')}), "
+        "so these figures are not the machine's: run it again when it is idle. "
+    )
 
 
 def show_next(terminal: Terminal) -> None:
