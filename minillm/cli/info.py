@@ -26,6 +26,7 @@ examples:
   minillm info preset:deepseek-v3
   minillm info PATH_TO_A_HF_FOLDER
 """
+NOT_FETCHED = "the weights are not downloaded; the first generate or chat fetches them"
 CONTEXT = 4096  # tokens of the context whose memory is stated
 # safetensors' names of what a tensor holds, as torch calls them.
 STORED: Mapping[str, str] = {
@@ -68,23 +69,35 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 
 def describe_checkpoint(model: str, terminal: Terminal) -> None:
-    """Everything the files say, without reading a weight. What the loader would refuse for its
-    names, shapes or types is refused here in the same words."""
-    from minillm.models.checkpoint import open_model, shard_files
+    """Everything the files say, without reading or fetching a weight. What the loader would refuse
+    for its names, shapes or types is refused here in the same words."""
+    from minillm.models.checkpoint import open_model
 
     source = open_model(model)
-    files = shard_files(source.folder) if source.folder else []
-    stored = check_headers(source, files)
+    files = stored_files(source)
+    weights = files_line(files, check_headers(source, files)) if files else NOT_FETCHED
     terminal.heading(model)
     terminal.rows(
         [
             *shape(source.config),
-            ("files", files_line(files, stored)),
+            ("files", weights),
             ("tokenizer", tokenizer_line(source)),
             *needs(source.config),
             ("folder", str(source.folder)),
         ]
     )
+
+
+def stored_files(source: "ModelSource") -> list[Path]:
+    """The weight files on this machine; none for a hub id that was never loaded."""
+    from minillm.models.checkpoint import shard_files
+
+    try:
+        return shard_files(source.folder) if source.folder else []
+    except ModelNotFoundError:
+        if source.hub_id:
+            return []
+        raise
 
 
 def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:

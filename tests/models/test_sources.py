@@ -12,6 +12,7 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
+from minillm.cli import main
 from minillm.errors import CheckpointError, ConfigError, ModelNotFoundError
 from minillm.models.checkpoint import HUB_IGNORED, HUB_WEIGHTS, find_folder, open_model
 from minillm.models.loader import load_model
@@ -84,6 +85,22 @@ def test_an_unsupported_hub_model_is_refused_without_its_weights(hub, folder):
     edit_json(folder / "config.json", model_type="gpt2")
     refused("some-org/some-model", ConfigError, "'gpt2'")
     assert not list(hub.glob("*.safetensors"))
+
+
+def test_plan_and_info_of_a_hub_model_fetch_no_weights(hub, capsys):
+    assert main(["plan", "some-org/some-model", "--hardware", "h200"]) == 0
+    assert main(["info", "some-org/some-model"]) == 0
+    assert "not downloaded" in capsys.readouterr().out
+    assert not list(hub.glob("*.safetensors"))
+    load("some-org/some-model")
+    assert main(["info", "some-org/some-model"]) == 0
+    assert "1 safetensors file" in capsys.readouterr().out
+
+
+def test_info_of_a_folder_without_weights_is_an_error(folder, capsys):
+    (folder / "model.safetensors").unlink()
+    assert main(["info", str(folder)]) != 0
+    assert "holds no safetensors file" in capsys.readouterr().err
 
 
 # What the operating system refuses
