@@ -1,10 +1,13 @@
 """Render a chat with the Jinja template that came with a checkpoint, inside a sandbox.
 
 A template is a program written by whoever published the model, so it runs in Jinja's immutable
-sandbox: it sees the messages and the names of the special tokens, cannot reach Python's internals,
-and its output is cut off at ``MAX_RENDERED_CHARS``. The names it can use (``raise_exception``,
-``strftime_now``, ``tojson``, ``break`` and ``continue``, ``{% generation %}``) are those of
-transformers, because published templates are written against transformers.
+sandbox: it sees the messages and the names of the special tokens, and cannot reach Python's
+internals. Its output, and what it may make by repetition or powers, end at ``MAX_RENDERED_CHARS``;
+that stops accidents, but a hostile template still finds ways to waste time and memory.
+
+The names it can use (``raise_exception``, ``strftime_now``, ``tojson``, ``break`` and ``continue``,
+``{% generation %}``) are those of transformers, because published templates are written against
+transformers.
 """
 
 import json
@@ -17,13 +20,14 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from minillm.errors import InvalidRequestError
 
 MAX_RENDERED_CHARS: Final = 8 * 1024 * 1024
-"""Longest text a template may produce; a template that loops must not fill the memory."""
+"""Longest text a template may produce, and longest list or number (in bits) of one product."""
 
 Message = Mapping[str, Any]
 """One turn: ``{"role": str, "content": str | [{"type": "text", "text": str}, ...]}``."""
@@ -85,8 +89,35 @@ def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox with a bound on the two operators that make much out of little."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute ``left * right`` or ``left ** right`` unless the result is too large."""
+        if operator == "**":
+            size = _size(left) * abs(right) if isinstance(right, int) else 0
+        elif isinstance(left, int) and isinstance(right, int):
+            size = _size(left) + _size(right)
+        elif isinstance(left, int):
+            size = left * _size(right)
+        else:
+            size = _size(left) * right if isinstance(right, int) else 0
+        if size > MAX_RENDERED_CHARS:
+            raise jinja2.exceptions.SecurityError(f"the result of {operator!r} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(value: object) -> int:
+    """Bits of an integer, items of a sequence; 0 for what has a fixed size."""
+    if isinstance(value, int):
+        return value.bit_length()
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     functions: dict[str, Callable[..., Any]] = {
@@ -153,7 +184,7 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _failure(self, error: Exception) -> str:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
         line = getattr(error, "lineno", None)
         place = f" (line {line} of the template)" if line else ""
         return f"The chat template of {self.origin} cannot render these messages: {reason}{place}."

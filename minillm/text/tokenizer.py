@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
+from minillm.sampling_params import shown
 from minillm.text.chat_template import ChatTemplate, Message
 
 
@@ -67,7 +68,6 @@ class Tokenizer:
             max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
         """Largest token id plus one. The logit width of a model is often larger."""
-        self.bos_token_id: int | None = self._named_id("bos_token")
         self.eos_token_id: int | None = self._named_id("eos_token")
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
@@ -84,10 +84,16 @@ class Tokenizer:
             CheckpointError: a file is there but damaged.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            raise ModelNotFoundError(f"There is no tokenizer folder {str(path)!r}.")
         file = folder / "tokenizer.json"
-        if not file.is_file():
+        try:
+            is_folder, is_file = folder.is_dir(), file.is_file()
+        except OSError as error:
+            raise ModelNotFoundError(
+                f"The tokenizer folder {shown(str(path))} cannot be looked up: {_line(error)}."
+            ) from error
+        if not is_folder:
+            raise ModelNotFoundError(f"There is no tokenizer folder {str(path)!r}.")
+        if not is_file:
             raise ModelNotFoundError(
                 f"{str(path)!r} has no tokenizer.json, so text cannot be used with this model; "
                 "token ids still work: pass {'prompt_token_ids': [...]} as the prompt."
@@ -205,15 +211,10 @@ class Tokenizer:
             )
         return self._template.render(messages, add_generation_prompt)
 
-    def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Return the ids of ``render_chat``. The template itself writes the first token."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), False)
-
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200].rstrip(".")
+    text = (isinstance(error, OSError) and error.strerror) or str(error)  # no number, no path
+    return " ".join(text.split())[:200].rstrip(".")
 
 
 def _why(text: str, error: Exception) -> str:
@@ -226,10 +227,12 @@ def _why(text: str, error: Exception) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in ``file``, or {} if there is no such file."""
-    if not file.is_file():
-        return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {_line(error)}.") from error
     except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueError
         raise CheckpointError(f"{file} is not valid JSON: {_line(error)}.") from error
     if not isinstance(value, dict):
@@ -297,11 +300,14 @@ def _add_missing_tokens(
 def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the default template: its own file first, then the configuration."""
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except ValueError as error:
-            raise CheckpointError(f"{file} is not UTF-8 text: {_line(error)}.") from error
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {_line(error)}.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not UTF-8 text: {_line(error)}.") from error
     found = config.get("chat_template")
     if found is None:
         found = _read_json(folder / "chat_template.json").get("chat_template")

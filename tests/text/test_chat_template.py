@@ -100,12 +100,7 @@ def test_the_text_is_that_of_transformers(
     expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
     assert ours.render_chat(chat, prompt) == expected
     ids = theirs.apply_chat_template(chat, add_generation_prompt=prompt, return_dict=False)
-    assert ours.encode_chat(chat, prompt) == ids
-
-
-def test_the_first_token_is_not_added_twice(tmp_path: Path) -> None:
-    ours = Tokenizer.from_folder(folder_with(tmp_path, LLAMA3))
-    assert ours.encode_chat(CHATS[0]).count(ours.bos_token_id) == 1
+    assert ours.encode(ours.render_chat(chat, prompt), add_special_tokens=False) == ids
 
 
 def test_text_parts_are_joined_by_newlines(tmp_path: Path) -> None:
@@ -140,7 +135,7 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
 def test_no_template_says_so(template: object, tmp_path: Path) -> None:
     ours = Tokenizer.from_folder(folder_with(tmp_path, template))
     with pytest.raises(InvalidRequestError, match=r"no chat template.*use generate") as caught:
-        ours.encode_chat(CHATS[0])
+        ours.render_chat(CHATS[0])
     assert str(tmp_path) in str(caught.value)
 
 
@@ -182,6 +177,8 @@ def test_malformed_messages(messages: object, problem: str) -> None:
         ("{{ 1 // 0 }}", "division"),
         ("{{ raise_exception('no\nway') }}", "no way"),
         ("{% include 'x' %}", "cannot render"),
+        ("{{ raise_exception('It is unsafe.') }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
         ("{{ nothing() }}", "undefined"),
         ("{% set n = namespace(_x=1) %}", "cannot hold the attribute '_x'"),
@@ -193,6 +190,27 @@ def test_a_template_that_fails_is_one_sentence(template: str, problem: str) -> N
         ChatTemplate(template, "the-folder", {}).render(CHATS[0])
     assert "the-folder" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
+    assert ".." not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        *("'a' * 3000000000", "3000000000 * 'a'", "[0] * 3000000000", "('ab' * 2 ** 23)"),
+        *("9 ** 99999999", "(-9) ** 99999999", "2 ** 8000000 * 2 ** 8000000"),
+    ],
+)
+def test_a_product_is_capped(product: str) -> None:
+    with pytest.raises(InvalidRequestError, match="is too large"):
+        ChatTemplate(f"{{{{ ({product}) | string | length }}}}", "m", {}).render(CHATS[0])
+
+
+def test_ordinary_products_are_python_s() -> None:
+    for product in ("'ab' * 3", "3 * 'ab'", "[1] * 2", "7 * -8", "2.5 * 4", "2 ** 10", "2 ** 0.5",
+                    "2 ** -1", "'x' * -3", "-3 * 'x'", "9 ** 0", "true * 2"):  # fmt: skip
+        expected = str(eval(product.replace("true", "True")))
+        assert ChatTemplate(f"{{{{ {product} }}}}", "m", {}).render(CHATS[0]) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Ids and text are those of transformers' AutoTokenizer for the same folder."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def assert_same_as_transformers(folder: Path) -> Tokenizer:
     for every in ([*range(ours.vocab_size)], [*range(ours.vocab_size - 1, -1, -1)]):
         for skip in (True, False):
             assert ours.decode(every, skip) == theirs.decode(every, skip_special_tokens=skip)
-    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.eos_token_id == theirs.eos_token_id
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
     named = {k: v for k, v in ours.special_tokens.items() if k in theirs.special_tokens_map}
     assert named == theirs.special_tokens_map
@@ -51,7 +52,7 @@ def test_the_first_token_is_decided_by_the_post_processor(
     extra = {} if flag is None else {"add_bos_token": flag, "add_eos_token": flag}
     folder = write_folder(tmp_path, KINDS[kind](), bos_token=bos, eos_token=eos, **extra)
     ours = assert_same_as_transformers(folder)
-    first = ours.encode("Hello")[0] == ours.bos_token_id
+    first = ours.encode("Hello")[0] == ours.encode(bos, add_special_tokens=False)[0]
     assert first == (kind in ("llama2", "byte_level_bos"))
 
 
@@ -105,7 +106,7 @@ def test_the_older_files_count_without_a_table(table: dict, tmp_path: Path) -> N
 def test_without_tokenizer_config(tmp_path: Path) -> None:
     byte_level(with_bos=True).save(str(tmp_path / "tokenizer.json"))
     ours = Tokenizer.from_folder(tmp_path)
-    assert (ours.bos_token_id, ours.eos_token_id, ours.has_chat_template) == (None, None, False)
+    assert (ours.eos_token_id, ours.has_chat_template) == (None, False)
     assert ours.encode("hi")[0] == 0
 
 
@@ -272,6 +273,27 @@ def test_a_damaged_file_is_named(file: str, content: bytes, tmp_path: Path) -> N
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_may_not_be_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = write_folder(tmp_path, byte_level()), Path.read_text
+
+    def deny(path: Path, encoding: str) -> str:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path, encoding)
+
+    monkeypatch.setattr(Path, "read_text", deny)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: Permission denied\\.$"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_folder_that_no_file_system_has() -> None:
+    with pytest.raises(ModelNotFoundError, match=r"aaa.* cannot be looked up: .* too long\.$"):
+        Tokenizer.from_folder("a" * 5000)
 
 
 def test_one_object_is_not_changed_by_use(tmp_path: Path) -> None:
