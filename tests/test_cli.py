@@ -234,8 +234,10 @@ def test_ctrl_c_is_exit_code_130(cli: Any, monkeypatch: pytest.MonkeyPatch) -> N
         ("use device='cpu'.", "use --device cpu."),
         ("lower n or max_tokens.", "lower n or --max-tokens."),
         ("max_model_len=4096", "--max-model-len 4096"),
+        ("prompt_logprobs=1", "--prompt-logprobs 1"),
         ("set gpu_memory_utilization=0.95.", "set --gpu-memory-utilization 0.95."),
         ("There is no folder 'my_max_tokens/max_tokens.d'", None),
+        ("There is no folder 'a/max_tokens and more'", None),
         ("Did you mean 'top_k'?", None),
         ("the model has sampling_params and a stop", None),
     ],
@@ -511,7 +513,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_session(
         monkeypatch.setattr(LLM, "stream", whole)
         for count, output in enumerate(whole(self, prompt, params)):
             if count == 4:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
             yield output
 
     monkeypatch.setattr(LLM, "stream", interrupted)
