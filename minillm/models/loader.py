@@ -46,13 +46,14 @@ def load_model(
         )
     files = [] if load_format == "dummy" else weight_files(source)
     shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
+    if load_format != "dummy":  # before memory is taken for sizes that the files may not have
+        wanted = Decoder(source.config, device="meta").checkpoint_tensors()
+        check_tensors(source, wanted, shapes)
     model = Decoder(source.config, dtype, device, max_model_len)
     if load_format == "dummy":
         model.initialize(seed=seed)
     else:
-        wanted = model.checkpoint_tensors()
-        check_tensors(source, wanted, shapes)
-        fill(wanted, files)
+        fill(model.checkpoint_tensors(), files)
     return model.eval()
 
 

@@ -116,6 +116,11 @@ def test_shape_mismatch(folder):
     refused(folder, CheckpointError, "mlp.", "96", "95")
 
 
+def test_sizes_beyond_any_memory_are_compared_first(folder):
+    edit_json(folder / "config.json", hidden_size=1 << 24, intermediate_size=1 << 24)
+    refused(folder, CheckpointError, "has shape", "16777216")
+
+
 def test_transposed_square_is_not_seen_but_a_flat_one_is(folder):
     edit_tensors(folder, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].flatten()}))
     refused(folder, CheckpointError, Q_PROJ, "[4096]", "[64, 64]")
