@@ -887,3 +887,16 @@ def test_a_reader_that_leaves_ends_it_silently(endless: list[Any]) -> None:
     process.stderr.close()
     assert process.returncode == 141
     assert re.sub(rb"Starting took [\d.]+ s\.\n", b"", error) == b""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, expected, cli, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    cli("--version")
+    assert os.environ.get("GOMP_SPINCOUNT") == expected

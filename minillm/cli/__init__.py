@@ -16,6 +16,7 @@ from minillm.cli.interrupt import remembered
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code (the entry point ``minillm``)."""
     open_closed_streams()
+    share_processors()
     try:
         with remembered() as interrupts:
             try:
@@ -27,6 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return report("", 130) if interrupts.pending else failed(error)
     except KeyboardInterrupt:
         return report("", 130)
+
+
+def share_processors() -> None:
+    """Threads that wait for each other spin a little and then sleep; libgomp reads this when torch
+    loads. Its own default spins for so long that a second busy program on the same processors
+    makes every operation wait for time slices: up to 100 times slower, for nothing when idle."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def open_closed_streams() -> None:
