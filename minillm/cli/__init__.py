@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def share_processors() -> None:
     """Threads that wait for each other spin a little and then sleep; libgomp reads this when torch
-    loads. Its own default spins for so long that a second busy program on the same processors
-    makes every operation wait for time slices: up to 100 times slower, for nothing when idle."""
+    loads. Its own default spins for so long that beside two busy programs on two processors a
+    token of `tiny` took 290 ms instead of 8; on an idle machine sleeping costs 3.3 instead of 3.1.
+    """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
