@@ -160,7 +160,10 @@ def explanation(cost: StepCost, hardware: Hardware, fraction: float) -> str:
         "batch, one reading of the weights serves every sequence."
     )
     if fraction < 0.7 and not others:
-        text += " The rest of the time went to this engine's overhead."
+        text += (
+            " The rest of the time went to matrix products that read more slowly than the memory "
+            "could, and to the small operations between them."
+        )
     if fraction > 1:
         text += " Above 100%: the machine was busier while it was measured than afterwards."
     return text
