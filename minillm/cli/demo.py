@@ -187,8 +187,8 @@ def show_next(terminal: Terminal) -> None:
     terminal.heading("Next")
     terminal.rows(
         [
-            (f'{program} generate "import os"', "your own text (and --model FOLDER)"),
-            (f"{program} info", "the models at hand, and this machine"),
+            (f'{program} generate "import os"', "continue your own text"),
+            (f"{program} info", "the models and this machine"),
             (f"{program} plan preset:llama-3.1-70b", "what a 70B model would need"),
         ]
     )
