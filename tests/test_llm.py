@@ -16,6 +16,7 @@ import minillm
 from minillm import LLM, EngineArgs, SamplingParams, errors
 from minillm.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
 from minillm.llm import list_prompts
+from minillm.sampler import SamplingRow, sample
 
 EOS = 256
 PROMPT = list(range(60, 77))
@@ -139,6 +140,33 @@ def test_a_hopeless_model_has_infinite_perplexity(folder):
     llm = LLM(folder, dtype="float32")
     llm.engine.runner.model.norm.weight.mul_(1e4)
     assert llm.score("import os")[0].perplexity == math.inf
+
+
+def test_every_draw_is_the_samplers_at_its_position_on_transformers_logits(llm, reference):
+    params = SamplingParams(
+        n=3, seed=11, max_tokens=12, temperature=1.5, frequency_penalty=1.0, ignore_eos=True
+    )
+    completions = llm.generate(PROMPT, params)[0].outputs
+    for completion in completions:
+        ids = [*PROMPT, *completion.token_ids]
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids])).logits[0]
+        for step, token in enumerate(completion.token_ids):
+            position = len(PROMPT) + step
+            row = SamplingRow(
+                params=params,
+                seed=11,
+                sample_index=completion.index,
+                position=position,
+                prompt_token_ids=PROMPT,
+                output_token_ids=completion.token_ids[:step],
+            )
+            assert sample(logits[position - 1 : position], [row]).token_ids == [token]
+
+
+def test_score_needs_something_to_predict(llm):
+    with pytest.raises(InvalidRequestError, match="1 tokens; scoring needs at least 2"):
+        llm.score("a")
 
 
 # ---- requests --------------------------------------------------------------------------------
@@ -301,6 +329,14 @@ def test_stop_string_across_tokens(llm, include):
     assert out.text == whole[: end + len(stop) * include]
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
     assert len(out.token_ids) == end + len(stop)
+
+
+def test_stop_strings_wait_for_min_tokens(llm):
+    letters = {"allowed_token_ids": llm.tokenizer.encode("ab"), "temperature": 3.0, "seed": 1}
+    whole = tokens_of(llm, **letters).text
+    out = tokens_of(llm, stop=["a"], min_tokens=8, **letters)
+    assert "a" in whole[:7]
+    assert out.text == whole[: whole.index("a", 7)]
 
 
 def test_the_end_of_sequence_token_ends_unless_ignored(folder, reference):
