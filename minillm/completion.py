@@ -86,8 +86,8 @@ class Completion:
         )
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Show what was held back, unless a stop string took it."""
-        if self._detokenizer is not None and self._stops.matched is None:
+        """Show what was held back; after a stop string that is nothing."""
+        if self._detokenizer is not None:
             # The end of the text may itself complete a stop string.
             self.text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
             if self._stops.matched is not None and reason == "length":

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import minillm
-from minillm import LLM, EngineArgs, SamplingParams, errors
+from minillm import LLM, EngineArgs, SamplingParams, errors, machine
 from minillm.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
 from minillm.llm import list_prompts
 from minillm.sampler import SamplingRow, sample
@@ -143,9 +143,11 @@ def test_a_hopeless_model_has_infinite_perplexity(folder):
 
 
 def test_every_draw_is_the_samplers_at_its_position_on_transformers_logits(llm, reference):
+    # Few tokens to choose from, so that they repeat and the penalty on the output tells.
     params = SamplingParams(
-        n=3, seed=11, max_tokens=12, temperature=1.5, frequency_penalty=1.0, ignore_eos=True
-    )
+        n=3, seed=11, max_tokens=12, temperature=1.5, frequency_penalty=2.0, ignore_eos=True,
+        allowed_token_ids=range(60, 64),
+    )  # fmt: skip
     completions = llm.generate(PROMPT, params)[0].outputs
     for completion in completions:
         ids = [*PROMPT, *completion.token_ids]
@@ -211,6 +213,20 @@ def test_stream_is_cumulative_and_ends_as_generate(llm):
     assert last.outputs == llm.generate(PROMPT, params)[0].outputs
     assert last.metrics.ttft > 0
     assert last.metrics.tpot > 0
+
+
+def test_an_engine_keeps_to_its_processors(folder, monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(machine, "cpu_count", lambda: 2)
+    try:
+        torch.set_num_threads(3)
+        LLM(folder)
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(1)
+        LLM(folder)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_two_engines_stream_in_turns_without_touching_each_other(folder):
