@@ -23,10 +23,7 @@ from minillm.engine_setup import (
     open_tokenizer,
     plan_memory,
 )
-from minillm.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-)
+from minillm.errors import EngineDeadError, InvalidRequestError
 from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import DTYPES, load_model

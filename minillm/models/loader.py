@@ -40,20 +40,20 @@ def load_model(
     Peak memory is the weights plus one tensor. Raises CheckpointError naming the tensor when a
     file is damaged, has a tensor too many or too few, or one of another shape.
     """
-    if source.folder is None and load_format != "dummy":
+    if load_format == "dummy":
+        model = Decoder(source.config, dtype, device, max_model_len)
+        model.initialize(seed=seed)
+        return model.eval()
+    if source.folder is None:
         raise ConfigError(
             f"{source.name} is a shape without weights; add load_format='dummy' for random ones."
         )
-    files = [] if load_format == "dummy" else weight_files(source)
+    files = weight_files(source)
     shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
-    if load_format != "dummy":  # before memory is taken for sizes that the files may not have
-        wanted = Decoder(source.config, device="meta").checkpoint_tensors()
-        check_tensors(source, wanted, shapes)
+    # Compared before memory is taken for sizes that the files may not have.
+    check_tensors(source, Decoder(source.config, device="meta").checkpoint_tensors(), shapes)
     model = Decoder(source.config, dtype, device, max_model_len)
-    if load_format == "dummy":
-        model.initialize(seed=seed)
-    else:
-        fill(model.checkpoint_tensors(), files)
+    fill(model.checkpoint_tensors(), files)
     return model.eval()
 
 
