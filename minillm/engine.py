@@ -97,7 +97,8 @@ class Engine:
         Raises InvalidRequestError, which says what cannot be served and why.
         """
         if prompt_token_ids is None:
-            prompt_token_ids = self.encode(prompt or "")
+            # Refused even where the tokenizer would put its start token: that one can be given.
+            prompt_token_ids = self.encode(prompt) if prompt else ()
         self.check_prompt(prompt_token_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
@@ -125,7 +126,9 @@ class Engine:
         """A prompt has a token, leaves room for one, and only uses ids that the model has."""
         width = self.source.config.vocab_size
         if not ids:
-            raise InvalidRequestError("The prompt is empty; it needs at least one token.")
+            raise InvalidRequestError(
+                "The prompt is empty; it needs some text or at least one token id."
+            )
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise InvalidRequestError(
@@ -137,10 +140,11 @@ class Engine:
                     f"{width - 1}."
                 )
         if len(ids) >= self.max_model_len:
+            longer = self.max_model_len < self.source.config.longest_context
             raise InvalidRequestError(
                 f"The prompt has {len(ids)} tokens; the maximum context length is "
                 f"{self.max_model_len} and must leave room for one new token, "
-                "so shorten the prompt or raise max_model_len."
+                f"so shorten the prompt{' or raise max_model_len' * longer}."
             )
 
     def max_new_tokens(self, request: Request) -> int:

@@ -165,7 +165,10 @@ MISTAKES = [
     (["generate", "--model", "{base}", "--prompt-ids", "1,9999"], "token id 9999"),
     (["generate", "--model", "{base}", "--max-model-len", "9999", "x"], "--max-model-len is 9999"),
     (["generate", "--model", "{base}", "word " * 200], "maximum context length is 128"),
-    (["generate", "--model", "{base}", "word " * 200], "or raise --max-model-len."),
+    (
+        ["generate", "--model", "{base}", "--max-model-len", "64", "word " * 200],
+        "or raise --max-model-len.",
+    ),
     (["generate", "--model", "preset:smollm2-135m", "x"], "add --load-format dummy for"),
     (["chat"], "required: --model"),
     (["chat", "--model", "{base}"], "has no chat template"),

@@ -481,6 +481,21 @@ def test_bad_prompts_get_one_sentence(llm, prompt, message):
     assert "\n" not in str(caught.value)
 
 
+def test_an_empty_prompt_is_refused_also_where_the_tokenizer_adds_a_start_token():
+    with LLM("tiny") as tiny:
+        assert tiny.tokenizer.encode("") == [0]
+        with pytest.raises(InvalidRequestError, match="empty"):
+            tiny.generate("", GREEDY)
+        assert tiny.generate([[0]], GREEDY)[0].outputs[0].token_ids
+
+
+def test_a_longer_context_is_proposed_only_where_the_model_has_one(folder, llm):
+    with pytest.raises(InvalidRequestError, match=r"shorten the prompt\.$"):
+        llm.generate([1] * 128, GREEDY)
+    with pytest.raises(InvalidRequestError, match=r"or raise max_model_len\.$"):
+        LLM(folder, dtype="float32", max_model_len=20).generate([1] * 20, GREEDY)
+
+
 def test_one_bad_prompt_among_many_is_named_before_any_runs(llm):
     with pytest.raises(InvalidRequestError, match=r"prompt 1: .*empty"):
         llm.generate(["fine", "", "fine"], GREEDY)
