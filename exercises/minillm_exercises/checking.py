@@ -1,0 +1,213 @@
+"""What a grader is written with: `check` marks a function, the others compare and remember.
+
+A check is an ordinary function ``def test_x(impl)`` in ``exercises/eNN_topic/test_eNN_M.py``;
+`impl` is the module under test: the learner's file, a solution, or a known-wrong mutant. Each
+comparison appends what it saw to a *trace*. The trace does two jobs: a check whose trace is
+empty has compared nothing and may not pass, and a learner whose trace equals that of exactly one
+mutant has that mutant's misconception (`grader.py`).
+
+Nothing here imports torch, so that an exercise without tensors is graded in a fraction of a second.
+"""
+
+import contextvars
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Check = Callable[[Any], None]
+
+
+class CheckFailedError(AssertionError):
+    """A comparison failed; the message is for the learner."""
+
+
+@dataclass(frozen=True)
+class CheckInfo:
+    """What the decorator wrote down about a check: its points and its name in words."""
+
+    points: int
+    task: str
+
+
+@dataclass
+class Trace:
+    """What one run of a check observed, in order: plain numbers, strings, tuples."""
+
+    seen: list[object] = field(default_factory=list)
+
+
+_TRACE: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace", default=None)
+
+
+def check(points: int = 1, task: str = "") -> Callable[[Check], Check]:
+    """Mark ``def test_x(impl)`` as a check worth `points`; `task` names it for the learner."""
+    if points < 1 or not task:
+        raise ValueError(f"A check needs points >= 1 and a task in words, not {points}, {task!r}.")
+
+    def mark(function: Check) -> Check:
+        function.check_info = CheckInfo(points, task)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def run_traced(function: Check, impl: Any) -> Trace:
+    """Run one check and return what it observed; what it raises passes through, with the trace
+    so far as the exception's attribute `trace`."""
+    trace = Trace()
+    token = _TRACE.set(trace)
+    try:
+        function(impl)
+    except BaseException as error:
+        error.trace = trace  # type: ignore[attr-defined]
+        raise
+    finally:
+        _TRACE.reset(token)
+    return trace
+
+
+def observe(value: object) -> None:
+    """Add a value to the running check's trace (comparisons do it themselves)."""
+    trace = _TRACE.get()
+    if trace is not None:
+        trace.seen.append(plain(value))
+
+
+def equal(got: object, want: object, what: str, case: str = "") -> None:
+    """`got` must be `want`, exactly and with the same type family (2 is not 2.5, nor "2").
+
+    `what` says in the learner's words what was compared, `case` the smallest way to repeat it.
+    """
+    observe(got)
+    if not _same_kind(got, want) or plain(got) != plain(want):
+        raise CheckFailedError(_message(what, case, got, want))
+
+
+def close(
+    got: object, want: object, what: str, case: str = "", rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """`got` must equal `want` within ``atol + rtol * |want|``, elementwise and shape for shape.
+
+    Numbers, nested sequences of numbers and tensors are compared as float64; a NaN never passes.
+    """
+    observe(got)
+    try:
+        mine, theirs = _flat(got), _flat(want)
+    except TypeError:
+        raise CheckFailedError(_message(what, case, got, want)) from None
+    if _shape(got) != _shape(want):
+        raise CheckFailedError(
+            _sentence(what, case) + f"expected shape {_shape(want)}, got shape {_shape(got)}."
+        )
+    for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        if not (a == b or abs(a - b) <= atol + rtol * abs(b)):
+            where = f" at {_unravel(index, _shape(want))}" if _shape(want) else ""
+            raise CheckFailedError(
+                _sentence(what, case) + f"expected {_number(b)}{where}, got {_number(a)}."
+            )
+
+
+def expect(condition: object, message: str, observed: object = None) -> None:
+    """`condition` must hold; `observed` is what distinguishes one wrong solution from another."""
+    observe(bool(condition) if observed is None else observed)
+    if not condition:
+        raise CheckFailedError(message)
+
+
+def seeds(count: int) -> Iterator[int]:
+    """`count` seeds, the same for everyone unless an instructor sets MINILLM_GRADE_SEED."""
+    secret = int(os.environ.get("MINILLM_GRADE_SEED", "0"))
+    draw = random.Random(0x5EED + secret)
+    for _ in range(count):
+        yield draw.randrange(2**31)
+
+
+def tensor(seed: int, *shape: int, scale: float = 1.0) -> "torch.Tensor":
+    """A float32 tensor of normal numbers, the same on every machine for the same seed."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * scale
+
+
+def plain(value: object) -> object:
+    """A value as nested tuples of plain numbers and strings, for comparing and for sending."""
+    if hasattr(value, "detach"):
+        shape = tuple(value.shape)  # type: ignore[attr-defined]
+        return ("tensor", shape, tuple(value.detach().double().flatten().tolist()))
+    if isinstance(value, bool | int | float | str | bytes | type(None)):
+        return value
+    if isinstance(value, Mapping):
+        return ("map", tuple(sorted((repr(k), plain(v)) for k, v in value.items())))
+    if isinstance(value, set | frozenset):
+        return ("set", tuple(sorted(repr(v) for v in value)))
+    if isinstance(value, Sequence):
+        return tuple(plain(v) for v in value)
+    return f"<{type(value).__name__}>"
+
+
+def _same_kind(got: object, want: object) -> bool:
+    """Whether both are of one family: a bool is no number here, a list may stand for a tuple."""
+    if isinstance(got, bool) or isinstance(want, bool):
+        return isinstance(got, bool) and isinstance(want, bool)
+    for family in ((int, float), (str,), (bytes,), (Mapping,), (list, tuple)):
+        if isinstance(want, family):
+            return isinstance(got, family)
+    return True
+
+
+def _flat(value: Any) -> list[float]:
+    if hasattr(value, "detach"):
+        return value.detach().double().flatten().tolist()
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [float(value)]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [number for part in value for number in _flat(part)]
+    raise TypeError(type(value).__name__)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if hasattr(value, "shape"):
+        return tuple(value.shape)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return (len(value), *(_shape(value[0]) if len(value) else ()))
+    return ()
+
+
+def _unravel(index: int, shape: tuple[int, ...]) -> str:
+    position = []
+    for size in reversed(shape):
+        index, rest = divmod(index, size)
+        position.append(rest)
+    return str(list(reversed(position)))
+
+
+def _sentence(what: str, case: str) -> str:
+    return f"{what}{f' ({case})' if case else ''}: "
+
+
+def _message(what: str, case: str, got: object, want: object) -> str:
+    return _sentence(what, case) + f"expected {describe(want)}, got {describe(got)}."
+
+
+def describe(value: object) -> str:
+    """A value in a few words: short things as they are, tensors by shape and first numbers."""
+    if value is None:
+        return "None (is there a return?)"
+    if hasattr(value, "detach"):
+        first = ", ".join(_number(v) for v in _flat(value)[:4])
+        return f"a tensor of shape {_shape(value)} starting {first}"
+    if isinstance(value, float):
+        return _number(value)
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:70]}... ({type(value).__name__})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}" if math.isfinite(value) else str(value)

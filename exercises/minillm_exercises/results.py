@@ -1,0 +1,53 @@
+"""What grading produces: plain data that the board, the notebooks and the JSON report share."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+CheckStatus = Literal["pass", "fail", "error", "not run"]
+Status = Literal["pass", "fail", "refused", "crashed", "timeout", "todo", "missing"]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check of one submission; `message` is for the learner and empty when it passed."""
+
+    name: str
+    task: str
+    points: int
+    status: CheckStatus
+    message: str = ""
+    where: str = ""  # "line 14: return x[t]", the deepest line of the learner's file
+    seconds: float = 0.0
+    trace: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of grading one file.
+
+    `status`: "pass" all checks passed; "fail" some did not; "todo" the starter's
+    NotImplementedError is still there; "refused" the file uses what the exercise forbids, or is no
+    Python; "crashed" the process ended without a result (`os._exit`, a segfault, memory);
+    "timeout"; "missing" there is no file, or a required name is not in it.
+    """
+
+    exercise_id: str
+    status: Status
+    checks: tuple[CheckResult, ...] = ()
+    message: str = ""  # one sentence on the whole, empty when the checks speak for themselves
+    misconception: str = ""  # the teaching message of the one mutant that behaves the same
+    mutant: str = ""  # its name
+    printed: str = ""  # what the code printed, shortened
+    seconds: float = 0.0
+
+    @property
+    def earned(self) -> int:
+        """Points of the checks that passed."""
+        return sum(check.points for check in self.checks if check.status == "pass")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, without the traces."""
+        data = asdict(self) | {"earned": self.earned}
+        for check in data["checks"]:
+            del check["trace"]
+        return data
