@@ -1,1 +1,30 @@
-"""The course's helpers and graders: ``from minillm_exercises import predict, check, measure``."""
+"""The course's helpers and graders.
+
+In a notebook::
+
+    from minillm_exercises import predict, compare, measure, fact, figure, show, check
+"""
+
+from minillm_exercises.notebook import check, compare, fact, hint, predict, quiz, record, say
+from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.timing import Timing, measure
+from minillm_exercises.widgets import explore
+
+__all__ = [
+    "Timing",
+    "bars",
+    "bound",
+    "check",
+    "compare",
+    "explore",
+    "fact",
+    "figure",
+    "hint",
+    "measure",
+    "predict",
+    "quiz",
+    "record",
+    "say",
+    "series",
+    "show",
+]

@@ -1,0 +1,125 @@
+"""What a chapter says to its reader: predictions, facts and measured numbers.
+
+A *fact* is exact and the same on every machine; the notebooks' tests compare it with the committed
+output. A *record* is a measured number; it is never compared, and `notebooks/execute.py` keeps it
+with the machine it came from, so that the prose can quote it without anybody typing it.
+"""
+
+import json
+import os
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.predictions import Prediction, load_prediction, save_prediction
+from minillm_exercises.quiz import quiz_text
+
+LETTERS = string.ascii_lowercase
+
+
+def say(text: str) -> None:
+    """Write one line for the reader."""
+    sys.stdout.write(text + "\n")
+
+
+def fact(name: str, value: bool | int | str | Fraction, unit: str = "") -> None:
+    """Print ``name: value unit``, exact on every machine; large integers get thousands commas.
+
+    Raises:
+        ExerciseError: `value` is a float, whose last digits depend on the machine.
+    """
+    if not isinstance(value, bool | int | str | Fraction):
+        raise ExerciseError(
+            f"The fact {name!r} is a {type(value).__name__}; facts are exact: a bool, an int, a "
+            f"Fraction, or a str that you rounded by exact arithmetic."
+        )
+    plain = isinstance(value, int) and not isinstance(value, bool)
+    say(f"{name}: {f'{value:,}' if plain else value}{f' {unit}' if unit else ''}")
+
+
+def record(name: str, value: float, unit: str = "", digits: int = 3) -> None:
+    """Print a measured number with `digits` significant digits, and keep it for the prose when
+    the chapter is executed for publication (MINILLM_RESULTS names the file)."""
+    text = _significant(value, digits)
+    say(f"{name} = {text}{f' {unit}' if unit else ''}")
+    if results := os.environ.get("MINILLM_RESULTS"):
+        line = json.dumps({"name": name, "value": float(value), "unit": unit, "text": text})
+        with Path(results).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _significant(value: float, digits: int) -> str:
+    """`value` with so many significant digits, without an exponent: 49100 is '49,100'."""
+    rounded = float(f"{value:.{digits}g}")
+    decimals = max(0, digits - len(str(int(abs(rounded)))) + (abs(rounded) < 1))
+    if 0 < abs(rounded) < 0.1:
+        return f"{rounded:.{digits}g}"
+    return f"{rounded:,.{decimals}f}"
+
+
+def predict(key: str, question: str, options: Sequence[str], choice: str | None = None) -> None:
+    """Ask the reader to choose before the answer is on the page.
+
+    `options` are two to four, named a, b, c, d. In a live notebook buttons record the choice;
+    ``choice="b"`` records it in code. It is kept in the learner's folder under `key`
+    ("03.clock"), and `compare` shows it again after the measurement.
+
+    Raises:
+        ExerciseError: the wrong number of options, or a choice that is none of them.
+    """
+    if not 2 <= len(options) <= 4:
+        raise ExerciseError(f"predict({key!r}) has {len(options)} options; give two to four.")
+    named = dict(zip(LETTERS, options, strict=False))
+    if choice is not None:
+        letter = _letter(choice, named)
+        save_prediction(key, letter, named[letter])
+    prediction = Prediction(key, question, named)
+    say(prediction.text())
+    prediction.show_buttons()
+
+
+def compare(key: str, measured: str, best: str) -> None:
+    """Put the reader's prediction beside what was measured; `best` is the option nearest to it."""
+    known = load_prediction(key)
+    if known is None:
+        say(f"Measured: {measured}. That is nearest to {best}. You had not predicted it.")
+        return
+    verdict = "as you said" if known[0] == best else f"nearest to {best}"
+    say(f"You said {known[0]}: {known[1]}. Measured: {measured}, {verdict}.")
+
+
+def _letter(choice: Any, named: Mapping[str, str]) -> str:
+    letter = str(choice).strip().lower()
+    if letter not in named:
+        raise ExerciseError(f"The choice {choice!r} is none of {', '.join(named)}.")
+    return letter
+
+
+def check(exercise_id: str, *solution: Any) -> Any:
+    """Grade an exercise. With the function or class written in this notebook it is first saved
+    into the learner's folder, so that the command line grades the very same file.
+
+    Never raises: a mistake of any kind becomes the text that is shown.
+    """
+    from minillm_exercises.report import check_here  # the grader: only when it is asked for
+
+    return check_here(exercise_id, *solution)
+
+
+def hint(exercise_id: str) -> Any:
+    """The next hint of an exercise: first the idea, then where to look, then the steps."""
+    from minillm_exercises.report import hint_here
+
+    return hint_here(exercise_id)
+
+
+def quiz(chapter: str, answers: str = "") -> None:
+    """Show a chapter's questions, or with `answers` such as "b a c" what each is worth and why."""
+    try:
+        say(quiz_text(chapter, answers))
+    except ExerciseError as error:
+        say(str(error))

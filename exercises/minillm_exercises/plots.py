@@ -1,0 +1,106 @@
+"""The course's plots: one look, readable in colour, in print and without colour.
+
+Colours are Okabe and Ito's (2008), which people with any common colour vision can tell apart, in
+an order whose greys differ too; every series also has its own marker and dash, and the limit that
+physics sets is always the same dashed black line with its name on it.
+"""
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from minillm_exercises.errors import ExerciseError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
+STYLE: dict[Any, Any] = {
+    "figure.dpi": 100,
+    "font.size": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "legend.frameon": False,
+}
+
+
+def series(index: int) -> dict[str, Any]:
+    """Keyword arguments of ``ax.plot`` for the series of that number: colour, marker and dash."""
+    place = index % len(COLOURS)
+    return {"color": COLOURS[place], "marker": MARKERS[place], "linestyle": DASHES[place]}
+
+
+def bars(index: int) -> dict[str, Any]:
+    """Keyword arguments of ``ax.bar`` for the series of that number: colour and hatching."""
+    hatch = ("", "//", "..", "xx", "\\\\", "++")[index % len(COLOURS)]
+    return {"color": COLOURS[index % len(COLOURS)], "hatch": hatch, "edgecolor": "white"}
+
+
+def figure(
+    x: str, y: str, rows: int = 1, cols: int = 1, size: tuple[float, float] | None = None
+) -> "tuple[Figure, Any]":
+    """A figure and its axes (one, or an array of them), labelled ``x`` and ``y`` with their units,
+    for instance ``figure("prompt tokens", "time to first token (ms)")``. `size` is in inches.
+
+    Raises:
+        ExerciseError: a label is empty.
+    """
+    from matplotlib import pyplot as plt  # half a second: only a chapter that draws pays it
+
+    if not x.strip() or not y.strip():
+        raise ExerciseError("figure() needs a label with its unit for both axes.")
+    plt.rcParams.update(STYLE)
+    fig, axes = plt.subplots(
+        rows, cols, figsize=size or (3.2 * cols + 3, 3.2 * rows + 0.4), layout="constrained"
+    )
+    for ax in fig.axes:
+        ax.set_xlabel(x)
+        ax.set_ylabel(y)
+    return fig, axes
+
+
+def bound(ax: "Axes", x: Any, y: Any, label: str) -> None:
+    """Draw a bound through the points ``x``, ``y``: dashed, black, named on the line itself."""
+    ax.plot(x, y, color="black", linestyle="--", linewidth=1.2, zorder=1.5)
+    middle = len(x) // 2
+    ax.annotate(
+        label,
+        (x[middle], y[middle]),
+        xytext=(0, 5),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+    )
+
+
+def show(fig: "Figure", caption: str) -> None:
+    """Show a figure with `caption` below it, which is also the picture's alternative text: one
+    sentence that says how to read it and what it shows.
+
+    Raises:
+        ExerciseError: the caption is empty or no sentence.
+    """
+    if len(caption.split()) < 5 or not caption.rstrip().endswith("."):
+        raise ExerciseError(f"The caption {caption!r} is no sentence; say what the figure shows.")
+    from IPython.display import Markdown, display
+    from matplotlib import pyplot as plt
+
+    picture = io.BytesIO()
+    fig.savefig(picture, format="png", dpi=100, metadata={"Software": None})
+    plt.close(fig)
+    display(
+        {"image/png": picture.getvalue(), "text/plain": f"[figure] {caption}"},
+        raw=True,
+        metadata={"image/png": {"alt": caption}},
+    )
+    display(Markdown(f"*{caption}*"))

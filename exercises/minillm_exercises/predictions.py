@@ -1,0 +1,84 @@
+"""Predictions: one small JSON file in the learner's folder, and the buttons that fill it."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.widgets import is_live
+from minillm_exercises.workspace import work_root
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A question with its options by letter."""
+
+    key: str
+    question: str
+    options: dict[str, str]
+
+    def text(self) -> str:
+        """The question as plain text, the static twin of the buttons."""
+        lines = [f"{letter})  {option}" for letter, option in self.options.items()]
+        return "\n".join([self.question, *(f"  {line}" for line in lines)])
+
+    def show_buttons(self) -> None:
+        """Offer buttons where a person can press them, and nothing in a test or a script."""
+        if not is_live():
+            return
+        from IPython.display import display  # only a live notebook needs these two
+        from ipywidgets import HTML, Button, HBox, Layout
+
+        said = HTML(value=self._said())
+        row = []
+        for letter, option in self.options.items():
+            button = Button(description=letter, tooltip=option, layout=Layout(width="4em"))
+            button.on_click(lambda _, letter=letter: self._choose(letter, said))
+            row.append(button)
+        display(HBox([*row, said]))
+
+    def _choose(self, letter: str, said: object) -> None:
+        save_prediction(self.key, letter, self.options[letter])
+        said.value = self._said()  # type: ignore[attr-defined]
+
+    def _said(self) -> str:
+        known = load_prediction(self.key)
+        return "Choose before you read on." if known is None else f"Recorded: {known[0]}."
+
+
+def _path() -> Path:
+    return work_root() / "predictions.json"
+
+
+def _read() -> dict[str, list[str]]:
+    try:
+        entries = json.loads(_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def load_prediction(key: str) -> tuple[str, str] | None:
+    """The letter and the text chosen for `key`, or None."""
+    entry = _read().get(key)
+    return (str(entry[0]), str(entry[1])) if isinstance(entry, list) and len(entry) == 2 else None
+
+
+def save_prediction(key: str, letter: str, option: str) -> None:
+    """Keep a choice; the last one counts.
+
+    Raises:
+        ExerciseError: the learner's folder cannot be written.
+    """
+    path = _path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(_read() | {key: [letter, option]}, indent=1), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ExerciseError(
+            f"The prediction could not be kept in {path}: {error.strerror}; set MINILLM_WORK to a "
+            f"folder that can be written."
+        ) from None

@@ -1,0 +1,49 @@
+"""Widgets for looking around: they only call a tested function, and a page without them loses
+nothing, because the same function is drawn once with fixed values."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from minillm_exercises.errors import ExerciseError
+
+HEADLESS = ("MINILLM_RESULTS", "MINILLM_QUICK", "PYTEST_CURRENT_TEST", "CI")
+
+
+def is_live() -> bool:
+    """Whether a person could press a button: a notebook kernel, outside tests and publication."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return hasattr(shell, "kernel") and not any(os.environ.get(name) for name in HEADLESS)
+
+
+def explore(
+    function: Callable[..., object], static: Mapping[str, Any], **choices: Sequence[Any]
+) -> None:
+    """Draw ``function(**static)``; in a live notebook add a slider for every argument of `choices`
+    (its values in order), which calls `function` again, under the first drawing.
+
+    Raises:
+        ExerciseError: `static` and `choices` do not name the same arguments, or a static value is
+            not among the choices.
+    """
+    if set(static) != set(choices):
+        raise ExerciseError(
+            f"explore() has choices for {sorted(choices)} and static values for {sorted(static)}; "
+            f"they must name the same arguments."
+        )
+    for name, value in static.items():
+        if value not in choices[name]:
+            raise ExerciseError(f"explore(): {name}={value!r} is none of {list(choices[name])}.")
+    function(**static)
+    if is_live():
+        from ipywidgets import SelectionSlider, interact  # only a live notebook needs them
+
+        sliders = {
+            name: SelectionSlider(
+                options=list(values), value=static[name], description=name, continuous_update=False
+            )
+            for name, values in choices.items()
+        }
+        interact(function, **sliders)
