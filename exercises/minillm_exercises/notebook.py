@@ -56,7 +56,7 @@ def _significant(value: float, digits: int) -> str:
     """`value` with so many significant digits, without an exponent: 49100 is '49,100'."""
     rounded = float(f"{value:.{digits}g}")
     decimals = max(0, digits - len(str(int(abs(rounded)))) + (abs(rounded) < 1))
-    if 0 < abs(rounded) < 0.1:
+    if abs(rounded) < 0.1:
         return f"{rounded:.{digits}g}"
     return f"{rounded:,.{decimals}f}"
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+COLOURS = ("#0072B2", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
 STYLE: dict[Any, Any] = {
@@ -67,19 +67,22 @@ def figure(
     return fig, axes
 
 
-def bound(ax: "Axes", x: Any, y: Any, label: str) -> None:
-    """Draw a bound through the points ``x``, ``y``: dashed, black, named on the line itself."""
+def bound(ax: "Axes", x: Any, y: Any, label: str, side: str = "below", at: float = 1.0) -> None:
+    """Draw a bound through the points ``x``, ``y``: dashed, black, named on the line itself.
+
+    The name stands on the `side` ("below" or "above") that the bound forbids, `at` a share of the
+    points from the left.
+    """
     ax.plot(x, y, color="black", linestyle="--", linewidth=1.2, zorder=1.5)
-    middle = len(x) // 2
+    place = round(at * (len(x) - 1))
     ax.annotate(
         label,
-        (x[middle], y[middle]),
-        xytext=(0, 5),
+        (x[place], y[place]),
+        xytext=(0, 4 if side == "above" else -4),
         textcoords="offset points",
-        ha="center",
-        va="bottom",
+        ha="left" if at < 0.25 else "right" if at > 0.75 else "center",
+        va="bottom" if side == "above" else "top",
         fontsize=9,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )
 
 

@@ -1,0 +1,309 @@
+"""The notebooks' helpers: facts are exact, timing is honest, predictions are kept."""
+
+import itertools
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from minillm_exercises import bound, compare, explore, fact, figure, measure, predict, record, show
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.plots import COLOURS, DASHES, MARKERS, bars, series
+from minillm_exercises.quiz import Question, load_quiz, quiz_text
+from minillm_exercises.timing import Timing
+
+
+@pytest.fixture(autouse=True)
+def _work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINILLM_WORK", str(tmp_path / "work"))
+    for name in ("MINILLM_QUICK", "MINILLM_RESULTS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class FakeClock:
+    """A clock that moves only when a step says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spending(clock: FakeClock, *seconds: float):
+    """A step whose runs take the given times, in order; the last one repeats."""
+    left = list(seconds)
+
+    def step() -> None:
+        clock.now += left.pop(0) if len(left) > 1 else left[0]
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (True, "it: True"),
+        (8256, "it: 8,256"),
+        (Fraction(129, 2), "it: 129/2"),
+        ("64.5", "it: 64.5"),
+        (0, "it: 0"),
+    ],
+)
+def test_a_fact_is_one_line(value, line, capsys) -> None:
+    fact("it", value)
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_a_fact_with_a_unit(capsys) -> None:
+    fact("positions", 8256, "tokens")
+    assert capsys.readouterr().out == "positions: 8,256 tokens\n"
+
+
+@pytest.mark.parametrize("value", [1.5, None, [1], float("nan")])
+def test_what_is_not_exact_is_no_fact(value) -> None:
+    with pytest.raises(ExerciseError, match="facts are exact"):
+        fact("it", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (49109, "49,100"),
+        (0.01234, "0.0123"),
+        (0.5, "0.500"),
+        (4.2, "4.20"),
+        (123.456, "123"),
+        (99.96, "100"),
+        (9.996, "10.0"),
+        (0.9996, "1.00"),
+        (0, "0"),
+        (-4.2, "-4.20"),
+    ],
+)
+def test_a_record_has_three_digits_and_no_exponent(value, text, capsys) -> None:
+    record("it", value, "ms")
+    assert capsys.readouterr().out == f"it = {text} ms\n"
+
+
+def test_records_are_kept_only_for_publication(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setenv("MINILLM_RESULTS", str(path))
+    record("rate", 49109.4, "tokens/s")
+    record("share", 0.25)
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first == {"name": "rate", "value": 49109.4, "unit": "tokens/s", "text": "49,100"}
+    assert second["name"] == "share"
+
+
+def test_the_first_run_is_told_apart_and_the_median_ignores_an_outlier() -> None:
+    clock = FakeClock()
+    timing = measure(spending(clock, 9.0, 1.0, 1.0, 50.0, 1.0, 1.0), clock=clock, budget=1e9)
+    assert (timing.first, timing.median, timing.count) == (9.0, 1.0, 7)
+    assert max(timing.times) == 50.0
+
+
+def test_the_quartiles_hold_the_middle_half() -> None:
+    timing = Timing((1.0, 2.0, 3.0, 4.0, 5.0), 7.0)
+    assert (timing.low, timing.median, timing.high) == (2.0, 3.0, 4.0)
+    assert str(timing) == "3 s (middle half 2 to 4, 5 runs, the first 7)"
+
+
+def test_setup_is_not_timed_and_gives_fresh_input_each_time() -> None:
+    clock, given = FakeClock(), []
+
+    def setup() -> list[int]:
+        clock.now += 1000
+        return []
+
+    def step(argument: list[int]) -> None:
+        clock.now += 2
+        argument.append(1)
+        given.append(len(argument))
+
+    assert set(measure(step, setup=setup, clock=clock, budget=1e9).times) == {2.0}
+    assert set(given) == {1}
+
+
+def test_the_budget_ends_the_repeats_but_not_before_three() -> None:
+    clock = FakeClock()
+    assert measure(spending(clock, 0.5), repeats=100, budget=2.0, clock=clock).count == 4
+    assert measure(spending(clock, 0.9), repeats=100, budget=1.0, clock=clock).count == 3
+    assert measure(spending(clock, 5.0), repeats=100, budget=1.0, clock=clock).count == 1
+    assert measure(spending(clock, 0.1), repeats=2, budget=1.0, clock=clock).count == 2
+
+
+def test_quick_mode_times_once(monkeypatch) -> None:
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    clock = FakeClock()
+    timing = measure(spending(clock, 3.0, 1.0), clock=clock)
+    assert (timing.times, timing.first) == ((3.0,), 3.0)
+
+
+def test_a_gpu_is_waited_for_before_both_readings(monkeypatch) -> None:
+    log: list[str] = []
+
+    class Torch:
+        class cuda:
+            @staticmethod
+            def synchronize(device: str) -> None:
+                log.append(f"wait {device}")
+
+    monkeypatch.setitem(sys.modules, "torch", Torch)
+    clock = FakeClock()
+
+    def read() -> float:
+        log.append("read")
+        return clock()
+
+    measure(lambda: log.append("step"), repeats=1, warmup=0, device="cuda:1", clock=read)
+    assert log == ["wait cuda:1", "read", "step", "wait cuda:1", "read"]
+
+
+@pytest.mark.parametrize("wrong", [{"repeats": 0}, {"warmup": -1}, {"budget": 0.0}])
+def test_measure_refuses_nonsense(wrong) -> None:
+    with pytest.raises(ExerciseError, match="it needs"):
+        measure(lambda: None, **wrong)
+
+
+def test_a_prediction_is_kept_and_shown_again(capsys) -> None:
+    predict("03.clock", "How many times?", ["60", "15", "4"], choice="b")
+    assert capsys.readouterr().out == "How many times?\n  a)  60\n  b)  15\n  c)  4\n"
+    compare("03.clock", "4.2 times", "c")
+    assert capsys.readouterr().out == "You said b: 15. Measured: 4.2 times, nearest to c.\n"
+    predict("03.clock", "How many times?", ["60", "15", "4"], choice="C")
+    capsys.readouterr()
+    compare("03.clock", "4.2 times", "c")
+    assert "as you said" in capsys.readouterr().out
+
+
+def test_without_a_prediction_the_measurement_is_still_told(capsys) -> None:
+    compare("nothing", "4.2 times", "c")
+    assert capsys.readouterr().out == (
+        "Measured: 4.2 times. That is nearest to c. You had not predicted it.\n"
+    )
+
+
+def test_predictions_survive_a_damaged_file(tmp_path, capsys) -> None:
+    path = tmp_path / "work" / "predictions.json"
+    path.parent.mkdir()
+    path.write_text("{ damaged")
+    compare("a", "x", "b")
+    predict("a", "?", ["x", "y"], choice="a")
+    assert json.loads(path.read_text()) == {"a": ["a", "x"]}
+
+
+@pytest.mark.parametrize("choice", ["d", "", "ab", 3])
+def test_a_choice_must_be_an_option(choice) -> None:
+    with pytest.raises(ExerciseError, match="none of a, b"):
+        predict("k", "?", ["x", "y"], choice=choice)
+
+
+def test_two_to_four_options() -> None:
+    for options in (["x"], list("vwxyz")):
+        with pytest.raises(ExerciseError, match="two to four"):
+            predict("k", "?", options)
+
+
+def test_series_differ_without_colour() -> None:
+    assert len(set(COLOURS)) == len(set(MARKERS)) == len(set(map(str, DASHES))) == 6
+    assert len({bars(i)["hatch"] for i in range(6)}) == 6
+    assert series(7) == series(1)
+
+
+def test_neighbouring_colours_have_different_greys() -> None:
+    greys = []
+    for colour in COLOURS:
+        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        greys.append(0.2126 * red + 0.7152 * green + 0.0722 * blue)
+    assert all(abs(a - b) > 0.06 for a, b in itertools.pairwise(greys))
+
+
+def test_axes_need_labels_and_the_bound_is_black_dashed_and_named() -> None:
+    with pytest.raises(ExerciseError, match="label"):
+        figure("tokens", " ")
+    _, ax = figure("tokens", "time (ms)")
+    bound(ax, [1, 2, 3], [1, 2, 3], "bytes / bandwidth")
+    (line,) = ax.lines
+    assert (line.get_color(), line.get_linestyle()) == ("black", "--")
+    assert [t.get_text() for t in ax.texts] == ["bytes / bandwidth"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("tokens", "time (ms)")
+
+
+def test_the_caption_is_the_alternative_text(monkeypatch) -> None:
+    import IPython.display
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", lambda *a, **k: shown.append((a, k)))
+    fig, _ = figure("tokens", "time (ms)")
+    show(fig, "Time grows with the tokens.")
+    (((data,), options), ((text,), _)) = shown
+    assert data["image/png"].startswith(b"\x89PNG")
+    assert options["metadata"]["image/png"]["alt"] == "Time grows with the tokens."
+    assert text.data == "*Time grows with the tokens.*"
+    for caption in ("", "Figure 1", "no full stop in this caption"):
+        with pytest.raises(ExerciseError, match="no sentence"):
+            show(fig, caption)
+
+
+def test_explore_draws_the_static_twin_and_checks_its_choices() -> None:
+    calls = []
+    explore(lambda **k: calls.append(k), {"t": 1, "p": 2}, t=[0, 1], p=[2])
+    assert calls == [{"t": 1, "p": 2}]
+    with pytest.raises(ExerciseError, match="same arguments"):
+        explore(print, {"t": 1}, p=[1])
+    with pytest.raises(ExerciseError, match="none of"):
+        explore(print, {"t": 5}, t=[1, 2])
+
+
+QUIZ = """
+[[question]]
+text = "Which?"
+options = ["this", "that"]
+answer = "b"
+why = "Because."
+[[question]]
+text = "And?"
+options = ["x", "y", "z"]
+answer = "a"
+why = "So."
+"""
+
+
+@pytest.fixture
+def quizzes(tmp_path: Path) -> Path:
+    (tmp_path / "quiz").mkdir()
+    (tmp_path / "quiz" / "03.toml").write_text(QUIZ)
+    return tmp_path
+
+
+def test_a_quiz_asks_without_telling(quizzes) -> None:
+    text = quiz_text("03", root=quizzes)
+    assert "1. Which?\n  a)  this\n  b)  that" in text
+    assert "Because" not in text
+
+
+def test_a_quiz_answers_with_reasons(quizzes) -> None:
+    assert quiz_text("03", "b c", root=quizzes).splitlines() == [
+        "1. right. Because.",
+        "2. c is wrong, a is right. So.",
+        "1 of 2 right.",
+    ]
+    assert quiz_text("03", "- a", root=quizzes).splitlines() == ["2. right. So.", "1 of 2 right."]
+
+
+def test_quiz_mistakes_are_sentences(quizzes) -> None:
+    for answers, message in (("b d", "one of a, b, c"), ("b a c", "2 questions and 3 answers")):
+        with pytest.raises(ExerciseError, match=message):
+            quiz_text("03", answers, root=quizzes)
+    with pytest.raises(ExerciseError, match="have one: 03"):
+        quiz_text("99", root=quizzes)
+    (quizzes / "quiz" / "03.toml").write_text("[[question]]\ntext='x'")
+    with pytest.raises(ExerciseError, match="damaged"):
+        load_quiz("03", quizzes)
+
+
+def test_a_question_knows_its_letters() -> None:
+    with pytest.raises(ExerciseError, match="choose one of a, b"):
+        Question("?", ("x", "y"), "a", "").answered(1, "c")
