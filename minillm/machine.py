@@ -51,7 +51,10 @@ def cpu_count(root: Path = ROOT) -> int:
 
 def cpu_has_bf16(root: Path = ROOT) -> bool:
     """Whether the processor multiplies bf16 matrices in hardware (AVX-512 BF16, AMX, or Arm's
-    BF16), so that bf16 is faster than float32. False where it is not known."""
+    BF16), so that bf16 is faster than float32. False where it is not known, and where torch was
+    told through ATEN_CPU_CAPABILITY to leave these instructions alone."""
+    if os.environ.get("ATEN_CPU_CAPABILITY", "").lower() in ("default", "avx2"):
+        return False
     flags = {*_cpuinfo("flags", root).split(), *_cpuinfo("Features", root).split()}
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 

@@ -133,10 +133,17 @@ def test_cpu_count_without_affinity(tmp_path, monkeypatch):
         ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
     ],
 )
-def test_bf16_instructions(tree, line, expected):
+def test_bf16_instructions(tree, monkeypatch, line, expected):
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     root = tree({"proc/cpuinfo": f"processor\t: 0\nmodel name\t: Some CPU\n{line}"})
     assert machine.cpu_has_bf16(root) is expected
     assert machine.cpu_name(root) == "Some CPU"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("avx2", False), ("default", False), ("", True)])
+def test_bf16_instructions_that_torch_may_not_use(tree, monkeypatch, limit, expected):
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+    assert machine.cpu_has_bf16(tree({"proc/cpuinfo": "flags\t: avx512_bf16"})) is expected
 
 
 def test_unknown_processor(tmp_path):
