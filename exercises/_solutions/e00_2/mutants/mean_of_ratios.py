@@ -1,0 +1,22 @@
+"""You took the mean of the quotients: one interrupted run moves it; the median holds."""
+
+import statistics
+from collections.abc import Callable
+
+
+def compare(
+    a: Callable[[], object], b: Callable[[], object], clock: Callable[[], float], blocks: int
+) -> float:
+    """How many times as long as b does a take?"""
+
+    def seconds(program: Callable[[], object]) -> float:
+        start = clock()
+        program()
+        return clock() - start
+
+    times = [seconds(program) for program in (a, b, b, a) * blocks]
+    ratios = []
+    for i in range(0, 4 * blocks, 4):
+        first, second, third, fourth = times[i : i + 4]
+        ratios.append((first + fourth) / (second + third))
+    return statistics.mean(ratios)
