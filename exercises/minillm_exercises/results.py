@@ -1,6 +1,6 @@
 """What grading produces: plain data that the board, the notebooks and the JSON report share."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 CheckStatus = Literal["pass", "fail", "error", "not run"]
@@ -18,7 +18,12 @@ class CheckResult:
     message: str = ""
     where: str = ""  # "line 14: return x[t]", the deepest line of the learner's file
     seconds: float = 0.0
+    error: str = ""  # the type of the exception, for the status "error"
     trace: tuple[object, ...] = ()
+
+    def replace(self, **changes: Any) -> "CheckResult":
+        """The same result with some fields changed."""
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,10 @@ class Verdict:
     def earned(self) -> int:
         """Points of the checks that passed."""
         return sum(check.points for check in self.checks if check.status == "pass")
+
+    def replace(self, **changes: Any) -> "Verdict":
+        """The same verdict with some fields changed."""
+        return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the traces."""

@@ -1,0 +1,278 @@
+"""The process in which a submission runs: it loads the file, runs checks, and reports each at once.
+
+Reports go through a pipe, each behind a random word that was drawn for this process alone, so that
+nothing the submission prints can be taken for one. A report leaves when its check ends: whatever
+happens later, that check was graded.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import io
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+import types
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from minillm_exercises.checking import Check, CheckFailedError, Trace, run_traced
+from minillm_exercises.limits import DEFAULT, Limits, on_alarm, restrict, set_alarm
+
+MAX_PRINTED = 64 * 1024
+MAX_VALUES = 512
+MAX_OBSERVED = 2000
+LOADING = "loading"  # the name of what runs before the first check
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One submission to run: its text, the checks wanted in order, and an empty folder for it.
+
+    `stop` ends the run at the first check that does not pass.
+    """
+
+    source: str
+    name: str  # "e03_1.py", which is how the submission sees itself
+    checks: tuple[str, ...]
+    folder: Path
+    seed: int = 0
+    limits: Limits = DEFAULT
+    stop: bool = False
+
+    @property
+    def file(self) -> Path:
+        """The copy that is run: what the submission does to it harms nobody."""
+        return self.folder / self.name
+
+    @property
+    def printed(self) -> Path:
+        """Where the first kilobytes go that the submission prints."""
+        return self.folder / "printed"
+
+    @property
+    def fault(self) -> Path:
+        """Where Python writes the lines it was at when a signal stops it."""
+        return self.folder / "fault"
+
+    def to_json(self) -> str:
+        """The job as one line."""
+        return json.dumps({**vars(self), "folder": str(self.folder), "limits": vars(self.limits)})
+
+    @classmethod
+    def from_json(cls, line: str) -> "Job":
+        """The job of a line of `to_json`."""
+        job = cls(**json.loads(line))
+        return replace(
+            job,
+            checks=tuple(job.checks),
+            folder=Path(job.folder),
+            limits=Limits(**job.limits),  # type: ignore[arg-type]
+        )
+
+
+class _Printed(io.TextIOBase):
+    """Standard output of a submission: the first kilobytes are kept, the rest costs nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._left = MAX_PRINTED
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self._left > 0:
+            data = text[: self._left].encode("utf-8", "replace")
+            self._left -= len(data)
+            os.write(self._file, data)
+        return len(text)
+
+
+class _Reporter:
+    """The learner's process' end of the pipe; knows which check is running."""
+
+    def __init__(self, channel: Connection, word: bytes, file: Path) -> None:
+        self._channel, self._word, self._file = channel, word, str(file)
+        self.running = LOADING
+
+    def send(self, event: str, **details: Any) -> None:
+        record = json.dumps({"event": event, "check": self.running, **details})
+        self._channel.send_bytes(self._word + record.encode())
+
+    def out_of_time(self, signum: int, frame: FrameType | None) -> None:
+        """Ends the process: an exception here could be caught by the submission."""
+        while frame is not None and frame.f_code.co_filename != self._file:
+            frame = frame.f_back
+        kind = "cpu" if signum == getattr(signal, "SIGPROF", None) else "wall"
+        self.send("timeout", kind=kind, line=frame.f_lineno if frame else 0)
+        os._exit(0)
+
+    def give_up(self, error: BaseException, kind: str) -> NoReturn:
+        """Report what ended the process, and end it."""
+        line = learner_line(error.__traceback__, self._file)
+        self.send("crash", kind=kind, line=line, message=text_of(error))
+        os._exit(0)
+
+
+def run_job(channel: Connection, word: bytes, job: Job, checks: Mapping[str, Check]) -> NoReturn:
+    """Run `job` in this process, which ends here."""
+    reporter = _Reporter(channel, word, job.file)
+    try:
+        _isolate(channel, job)
+        on_alarm(reporter.out_of_time)
+        set_alarm(job.limits)
+        impl = _load(reporter, job)
+        if impl is not None:
+            _run_checks(reporter, job, checks, impl)
+        reporter.send("end")
+    finally:
+        os._exit(0)
+
+
+def _isolate(channel: Connection, job: Job) -> None:
+    """Leave the submission a folder of its own, no input, no other file, and bounded memory."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # so that processes it starts end with it
+    job.file.write_text(job.source, encoding="utf-8")
+    printed = _Printed(job.printed)
+    fault = job.fault.open("w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    keep = sorted({0, 1, 2, channel.fileno(), printed._file, fault.fileno()})
+    for low, high in zip(keep, [*keep[1:], 1024], strict=True):
+        os.closerange(low + 1, high)
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = printed  # type: ignore[misc, assignment]
+    faulthandler.enable(fault)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, fault)
+    job.folder.joinpath("cwd").mkdir()
+    os.chdir(job.folder / "cwd")
+    os.environ["MINILLM_GRADE_SEED"] = str(job.seed)
+    restrict(job.limits)
+
+
+def _load(reporter: _Reporter, job: Job) -> types.ModuleType | None:
+    """The submission as a module, or None after a report of why not."""
+    module = types.ModuleType(job.file.stem)
+    module.__file__ = str(job.file)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    code = compile(job.source, str(job.file), "exec", dont_inherit=True)
+    result = _attempt(reporter, job, lambda: exec(code, module.__dict__))
+    if result["status"] == "pass":
+        return module
+    reporter.send("unloadable", **result)
+    return None
+
+
+def _run_checks(
+    reporter: _Reporter, job: Job, checks: Mapping[str, Check], impl: types.ModuleType
+) -> None:
+    for name in job.checks:
+        reporter.running = name
+        reporter.send("start")
+        set_alarm(job.limits)
+        start = time.perf_counter()
+        result = _attempt(reporter, job, functools.partial(run_traced, checks[name], impl))
+        reporter.send("result", seconds=time.perf_counter() - start, **result)
+        if job.stop and result["status"] != "pass":
+            return
+
+
+def _attempt(reporter: _Reporter, job: Job, run: Callable[[], Trace | None]) -> Report:
+    """Run something of the submission; what it raised, as a report."""
+    try:
+        trace = run()
+        if trace is not None and not trace.seen:
+            return {"status": "vacuous"}
+        return {"status": "pass", "trace": compact_trace(trace)}
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            reporter.give_up(error, "exit")
+        if isinstance(error, MemoryError) or "can't allocate memory" in text_of(error):
+            reporter.give_up(error, "memory")
+        line = learner_line(error.__traceback__, str(job.file))
+        report = {
+            "status": _status(error, line),
+            "type": type(error).__name__,
+            "message": text_of(error),
+            "line": line,
+            "trace": compact_trace(getattr(error, "trace", None)),
+        }
+        error.__traceback__ = None  # frees what the frames hold
+        return report
+
+
+def _status(error: BaseException, line: int) -> str:
+    if isinstance(error, NotImplementedError) and text_of(error).startswith("TODO"):
+        return "todo"
+    if isinstance(error, CheckFailedError) or (isinstance(error, AssertionError) and not line):
+        return "fail"
+    return "error"
+
+
+def learner_line(traceback: TracebackType | None, file: str) -> int:
+    """The deepest line of `file` in a traceback; 0 if it is not in it."""
+    line = 0
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == file:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says, shortened; its own `__str__` may fail."""
+    try:
+        text = str(error).strip()
+    except Exception:
+        return ""
+    return text if len(text) <= 600 else text[:600] + " ..."
+
+
+def compact_trace(trace: Trace | None) -> list[object]:
+    """A trace that is small enough to send; equal traces stay equal, and the last value stays."""
+    seen = trace.seen if trace else []
+    if len(seen) > MAX_OBSERVED:
+        seen = [*seen[: MAX_OBSERVED - 1], seen[-1]]
+    return [_compact(value) for value in seen]
+
+
+def _compact(value: object) -> object:
+    if isinstance(value, tuple):
+        step = -(-len(value) // MAX_VALUES)
+        if step > 1:
+            value = (f"every {step}. of {len(value)}", *value[::step])
+        return [_compact(part) for part in value]
+    if isinstance(value, str | bytes) and len(value) > MAX_VALUES:
+        data = value.encode("utf-8", "replace") if isinstance(value, str) else value
+        return f"{value[:40]!r}... {len(value)} {zlib.crc32(data)}"
+    if isinstance(value, bytes):
+        return repr(value)
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"{value.bit_length()} bits, {value % (2**61 - 1)} modulo 2**61 - 1"
+    return value
+
+
+def new_word() -> bytes:
+    """The random word in front of the reports of one process."""
+    return secrets.token_hex(16).encode()
+
+
+def kill_group(process_id: int) -> None:
+    """End a learner's process with all that it started."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(OSError):
+            os.killpg(process_id, signal.SIGKILL)

@@ -1,0 +1,42 @@
+"""When two submissions behave the same: what a check saw of each, up to where it failed."""
+
+import math
+from dataclasses import dataclass
+
+from minillm_exercises.results import CheckResult
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What one check saw of one submission."""
+
+    status: str
+    error: str  # the type of what was raised, if the check did not fail by a comparison
+    trace: tuple[object, ...]
+
+    @classmethod
+    def of(cls, result: CheckResult) -> "Behaviour":
+        """The behaviour in `result`."""
+        return cls(result.status, result.error, result.trace)
+
+    @property
+    def is_vague(self) -> bool:
+        """Whether many different mistakes would look like this: the last thing seen was a plain
+        yes or no, or nothing was seen at all."""
+        return not self.trace or isinstance(self.trace[-1], bool)
+
+
+def same_behaviour(one: Behaviour, other: Behaviour) -> bool:
+    """Equal in every value seen; numbers within rounding."""
+    return (one.status, one.error) == (other.status, other.error) and _same(one.trace, other.trace)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        both_nan = math.isnan(one) and math.isnan(other)
+        return both_nan or math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
+    return one == other

@@ -1,0 +1,146 @@
+"""A process that has torch and the checks loaded, and runs one submission after another in copies.
+
+``python -m minillm_exercises.server CHECKS`` reads one job per line and answers with one line. Each
+job runs in a fork of this process, which takes milliseconds where importing torch takes seconds;
+where there is no fork, it runs in a new process. This process never runs code of a submission.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from minillm_exercises.checking import Check
+from minillm_exercises.child import MAX_PRINTED, Job, kill_group, new_word, run_job
+
+MAX_REPORT = 64 * 2**20
+GRACE = 2.0  # seconds a submission may be late before it is stopped from outside
+
+
+def load_checks(path: Path) -> dict[str, Check]:
+    """The functions of a file of checks that are marked as checks, by name."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {name: value for name, value in vars(module).items() if hasattr(value, "check_info")}
+
+
+def supervise(job: Job, checks: Path, loaded: Mapping[str, Check]) -> dict[str, Any]:
+    """Run a job in a process of its own and return its reports and how it ended."""
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("fork" if can_fork else "spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    word = new_word()
+    target = (
+        functools.partial(run_job, sender, word, job, loaded)
+        if can_fork
+        else functools.partial(_run_afresh, sender, word, job, checks)
+    )
+    process = context.Process(target=target)
+    process.start()
+    sender.close()
+    reports = _receive(receiver, word, job)
+    if reports and reports[-1]["event"] == "silent":
+        _ask_where(process)
+    _end(process)
+    return {
+        "reports": reports,
+        "exit": process.exitcode,
+        "fault": _fault_line(job),
+        "printed": _read(job.printed, MAX_PRINTED),
+    }
+
+
+def _run_afresh(channel: Connection, word: bytes, job: Job, checks: Path) -> None:
+    run_job(channel, word, job, load_checks(checks))
+
+
+def _receive(receiver: Connection, word: bytes, job: Job) -> list[dict[str, Any]]:
+    """The reports until the process ends; the last is "silent" if it fell silent before."""
+    reports: list[dict[str, Any]] = []
+    while not reports or reports[-1]["event"] not in ("end", "crash", "timeout"):
+        if not receiver.poll(job.limits.wall + GRACE):
+            reports.append({"event": "silent", "check": _running(reports)})
+            break
+        try:
+            message = receiver.recv_bytes(MAX_REPORT)
+        except (EOFError, OSError):
+            break
+        if message.startswith(word):
+            reports.append(json.loads(message[len(word) :]))
+    return reports
+
+
+def _running(reports: list[dict[str, Any]]) -> str:
+    return reports[-1]["check"] if reports else "loading"
+
+
+def _ask_where(process: Any) -> None:
+    """Let Python write down the line it is at, which it can do inside one long operation."""
+    if hasattr(signal, "SIGUSR1"):
+        with contextlib.suppress(OSError):
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.2)
+    process.kill()
+
+
+def _end(process: Any) -> None:
+    """Wait for the process, which is ending by itself unless it closed the pipe and goes on."""
+    for _ in range(int(GRACE / 0.01)):
+        if process.exitcode is not None:
+            break
+        time.sleep(0.01)
+    kill_group(process.pid)
+    process.kill()
+    process.join()
+
+
+def _fault_line(job: Job) -> int:
+    """The deepest line of the submission in what Python wrote down at a signal; 0 if none."""
+    pattern = rf'File "{re.escape(str(job.file))}", line (\d+)'
+    found = re.search(pattern, _read(job.fault, MAX_PRINTED))
+    return int(found[1]) if found else 0
+
+
+def _read(path: Path, most: int) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(most).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def serve(checks: Path) -> None:
+    """Say that the checks are loaded, or why not; then answer jobs until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a check prints while it is imported is no answer
+
+    def answer(data: dict[str, Any]) -> None:
+        answers.write(json.dumps(data) + "\n")
+        answers.flush()
+
+    try:
+        loaded = load_checks(checks)
+    except BaseException as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        return
+    answer({"checks": list(loaded)})
+    for line in sys.stdin:
+        answer(supervise(Job.from_json(line), checks, loaded))
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

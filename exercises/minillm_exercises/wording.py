@@ -1,0 +1,80 @@
+"""The sentences a learner reads when code raises, loops or dies."""
+
+import re
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from minillm_exercises.limits import GIB, Limits
+
+PRINTED_LINES = 20
+PRINTED_COLUMNS = 200
+
+
+def source_line(lines: Sequence[str], number: int) -> str:
+    """``line 14: return x[t]``, or nothing for line 0."""
+    if not 0 < number <= len(lines):
+        return ""
+    return f"line {number}: {lines[number - 1].strip()[:100]}"
+
+
+def error_sentence(report: dict[str, Any]) -> str:
+    """What an exception that was not caught means for the one who wrote the code."""
+    kind, text = report.get("type", ""), report.get("message", "").split("\n")[0]
+    if kind == "RecursionError":
+        return "The function calls itself without end: what should stop it?"
+    if kind == "NotImplementedError":
+        return f"NotImplementedError: {text}. A part is still to be written."
+    said = f"{kind}: {text}" if text else kind
+    if report.get("line"):
+        return f"Your code raised {said}."
+    if kind == "TypeError" and re.search(r"argument|takes no", text):
+        return f"Your function cannot be called as the README says: {text}."
+    if kind == "AttributeError" and "has no attribute" in text and "'NoneType'" not in text:
+        return f"What the check needs is not there: {text}."
+    return f"The check could not use what your code gave it ({said}). Is it what the README asks?"
+
+
+def timeout_sentence(report: dict[str, Any], where: str, during: str, limits: Limits) -> str:
+    """Which line did not come to an end."""
+    place = f"{where}, {during}" if where else during
+    if report.get("kind") == "cpu":
+        return (
+            f"Still computing after {limits.cpu:g} s, at {place}. Does the loop end? The checks "
+            f"after it were not run."
+        )
+    return (
+        f"No answer within {limits.wall:g} s, at {place}. Does it wait for something, or is one "
+        f"operation very large? The checks after it were not run."
+    )
+
+
+def crash_sentence(
+    report: dict[str, Any], code: int | None, where: str, during: str, limits: Limits
+) -> str:
+    """What ended the process of the submission."""
+    place = f"{during} ({where})" if where else during
+    rest = "The checks after it were not run."
+    if report.get("kind") == "exit":
+        return (
+            f"Your code ended the program {place}. exit() ends everything; a function hands its "
+            f"result back with return. {rest}"
+        )
+    if report.get("kind") == "memory":
+        return (
+            f"More than {limits.memory / GIB:g} GiB of memory was asked for {place}. Which shape "
+            f"or list grows larger than you meant? {rest}"
+        )
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return f"The process was stopped by {name} {place}, not by an exception of Python. {rest}"
+    return f"The process ended {place} before it had answered (exit code {code}). {rest}"
+
+
+def shorten_printed(text: str) -> str:
+    """The first lines of what a submission printed, and how much there was beyond."""
+    lines = text.splitlines()
+    shown = [line[:PRINTED_COLUMNS] for line in lines[:PRINTED_LINES]]
+    if len(lines) > PRINTED_LINES:
+        shown.append(f"... and more ({len(lines):,} lines or more were printed)")
+    return "\n".join(shown)
