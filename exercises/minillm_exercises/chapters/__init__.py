@@ -1,0 +1,1 @@
+"""What single chapters need beside the engine and the common helpers."""

@@ -1,0 +1,140 @@
+"""Chapter 01: the parts of a forward pass on their own, and a model's bounds on any machine."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minillm import ops
+from minillm.config import ModelConfig
+from minillm.cost import step_cost, step_time
+from minillm.hardware import DATASHEET, Hardware
+from minillm.layers.linear import Linear
+from minillm.models.decoder import Decoder
+from minillm.presets import preset
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.plots import bound, figure, show
+
+LONGEST = 2**20  # tokens: no machine's knee is near it
+LENGTHS = tuple(2**i for i in range(14))  # 1 to 8,192 tokens
+
+
+def product_pass(model: Decoder, num_tokens: int) -> Callable[[], Tensor]:
+    """A step that does all matrix products of a prompt of `num_tokens`, and nothing between.
+
+    Every weight is read once, layer by layer as in a forward pass, so none is still in a cache.
+    """
+    weight = model.embedding.weight
+    layers = [part for part in model.layers.modules() if isinstance(part, Linear)]
+    widths = {layer.weight.shape[1] for layer in layers} | {weight.shape[1]}
+    rows = {width: weight.new_ones(num_tokens, width) for width in widths}
+
+    @torch.inference_mode()
+    def step() -> Tensor:
+        for layer in layers:
+            layer(rows[layer.weight.shape[1]])
+        return model.logits(rows[weight.shape[1]][-1:])
+
+    return step
+
+
+def attention_pass(model: Decoder, num_tokens: int) -> Callable[[], Tensor]:
+    """A step that does the attention of a prompt of `num_tokens` in every layer, nothing else."""
+    config, weight = model.config, model.embedding.weight
+    query = weight.new_ones(num_tokens, config.num_heads, config.head_dim)  # [T, H, D]
+    key = weight.new_ones(config.num_kv_heads, num_tokens, config.head_dim)  # [Hkv, T, D]
+
+    @torch.inference_mode()
+    def step() -> Tensor:
+        out = query
+        for _ in range(config.num_layers):
+            out = ops.causal_attention(query, key, key, config.head_dim**-0.5)
+        return out
+
+    return step
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_calls(step: Callable[[], object]) -> int:
+    """How many of torch's operations `step` calls, views included."""
+    with _Counter() as counter:
+        step()
+    return counter.calls
+
+
+def knee(config: ModelConfig, hardware: Hardware, dtype: str = "bfloat16") -> int:
+    """The shortest prompt whose operations take at least as long as its bytes.
+
+    Exact: both sides are integers, compared without a division.
+    """
+
+    def computes(num_tokens: int) -> bool:
+        cost = step_cost(config, [num_tokens], [num_tokens], dtype=dtype)
+        compute = cost.flops * Fraction(hardware.bandwidth)
+        return compute >= cost.total_bytes * Fraction(hardware.rate(dtype))
+
+    return 1 + bisect_left(range(1, LONGEST), True, key=computes)
+
+
+def doubling_length(lengths: Sequence[int], seconds: Sequence[float]) -> float:
+    """The length at which the time is twice that of the first length, between two measured ones
+    on a straight line in log-log axes; infinite if the time never doubles.
+
+    Raises:
+        ExerciseError: the two sequences differ in length, or are empty.
+    """
+    if not lengths or len(lengths) != len(seconds):
+        raise ExerciseError(
+            f"doubling_length() was given {len(lengths)} lengths and {len(seconds)} times; it "
+            f"needs one time for each length and at least one."
+        )
+    goal = 2 * seconds[0]
+    for at in range(1, len(lengths)):
+        if seconds[at] >= goal:
+            low, high = seconds[at - 1], seconds[at]
+            share = math.log(goal / low) / math.log(high / low)
+            return lengths[at - 1] * (lengths[at] / lengths[at - 1]) ** share
+    return math.inf
+
+
+def nearest(value: float, options: Mapping[str, float]) -> str:
+    """The letter of the option whose ratio to `value` is closest to 1."""
+    value = min(value, max(options.values()))  # an infinite value is nearest to the largest
+    return min(options, key=lambda letter: abs(math.log(options[letter] / value)))
+
+
+def draw_bounds(model: str, machine: str) -> None:
+    """Draw the bounds of the time to first token of a preset on a machine of the datasheets."""
+    config, hardware = preset(model), DATASHEET[machine]
+    costs = [step_cost(config, [n], [n], dtype="bfloat16") for n in LENGTHS]
+    times = [step_time(cost, hardware) for cost in costs]
+    turn = knee(config, hardware)
+    fig, ax = figure("prompt tokens", "time to first token (ms)", size=(6, 3.4))
+    memory = [1e3 * time.memory_seconds for time in times]
+    compute = [1e3 * time.compute_seconds for time in times]
+    bound(ax, LENGTHS, memory, "bytes / bandwidth")
+    bound(ax, LENGTHS, compute, "operations / rate")
+    ax.fill_between(LENGTHS, [max(pair) for pair in zip(memory, compute, strict=True)], alpha=0.12)
+    ax.axvline(turn, color="grey", linewidth=1, linestyle=":")
+    ax.set(xscale="log", yscale="log", title=f"{model} on {hardware.name}")
+    show(
+        fig,
+        f"No point can lie in the shaded area: {model} on {hardware.name} waits for memory "
+        f"below {turn:,} prompt tokens and for arithmetic above.",
+    )

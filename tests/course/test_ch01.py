@@ -1,0 +1,114 @@
+"""The pieces of chapter 01: what they run, what they count, where they find a knee."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from minillm_exercises.chapters.ch01 import (
+    attention_pass,
+    count_calls,
+    doubling_length,
+    draw_bounds,
+    knee,
+    nearest,
+    product_pass,
+)
+from minillm_exercises.errors import ExerciseError
+from torch.utils.flop_counter import FlopCounterMode
+
+from minillm.config import ModelConfig
+from minillm.cost import step_cost
+from minillm.hardware import DATASHEET
+from minillm.models.decoder import Decoder
+from minillm.presets import preset
+
+SMALL = ModelConfig(
+    family="llama",
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=4,
+    intermediate_size=56,
+    max_position_embeddings=64,
+)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_product_pass_does_every_product_once(tied, tokens):
+    model = Decoder(replace(SMALL, tie_word_embeddings=tied))
+    model.initialize()
+    with FlopCounterMode(display=False) as counter:
+        logits = product_pass(model, tokens)()
+    assert counter.get_total_flops() == step_cost(SMALL, [tokens], [tokens]).linear_flops
+    assert logits.shape == (1, SMALL.vocab_size)
+
+
+def test_the_attention_pass_attends_in_every_layer(monkeypatch):
+    seen = []
+
+    def attend(query, key, value, scale):
+        seen.append((query.shape, key.shape, scale))
+        return query
+
+    monkeypatch.setattr("minillm.ops.causal_attention", attend)
+    attention_pass(Decoder(SMALL), 5)()
+    assert seen == [((5, 8, 4), (2, 5, 4), 0.5)] * SMALL.num_layers
+
+
+def test_calls_are_counted():
+    x = torch.ones(3)
+    assert count_calls(lambda: x.add(1).mul(2)) == 2
+    assert count_calls(lambda: None) == 0
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.1-8b"])
+@pytest.mark.parametrize("machine", ["laptop-ddr5", "h100-sxm"])
+def test_the_knee_is_the_first_length_bound_by_operations(name, machine):
+    config, hardware = preset(name), DATASHEET[machine]
+    turn = knee(config, hardware)
+
+    def share(tokens: int) -> Fraction:
+        cost = step_cost(config, [tokens], [tokens])
+        bytes_time = cost.total_bytes / Fraction(hardware.bandwidth)
+        return cost.flops / Fraction(hardware.peak_flops) / bytes_time
+
+    assert share(turn - 1) < 1 <= share(turn)
+
+
+def test_a_machine_without_memory_to_wait_for_has_its_knee_at_one():
+    assert knee(SMALL, replace(DATASHEET["h200"], bandwidth=1e18)) == 1
+
+
+def test_the_doubling_length_lies_between_measured_ones():
+    assert doubling_length([1, 8, 32], [3.0, 3.0, 12.0]) == pytest.approx(16)
+    assert doubling_length([1, 2, 4], [1.0, 2.0, 4.0]) == pytest.approx(2)
+    assert doubling_length([1, 2], [1.0, 1.9]) == math.inf
+    with pytest.raises(ExerciseError, match="2 lengths and 1 times"):
+        doubling_length([1, 2], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("value", "letter"), [(1, "a"), (30, "b"), (45, "c"), (math.inf, "c"), (0.1, "a")]
+)
+def test_the_nearest_option_is_nearest_in_ratio(value, letter):
+    assert nearest(value, {"a": 2, "b": 20, "c": 70}) == letter
+
+
+def test_the_bounds_are_drawn_with_their_knee(monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        "minillm_exercises.chapters.ch01.show", lambda fig, caption: shown.append((fig, caption))
+    )
+    draw_bounds("llama-3.1-8b", "h100-sxm")
+    fig, caption = shown[0]
+    turn = knee(preset("llama-3.1-8b"), DATASHEET["h100-sxm"])
+    assert f"below {turn} prompt tokens" in caption
+    memory, compute = (line.get_ydata() for line in fig.axes[0].lines[:2])
+    cost = step_cost(preset("llama-3.1-8b"), [1], [1])
+    assert memory[0] == pytest.approx(1e3 * cost.total_bytes / 3.35e12)
+    assert compute[0] == pytest.approx(1e3 * cost.flops / 989e12)
