@@ -13,6 +13,8 @@ import contextvars
 import math
 import os
 import random
+import re
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,17 @@ if TYPE_CHECKING:
     import torch
 
 Check = Callable[[Any], None]
+
+
+# What a function returns by mistake, and the mistake.
+KINDS = (
+    (types.GeneratorType, "a generator (is a list(...) missing, or is there a yield?)"),
+    (types.CoroutineType, "a coroutine (a function with async; it needs none)"),
+    (types.MethodType, "a method (are its parentheses missing?)"),
+    ((types.FunctionType, types.BuiltinFunctionType), "a function (are its parentheses missing?)"),
+    (type, "a class (are its parentheses missing?)"),
+    ((map, filter, zip, reversed), "an iterator (is a list(...) missing?)"),
+)
 
 
 class CheckFailedError(AssertionError):
@@ -205,7 +218,14 @@ def describe(value: object) -> str:
         return f"a tensor of shape {_shape(value)} starting {first}"
     if isinstance(value, float):
         return _number(value)
-    text = repr(value)
+    for kind, advice in KINDS:
+        if isinstance(value, kind):
+            return advice
+    try:
+        text = repr(value)
+    except Exception:  # the learner's own __repr__, or an int of more digits than Python prints
+        text = f"<{type(value).__name__}>"
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)
     return text if len(text) <= 80 else f"{text[:70]}... ({type(value).__name__})"
 
 

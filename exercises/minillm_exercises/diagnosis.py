@@ -34,9 +34,7 @@ def same_behaviour(one: Behaviour, other: Behaviour) -> bool:
 def _same(one: object, other: object) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, int | float) and isinstance(other, int | float):
+    if isinstance(one, float) and isinstance(other, float):
         both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
-    return one == other
+        return both_nan or math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-7)
+    return one == other and isinstance(one, bool) == isinstance(other, bool)

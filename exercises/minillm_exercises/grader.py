@@ -170,6 +170,12 @@ class Grader:
             return verdict
         return verdict.replace(mutant=mutants[0].stem, misconception=teaching_message(mutants[0]))
 
+    def twins(self, mutant: Path) -> list[Path]:
+        """The other mutants that no check can tell from `mutant`."""
+        checks = self.run(mutant.read_text(encoding="utf-8")).checks
+        others = [other for other in self.exercise.mutants if other != mutant]
+        return [other for other in others if all(self._agrees(other, c) for c in checks)]
+
     def _agrees(self, mutant: Path, check: CheckResult) -> bool:
         key = (mutant, check.name)
         if key not in self._known:

@@ -1,0 +1,296 @@
+"""Do the graders tell right from wrong? `verify` says what to mend wherever they do not.
+
+A grader rots quietly: it goes on saying "pass". So each is tried on submissions whose outcome is
+known: the starter, two correct solutions, known-wrong ones, mechanical mutants, and nothing at all.
+"""
+
+import ast
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.grader import Grader, teaching_message
+from minillm_exercises.guard import inspect_source
+from minillm_exercises.limits import DEFAULT
+from minillm_exercises.manifest import Exercise, find, load_manifest
+from minillm_exercises.mutation import mechanical_mutants
+from minillm_exercises.results import Verdict
+
+SEEDS = (0, 1)
+LEAST_MUTANTS = 3
+MOST_CHANGED_LINES = 5
+KILLED = 0.85
+MUTANT_LIMITS = replace(DEFAULT, cpu=1.0, wall=5.0)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something about an exercise that has to be mended; `message` is a sentence that says how."""
+
+    exercise_id: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.exercise_id}: {self.message}"
+
+
+def verify(
+    manifest: dict[str, Exercise] | None = None,
+    ids: Iterable[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Problem]:
+    """Everything wrong with the exercises called `ids` (all, if None) of `manifest`.
+
+    `progress` is given one line about each exercise when it is done.
+
+    Raises:
+        ExerciseError: an id that is not in the manifest, or a manifest that cannot be read.
+    """
+    manifest = load_manifest() if manifest is None else manifest
+    exercises = [find(key, manifest) for key in (manifest if ids is None else ids)]
+    problems: list[Problem] = []
+    for exercise in exercises:
+        found, summary = _verify(exercise)
+        problems += found
+        if progress is not None:
+            progress(f"{exercise.id}: {summary}, {len(found)} to mend")
+    return problems
+
+
+def _verify(exercise: Exercise) -> tuple[list[Problem], str]:
+    messages = list(_texts(exercise))
+    try:
+        with Grader(exercise, limits=MUTANT_LIMITS) as grader:
+            trial = _Trial(exercise, grader)
+            messages += trial.messages()
+            summary = trial.summary
+    except ExerciseError as error:
+        messages.append(str(error))
+        summary = "not graded"
+    return [Problem(exercise.id, message) for message in messages], summary
+
+
+def _texts(exercise: Exercise) -> Iterator[str]:
+    """What is wrong with the files a learner reads."""
+    readme = exercise.folder / "README.md"
+    if not readme.is_file() or exercise.id not in readme.read_text(encoding="utf-8"):
+        yield f"{readme.name} is missing or does not speak of {exercise.id}: write the task there."
+    if not exercise.starter.is_file():
+        yield f"the starter {exercise.starter.name} is missing."
+        return
+    try:
+        tree = ast.parse(exercise.starter.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        yield f"the starter is no Python: {error}."
+        return
+    for name, node in _definitions(tree):
+        if name.split(".")[0] not in {known.split(".")[0] for known in exercise.names}:
+            continue
+        if not ast.get_docstring(node):
+            yield f"{name} in the starter has no docstring: say what it takes and returns."
+        if isinstance(node, Function) and (untyped := _untyped(node)):
+            yield f"{name} in the starter has no type for {', '.join(untyped)}."
+    if "torch" in _imported(tree) and "torch" not in exercise.needs:
+        yield 'the starter imports torch: add needs = ["torch"] to exercises.toml.'
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, Function | ast.ClassDef]]:
+    """Functions and classes of a module, and the public methods: ``Cache.append``."""
+    for node in tree.body:
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name, node
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, Function) and not inner.name.startswith("_"):
+                    yield f"{node.name}.{inner.name}", inner
+
+
+def _untyped(function: Function) -> list[str]:
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    missing = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+    return missing if function.returns is not None else [*missing, "the result"]
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+class _Trial:
+    """Tries one exercise's grader on submissions whose outcome is known."""
+
+    def __init__(self, exercise: Exercise, grader: Grader) -> None:
+        self._exercise, self._grader = exercise, grader
+        self.summary = "no solution"
+
+    def messages(self) -> Iterator[str]:
+        """What has to be mended."""
+        if not sum(check.points for check in self._grader.checks) > 0:
+            yield "the checks give no points."
+        yield from self._starter()
+        yield from self._nothing()
+        solution = self._exercise.answers / "solution.py"
+        yield from self._correct(solution)
+        yield from self._correct(self._exercise.answers / "alternate.py")
+        if solution.is_file() and not inspect_source(solution.read_bytes(), self._exercise):
+            yield from self._known_wrong(solution)
+            yield from self._mechanical(solution)
+
+    def _starter(self) -> Iterator[str]:
+        if not self._exercise.starter.is_file():
+            return
+        verdict = self._grader.grade(self._exercise.starter, diagnose=False)
+        todo = f"TODO {self._exercise.id}"
+        if verdict.status != "todo":
+            yield (
+                f"the starter's verdict is {_said(verdict)}: each function to be written must "
+                f'raise NotImplementedError("{todo}: ...") and nothing else may fail.'
+            )
+        for check in verdict.checks:
+            if check.status == "pass":
+                yield f"the starter passes {check.name}: that check asks for nothing."
+            elif verdict.status == "todo" and not check.message.startswith(todo):
+                yield f"{check.name} fails on the starter without its TODO: {check.message}"
+
+    def _nothing(self) -> Iterator[str]:
+        """An empty file, and the starter with functions that return None."""
+        empty = self._grader.run("")
+        for check in empty.checks:
+            if check.status == "pass":
+                yield f"{check.name} passes on an empty file: it does not call the submission."
+        if not self._exercise.starter.is_file():
+            return
+        lazy = self._grader.run(returning_none(self._exercise.starter.read_text("utf-8")))
+        for check in lazy.checks:
+            if check.status == "pass":
+                yield (
+                    f"{check.name} passes when every function returns None: compare a value that "
+                    f"the submission returned."
+                )
+
+    def _correct(self, path: Path) -> Iterator[str]:
+        """A solution must pass, for each seed."""
+        if not path.is_file():
+            yield f"{path.name} is missing in {self._exercise.answers.name}."
+            return
+        if finding := inspect_source(path.read_bytes(), self._exercise):
+            yield (
+                f"{path.name} is refused: {finding.message} Allow it in exercises.toml (imports, "
+                f"banned, names), or write {path.name} without it."
+            )
+            return
+        for seed in SEEDS:
+            verdict = self._grader.run(path.read_text(encoding="utf-8"), seed=seed)
+            if verdict.status != "pass":
+                yield (
+                    f"{path.name} does not pass with seed {seed}: {_said(verdict)}. Mend it, or "
+                    f"the check that asks for more than the README."
+                )
+
+    def _known_wrong(self, solution: Path) -> Iterator[str]:
+        mutants = self._exercise.mutants
+        if len(mutants) < LEAST_MUTANTS:
+            yield f"there are {len(mutants)} mutants; write at least {LEAST_MUTANTS}."
+        names: dict[str, str] = {}
+        for mutant in mutants:
+            message = teaching_message(mutant)
+            if not message:
+                yield f"mutant {mutant.stem} has no docstring; its first line is what it teaches."
+            elif message in names:
+                yield (
+                    f"mutants {names[message]} and {mutant.stem} teach the same sentence: say "
+                    f"what is wrong in each."
+                )
+            names[message] = mutant.stem
+            if (lines := changed_lines(solution, mutant)) > MOST_CHANGED_LINES:
+                yield (
+                    f"mutant {mutant.stem} differs from the solution in {lines} lines; at most "
+                    f"{MOST_CHANGED_LINES}, so that it is one mistake."
+                )
+            yield from self._wrong(mutant)
+
+    def _wrong(self, mutant: Path) -> Iterator[str]:
+        """A mutant passes something, fails something, and is recognised."""
+        verdict = self._grader.grade(mutant)
+        if verdict.status == "pass":
+            yield (
+                f"mutant {mutant.stem} passes every check: add a case that notices "
+                f"({teaching_message(mutant)})"
+            )
+        elif verdict.status != "fail":
+            yield (
+                f"mutant {mutant.stem} should fail a check, but its verdict is {_said(verdict)}. "
+                f"Make it run to the end."
+            )
+        elif not verdict.earned:
+            yield f"mutant {mutant.stem} fails every check: add a check that its mistake passes."
+        elif verdict.mutant != mutant.stem:
+            twins = [twin.stem for twin in self._grader.twins(mutant)]
+            yield (
+                f"mutants {mutant.stem} and {', '.join(twins)} look the same to every check: add "
+                f"a case that tells them apart, observe more (expect(..., observed=...)), or "
+                f"remove one."
+                if twins
+                else f"mutant {mutant.stem} is not recognised by its own behaviour ("
+                f"{_said(verdict)}): do its results depend on chance?"
+            )
+
+    def _mechanical(self, solution: Path) -> Iterator[str]:
+        mutants = mechanical_mutants(solution.read_text(encoding="utf-8"))
+        excused = self._exercise.survivors
+        alive = [m.id for m in mutants if self._grader.run(m.source, stop=True).status == "pass"]
+        for name in excused:
+            if name not in alive:
+                yield (
+                    f"survivors names {name!r}, which is no surviving mutant (any more): remove "
+                    f"it from exercises.toml."
+                )
+        unexcused = [name for name in alive if name not in excused]
+        counted = len(mutants) - (len(alive) - len(unexcused))
+        killed = len(mutants) - len(alive)
+        self.summary = f"{killed} of {counted} mechanical mutants noticed"
+        if killed < KILLED * counted:
+            yield (
+                f"the checks notice {killed} of {counted} mechanical mutants of the solution, "
+                f"fewer than {KILLED:.0%}. Add cases for, or name in survivors with the reason "
+                f"why nothing changes: {'; '.join(unexcused)}."
+            )
+
+
+def _said(verdict: Verdict) -> str:
+    """A verdict in one line, for a problem's message."""
+    wrong = [f"{c.name}: {c.message}" for c in verdict.checks if c.status != "pass" and c.message]
+    return " ".join(f"{verdict.status} ({verdict.message or '; '.join(wrong[:2])})".split())
+
+
+def returning_none(starter: str) -> str:
+    """The starter with every function that is to be written returning None."""
+    tree = ast.parse(starter)
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and any(isinstance(n, ast.Raise) for n in ast.walk(node)):
+            node.body = [ast.Return(ast.Constant(None))]
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def changed_lines(one: Path, other: Path) -> int:
+    """In how many lines two files differ, formatting, comments and docstrings aside."""
+    first, second = (_code(path.read_text(encoding="utf-8")).splitlines() for path in (one, other))
+    matcher = difflib.SequenceMatcher(None, first, second, autojunk=False)
+    blocks = [code[1:] for code in matcher.get_opcodes() if code[0] != "equal"]
+    return sum(max(i2 - i1, j2 - j1) for i1, i2, j1, j2 in blocks)
+
+
+def _code(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
