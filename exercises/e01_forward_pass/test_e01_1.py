@@ -55,7 +55,7 @@ def grown(impl: Any, what: str, tokens: int, past: int, **change: int) -> None:
 def test_by_hand(impl: Any) -> None:
     """One layer, two tokens."""
     shape = Shape(1, 4, 2, 1, 2, 8, 10, tied=False)
-    equal(impl.forward_flops(shape, 2, 0), 704, "The worked example", f"{shape}, tokens=2")
+    equal(impl.forward_flops(shape, 2), 704, "The worked example", f"{shape}, tokens=2")
 
 
 @check(1, "The MLP")
