@@ -1,0 +1,123 @@
+"""What a terminal shows: the board of all exercises, and one verdict.
+
+Every state is a word and a mark, never only a colour, so that the screens can be printed, piped
+and read by everybody.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from minillm_exercises.explain import Explained, Trouble
+from minillm_exercises.standing import Standing
+
+BAR = 30  # characters
+STYLES: Mapping[str, str] = MappingProxyType(
+    {
+        "pass": "green", "fail": "red", "error": "red", "not run": "dim",
+        "done": "green", "begun": "yellow", "open": "", "unavailable": "dim",
+    }
+)  # fmt: skip
+MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(  # with UTF-8, and without
+    {
+        "pass": ("✓", "+"), "fail": ("✗", "x"), "error": ("!", "!"), "not run": ("·", "."),
+        "done": ("✓", "+"), "begun": ("…", "~"), "open": (" ", " "), "unavailable": ("-", "-"),
+        "bar": ("█", "#"), "rest": ("░", "-"), "hard": ("●", "*"), "easy": ("○", "."),
+    }
+)  # fmt: skip
+WORDS: Mapping[str, str] = MappingProxyType(
+    {"done": "done", "begun": "begun", "open": "", "unavailable": "not here"}
+)
+
+
+def mark(name: str, console: Console) -> str:
+    """The sign for a state, in what the terminal can show."""
+    plain = not console.encoding.lower().startswith("utf")
+    return MARKS[name][plain]
+
+
+def board(rows: Sequence[Standing], console: Console, notices: Sequence[str] = ()) -> Group:
+    """The table of all exercises, the total and what to say below it."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", expand=False)
+    for name, right in (("", False), ("id", False), ("exercise", False), ("ch", False),
+                        ("min", True), ("level", False), ("points", True)):  # fmt: skip
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "exercise")
+    for row in rows:
+        style = STYLES[row.state]
+        state = Text(f"{mark(row.state, console)} {WORDS[row.state]}", style=style)
+        title = Text(row.exercise.title)
+        if row.state == "unavailable":
+            title.append(f"\n{row.why}", style="dim")
+        e = row.exercise
+        level = mark("hard", console) * e.difficulty + mark("easy", console) * (3 - e.difficulty)
+        points = f"{row.earned}/{row.points}"
+        table.add_row(state, e.id, title, e.chapter, str(e.minutes), level, points)
+    below = [Text(notice) for notice in notices]
+    return Group(table, Text(), total(rows, console), *below)
+
+
+def total(rows: Sequence[Standing], console: Console) -> Text:
+    """The bar over the points of all exercises, with the numbers in words."""
+    earned = sum(row.earned for row in rows)
+    points = sum(row.points for row in rows)
+    done = sum(row.state == "done" for row in rows)
+    full = BAR * earned // points if points else 0
+    bar = Text(mark("bar", console) * full, style="green")
+    bar.append(mark("rest", console) * (BAR - full), style="dim")
+    return bar.append(f"  {earned} of {points} points, {done} of {len(rows)} done", style="default")
+
+
+def verdict_screen(told: Explained, console: Console, where: str = "") -> RenderableType:
+    """One graded exercise: a line per check, the failure, what was printed, the next step."""
+    title = Text(told.title, style="bold")
+    if where:
+        title.append(f"  {where}", style="dim")
+    parts: list[RenderableType] = [title]
+    if told.lines:
+        parts += [Text(), Padding(_checks(told, console), (0, 0, 0, 2))]
+    for trouble in told.troubles:
+        parts += [Text(), *_trouble(trouble)]
+    if told.printed:
+        parts += [Text(), Text("Your code printed:", style="dim")]
+        parts += [Padding(Text(told.printed), (0, 0, 0, 2))]
+    parts += [Text(), Text(told.summary, style="bold green" if told.passed else "bold")]
+    return Group(*parts, *(_advice(line) for line in told.advice))
+
+
+def _checks(told: Explained, console: Console) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    for line in told.lines:
+        sign = Text(f"{mark(line.status, console)} {line.word}", style=STYLES[line.status])
+        table.add_row(sign, Text(line.task), line.points)
+    return table
+
+
+def _trouble(trouble: Trouble) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if trouble.task:
+        parts.append(Text(trouble.task, style="bold red"))
+    body = Text(trouble.message)
+    if trouble.where:
+        body.append(f"\nYour {trouble.where}", style="cyan")
+    parts.append(Padding(body, (0, 0, 0, 2)))
+    if trouble.misconception:
+        said = Text("Perhaps: ", style="bold yellow").append(trouble.misconception, "default")
+        parts.append(Padding(said, (0, 0, 0, 2)))
+    return parts
+
+
+def _advice(line: str) -> Text:
+    """A line of advice; commands are not broken, so that they can be copied."""
+    label, colon, rest = line.partition(": ")
+    if colon and len(label) < 20:
+        return Text(f"{label}: ", style="bold", no_wrap=True, overflow="ignore").append(
+            rest, "default"
+        )
+    return Text(line)
