@@ -14,6 +14,7 @@ import math
 import os
 import random
 import re
+import reprlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,11 +223,19 @@ def describe(value: object) -> str:
         if isinstance(value, kind):
             return advice
     try:
-        text = repr(value)
+        text = _short_repr().repr(value)
     except Exception:  # the learner's own __repr__, or an int of more digits than Python prints
         text = f"<{type(value).__name__}>"
     text = re.sub(r" at 0x[0-9a-f]+", "", text)
     return text if len(text) <= 80 else f"{text[:70]}... ({type(value).__name__})"
+
+
+def _short_repr() -> reprlib.Repr:
+    """A repr that does not write out the millions of a list before they are cut."""
+    short = reprlib.Repr()
+    short.maxlist = short.maxtuple = short.maxdict = short.maxset = short.maxdeque = 40
+    short.maxstring = short.maxlong = short.maxother = 100
+    return short
 
 
 def _number(value: float) -> str:

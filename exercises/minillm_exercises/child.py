@@ -24,12 +24,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from minillm_exercises.checking import Check, CheckFailedError, Trace, run_traced
+from minillm_exercises.checking import Check, CheckFailedError, Trace, describe, run_traced
 from minillm_exercises.limits import DEFAULT, Limits, on_alarm, restrict, set_alarm
 
 MAX_PRINTED = 64 * 1024
 MAX_VALUES = 512
 MAX_OBSERVED = 2000
+MAX_SHOWN = 160  # characters of local variables
 LOADING = "loading"  # the name of what runs before the first check
 
 Report = dict[str, Any]
@@ -86,7 +87,7 @@ class _Printed(io.TextIOBase):
 
     def __init__(self, path: Path) -> None:
         self._left = MAX_PRINTED
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT)
 
     def writable(self) -> bool:
         return True
@@ -95,7 +96,7 @@ class _Printed(io.TextIOBase):
         if self._left > 0:
             data = text[: self._left].encode("utf-8", "replace")
             self._left -= len(data)
-            os.write(self._file, data)
+            os.write(self.file, data)
         return len(text)
 
 
@@ -115,12 +116,16 @@ class _Reporter:
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
         kind = "cpu" if signum == getattr(signal, "SIGPROF", None) else "wall"
-        self.send("timeout", kind=kind, line=frame.f_lineno if frame else 0)
+        # Before their values are described, which may take as long as the loop did.
+        signal.alarm(1)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        values = values_of(frame)
+        self.send("timeout", kind=kind, line=frame.f_lineno if frame else 0, values=values)
         os._exit(0)
 
     def give_up(self, error: BaseException, kind: str) -> NoReturn:
         """Report what ended the process, and end it."""
-        line = learner_line(error.__traceback__, self._file)
+        line, _ = learner_frame(error.__traceback__, self._file)
         self.send("crash", kind=kind, line=line, message=text_of(error))
         os._exit(0)
 
@@ -150,9 +155,10 @@ def _isolate(channel: Connection, job: Job) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    keep = sorted({0, 1, 2, channel.fileno(), printed._file, fault.fileno()})
-    for low, high in zip(keep, [*keep[1:], 1024], strict=True):
-        os.closerange(low + 1, high)
+    if os.name == "posix":  # on Windows a channel is no descriptor, and nothing was inherited
+        keep = sorted({0, 1, 2, channel.fileno(), printed.file, fault.fileno()})
+        for low, high in zip(keep, [*keep[1:], 1024], strict=True):
+            os.closerange(low + 1, high)
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = printed  # type: ignore[misc, assignment]
     faulthandler.enable(fault)
@@ -203,12 +209,13 @@ def _attempt(reporter: _Reporter, job: Job, run: Callable[[], Trace | None]) -> 
             reporter.give_up(error, "exit")
         if isinstance(error, MemoryError) or "can't allocate memory" in text_of(error):
             reporter.give_up(error, "memory")
-        line = learner_line(error.__traceback__, str(job.file))
+        line, frame = learner_frame(error.__traceback__, str(job.file))
         report = {
             "status": _status(error, line),
             "type": type(error).__name__,
             "message": text_of(error),
             "line": line,
+            "values": values_of(frame),
             "trace": compact_trace(getattr(error, "trace", None)),
         }
         error.__traceback__ = None  # frees what the frames hold
@@ -223,14 +230,28 @@ def _status(error: BaseException, line: int) -> str:
     return "error"
 
 
-def learner_line(traceback: TracebackType | None, file: str) -> int:
-    """The deepest line of `file` in a traceback; 0 if it is not in it."""
-    line = 0
+def learner_frame(traceback: TracebackType | None, file: str) -> tuple[int, FrameType | None]:
+    """The deepest line of `file` in a traceback, with its frame; 0 and None if it is not in it."""
+    found: tuple[int, FrameType | None] = (0, None)
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == file:
-            line = traceback.tb_lineno
+            found = traceback.tb_lineno, traceback.tb_frame
         traceback = traceback.tb_next
-    return line
+    return found
+
+
+def values_of(frame: FrameType | None) -> str:
+    """The first few local variables of a function, as "size = 3, start = 2"."""
+    if frame is None or frame.f_code.co_name == "<module>":
+        return ""
+    values = [
+        f"{name} = {describe(value)}"
+        for name, value in frame.f_locals.items()
+        if not name.startswith((".", "_")) and name != "self" and not callable(value)
+    ]
+    while sum(map(len, values)) > MAX_SHOWN:
+        values.pop()
+    return ", ".join(values)
 
 
 def text_of(error: BaseException) -> str:

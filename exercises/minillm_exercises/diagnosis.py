@@ -21,9 +21,9 @@ class Behaviour:
 
     @property
     def is_vague(self) -> bool:
-        """Whether many different mistakes would look like this: the last thing seen was a plain
-        yes or no, or nothing was seen at all."""
-        return not self.trace or isinstance(self.trace[-1], bool)
+        """Whether many different mistakes would look like this: the last thing seen was a yes or
+        no, None, zero or something empty, or nothing was seen at all."""
+        return not self.trace or self.trace[-1] in (True, False, None, "", (), [])
 
 
 def same_behaviour(one: Behaviour, other: Behaviour) -> bool:

@@ -269,4 +269,4 @@ class _Reading:
             return "todo", f"Still to do: {report['message']}"
         where = source_line(self._lines, report["line"])
         text = error_sentence(report)
-        return "crashed", f"Your file could not be loaded: {text}{f' ({where})' if where else ''}"
+        return "crashed", f"Your file could not be loaded{f' ({where})' if where else ''}. {text}"

@@ -86,9 +86,9 @@ def _syntax_message(error: SyntaxError, text: str) -> str:
 def _pointer(text: str, line: int, column: int) -> str:
     """The line and a caret under its `column`, counted from 1."""
     lines = text.splitlines()
-    if not 0 < line <= len(lines) or not lines[line - 1].strip():
+    shown = lines[line - 1].rstrip() if 0 < line <= len(lines) else ""
+    if not shown.strip() or not shown.strip().isprintable():
         return ""
-    shown = lines[line - 1].rstrip()
     indent = len(shown) - len(shown.lstrip())
     return f"\n    {shown.strip()[:90]}\n    {' ' * min(max(column - 1 - indent, 0), 90)}^"
 
@@ -112,6 +112,8 @@ def _imports(tree: ast.Module, exercise: Exercise) -> Forbidden:
             if node.level or not _allowed(module, exercise):
                 yield node, _import_message("." * node.level + module, exercise)
             for alias in node.names:
+                if alias.name == "*":
+                    yield node, "import the names that you use, instead of everything (*)."
                 if banned := _banned(f"{module}.{alias.name}", exercise):
                     yield node, _banned_message(banned, exercise)
 
@@ -184,7 +186,9 @@ def _uses(tree: ast.Module, exercise: Exercise) -> Forbidden:
         elif isinstance(node, ast.Attribute):
             if node.attr in FORBIDDEN_ATTRIBUTES:
                 yield node, f"{node.attr!r} is not for this exercise: {_HIDDEN}."
-            elif banned := _banned(_dotted(node, aliases), exercise):
+                continue
+            banned = _banned(_dotted(node, aliases), exercise)
+            if banned and banned not in bound:  # a method of their own may be called so
                 yield node, _banned_message(banned, exercise)
         elif isinstance(node, ast.Call) and (why := _reflection(node, exercise, bound)):
             yield node, why

@@ -13,10 +13,11 @@ from minillm_exercises.errors import ExerciseError
 class Exercise:
     """One exercise and where its files are.
 
-    `names` must be defined by a solution; `imports` are the modules it may import; `banned` are
-    dotted names it may not use although their module is allowed; `needs` is what the machine must
-    offer ("torch", "triton", "gpu"); `survivors` maps mechanical mutants that change nothing a
-    check could see to the reason.
+    `names` must be defined by a solution ("append", "Cache", "Cache.append"); `imports` are the
+    modules it may import; `banned` are names it may not use although their module is allowed, as
+    "torch.cumsum" or, for methods of anything, "cumsum"; `needs` is what the machine must
+    offer ("torch", "triton", "gpu"); `survivors` maps mechanical mutants ("line 12: + -> -")
+    that change nothing a check could see to the reason.
     """
 
     id: str  # "e03.1"

@@ -31,7 +31,9 @@ class Runner:
     def __init__(self, exercise: Exercise) -> None:
         self._exercise = exercise
         self._server: subprocess.Popen[str] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="minillm-grade-")
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="minillm-grade-", ignore_cleanup_errors=True
+        )
         self._jobs = 0
 
     def __enter__(self) -> "Runner":

@@ -24,6 +24,7 @@ from minillm_exercises.checking import Check
 from minillm_exercises.child import MAX_PRINTED, Job, kill_group, new_word, run_job
 
 MAX_REPORT = 64 * 2**20
+METHOD = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
 GRACE = 2.0  # seconds a submission may be late before it is stopped from outside
 
 
@@ -38,15 +39,16 @@ def load_checks(path: Path) -> dict[str, Check]:
     return {name: value for name, value in vars(module).items() if hasattr(value, "check_info")}
 
 
-def supervise(job: Job, checks: Path, loaded: Mapping[str, Check]) -> dict[str, Any]:
+def supervise(
+    job: Job, checks: Path, loaded: Mapping[str, Check], method: str = METHOD
+) -> dict[str, Any]:
     """Run a job in a process of its own and return its reports and how it ended."""
-    can_fork = "fork" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("fork" if can_fork else "spawn")
+    context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     word = new_word()
     target = (
         functools.partial(run_job, sender, word, job, loaded)
-        if can_fork
+        if method == "fork"
         else functools.partial(_run_afresh, sender, word, job, checks)
     )
     process = context.Process(target=target)

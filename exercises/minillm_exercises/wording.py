@@ -5,6 +5,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from minillm_exercises.child import LOADING
 from minillm_exercises.limits import GIB, Limits
 
 PRINTED_LINES = 20
@@ -25,9 +26,9 @@ def error_sentence(report: dict[str, Any]) -> str:
         return "The function calls itself without end: what should stop it?"
     if kind == "NotImplementedError":
         return f"NotImplementedError: {text}. A part is still to be written."
-    said = f"{kind}: {text}" if text else kind
+    said = f"{kind}: {text}".rstrip(".") if text else kind
     if report.get("line"):
-        return f"Your code raised {said}."
+        return f"Your code raised {said}.{_there(report)}"
     if kind == "TypeError" and re.search(r"argument|takes no", text):
         return f"Your function cannot be called as the README says: {text}."
     if kind == "AttributeError" and "has no attribute" in text and "'NoneType'" not in text:
@@ -35,18 +36,27 @@ def error_sentence(report: dict[str, Any]) -> str:
     return f"The check could not use what your code gave it ({said}). Is it what the README asks?"
 
 
+def _there(report: dict[str, Any]) -> str:
+    return f" There, {report['values']}." if report.get("values") else ""
+
+
 def timeout_sentence(report: dict[str, Any], where: str, during: str, limits: Limits) -> str:
     """Which line did not come to an end."""
-    place = f"{where}, {during}" if where else during
+    place = f"{during} ({where})" if where else during
     if report.get("kind") == "cpu":
         return (
-            f"Still computing after {limits.cpu:g} s, at {place}. Does the loop end? The checks "
-            f"after it were not run."
+            f"Still computing after {limits.cpu:g} s {place}. Does the loop end?{_there(report)}"
+            f" {_rest(report)}"
         )
     return (
-        f"No answer within {limits.wall:g} s, at {place}. Does it wait for something, or is one "
-        f"operation very large? The checks after it were not run."
+        f"No answer within {limits.wall:g} s {place}. Does it wait for something, or is one "
+        f"operation very large?{_there(report)} {_rest(report)}"
     )
+
+
+def _rest(report: dict[str, Any]) -> str:
+    ran = "No check was" if report["check"] == LOADING else "The checks after it were not"
+    return f"{ran} run."
 
 
 def crash_sentence(
@@ -54,7 +64,7 @@ def crash_sentence(
 ) -> str:
     """What ended the process of the submission."""
     place = f"{during} ({where})" if where else during
-    rest = "The checks after it were not run."
+    rest = _rest(report)
     if report.get("kind") == "exit":
         return (
             f"Your code ended the program {place}. exit() ends everything; a function hands its "
@@ -68,7 +78,10 @@ def crash_sentence(
     if code is not None and code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return f"The process was stopped by {name} {place}, not by an exception of Python. {rest}"
-    return f"The process ended {place} before it had answered (exit code {code}). {rest}"
+    return (
+        f"The process ended {place} without an exception (exit code {code}), before your code had "
+        f"answered. {rest}"
+    )
 
 
 def shorten_printed(text: str) -> str:

@@ -1,0 +1,52 @@
+"""The toy exercises that the graders are tried on: tests/course/toy, as tracked and as a copy."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from minillm_exercises.manifest import Exercise, load_manifest
+
+TOY = Path(__file__).parent / "toy"
+collect_ignore = ["toy"]  # its test_*.py are the toys' checks
+
+Change = Callable[[str], str]
+
+
+class ToyRoot:
+    """A copy of the toy exercises that a test may damage."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        shutil.copytree(TOY, root, ignore=shutil.ignore_patterns("__pycache__"))
+
+    @property
+    def manifest(self) -> dict[str, Exercise]:
+        """The manifest as it is now."""
+        return load_manifest(self.root)
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Replace `old`, which must be there, in a file."""
+        file = self.root / name
+        text = file.read_text("utf-8")
+        assert old in text, f"{old!r} is not in {name}"
+        file.write_text(text.replace(old, new), "utf-8")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file."""
+        file = self.root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, "utf-8")
+
+
+@pytest.fixture(scope="session")
+def toys() -> dict[str, Exercise]:
+    """The toy exercises: e90.1 needs no torch, e91.1 does."""
+    return load_manifest(TOY)
+
+
+@pytest.fixture
+def toy_root(tmp_path: Path) -> ToyRoot:
+    """A copy of the toy exercises."""
+    return ToyRoot(tmp_path / "toy")
