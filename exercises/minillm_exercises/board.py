@@ -40,8 +40,8 @@ def mark(name: str, console: Console) -> str:
     return MARKS[name][plain]
 
 
-def board(rows: Sequence[Standing], console: Console, notices: Sequence[str] = ()) -> Group:
-    """The table of all exercises, the total and what to say below it."""
+def board(rows: Sequence[Standing], console: Console) -> Group:
+    """The table of all exercises and the total."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", expand=False)
     for name, right in (("", False), ("id", False), ("exercise", False), ("ch", False),
                         ("min", True), ("level", False), ("points", True)):  # fmt: skip
@@ -56,8 +56,7 @@ def board(rows: Sequence[Standing], console: Console, notices: Sequence[str] = (
         level = mark("hard", console) * e.difficulty + mark("easy", console) * (3 - e.difficulty)
         points = f"{row.earned}/{row.points}"
         table.add_row(state, e.id, title, e.chapter, str(e.minutes), level, points)
-    below = [Text(notice) for notice in notices]
-    return Group(table, Text(), total(rows, console), *below)
+    return Group(table, Text(), total(rows, console))
 
 
 def total(rows: Sequence[Standing], console: Console) -> Text:
@@ -66,16 +65,16 @@ def total(rows: Sequence[Standing], console: Console) -> Text:
     points = sum(row.points for row in rows)
     done = sum(row.state == "done" for row in rows)
     full = BAR * earned // points if points else 0
-    bar = Text(mark("bar", console) * full, style="green")
-    bar.append(mark("rest", console) * (BAR - full), style="dim")
-    return bar.append(f"  {earned} of {points} points, {done} of {len(rows)} done", style="default")
+    return Text.assemble(
+        (mark("bar", console) * full, "green"),
+        (mark("rest", console) * (BAR - full), "dim"),
+        f"  {earned} of {points} points, {done} of {len(rows)} done",
+    )
 
 
 def verdict_screen(told: Explained, console: Console, where: str = "") -> RenderableType:
     """One graded exercise: a line per check, the failure, what was printed, the next step."""
-    title = Text(told.title, style="bold")
-    if where:
-        title.append(f"  {where}", style="dim")
+    title = Text.assemble((told.title, "bold"), (f"  {where}" if where else "", "dim"))
     parts: list[RenderableType] = [title]
     if told.lines:
         parts += [Text(), Padding(_checks(told, console), (0, 0, 0, 2))]
@@ -108,7 +107,7 @@ def _trouble(trouble: Trouble) -> list[RenderableType]:
         body.append(f"\nYour {trouble.where}", style="cyan")
     parts.append(Padding(body, (0, 0, 0, 2)))
     if trouble.misconception:
-        said = Text("Perhaps: ", style="bold yellow").append(trouble.misconception, "default")
+        said = Text.assemble(("Perhaps: ", "bold yellow"), trouble.misconception)
         parts.append(Padding(said, (0, 0, 0, 2)))
     return parts
 
@@ -117,7 +116,7 @@ def _advice(line: str) -> Text:
     """A line of advice; commands are not broken, so that they can be copied."""
     label, colon, rest = line.partition(": ")
     if colon and len(label) < 20:
-        return Text(f"{label}: ", style="bold", no_wrap=True, overflow="ignore").append(
-            rest, "default"
-        )
+        said = Text.assemble((f"{label}: ", "bold"), rest)
+        said.no_wrap, said.overflow = True, "ignore"
+        return said
     return Text(line)

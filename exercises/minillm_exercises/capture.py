@@ -156,8 +156,14 @@ class _Pieces:
 
     def _add_used(self, source: str, user: str) -> None:
         for name in sorted(_used(source)):
-            if name in self.namespace and not hasattr(builtins, name):
+            if name in self.namespace and not self._is_builtin(name):
                 self.add(name, self.namespace[name], user)
+
+    def _is_builtin(self, name: str) -> bool:
+        """Whether a name means what it means everywhere; IPython has an `open` of its own."""
+        value = self.namespace[name]
+        ours = not callable(value) or getattr(value, "__module__", "") == "__main__"
+        return hasattr(builtins, name) and not ours
 
     def _add_elsewhere(self, name: str, value: Any) -> bool:
         """Add an import, a simple constant or an alias; False if `value` is none of them."""

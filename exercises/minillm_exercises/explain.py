@@ -180,7 +180,7 @@ def _advice(
 ) -> Sequence[str]:
     """The next step, and what else is open."""
     if verdict.status == "pass":
-        compare = f"Compare: {voice.do('solution', exercise.id)}"
+        compare = f"Compare with ours: {voice.do('solution', exercise.id)}"
         if following is None:
             return [compare, "Everything that can be done here is done."]
         command = "run" if following.state == "begun" else "start"

@@ -37,13 +37,14 @@ def show_board(app: App) -> None:
     else:
         command = "run" if following.state == "begun" else "start"
         notices.append(f"Next: {app.shell.do(command, following.exercise.id)}")
-    app.out.print(board(rows, app.out, notices))
+    app.out.print(board(rows, app.out))
+    app.show(*notices)
 
 
 def _outdated(exercise: Exercise, app: App) -> str:
     return (
-        f"{exercise.id}: a newer starter exists; yours is untouched, and "
-        f"{app.shell.do('start', exercise.id, '--new')} puts the new one beside it."
+        f"{exercise.id} has a newer starter: {app.shell.do('start', exercise.id, '--new')} "
+        f"puts it beside yours."
     )
 
 
@@ -61,7 +62,11 @@ def command_start(args: Namespace, app: App) -> int:
         app.show(f"{path} is yours: {exercise.title} ({exercise.minutes} minutes).")
     app.show("")
     if said := brief(exercise):
-        app.out.print(Markdown(said, code_theme="ansi_dark") if app.out.is_terminal else said, "")
+        if app.out.is_terminal:
+            app.out.print(Markdown(said, code_theme="ansi_dark"))
+        else:
+            app.show(said)
+        app.show("")
     readme = exercise.folder / "README.md"
     do = app.shell.do
     app.show(
@@ -168,8 +173,9 @@ def show_hints(exercise: Exercise, app: App, number: int | None = None) -> None:
     """The hints up to the next one, or up to `number`."""
     shown, _ = app.session.take_hint(exercise, number)
     for number, text in enumerate(exercise.hints[:shown], 1):
-        head = Text(f"Hint {number} of 3, {HINT_KINDS[number - 1]}: ", style="bold")
-        app.out.print(head.append(text, "default"), "")
+        head = f"Hint {number} of 3, {HINT_KINDS[number - 1]}: "
+        app.out.print(Text.assemble((head, "bold"), text))
+        app.show("")
     if shown < len(exercise.hints):
         app.show(f"Another: {app.shell.do('hint', exercise.id)}")
     else:

@@ -113,8 +113,8 @@ def command_doctor(args: Namespace, app: App) -> int:
 
 def _show_finding(finding: Finding, app: App) -> None:
     look = dict(LEVELS)[finding.level]
-    line = Text(f"{mark(look, app.out)} {finding.level:<7}", style=STYLES[look])
-    app.out.print(line.append(f"  {finding.about:<10} {finding.said}", style="default"))
+    level = (f"{mark(look, app.out)} {finding.level:<7}", STYLES[look])
+    app.out.print(Text.assemble(level, f"  {finding.about:<10} {finding.said}"))
     if finding.remedy:
         app.out.print(Text(f"             {finding.remedy}"))
 

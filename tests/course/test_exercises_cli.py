@@ -1,0 +1,373 @@
+"""What a learner types, on a small course graded by the real grader."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm_exercises.cli import main
+from minillm_exercises.cli.parser import COMMANDS, EXAMPLES, build_parser
+from minillm_exercises.results import Verdict
+from tests.course.small import MUTANT, SOLUTION, STARTER, Terminal, terminal
+
+WIDE = 40 * "x"
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Terminal:
+    return terminal(tmp_path)
+
+
+def test_the_board_says_where_you_stand(at: Terminal) -> None:
+    code, shown = at.type("list")
+    assert code == 0
+    lines = shown.splitlines()
+    assert re.search(r"e90\.1  Add two numbers +90 +5  ●○○ +0/3", lines[1])
+    assert re.search(r"- not here  e91\.1  Not for this machine", shown)
+    assert "needs no_such_package" in shown
+    assert "0 of 9 points, 0 of 3 done" in shown
+    assert "Next: python -m minillm_exercises start e90.1" in shown
+    at.write(SOLUTION)
+    at.type("run", "e90.1")
+    at.write("nonsense(", "e90.2")
+    _, shown = at.type("list")
+    assert re.search(r"✓ done +e90\.1 .* 3/3", shown)
+    assert re.search(r"… begun +e90\.2 ", shown)
+    assert "█" * 10 + "░" * 20 + "  3 of 9 points, 1 of 3 done" in shown
+    assert "Next: python -m minillm_exercises run e90.2" in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_board_fits(at: Terminal, width: int) -> None:
+    at.width = width
+    _, shown = at.type("list")
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width
+    # whatever the width, the points of each exercise stand in the last column
+    assert sum(line.rstrip().endswith(("0/3", "0/3")) for line in lines) == 3
+    assert "\x1b" not in shown
+
+
+def test_colour_carries_nothing_alone(at: Terminal) -> None:
+    at.write(MUTANT)
+    for words in (("list",), ("run",), ("hint", "e90.1"), ("solution", "e90.1", "--give-up")):
+        _, plain = at.type(*words)
+        _, bright = at.type(*words, colour=True)
+        if words[0] != "hint":  # the second hint is another one
+            stripped = re.sub(r"\x1b\[[0-9;]*m", "", bright)
+            assert stripped.split() == plain.split()
+        assert "\x1b[" in bright
+
+
+def test_start_gives_the_file_once(at: Terminal) -> None:
+    code, shown = at.type("start", "e90.1")
+    text = at.file().read_text()
+    assert code == 0
+    assert re.fullmatch(
+        r"# minillm exercise e90\.1, starter [0-9a-f]{8}: this line lets the grader notice a newer "
+        r"starter",
+        text.splitlines()[0],
+    )
+    assert text.split("\n", 1)[1] == STARTER
+    assert "Write `add` so that\nit returns the sum." in shown
+    assert "def add(a, b) -> int" in shown
+    assert "More about sums" not in shown
+    assert "python -m minillm_exercises run e90.1" in shown
+    at.file().write_text("mine")
+    code, shown = at.type("start", "e90.1")
+    assert code == 0
+    assert "already there" in shown
+    assert at.file().read_text() == "mine"
+
+
+def test_a_newer_starter_is_said_and_put_beside(at: Terminal) -> None:
+    at.type("start", "e90.1")
+    _, shown = at.type("run")
+    assert "newer starter" not in shown
+    assert "newest starter" in at.type("start", "e90.1", "--new")[1]
+    starter = at.exercise().starter
+    starter.write_text(STARTER + "\nEXTRA = 1\n")
+    mine = at.file().read_text()
+    notice = "start e90.1 --new puts it beside yours."
+    assert notice in at.type("run")[1]
+    assert notice in at.type("list")[1]
+    code, _ = at.type("start", "e90.1", "--new")
+    beside = at.file().with_name("e90_1.new.py")
+    assert code == 0
+    assert "EXTRA = 1" in beside.read_text()
+    assert at.file().read_text() == mine
+    # the notice ends as promised: the new first line over the old one
+    at.file().write_text(beside.read_text().split("\n")[0] + "\n" + mine.split("\n", 1)[1])
+    assert notice not in at.type("list")[1]
+
+
+def test_line_ends_are_no_newer_starter(at: Terminal) -> None:
+    at.type("start", "e90.1")
+    starter = at.exercise().starter
+    starter.write_bytes(STARTER.replace("\n", "\r\n").encode())
+    assert "newer starter" not in at.type("list")[1]
+
+
+def test_a_verdict_screen(at: Terminal) -> None:
+    at.write(MUTANT + "\n\nprint('loaded \\x1b[31mred')\n")
+    code, shown = at.type("run")
+    assert code == 1
+    assert "✓ passed   small numbers     1/1" in shown
+    assert "✗ not yet  negative numbers  0/2" in shown
+    assert "-1 plus 2 (add(-1, 2)): expected 1, got 3." in shown
+    assert "Perhaps: You add the sizes: a minus counts." in shown
+    assert "Your code printed:\n  loaded red" in shown
+    assert "1 of 3 points, public checks 1/2; an instructor may run more." in shown
+    assert "Stuck: python -m minillm_exercises hint e90.1  (hint 1 of 3)" in shown
+    assert "Graded in" not in shown
+    assert "Graded in" in at.type("run", "-v")[1]
+
+
+def test_only_the_first_failure_is_expanded(at: Terminal) -> None:
+    at.write("def add(a, b):\n    return 7\n")
+    _, brief = at.type("run")
+    _, long = at.type("run", "-v")
+    assert "1 plus 2 (add(1, 2))" in brief
+    assert "-1 plus 2 (add" not in brief
+    assert "-1 plus 2 (add" in long
+
+
+def test_passing_proposes_what_follows(at: Terminal) -> None:
+    at.write(SOLUTION)
+    code, shown = at.type("run")
+    assert code == 0
+    assert "3 of 3 points, public checks 2/2; an instructor may run more." in shown
+    assert "Next: python -m minillm_exercises start e90.2" in shown
+    assert "solution e90.1" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (STARTER, "TODO e90.1: add them"),
+        ("def add(a, b:\n", "Line 2"),
+        ("import os\n\n\ndef add(a, b):\n    os._exit(0)\n", "import"),
+        ("def sub(a, b):\n    return a\n", "add"),
+        ("def add(a, b):\n    raise SystemExit(0)\n", "exit"),
+        ("def add(a, b):\n    return a.nothing\n", "nothing"),
+    ],
+)
+def test_bad_files_get_a_sentence_and_the_next_still_runs(
+    at: Terminal, text: str, says: str
+) -> None:
+    at.write(text)
+    counter = "class Counter:\n    count = 0\n\n    def add(self):\n        self.count += 1\n"
+    at.write(counter, "e90.2")
+    code, shown = at.type("run", "e90.1")
+    assert code == 1
+    assert says in shown
+    assert "Traceback" not in shown
+    code, shown = at.type("run", "--all")
+    assert code == 1
+    assert "✗ e90.1" in shown
+    assert "✓ e90.2" in shown
+    assert "1 of 2 begun exercises pass." in shown
+
+
+def test_a_grader_that_fails_stops_nothing(at: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(exercise: object, file: Path, seed: int = 0) -> Verdict:
+        raise ZeroDivisionError("oh")
+
+    at.write(SOLUTION)
+    at.session = type(at.session)(at.session.manifest, at.session.workspace, broken)
+    code, shown = at.type("run", "--all")
+    assert code == 1
+    assert "The grader itself failed (ZeroDivisionError: oh); your code is not to blame." in shown
+
+
+def test_run_takes_the_last_one_and_another_file(at: Terminal, tmp_path: Path) -> None:
+    at.write(SOLUTION)
+    at.write("", "e90.2")
+    assert "e90.2" in at.type("run")[1].splitlines()[0]
+    at.type("run", "e90.1")
+    assert "e90.1" in at.type("run")[1].splitlines()[0]
+    attempts = at.session.progress().of("e90.1").attempts
+    other = tmp_path / "e90_1_other.py"
+    other.write_text(MUTANT)
+    assert at.type("run", "--file", str(other))[0] == 1
+    assert at.session.progress().of("e90.1").attempts == attempts  # nothing is remembered
+    assert at.session.progress().of("e90.1").status == "pass"
+    nameless = tmp_path / "try.py"
+    nameless.write_text(SOLUTION)
+    assert at.type("run", "e90.1", "--file", str(nameless))[0] == 0
+    nameless.write_text(at.file().read_text())  # its stamp says what it is
+    assert at.type("run", "--file", str(nameless))[0] == 0
+
+
+def test_run_as_json(at: Terminal) -> None:
+    at.write(MUTANT)
+    code, shown = at.type("run", "--json")
+    data = json.loads(shown)
+    assert code == 1
+    assert (data["status"], data["earned"], data["mutant"]) == ("fail", 1, "sizes")
+    assert [check["status"] for check in data["checks"]] == ["pass", "fail"]
+    assert isinstance(json.loads(at.type("run", "--all", "--json")[1]), list)
+
+
+def test_hints_come_one_by_one_and_are_counted(at: Terminal) -> None:
+    first, second = at.type("hint", "e90.1")[1], at.type("hint", "e90.1")[1]
+    assert "think of a sum" in first
+    assert "look at +" not in first
+    assert "look at +" in second
+    assert at.session.progress().of("e90.1").hints == 2
+    at.type("hint", "e90.1", "-n", "1")
+    assert at.session.progress().of("e90.1").hints == 2
+    third = at.type("hint", "e90.1")[1]
+    assert "take a, go b steps on" in third
+    assert "That was the last" in third
+    assert at.type("hint", "e90.1")[0] == 0
+    assert at.session.progress().of("e90.1").hints == 3
+    assert at.type("hint", "e90.2", "-n", "2")[1].count("Hint ") == 2
+    assert at.session.progress().of("e90.2").hints == 2
+
+
+def test_solution_opens_after_a_pass_or_on_giving_up(at: Terminal) -> None:
+    code, shown = at.type("solution", "e90.1")
+    assert code == 1
+    assert "a + b" not in shown
+    assert "--give-up" in shown
+    assert not at.session.progress().of("e90.1").gave_up
+    code, shown = at.type("solution", "e90.1", "--give-up")
+    assert code == 0
+    assert "return a + b" in shown
+    assert at.session.progress().of("e90.1").gave_up
+    assert not (at.session.workspace.root / "e90_sums").exists()  # nothing written
+    at.write(SOLUTION)
+    at.type("run")
+    shown = at.type("solution", "e90.1")[1]
+    assert "Another way: python -m minillm_exercises solution e90.1 --alternate" in shown
+    assert "sum((a, b))" in at.type("solution", "e90.1", "--alternate")[1]
+    at.type("solution", "e90.1", "--save")
+    assert at.file().with_name("e90_1.solution.py").read_text() == SOLUTION
+
+
+def test_having_passed_is_not_giving_up(at: Terminal) -> None:
+    at.write(SOLUTION)
+    at.type("run")
+    at.write(MUTANT)  # passed once is enough, whatever the file is now
+    at.type("run")
+    code, shown = at.type("solution", "e90.1", "--give-up")
+    assert code == 0
+    assert "return a + b" in shown
+    assert not at.session.progress().of("e90.1").gave_up
+
+
+def test_reset_asks_and_keeps(at: Terminal) -> None:
+    at.write(SOLUTION)
+    at.type("run")
+    for answer in ("n", "", "what"):
+        at.answers = [answer]
+        assert at.type("reset", "e90.1")[0] == 1
+    assert at.type("reset", "e90.1")[0] == 1  # nobody answers
+    assert SOLUTION in at.file().read_text()
+    at.answers = ["y"]
+    assert at.type("reset", "e90.1")[0] == 0
+    assert STARTER in at.file().read_text()
+    assert SOLUTION in (at.session.workspace.root / ".history" / "e90_1.1.py").read_text()
+    at.write(MUTANT)
+    assert at.type("reset", "e90.1", "--yes")[0] == 0
+    assert MUTANT in (at.session.workspace.root / ".history" / "e90_1.2.py").read_text()
+    assert "begun" in at.type("list")[1]
+
+
+MISTAKES = [
+    (("lst",), "Did you mean 'list'?"),
+    (("run", "e90.9"), "Did you mean 'e90.2'?"),
+    (("run", "--fiel", "x"), "Did you mean --file?"),
+    (("run", "--all", "e90.1"), "give no ID"),
+    (("run", "e90.1"), "`start e90.1` gives you its file first"),
+    (("run", "--file", "missing/e90_1.py"), "There is no file"),
+    (("run", "--file", "missing.py"), "does not say which exercise"),
+    (("run", "--all"), "Nothing is begun yet"),
+    (("hint", "e90.1", "-n", "4"), "hints 1 to 3, not 4"),
+    (("hint", "e90.1", "-n", "x"), "invalid int value"),
+    (("hint",), "ID"),
+    (("start", "e91.1"), "cannot be done here: it needs no_such_package"),
+    (("solution", "e90.2"), "no solution of e90.2"),
+    (("reset", "e90.1"), "nothing to reset"),
+    (("quiz", "90"), "has no quiz"),
+    (("release",), "--out"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), MISTAKES)
+def test_mistakes_are_one_sentence(
+    at: Terminal, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    code, shown = at.type(*words)
+    error = capsys.readouterr().err
+    assert code == 2
+    assert says in error
+    assert shown == ""
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", ["e90.1", "90.1", "E90.1", "e90_1", "e90_1.py", " e90.1 "])
+def test_an_exercise_has_many_spellings(at: Terminal, name: str) -> None:
+    assert at.session.find(name).id == "e90.1"
+
+
+def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(EXAMPLES) == set(COMMANDS)
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert f"examples:\n  python -m minillm_exercises {name}" in shown
+        for line in EXAMPLES[name].splitlines():  # the examples themselves parse
+            build_parser().parse_args(line.partition("   ")[0].split())
+    assert main([]) == 0
+    assert "to teach:" in capsys.readouterr().out
+
+
+def test_a_damaged_memory_is_said_and_set_aside(
+    at: Terminal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at.write(SOLUTION)
+    at.session.progress_file.path.write_text("{not json")
+    code, _ = at.type("run", "e90.1")
+    assert code == 0
+    error = capsys.readouterr().err
+    assert error.startswith("progress.json was damaged and is now progress.json.damaged;")
+    assert error.count("\n") == 1
+    assert at.type("list")[0] == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_ascii_terminal_gets_ascii(tmp_path: Path) -> None:
+    done = command("list", tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert "[" not in done.stdout  # no colours in a pipe
+    assert re.search(r"e00\.1 .*\*\.\. ", done.stdout)
+
+
+def test_as_people_type_it(tmp_path: Path) -> None:
+    done = command("list", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "e00.1" in done.stdout
+    done = command("start e00.1", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "e00_measuring" / "e00_1.py").is_file()
+    done = command("run", tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "TODO e00.1" in done.stdout
+    assert done.stderr == ""
+
+
+def command(words: str, work: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run the real command on the real course, with a learner's folder of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "minillm_exercises", *words.split()],
+        capture_output=True, text=True, timeout=120,
+        env={**os.environ, "MINILLM_WORK": str(work), **environment},
+    )  # fmt: skip
