@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from minillm.models.decoder import Decoder
 from minillm.presets import preset
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import bound, figure, show
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LONGEST = 2**20  # tokens: no machine's knee is near it
 LENGTHS = tuple(2**i for i in range(14))  # 1 to 8,192 tokens
@@ -119,20 +122,37 @@ def nearest(value: float, options: Mapping[str, float]) -> str:
     return min(options, key=lambda letter: abs(math.log(options[letter] / value)))
 
 
+def draw_floor(ax: "Axes", lengths: Sequence[int], bounds: Mapping[str, Sequence[float]]) -> None:
+    """Draw each of the named bounds (one value per length) in log-log axes, and shade what lies
+    under the highest of the first two: no measurement can be there."""
+    for name, values in bounds.items():
+        rising = values[-1] > 4 * values[0]
+        bound(ax, lengths, values, name, at=0.2 if rising else 1.0)
+    first, second, *_ = bounds.values()
+    highest = [max(pair) for pair in zip(first, second, strict=True)]
+    ax.fill_between(lengths, highest, color="black", alpha=0.07, linewidth=0)
+    ax.set(xscale="log", yscale="log")
+    ticks = lengths[:: 1 + (len(lengths) > 10)]
+    ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    ax.xaxis.minorticks_off()
+    ax.yaxis.set_major_formatter("{x:,g}")
+
+
 def draw_bounds(model: str, machine: str) -> None:
     """Draw the bounds of the time to first token of a preset on a machine of the datasheets."""
     config, hardware = preset(model), DATASHEET[machine]
     costs = [step_cost(config, [n], [n], dtype="bfloat16") for n in LENGTHS]
     times = [step_time(cost, hardware) for cost in costs]
     turn = knee(config, hardware)
-    fig, ax = figure("prompt tokens", "time to first token (ms)", size=(6, 3.4))
-    memory = [1e3 * time.memory_seconds for time in times]
-    compute = [1e3 * time.compute_seconds for time in times]
-    bound(ax, LENGTHS, memory, "bytes / bandwidth")
-    bound(ax, LENGTHS, compute, "operations / rate")
-    ax.fill_between(LENGTHS, [max(pair) for pair in zip(memory, compute, strict=True)], alpha=0.12)
-    ax.axvline(turn, color="grey", linewidth=1, linestyle=":")
-    ax.set(xscale="log", yscale="log", title=f"{model} on {hardware.name}")
+    fig, ax = figure("prompt tokens", "time to first token (ms)", size=(6.4, 3.4))
+    lines = {
+        "bytes": [1e3 * time.memory_seconds for time in times],
+        "operations": [1e3 * time.compute_seconds for time in times],
+    }
+    draw_floor(ax, LENGTHS, lines)
+    ax.axvline(turn, color="grey", linestyle=":", label=f"knee: {turn:,} tokens")
+    ax.set_title(f"{model} on {hardware.name}", fontsize=10)
+    ax.legend(loc="upper left")
     show(
         fig,
         f"No point can lie in the shaded area: {model} on {hardware.name} waits for memory "
