@@ -1,0 +1,258 @@
+"""What the pages for teachers and learners say stays true: links, commands, tables, examples."""
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from minillm_exercises.cli.parser import build_parser
+from minillm_exercises.gradebook import grade_class
+from minillm_exercises.grader import teaching_message
+from minillm_exercises.manifest import load_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "INSTRUCTOR.md"
+GLOSSARY = ROOT / "notebooks" / "GLOSSARY.md"
+SELFTEST = ROOT / "notebooks" / "SELFTEST.md"
+PAGES = [
+    GUIDE,
+    GLOSSARY,
+    SELFTEST,
+    ROOT / "exercises" / "AGENTS.md",
+    *sorted((ROOT / "exercises").glob("e[0-9]*/README.md")),
+]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+COMMAND = re.compile(r"python -m minillm_exercises ((?!\.\.\.)[a-z][^`\n]*)")
+TERM = re.compile(
+    r"^\| (?P<term>[^|]+) \| (?P<meaning>[^|]+) \| \[(?P<number>\d\d)\]\((?P<file>[^)]+)\) \|$"
+)
+MANIFEST = load_manifest()
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to the headings."""
+    headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for file, anchor in LINK.findall(text_of(page)):
+        target = page.parent / file if file else page
+        if not target.exists():
+            yield f"{file} is not there"
+        elif anchor and anchor not in anchors(text_of(target)):
+            yield f"{file}#{anchor} is no heading"
+
+
+@pages
+def test_links_lead_somewhere(page):
+    assert not list(broken_links(page))
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One\n[a](#one) [b](#two) [c](gone.md) [d](https://example.org/x)\n")
+    assert list(broken_links(page)) == ["#two is no heading", "gone.md is not there"]
+
+
+def commands(text: str) -> list[str]:
+    """The course's commands that a page tells somebody to type, for python and for a container."""
+    joined = text.replace("\\\n", " ")
+    inside = re.findall(r"minillm-grader ([a-z][^\n]*)", joined.replace("minillm-grader --", ""))
+    return [*COMMAND.findall(joined), *inside]
+
+
+@pages
+def test_commands_exist_with_these_options(page):
+    for command in commands(text_of(page)):
+        words = shlex.split(command.split(">")[0].split("#")[0])
+        try:
+            build_parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"{page.name} says `{command}`, which the parser refuses")
+
+
+def test_commands_are_found():
+    found = commands(text_of(GUIDE))
+    assert {c.split()[0] for c in found} >= {"doctor", "report", "verify", "grade", "release"}
+    assert sum(c.startswith("grade") for c in found) == 2, "on its own and in a container"
+
+
+def tables():
+    """exercises/instructor_tables.py as a module."""
+    path = ROOT / "exercises" / "instructor_tables.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_guide_has_every_plan_and_every_common_error():
+    text = text_of(GUIDE)
+    messages = [teaching_message(m) for e in MANIFEST.values() for m in e.mutants]
+    assert messages
+    assert all(messages)
+    mend = "run: python exercises/instructor_tables.py --write"
+    assert not [message for message in messages if message not in text], mend
+    assert tables().filled(text) == text, mend
+
+
+def test_a_stale_guide_is_noticed():
+    guide = tables()
+    text = text_of(GUIDE)
+    assert set(guide.blocks()) == {name for _, name, _ in guide.BLOCK.findall(text)}
+    changed = text.replace(teaching_message(MANIFEST["e00.1"].mutants[0]), "Something else.")
+    assert changed != text
+    assert guide.filled(changed) == text
+
+
+def test_plans_know_only_what_exists():
+    guide = tables()
+    parts = {part for plan in guide.PLANS.values() for part in plan if isinstance(part, str)}
+    assert parts <= {*guide.load_chapters(), *MANIFEST}
+
+
+def test_the_hidden_check_of_the_guide_works(tmp_path):
+    [block] = re.findall(r"```python\n(.*?)```", text_of(GUIDE), re.DOTALL)
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "test_e01_1.py").write_text(block)
+    exercise = MANIFEST["e01.1"]
+    answers = {"right": exercise.answers / "solution.py", "wrong": exercise.mutants[0]}
+    for student, answer in answers.items():
+        place = tmp_path / "submissions" / student / exercise.folder.name
+        place.mkdir(parents=True)
+        (place / "e01_1.py").write_text(answer.read_text())
+    results = grade_class(
+        tmp_path / "submissions", {"e01.1": exercise}, tmp_path / "hidden", seed=20
+    )
+    got = {r.student: (r.public.status, r.hidden.status, r.hidden.earned) for r in results}
+    assert got == {"right": ("pass", "pass", 3), "wrong": ("fail", "fail", 0)}
+
+
+def terms() -> list[re.Match[str]]:
+    rows = [line for line in text_of(GLOSSARY).splitlines() if line.startswith("| ")][1:]
+    found = [TERM.match(row) for row in rows]
+    assert all(found), [row for row, match in zip(rows, found, strict=True) if not match]
+    return [match for match in found if match]
+
+
+def test_glossary_is_sorted_and_links_to_the_chapter_it_names():
+    names = [term["term"] for term in terms()]
+    assert len(names) > 40
+    assert names == sorted(set(names), key=str.lower)
+    for term in terms():
+        assert term["file"].startswith(term["number"]), term["term"]
+        assert (GLOSSARY.parent / term["file"]).is_file(), term["file"]
+
+
+def test_a_meaning_is_one_sentence():
+    for term in terms():
+        meaning = term["meaning"]
+        assert meaning[0].isupper(), meaning
+        assert meaning.endswith("."), meaning
+        assert not re.search(r"[.!?] [A-Z]", meaning), meaning
+
+
+def test_the_chapter_uses_the_term():
+    for term in terms():
+        notebook = json.loads(text_of(GLOSSARY.parent / term["file"]))
+        words = " ".join("".join(cell["source"]) for cell in notebook["cells"]).lower()
+        name = term["term"].lower()
+        stem = name[:-1] if name.endswith("e") else name  # synchronise, synchronising
+        assert stem in words, f"{name!r} is not in {term['file']}: link another, or take it out"
+
+
+def test_selftest_has_ten_questions_with_folded_answers():
+    text = text_of(SELFTEST)
+    assert re.findall(r"^\*\*(\d+)\.\*\*", text, re.MULTILINE) == [str(n) for n in range(1, 11)]
+    answers = re.findall(r"<details><summary>Answer</summary>\n\n(.+?)\n\n</details>", text, re.S)
+    assert len(answers) == 10
+    assert sum("*To read:*" in a or "*To watch:*" in a for a in answers) == 10
+
+
+def test_selftest_answers_are_right():
+    import math
+
+    import torch
+
+    text = text_of(SELFTEST)
+    first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    said = subprocess.run([sys.executable, "-c", first], capture_output=True, text=True)
+    assert said.stdout == "18\n"
+    space = {"torch": torch}
+    exec(second, space)
+    assert space["x"].tolist() == [1, 1, 0]
+    x, w = torch.zeros(5, 3, 8), torch.zeros(8, 4)
+    shapes = (x @ w).shape, x.sum(dim=1).shape, (torch.zeros(5, 1, 4) + torch.zeros(3, 1)).shape
+    assert "; ".join(str(tuple(shape)) for shape in shapes) + "," in text
+    odds = torch.tensor([0.0, math.log(3)]).softmax(0).tolist()
+    assert odds == pytest.approx([1 / 4, 3 / 4])
+    assert (sum(range(129)), sum(range(129)) / 128) == (8256, 64.5)
+
+
+def test_devcontainer_names_what_exists():
+    folder = ROOT / ".devcontainer"
+    about = json.loads(text_of(folder / "devcontainer.json"))
+    dockerfile = text_of(folder / about["build"]["dockerfile"])
+    make = shutil.which("make")
+    if make is not None:
+        command = about["postCreateCommand"].split()
+        assert command[0] == "make"
+        done = subprocess.run([make, "--dry-run", *command[1:]], cwd=ROOT, capture_output=True)
+        assert done.returncode == 0, f"{command}: {done.stderr.decode()}"
+    assert "8888" in str(about["forwardPorts"])
+    assert f"AS {about['build']['target']}\n" in dockerfile
+    assert about["remoteUser"] in dockerfile
+    interpreter = about["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"]
+    [folder] = re.findall(r"^VENV := (.+)$", text_of(ROOT / "Makefile"), re.MULTILINE)
+    assert interpreter.endswith(f"/{folder}/bin/python")
+
+
+def test_dockerfile_copies_what_exists_and_fits_the_project():
+    dockerfile = text_of(ROOT / ".devcontainer" / "Dockerfile")
+    ignored = text_of(ROOT / ".devcontainer" / "Dockerfile.dockerignore").split()
+    copied = [words.split()[:-1] for words in re.findall(r"^COPY (.+)$", dockerfile, re.MULTILINE)]
+    assert copied
+    for source in [name for names in copied for name in names]:
+        assert (ROOT / source).exists(), source
+        assert f"!{source}" in ignored, f"{source} is not sent to docker build"
+    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    oldest = tuple(map(int, re.findall(r"\d+", project["requires-python"])))
+    versions = re.findall(r"^FROM python:(\d+)\.(\d+)", dockerfile, re.MULTILINE)
+    assert [oldest <= (int(a), int(b)) for a, b in versions] == [True, True]
+    assert all(extra in project["optional-dependencies"] for extra in ("course",))
+
+
+def test_container_lines_fit_the_dockerfile():
+    text = text_of(GUIDE)
+    dockerfile = text_of(ROOT / ".devcontainer" / "Dockerfile")
+    [build] = re.findall(r"docker build --target (\w+) --tag (\S+) --file (\S+) \.", text)
+    stage, tag, file = build
+    assert (ROOT / file).is_file()
+    assert f"AS {stage}\n" in dockerfile
+    [run] = re.findall(r"docker run (.+?)\ndone", text, re.DOTALL)
+    assert tag in run
+    scratch = re.search(r"TMPDIR=(\S+)", dockerfile)[1]
+    for needed in ("--network none", "--read-only", f"--tmpfs {scratch}", "--memory ", "--pids"):
+        assert needed in run
+    assert 'ENTRYPOINT ["python", "-m", "minillm_exercises"]' in dockerfile
+
+
+def test_assistants_are_sent_to_the_same_page():
+    text = text_of(ROOT / "exercises" / "CLAUDE.md").strip()
+    assert text.startswith("@")
+    assert (ROOT / "exercises" / text[1:]).is_file()
