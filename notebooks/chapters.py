@@ -1,0 +1,249 @@
+"""Where the chapters are, what one holds, and how it is run away from everything else.
+
+The tests, `execute.py`, `lab.py` and `bundle.py` all read chapters through this module, so that
+they agree on what a fact is and on what a clean run is.
+"""
+
+import ast
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NOTEBOOKS = Path(__file__).resolve().parent
+NAME = re.compile(r"\d\d_\w+")
+FACT = re.compile(r"(?P<name>[^:\n]+): (?P<value>.+)")
+NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(/\d+)?(?= |$)")
+
+Notebook = dict[str, Any]
+
+
+class ChapterError(Exception):
+    """A chapter that cannot be used as it is; the message says which one and what to mend."""
+
+
+def chapter_paths(folder: Path = NOTEBOOKS, wanted: tuple[str, ...] = ()) -> list[Path]:
+    """The chapters' files in order; `wanted` keeps those of the given numbers or names ("03").
+
+    Raises:
+        ChapterError: one of `wanted` is no chapter.
+    """
+    paths = [path for path in sorted(folder.glob("*.ipynb")) if NAME.fullmatch(path.stem)]
+    if not wanted:
+        return paths
+    chosen = []
+    for name in wanted:
+        stem = Path(name).stem
+        found = [path for path in paths if stem in (path.stem, path.stem[:2])]
+        if not found:
+            known = ", ".join(path.stem for path in paths) or "none yet"
+            raise ChapterError(f"There is no chapter {name!r}. The chapters are: {known}.")
+        chosen += found
+    return chosen
+
+
+def read_notebook(path: Path) -> Notebook:
+    """The notebook's JSON, its sources and texts as single strings.
+
+    Raises:
+        ChapterError: the file is no notebook.
+    """
+    import nbformat
+    from nbformat.reader import NotJSONError
+
+    try:
+        return json.loads(json.dumps(nbformat.read(path, as_version=4)))
+    except (NotJSONError, AttributeError, KeyError, ValueError) as error:
+        raise ChapterError(f"{path.name} is no notebook: {str(error)[:200]}") from None
+
+
+def write_notebook(path: Path, notebook: Notebook) -> None:
+    """Write the notebook in Jupyter's own form, so that saving it there changes nothing."""
+    import nbformat
+
+    write_text(path, nbformat.writes(nbformat.from_dict(notebook), version=4) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's text at once: an interruption leaves the old file, never half a new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def tags(cell: Mapping[str, Any]) -> list[str]:
+    """The cell's tags."""
+    return list(cell.get("metadata", {}).get("tags", ()))
+
+
+def code_cells(notebook: Notebook) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Position and cell of all code cells."""
+    for index, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            yield index, cell
+
+
+def is_fact_cell(cell: Mapping[str, Any]) -> bool:
+    """Whether the tests compare this cell's output with the committed one."""
+    return "nbval-check-output" in tags(cell)
+
+
+def stdout(outputs: list[dict[str, Any]]) -> str:
+    """What a cell printed."""
+    found = [o for o in outputs if o["output_type"] == "stream" and o["name"] == "stdout"]
+    return "".join(output["text"] for output in found)
+
+
+def parse_facts(text: str) -> dict[str, str]:
+    """Names and values (with their units) of the lines ``name: value unit`` that fact() prints."""
+    lines = [FACT.fullmatch(line) for line in text.splitlines()]
+    return {match["name"]: match["value"] for match in lines if match}
+
+
+def facts(notebook: Notebook) -> dict[str, str]:
+    """The committed facts of a chapter: name to value, without the unit."""
+    found: dict[str, str] = {}
+    for _, cell in code_cells(notebook):
+        if is_fact_cell(cell):
+            found |= parse_facts(stdout(cell.get("outputs", [])))
+    return {name: bare(value) for name, value in found.items()}
+
+
+def bare(value: str) -> str:
+    """The number without its unit ("8,256 positions" is "8,256"); other values as they are."""
+    match = NUMBER.match(value)
+    return match[0] if match else value
+
+
+def parsed(cell: Mapping[str, Any]) -> ast.Module | None:
+    """The code cell's syntax tree, or None where it is no Python (a magic, for instance)."""
+    try:
+        return ast.parse(cell["source"])
+    except SyntaxError:
+        return None
+
+
+def environment(folder: Path, threads: int | None = None, **extra: str) -> dict[str, str]:
+    """The environment of a kernel whose caches, settings and learner's folder are in `folder`.
+
+    Nothing of the person who runs it gets in: no start-up file, no style file, no predictions.
+    Only matplotlib's list of fonts is shared, because making it takes seconds. Without `threads`,
+    OMP_NUM_THREADS stays as it is.
+    """
+    import matplotlib
+
+    personal = ("PYTHONSTARTUP", "MPLBACKEND", "MINILLM_RESULTS", "MINILLM_QUICK")
+    env = {name: value for name, value in os.environ.items() if name not in personal}
+    env |= {
+        "MINILLM_WORK": str(folder / "work"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "MPLCONFIGDIR": matplotlib.get_cachedir(),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
+    if threads is not None and "OMP_NUM_THREADS" not in os.environ:
+        env["OMP_NUM_THREADS"] = str(threads)
+    return env | extra
+
+
+def build_font_list() -> None:
+    """Make matplotlib's list of fonts once, before several kernels would each make it."""
+    import matplotlib
+
+    if not list(Path(matplotlib.get_cachedir()).glob("fontlist-*.json")):
+        import matplotlib.font_manager
+
+
+@dataclass(frozen=True)
+class Run:
+    """An executed chapter: the notebook with its new outputs, and seconds per cell position."""
+
+    notebook: Notebook
+    seconds: dict[int, float]
+
+
+def run(
+    notebook: Notebook,
+    folder: Path,
+    *,
+    before: str = "",
+    timeout: float = 300,
+    on_cell: Callable[[int], None] = lambda index: None,
+    **extra: str,
+) -> Run:
+    """Execute a chapter in a fresh kernel, in the empty folder `folder`, as a reader would: from
+    top to bottom, once. `before` is code that runs ahead of its first cell, `extra` goes into
+    the kernel's environment, `on_cell` hears the position of each cell before it runs.
+
+    Raises:
+        ChapterError: a cell raised, took longer than `timeout` seconds or killed the kernel; the
+            message holds its source and the error.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    copy = nbformat.from_dict(json.loads(json.dumps(notebook)))
+    shift = int(bool(before))
+    if before:
+        copy.cells.insert(0, nbformat.v4.new_code_cell(before))
+    started: dict[int, float] = {}
+    seconds: dict[int, float] = {}
+
+    def start(cell: Any, cell_index: int) -> None:
+        started[cell_index - shift] = time.perf_counter()
+        on_cell(cell_index - shift)
+
+    def finish(cell: Any, cell_index: int, execute_reply: Any) -> None:
+        seconds[cell_index - shift] = time.perf_counter() - started[cell_index - shift]
+
+    client = NotebookClient(
+        copy,
+        timeout=timeout,
+        kernel_name="python3",
+        record_timing=False,
+        store_widget_state=False,
+        on_cell_execute=start,
+        on_cell_executed=finish,
+    )
+    try:
+        with Path(os.devnull).open("w") as nowhere:  # the kernel program's own remarks
+            client.execute(cwd=str(folder), env=environment(folder, **extra), stderr=nowhere)
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        position = max(started)
+        source = copy.cells[position + shift].source
+        raise ChapterError(_what_failed(position, source, error)) from None
+    plain = json.loads(json.dumps(copy))
+    del plain["cells"][:shift]
+    return Run(plain, seconds)
+
+
+def _what_failed(position: int, source: str, error: Exception) -> str:
+    """The failing cell's source, and the last line of the error with where it was."""
+    colours = re.compile(r"\x1b\[[0-9;]*m")
+    name = getattr(error, "ename", type(error).__name__)
+    detail = getattr(error, "evalue", str(error).strip().split("\n")[-1])
+    trace = colours.sub("", getattr(error, "traceback", "")).strip().splitlines()
+    tail = "\n".join(f"    {line}" for line in trace[-14:])
+    indented = "\n".join(f"    {line}" for line in source.splitlines())
+    return f"Cell {position} failed:\n{indented}\n{tail}\n{name}: {detail}"
+
+
+def script_errors(main: Callable[[], int]) -> int:
+    """Run a script's `main`: a chapter's error is its message and a status, not a traceback."""
+    try:
+        return main()
+    except ChapterError as error:
+        sys.stderr.write(f"{error}\n")
+    except KeyboardInterrupt:
+        sys.stderr.write("Stopped; nothing was written for the chapter that was running.\n")
+        return 130
+    return 1

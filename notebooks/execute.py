@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Execute chapters one after the other, each in a fresh kernel and an empty folder, and commit
+what came out: outputs, measured numbers, and the numbers that the prose is bound to."""
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import index
+import prose
+from chapters import (
+    NOTEBOOKS,
+    ChapterError,
+    Notebook,
+    build_font_list,
+    chapter_paths,
+    code_cells,
+    facts,
+    read_notebook,
+    run,
+    script_errors,
+    write_notebook,
+    write_text,
+)
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+EXAMPLES = """examples:
+  python notebooks/execute.py               every chapter
+  python notebooks/execute.py 03            chapter 03
+  python notebooks/execute.py 03 --check    say what would change, write nothing
+  python notebooks/execute.py 03 --fill     only bind the prose to what is committed (no kernel)
+  python notebooks/execute.py --index       only write notebooks/README.md and its figures
+"""
+KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
+SECONDS = 60  # what a chapter may take on two cores
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on, without a name or a path of the machine."""
+    import numpy
+    import torch
+
+    from minillm import machine as this
+
+    return {
+        "name": this.cpu_name(),
+        "cores": this.cpu_count(),
+        "memory_gib": round(this.total_memory_bytes() / 2**30),
+        "os": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__.split("+")[0],
+        "numpy": numpy.__version__,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "bf16_instructions": this.cpu_has_bf16(),
+    }
+
+
+def normalise(notebook: Notebook) -> list[str]:
+    """Remove from an executed chapter what differs from run to run and means nothing, in place.
+
+    Returns one sentence for each thing that may not be committed and cannot be removed.
+    """
+    problems = []
+    known = notebook["metadata"]
+    notebook["metadata"] = {
+        "kernelspec": dict(KERNELSPEC),
+        "language_info": {"name": "python"},
+        "minillm": known.get("minillm", {}),
+    }
+    for position, cell in code_cells(notebook):
+        kept = {key: cell["metadata"][key] for key in ("tags",) if key in cell["metadata"]}
+        cell["metadata"] = kept
+        warned = "".join(o["text"] for o in cell["outputs"] if o.get("name") == "stderr")
+        if warned.strip():
+            problems.append(f"cell {position} wrote to stderr, mend the cause: {warned.strip()}")
+        cell["outputs"] = merged([o for o in cell["outputs"] if worth_keeping(o)])
+    return problems
+
+
+def worth_keeping(output: dict[str, Any]) -> bool:
+    """Not warnings, and no widgets, which show nothing once their kernel is gone."""
+    widget = any("widget-view" in mime for mime in output.get("data", {}))
+    return output.get("name") != "stderr" and not widget
+
+
+def merged(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Pieces of one stream that follow each other as one: how they were cut is chance."""
+    found: list[dict[str, Any]] = []
+    for output in outputs:
+        stream = output["output_type"] == "stream"
+        if stream and found and found[-1].get("name") == output["name"]:
+            found[-1]["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
+
+
+def read_records(path: Path) -> dict[str, dict[str, Any]]:
+    """What record() appended, by name.
+
+    Raises:
+        ChapterError: one name was recorded twice.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for entry in map(json.loads, lines):
+        name = entry.pop("name")
+        if name in values:
+            raise ChapterError(f"record({name!r}) was called twice: give each number its own name.")
+        values[name] = entry
+    return values
+
+
+def execute(path: Path, console: Console, check: bool, timeout: float) -> list[str]:
+    """Execute one chapter and write it with its results, or with `check` write nothing.
+
+    Returns what is wrong or would change, one sentence each.
+
+    Raises:
+        ChapterError: a cell failed; nothing was written.
+    """
+    old = read_notebook(path)
+    with tempfile.TemporaryDirectory(prefix="minillm-chapter-") as name:
+        records = Path(name, "records.jsonl")
+        Path(name, "cwd").mkdir()
+        done = watched(path, old, Path(name, "cwd"), console, timeout, str(records))
+        values = read_records(records)
+    new = done.notebook
+    problems = normalise(new)
+    results = {
+        "chapter": path.stem[:2],
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "values": values,
+    }
+    sources = prose.Sources.of(new, results, prose.load_claims(path.parent))
+    problems += prose.fill(new, sources)
+    say_times(console, path, new, done.seconds)
+    if check:
+        return problems + changes(old, new)
+    write_notebook(path, new)
+    where = path.parent / "results" / f"{path.stem}.json"
+    if values:
+        write_text(where, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    else:
+        where.unlink(missing_ok=True)
+    return problems
+
+
+def watched(
+    path: Path, notebook: Notebook, folder: Path, console: Console, timeout: float, records: str
+) -> Any:
+    """Run the chapter under a progress bar that names the cell being executed."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(path.stem, total=len(notebook["cells"]))
+
+        def on_cell(position: int) -> None:
+            bar.update(task, completed=position, description=f"{path.stem} cell {position}")
+
+        try:
+            return run(notebook, folder, timeout=timeout, on_cell=on_cell, MINILLM_RESULTS=records)
+        except ChapterError as error:
+            raise ChapterError(f"{path.name} was left as it is. {error}") from None
+
+
+def say_times(console: Console, path: Path, notebook: Notebook, seconds: dict[int, float]) -> None:
+    """Seconds of the chapter, and its slowest cells when they are worth knowing."""
+    total = sum(seconds.values())
+    over = f"  [bold]over the {SECONDS} s that a chapter may take[/bold]" if total > SECONDS else ""
+    console.print(f"{path.stem}: {total:.1f} s in {len(seconds)} cells{over}", highlight=False)
+    for position in sorted(seconds, key=seconds.get, reverse=True)[:3]:  # type: ignore[arg-type]
+        if seconds[position] > 1:
+            first = notebook["cells"][position]["source"].strip().split("\n")[0]
+            text = f"    {seconds[position]:5.1f} s  cell {position}: {first[:70]}"
+            console.print(text, highlight=False, markup=False)
+
+
+def changes(old: Notebook, new: Notebook) -> list[str]:
+    """What a fresh run says differently: the facts, and the prose bound to them."""
+    before, after = facts(old), facts(new)
+    found = [
+        f"the fact {name!r} is committed as {before.get(name, 'nothing')}, and now it is "
+        f"{after.get(name, 'gone')}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
+    ]
+    pairs = zip(old["cells"], new["cells"], strict=True)
+    for position, (was, now) in enumerate(pairs):
+        if was["cell_type"] == "markdown" and without_results(was) != without_results(now):
+            found.append(f"cell {position}: the prose is not bound to the present values")
+    return found
+
+
+def without_results(cell: dict[str, Any]) -> str:
+    """The prose without measured numbers, which are new each time."""
+    return prose.SPAN.sub(lambda m: "" if m["kind"] == "result" else m[0], cell["source"])
+
+
+def fill_only(path: Path) -> list[str]:
+    """Bind the prose to the committed facts and results, without running anything."""
+    notebook = read_notebook(path)
+    results, claims = prose.load_results(path.stem, path.parent), prose.load_claims(path.parent)
+    problems = prose.fill(notebook, prose.Sources.of(notebook, results, claims))
+    write_notebook(path, notebook)
+    return problems
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="execute.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("chapters", nargs="*", help="numbers or files; default: all")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a fact changed"
+    )
+    parser.add_argument("--fill", action="store_true", help="only fill the spans of the prose")
+    parser.add_argument("--index", action="store_true", help="only write README.md and its figures")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one cell (300)")
+    parser.add_argument("--folder", type=Path, default=NOTEBOOKS, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Execute what the command line names; 0 if everything is in order."""
+    given = arguments(argv)
+    console = Console(stderr=False, soft_wrap=True)
+    paths = chapter_paths(given.folder, tuple(given.chapters))
+    if not paths:
+        raise ChapterError(f"There is no chapter in {given.folder.name}/ yet.")
+    bad = 0
+    build_font_list()
+    for path in [] if given.index else paths:
+        if given.fill:
+            problems = fill_only(path)
+        else:
+            problems = execute(path, console, given.check, given.timeout)
+        for problem in problems:
+            console.print(f"  {path.stem}: {problem}", highlight=False, markup=False)
+        bad += len(problems)
+    if not given.check and not given.fill:
+        index.write(given.folder)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(script_errors(main))

@@ -1,0 +1,127 @@
+"""The index page of the course, notebooks/README.md, generated from the chapters themselves."""
+
+import base64
+import html
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from chapters import NOTEBOOKS, Notebook, chapter_paths, code_cells, read_notebook, tags, write_text
+
+PARTS = (
+    ("00", "I. What a token costs"),
+    ("05", "II. Many requests"),
+    ("10", "III. Kernels"),
+    ("13", "IV. Fewer bytes, more tokens per step"),
+    ("19", "V. More machines, real users"),
+)
+CORE_PATH = ("00", "01", "03", "05", "06", "07", "10")
+TOP = """\
+# The course
+
+Each chapter asks one question, lets you guess, and then measures the answer on your machine. Read
+them in order the first time; a chapter needs no other chapter's results to run.
+
+```
+make lab          # your copies of the chapters, in work/notebooks/, opened in JupyterLab
+```
+
+Without make: `python notebooks/lab.py`. The files beside this page show the outputs of one machine,
+which `results/` describes. Predicting is more fun in your own copy, where the answers are
+not on the page yet.
+"""
+BOTTOM = """\
+
+*This page is generated from the chapters: `python notebooks/execute.py --index`.*
+"""
+
+
+def title(notebook: Notebook) -> str:
+    """The chapter's title, its first heading."""
+    for cell in notebook["cells"]:
+        if match := re.search(r"^# +(.+)$", cell["source"], re.MULTILINE):
+            return re.sub(r"<[^>]+>", "", match[1]).strip()
+    return "Untitled"
+
+
+def exercises(notebook: Notebook) -> list[str]:
+    """Names of the exercises that the chapter checks, in order: e03.1, e03.2."""
+    found: dict[str, None] = {}
+    for _, cell in code_cells(notebook):
+        found |= dict.fromkeys(re.findall(r"\bcheck\(\s*[\"'](e\d\d\.\d)[\"']", cell["source"]))
+    return list(found)
+
+
+def cover(notebook: Notebook) -> tuple[bytes, str] | None:
+    """The PNG that stands for the chapter and its alternative text: the picture of the cell tagged
+    `cover`, else the first one."""
+    cells = [cell for _, cell in code_cells(notebook)]
+    for cell in sorted(cells, key=lambda cell: "cover" not in tags(cell)):
+        for output in cell["outputs"]:
+            if picture := output.get("data", {}).get("image/png"):
+                alt = output.get("metadata", {}).get("image/png", {}).get("alt", "")
+                return base64.b64decode("".join(picture)), " ".join(alt.split())
+    return None
+
+
+def section(path: Path, notebook: Notebook) -> Iterator[str]:
+    """The lines of one chapter."""
+    about = notebook["metadata"].get("minillm", {})
+    number = path.stem[:2]
+    yield f"### [{number} · {title(notebook)}]({path.name})"
+    yield ""
+    yield f"**{about.get('question', '')}**"
+    yield ""
+    needs = ", ".join(about.get("needs", ())) or "nothing"
+    facts = [f"{about.get('minutes', '?')} minutes", f"needs {needs}"]
+    if names := exercises(notebook):
+        facts.append("exercises " + ", ".join(names))
+    yield " · ".join(facts)
+    if picture := cover(notebook):
+        yield ""
+        alt = html.escape(picture[1]).replace("\n", " ")
+        yield f'<img src="figures/{number}.png" alt="{alt}" width="560">'
+    yield ""
+
+
+def page(chapters: list[tuple[Path, Notebook]]) -> str:
+    """The whole page."""
+    there = {path.stem[:2]: path.name for path, _ in chapters}
+    core = " → ".join(f"[{n}]({there[n]})" for n in CORE_PATH if n in there)
+    later = [n for n in CORE_PATH if n not in there]
+    lines = [TOP]
+    if core:
+        rest = f" (then {', '.join(later)}, which are being written)" if later else ""
+        lines += [f"**Half a day?** {core}{rest}.", ""]
+    ends = [*(start for start, _ in PARTS[1:]), "99"]
+    for (start, name), end in zip(PARTS, ends, strict=True):
+        inside = [pair for pair in chapters if start <= pair[0].stem[:2] < end]
+        if inside:
+            lines += [f"## {name}", ""]
+        for path, notebook in inside:
+            lines += section(path, notebook)
+    return "\n".join(lines).rstrip("\n") + "\n" + BOTTOM
+
+
+def files(folder: Path = NOTEBOOKS) -> dict[Path, bytes]:
+    """Every generated file of the index with its content."""
+    chapters = [(path, read_notebook(path)) for path in chapter_paths(folder)]
+    made = {folder / "README.md": page(chapters).encode()}
+    for path, notebook in chapters:
+        if picture := cover(notebook):
+            made[folder / "figures" / f"{path.stem[:2]}.png"] = picture[0]
+    return made
+
+
+def write(folder: Path = NOTEBOOKS) -> None:
+    """Write the page and its figures, and remove figures of chapters that are gone."""
+    made = files(folder)
+    for path, content in made.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".md":
+            write_text(path, content.decode())
+        else:
+            path.write_bytes(content)
+    for old in (folder / "figures").glob("*.png"):
+        if old not in made:
+            old.unlink()

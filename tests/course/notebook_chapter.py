@@ -1,0 +1,83 @@
+"""A chapter as the rules see it: the notebook, its measured results, what it may quote."""
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+sys.path.insert(0, str(NOTEBOOKS))  # its scripts are run as files, so they are no package
+
+import chapters  # noqa: E402
+import prose  # noqa: E402
+
+Violations = Iterator[tuple[int, str]]  # position of the cell or -1, what to mend
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One notebook with what its numbers may be bound to."""
+
+    stem: str
+    notebook: dict[str, Any]
+    results: Mapping[str, Any] = field(default_factory=dict)
+    claims: Mapping[str, Any] = field(default_factory=dict)
+    size: int = 0
+
+    @classmethod
+    def load(cls, path: Path) -> "Chapter":
+        """The committed chapter of that file."""
+        folder, stem = path.parent, path.stem
+        results, claims = prose.load_results(stem, folder), prose.load_claims(folder)
+        return cls(stem, chapters.read_notebook(path), results, claims, path.stat().st_size)
+
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        """All cells in order."""
+        return self.notebook["cells"]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The chapter's own metadata: chapter, question, minutes, needs, waived."""
+        return self.notebook["metadata"].get("minillm", {})
+
+    @property
+    def sources(self) -> prose.Sources:
+        """What a number in the prose may be bound to."""
+        return prose.Sources.of(self.notebook, self.results, self.claims)
+
+    def code(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Position and cell of the code cells."""
+        return chapters.code_cells(self.notebook)
+
+
+def called(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
+    """The calls of a function or method of one of these names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in names:
+            yield node
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """The names an expression reads."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def execute(chapter: Chapter) -> str:
+    """The command that executes the chapter."""
+    return f"python notebooks/execute.py {chapter.stem[:2]}"
+
+
+def report(chapter: Chapter, rule: Callable[[Chapter], Violations]) -> list[str]:
+    """One line per violation: the cell as the reader of the failure finds it, what to mend."""
+    lines = []
+    for index, wrong in rule(chapter):
+        if index < 0:
+            lines.append(f"{chapter.stem}: {wrong}")
+            continue
+        cell = chapter.cells[index]
+        first = next((line for line in cell["source"].splitlines() if line.strip()), "")
+        lines.append(f"{chapter.stem} cell {index} ({cell['cell_type']}, {first[:40]!r}): {wrong}")
+    return lines
