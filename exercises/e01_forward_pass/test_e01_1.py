@@ -54,8 +54,8 @@ def grown(impl: Any, what: str, tokens: int, past: int, **change: int) -> None:
 @check(1, "The worked example of the README")
 def test_by_hand(impl: Any) -> None:
     """One layer, two tokens."""
-    shape = Shape(1, 4, 2, 1, 2, 8, 10, tied=False)
-    equal(impl.forward_flops(shape, 2), 704, "The worked example", f"{shape}, tokens=2")
+    shape = Shape(1, 5, 2, 1, 3, 7, 10, tied=False)
+    equal(impl.forward_flops(shape, 2), 952, "The worked example", f"{shape}, tokens=2")
 
 
 @check(1, "The MLP")
