@@ -1,0 +1,152 @@
+"""What chapter 02 needs beside the engine: a picture of a truncated distribution, a test of counts
+against a law, and a measure of how much a text repeats itself."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.plots import bars, figure, show
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FEWEST_EXPECTED = 5.0  # below this a count is too small for the chi-square law (Cochran, 1954)
+RANKS = 12  # bars of a panel
+
+
+@dataclass(frozen=True)
+class ChiSquare:
+    """Pearson's statistic of counts against a law (1900), and its degrees of freedom."""
+
+    statistic: float
+    degrees: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the counts may come from the law: the statistic is at most four standard
+        deviations above the mean that the law gives it, ``degrees + 4 sqrt(2 degrees)``."""
+        return self.statistic <= self.degrees + 4 * math.sqrt(2 * self.degrees)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The best tokens after some text: what each looks like, its share of the probability, and
+    whether it may be drawn; and how many of all tokens may be."""
+
+    labels: tuple[str, ...]
+    shares: tuple[float, ...]
+    kept: tuple[bool, ...]
+    num_kept: int
+    num_tokens: int
+
+
+def candidates(
+    logits: "Tensor", tokens: Sequence[str], temperature: float, top_p: float
+) -> Candidates:
+    """Temperature, then top-p, by the engine's own code, for one row of logits [V].
+
+    `tokens` is the text of each token. Shares are those before top-p removes any.
+
+    Raises:
+        ExerciseError: the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ExerciseError(
+            f"candidates() was given temperature={temperature}; it must be above 0 (at 0 only "
+            f"the best token is left, and there is nothing to draw)."
+        )
+    from minillm.ops.truncation import ranked, truncate_row
+
+    scores = (logits - logits.max()) / temperature
+    kept = truncate_row(scores, 0, top_p) > -math.inf
+    best = min(RANKS, len(scores))
+    shares, ids = ranked(*scores.softmax(0).topk(best))
+    return Candidates(
+        labels=tuple(repr(tokens[token]) for token in ids.tolist()),
+        shares=tuple(shares.tolist()),
+        kept=tuple(kept[ids].tolist()),
+        num_kept=int(kept.sum()),
+        num_tokens=len(scores),
+    )
+
+
+def panels(
+    contexts: Mapping[str, "Tensor"], tokens: Sequence[str], temperature: float, top_p: float
+) -> None:
+    """Draw the best tokens after each text, one panel per text, in percent: those that may be
+    drawn filled, the others hatched."""
+    fig, _ = figure(
+        "next token, most probable first",
+        "probability (%)",
+        cols=len(contexts),
+        size=(3.1 * len(contexts), 3.3),
+    )
+    said = []
+    for ax, (text, logits) in zip(fig.axes, contexts.items(), strict=True):
+        found = candidates(logits, tokens, temperature, top_p)
+        percent = [100 * share for share in found.shares]
+        for rank, (share, kept) in enumerate(zip(percent, found.kept, strict=True)):
+            ax.bar(rank, share, **(bars(0) if kept else bars(1)))
+        ax.set_yscale("log")
+        ax.set_ylim(0.01, 100)
+        ax.set_xticks(range(len(percent)), found.labels, rotation=60, ha="right", fontsize=8)
+        ax.set_title(f"{text!r}\n{found.num_kept:,} of {found.num_tokens:,} kept", fontsize=10)
+        said.append(f"{found.num_kept:,} after {text!r}")
+    show(
+        fig,
+        f"The most probable next tokens at temperature {temperature:g}; filled bars may be drawn "
+        f"with top-p {top_p:g}, hatched ones may not. It keeps {', '.join(said)}.",
+    )
+
+
+def chi_square(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
+    """How far `counts` are from what `probabilities` lead one to expect, ``sum (n - e)^2 / e``.
+
+    Outcomes that are expected less than five times are counted together, rarest first. An outcome
+    of probability 0 that did occur makes the statistic infinite.
+
+    Raises:
+        ExerciseError: the lengths differ, nothing was counted, or the probabilities are none.
+    """
+    total = sum(counts)
+    if len(counts) != len(probabilities) or total < 1:
+        raise ExerciseError(
+            f"chi_square() was given {len(counts)} counts of {total} draws and "
+            f"{len(probabilities)} probabilities; it needs one probability per count and a draw."
+        )
+    if min(probabilities) < 0 or abs(sum(probabilities) - 1) > 1e-4:
+        raise ExerciseError(
+            f"chi_square() was given probabilities from {min(probabilities):g} that sum to "
+            f"{sum(probabilities):g}; they must be at least 0 and sum to 1."
+        )
+    pairs = sorted(zip(probabilities, counts, strict=True))
+    if any(count and not probability for probability, count in pairs):
+        return ChiSquare(math.inf, 1)
+    cells, expected, seen = [], 0.0, 0
+    for probability, count in pairs:
+        expected, seen = expected + probability * total, seen + count
+        if expected >= FEWEST_EXPECTED:
+            cells.append((expected, seen))
+            expected, seen = 0.0, 0
+    if expected or seen:  # what is left joins the largest
+        last_expected, last_seen = cells.pop() if cells else (0.0, 0)
+        cells.append((last_expected + expected, last_seen + seen))
+    statistic = sum((n - e) ** 2 / e for e, n in cells)
+    return ChiSquare(statistic, max(1, len(cells) - 1))
+
+
+def repeated_share(token_ids: Sequence[int], length: int = 4) -> float:
+    """The share of runs of `length` tokens that occurred before in the same text.
+
+    Raises:
+        ExerciseError: the text is shorter than one run.
+    """
+    runs = [tuple(token_ids[at : at + length]) for at in range(len(token_ids) - length + 1)]
+    if length < 1 or not runs:
+        raise ExerciseError(
+            f"repeated_share() was given {len(token_ids)} tokens and runs of {length}; it needs "
+            f"at least one run of at least one token."
+        )
+    return 1 - len(set(runs)) / len(runs)

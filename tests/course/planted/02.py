@@ -1,0 +1,12 @@
+"""Top-p stops one token early: the token that crosses p is dropped (the best one always stays)."""
+
+from minillm.ops import truncation
+
+
+def top_p_mask(mass, goal):
+    kept = mass.cumsum(dim=-1) <= goal
+    kept[..., :1] = True
+    return kept
+
+
+truncation.top_p_mask = top_p_mask
