@@ -159,7 +159,7 @@ def _isolate(channel: Connection, job: Job) -> None:
         keep = sorted({0, 1, 2, channel.fileno(), printed.file, fault.fileno()})
         for low, high in zip(keep, [*keep[1:], 1024], strict=True):
             os.closerange(low + 1, high)
-    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stdin = os.fdopen(0, encoding="utf-8")
     sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = printed  # type: ignore[misc, assignment]
     faulthandler.enable(fault)
     if hasattr(faulthandler, "register"):

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from minillm_exercises.checking import check, equal, seeds
 
 
@@ -10,7 +12,7 @@ def test_one_window(impl):
 def test_windows(impl):
     for seed in seeds(2):
         numbers = [seed % 7, seed % 5, seed % 11, 1 + seed % 13]
-        want = [a + b for a, b in zip(numbers, numbers[1:])]
+        want = [a + b for a, b in pairwise(numbers)]
         equal(impl.window_sums(numbers, 2), want, "the windows", f"window_sums({numbers}, 2)")
 
 

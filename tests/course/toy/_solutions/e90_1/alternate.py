@@ -3,7 +3,7 @@
 
 def window_sums(numbers, size):
     sums = [sum(numbers[:size])]
-    for new, old in zip(numbers[size:], numbers):
+    for new, old in zip(numbers[size:], numbers, strict=False):
         sums.append(sums[-1] + new - old)
     return sums
 
