@@ -1,0 +1,179 @@
+"""notebooks/conftest.py on planted notebooks: each kind of rot fails and says what to mend."""
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from notebook_chapter import NOTEBOOKS
+from toy_notebooks import FACT_TAGS, code, copy_machinery, fact, write
+
+ALONE = """\
+import os
+print("files:", len(os.listdir()))
+print("own:", len({os.environ[name] for name in ("MINILLM_WORK", "XDG_CACHE_HOME", "IPYTHONDIR")}))
+print("learner:", os.path.exists(os.environ["MINILLM_WORK"]))
+print("processors:", os.environ["OMP_NUM_THREADS"] != "")
+"""
+PLANTED = {
+    "10_good": [
+        code(
+            ALONE,
+            *FACT_TAGS,
+            says="files: 0\nown: 3\nlearner: False\nprocessors: True\n",
+        ),
+        code("open('left behind', 'w').write('x'); 1 / 0", "raises-exception"),
+        fact("count", 3),
+    ],
+    "11_magic": [fact("count", 3), code("%notmagic"), fact("other", 4)],
+    "12_changed": [
+        code(
+            "print('kept: 1 token\\ncount: 3 tokens')",
+            *FACT_TAGS,
+            says="kept: 1 token\ncount: 4 tokens\n",
+        ),
+        fact("other", 4),
+    ],
+    "13_dies": [
+        code("width = 3\nraise ValueError('no cache here')"),
+        code("width + 1"),
+        fact("x", 1),
+    ],
+    "14_exits": [
+        code("import os, sys\nsys.stderr.write('last words')\nsys.stderr.flush()\nos._exit(3)"),
+        fact("x", 1),
+    ],
+    "15_never_raises": [code("x = 1", "raises-exception"), fact("x", 1)],
+    "16_never_run": [{**code("print('x: 1')", *FACT_TAGS), "execution_count": None}],
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One notebook's cells under pytest: which passed, which were skipped, what failed said."""
+
+    passed: int
+    skipped: int
+    failures: tuple[str, ...]
+
+
+def run_pytest(folder: Path, *options: str) -> tuple[str, dict[str, Outcome]]:
+    """What pytest says of the notebooks in `folder`, and the outcome of each."""
+    copy_machinery(folder)
+    report = folder / "report.xml"
+    modes = ["--nbval-lax", "--nbval-current-env", "-p", "no:cacheprovider", f"--rootdir={folder}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *modes, *options, f"--junitxml={report}", folder],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    text = done.stdout + done.stderr
+    assert report.exists(), text
+    found: dict[str, list[ET.Element]] = {}
+    for case in ET.parse(report).iter("testcase"):
+        name = re.search(r"\d\d_\w+", case.get("classname", "") + case.get("file", ""))
+        assert name, ET.tostring(case)
+        found.setdefault(name[0], []).append(case)
+    outcomes = {}
+    for name, cases in found.items():
+        failures = tuple(failure.text or "" for case in cases for failure in case.iter("failure"))
+        skipped = sum(case.find("skipped") is not None for case in cases)
+        errors = [error.text or "" for case in cases for error in case.iter("error")]
+        assert not errors, errors
+        outcomes[name] = Outcome(len(cases) - skipped - len(failures), skipped, failures)
+    return text, outcomes
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Outcome]]:
+    """All planted notebooks in one run on two workers, as `make test` does it."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    for stem, cells in PLANTED.items():
+        write(folder, stem, *cells)
+    return run_pytest(folder, "-n", "2", "--dist", "loadfile")
+
+
+def test_a_good_notebook_passes_alone_in_an_empty_folder(planted):
+    assert planted[1]["10_good"] == Outcome(3, 0, ())
+
+
+def test_a_bad_magic_fails_and_stops_the_chapter(planted):
+    outcome = planted[1]["11_magic"]
+    assert (outcome.passed, outcome.skipped) == (1, 1)
+    (said,) = outcome.failures
+    assert "11_magic.ipynb cell [2] '%notmagic' stopped the chapter" in said
+    assert "Line magic function `%notmagic` not found" in said
+    assert "plain Python: remove the line" in said
+
+
+def test_a_changed_fact_is_named_with_both_values_and_what_to_do(planted):
+    outcome = planted[1]["12_changed"]
+    assert (outcome.passed, outcome.skipped) == (1, 0)  # the rest of the chapter still counts
+    (said,) = outcome.failures
+    assert "A fact changed in 12_changed.ipynb cell [1]" in said
+    assert "count: committed 4 tokens, now 3 tokens" in said
+    assert "kept" not in said.split("\n", 1)[1]  # only what changed
+    assert "python notebooks/execute.py 12" in said
+
+
+def test_a_dead_cell_is_one_failure_not_a_cascade(planted):
+    outcome = planted[1]["13_dies"]
+    assert (outcome.passed, outcome.skipped) == (0, 2)
+    (said,) = outcome.failures
+    assert "raise ValueError('no cache here')" in said
+    assert "ValueError: no cache here" in said
+    assert "The 2 cells after it were not run" in said
+
+
+def test_a_dead_kernel_is_noticed_at_once_with_its_last_words(planted):
+    outcome = planted[1]["14_exits"]
+    assert (outcome.passed, outcome.skipped) == (0, 1)
+    assert "the kernel died with status 3" in outcome.failures[0]
+    assert "last words" in outcome.failures[0]
+
+
+def test_a_tag_that_promises_an_exception_is_held_to_it(planted):
+    outcome = planted[1]["15_never_raises"]
+    assert (outcome.passed, outcome.skipped) == (0, 1)
+    assert "tagged raises-exception, and it raised nothing" in outcome.failures[0]
+
+
+def test_a_fact_cell_without_committed_output_fails(planted):
+    assert planted[1]["16_never_run"].passed == 0
+    (said,) = planted[1]["16_never_run"].failures
+    assert "no committed output" in said
+    assert "python notebooks/execute.py 16" in said
+
+
+def test_the_seconds_of_each_chapter_are_shown(planted):
+    assert re.search(r"^10_good.ipynb: \d+\.\d s$", planted[0], re.MULTILINE)
+
+
+def test_an_endless_cell_ends_without_workers_too(tmp_path):
+    write(tmp_path, "20_endless", code("while True:\n    pass"), fact("x", 1))
+    _, outcomes = run_pytest(tmp_path, "--nbval-cell-timeout", "1")
+    assert (outcomes["20_endless"].passed, outcomes["20_endless"].skipped) == (0, 1)
+    assert "Timeout of 1 seconds exceeded" in outcomes["20_endless"].failures[0]
+
+
+def test_an_untried_nbval_is_refused(tmp_path):
+    """The version guard, with the installed version made up."""
+    write(tmp_path, "20_any", fact("x", 1))
+    copy_machinery(tmp_path)
+    (tmp_path / "conftest.py").write_text(
+        (NOTEBOOKS / "conftest.py").read_text("utf-8").replace('TESTED = "0.11."', 'TESTED = "9."')
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--nbval-lax", f"--rootdir={tmp_path}", tmp_path],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 4
+    assert re.search(r"nbval 9\.\*, and nbval 0\.11\S* is\s+installed", done.stdout + done.stderr)
