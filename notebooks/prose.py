@@ -188,19 +188,19 @@ def unknown(kind: str, name: str, sources: Sources) -> str:
 
 # Numbers that may be typed -------------------------------------------------------------------
 
-# What a model, a chip, a format or a program is called: letters come first, or a fixed phrase.
+# What a model, a chip, a format or a program is called: a fixed phrase, or letters come first.
 NAMED = re.compile(
     r"""
-      (?<![\w=<>*/+]) [A-Za-z][A-Za-z_]*(?:[-._:]?\w+)*    # smollm2-135m, Llama-2-7B, bf16, e03.1
-    | \b(?:4|8|16|32|64)-bit\b
-    | \b(?:RTX|GTX|GeForce|Ryzen|EPYC|Core\si\d|Python|PyTorch|CUDA|Pascal|Table|Figure|Section)
+      \b(?:RTX|GTX|GeForce|Ryzen|EPYC|Core\si\d|Python|PyTorch|CUDA|Pascal|Table|Figure|Section)
       \s\d+(?:\.\d+)*(?:\s?(?:Ti|Super))?
     | \b(?:[Cc]hapters?|[Ee]xercises?)\s\d\d?(?:\.\d)?
-      (?:(?:,|,?\sand|\sto|\sor|–|-)\s?\d\d?(?:\.\d)?)*
-    | \b0\d\b                                                # chapter 03
-    | \b(?:2|10)\^\{?-?\d+\}?                                # 10^9, the definition of a unit
+      (?:(?:,\s?and|,|\sand|\sto|\sor|–|-)\s?\d\d?(?:\.\d)?)*
     | [(\[][^()\[\]]*\b(?:19|20)\d\d[a-z]?[)\]]              # (Kwon et al., 2023)
     | \bet\sal\.,?\s(?:19|20)\d\d
+    | \b(?:4|8|16|32|64)-bit\b
+    | \b0\d\b                                                # chapter 03
+    | \b(?:2|10)\^\{?-?\d+\}?                                # 10^9, the definition of a unit
+    | (?<![\w=<>*/+]) [A-Za-z][A-Za-z_]*(?:[-._:]?\w+)*      # smollm2-135m, bf16, e03.1
     """,
     re.VERBOSE,
 )

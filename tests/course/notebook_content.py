@@ -21,7 +21,7 @@ CLOCKS = {"measure", "record", "perf_counter", "monotonic", "process_time", "tim
 
 PRIVATE = re.compile(
     r"(?<![\w.])/(?:home|root|tmp|work|usr|opt|mnt|var|Users|private)/\w|(?<![\w.])/(?:root|tmp|work)\b"
-    r"|\b[A-Za-z]:\\\w|site-packages|\bipykernel_\d+|\bat 0x[0-9a-f]{6,}"
+    r"|\b[A-Z]:\\\\?[A-Z]\w|site-packages|\bipykernel_\d+|\bat 0x[0-9a-f]{6,}"
     r"|\b(?!127\.0\.0\.1)(?:\d{1,3}\.){3}\d{1,3}\b"
 )
 
