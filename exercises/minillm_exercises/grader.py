@@ -229,7 +229,7 @@ class _Reading:
             "pass": "",
             "vacuous": VACUOUS,
             "todo": report.get("message", ""),
-            "fail": report.get("message", ""),
+            "fail": report.get("message") or f"This does not hold: {check.task}.",
             "error": error_sentence(report),
         }[report["status"]]
         status = {"vacuous": "error", "todo": "not run"}.get(report["status"], report["status"])

@@ -101,7 +101,7 @@ class _Edit:
 def mechanical_mutants(source: str, most: int = 40) -> list[Mutant]:
     """At most `most` mutants of `source`, spread evenly over the file, always the same ones."""
     tree = ast.parse(source)
-    edits = list(_edits(tree))
+    edits = sorted(_edits(tree), key=lambda edit: edit.line)
     count = min(most, len(edits))
     chosen = [edits[i * len(edits) // count] for i in range(count)]
     mutants: dict[str, Mutant] = {}
@@ -116,7 +116,7 @@ def mechanical_mutants(source: str, most: int = 40) -> list[Mutant]:
 
 
 def _edits(node: ast.AST) -> Iterator[_Edit]:
-    """The edits of a node and of all below it, in the order of the source."""
+    """The edits of a node and of all below it."""
     if isinstance(node, ast.Raise | ast.Assert):
         return
     yield from _operators(node)

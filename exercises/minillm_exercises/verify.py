@@ -182,9 +182,10 @@ class _Trial:
             yield f"{path.name} is missing in {self._exercise.answers.name}."
             return
         if finding := inspect_source(path.read_bytes(), self._exercise):
+            why = finding.message.splitlines()[0]
             yield (
-                f"{path.name} is refused: {finding.message} Allow it in exercises.toml (imports, "
-                f"banned, names), or write {path.name} without it."
+                f"{path.name} is refused: {why} Allow it in exercises.toml (imports, banned, "
+                f"names), or write {path.name} without it."
             )
             return
         for seed in SEEDS:
@@ -267,7 +268,8 @@ class _Trial:
 
 def _said(verdict: Verdict) -> str:
     """A verdict in one line, for a problem's message."""
-    wrong = [f"{c.name}: {c.message}" for c in verdict.checks if c.status != "pass" and c.message]
+    checks = sorted(verdict.checks, key=lambda check: check.status == "not run")
+    wrong = [f"{c.name}: {c.message}" for c in checks if c.message]
     return " ".join(f"{verdict.status} ({verdict.message or '; '.join(wrong[:2])})".split())
 
 
