@@ -15,6 +15,7 @@ import pytest
 from minillm_exercises.cli.parser import build_parser
 from minillm_exercises.gradebook import grade_class
 from minillm_exercises.grader import teaching_message
+from minillm_exercises.limits import DEFAULT
 from minillm_exercises.manifest import load_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,6 +236,14 @@ def test_dockerfile_copies_what_exists_and_fits_the_project():
     versions = re.findall(r"^FROM python:(\d+)\.(\d+)", dockerfile, re.MULTILINE)
     assert [oldest <= (int(a), int(b)) for a, b in versions] == [True, True]
     assert all(extra in project["optional-dependencies"] for extra in ("course",))
+
+
+def test_the_guide_states_the_limits_that_hold():
+    text = " ".join(text_of(GUIDE).split())
+    gib = DEFAULT.memory // 2**30
+    assert f"{DEFAULT.cpu:.0f} seconds of processor time and {DEFAULT.wall:.0f} on the" in text
+    assert f"{gib} GiB of memory above what" in text
+    assert f"at most {DEFAULT.wall:.0f} seconds per check" in text
 
 
 def test_container_lines_fit_the_dockerfile():
