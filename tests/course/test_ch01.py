@@ -11,6 +11,7 @@ from minillm_exercises.chapters.ch01 import (
     count_calls,
     doubling_length,
     draw_bounds,
+    draw_floor,
     knee,
     nearest,
     product_pass,
@@ -84,6 +85,12 @@ def test_a_machine_without_memory_to_wait_for_has_its_knee_at_one():
     assert knee(SMALL, replace(DATASHEET["h200"], bandwidth=1e18)) == 1
 
 
+def test_a_tie_of_operations_and_bytes_is_the_knee():
+    cost = step_cost(SMALL, [7], [7])
+    tied = replace(DATASHEET["h200"], bandwidth=cost.total_bytes, peak_flops=cost.flops)
+    assert knee(SMALL, tied) == 7
+
+
 def test_the_doubling_length_lies_between_measured_ones():
     assert doubling_length([1, 8, 32], [3.0, 3.0, 12.0]) == pytest.approx(16)
     assert doubling_length([1, 2, 4], [1.0, 2.0, 4.0]) == pytest.approx(2)
@@ -112,3 +119,20 @@ def test_the_bounds_are_drawn_with_their_knee(monkeypatch):
     cost = step_cost(preset("llama-3.1-8b"), [1], [1])
     assert memory[0] == pytest.approx(1e3 * cost.total_bytes / 3.35e12)
     assert compute[0] == pytest.approx(1e3 * cost.flops / 989e12)
+
+
+def test_a_floor_is_shaded_up_to_the_higher_bound_and_ticked_in_powers_of_two():
+    from minillm_exercises.plots import figure
+
+    _, ax = figure("tokens", "time (ms)")
+    lengths = [1, 2, 3, 4, 6, 8]
+    lines = {"bytes": [2.0] * 6, "operations": [float(n) for n in lengths]}
+    draw_floor(ax, lengths, lines | {"more": [2.0 * n for n in lengths]})
+    (shade,) = ax.collections
+    assert {(x, y) for x, y in shade.get_paths()[0].vertices if y > 0} == {
+        (n, max(2, n)) for n in lengths
+    }
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["1", "2", "4", "8"]
+    assert [text.get_text() for text in ax.texts] == ["bytes", "operations", "more"]
+    ax.plot(lengths, [1000.0] * 6)
+    assert ax.get_ylim()[1] > 1000  # what is drawn later still makes room for itself

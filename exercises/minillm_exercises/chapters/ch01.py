@@ -124,15 +124,19 @@ def nearest(value: float, options: Mapping[str, float]) -> str:
 
 def draw_floor(ax: "Axes", lengths: Sequence[int], bounds: Mapping[str, Sequence[float]]) -> None:
     """Draw each of the named bounds (one value per length) in log-log axes, and shade what lies
-    under the highest of the first two: no measurement can be there."""
-    for name, values in bounds.items():
-        rising = values[-1] > 4 * values[0]
-        bound(ax, lengths, values, name, at=0.2 if rising else 1.0)
+    under the higher of the first two: no measurement can be there. Ticks are powers of two."""
+    rising = [name for name, values in bounds.items() if values[-1] > 4 * values[0]]
+    for number, (name, values) in enumerate(bounds.items()):
+        place = ("below" if number < 2 else "above", 1.0)
+        if name in rising:  # the names of two steep lines stand at different ends, clear of both
+            place = ("below", 0.2) if name == rising[0] else ("above", 0.85)
+        bound(ax, lengths, values, name, *place)
     first, second, *_ = bounds.values()
     highest = [max(pair) for pair in zip(first, second, strict=True)]
     ax.fill_between(lengths, highest, color="black", alpha=0.07, linewidth=0)
     ax.set(xscale="log", yscale="log")
-    ticks = lengths[:: 1 + (len(lengths) > 10)]
+    ticks = [n for n in lengths if n.bit_count() == 1]
+    ticks = ticks[:: 1 + (len(ticks) > 10)]
     ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
     ax.xaxis.minorticks_off()
     ax.yaxis.set_major_formatter("{x:,g}")
