@@ -6,12 +6,13 @@ PY := $(VENV)/bin/python
 WORKERS ?= 2
 
 # A stamp is written after a complete installation, so an interrupted one is done again. There
-# are two, because running needs none of the development tools.
+# are three, because running needs neither JupyterLab nor the development tools.
 RUN_STAMP := $(VENV)/.installed-run
+COURSE_STAMP := $(VENV)/.installed-course
 DEV_STAMP := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test test-full clean
+.PHONY: help run lab check test test-full notebooks facts bundle clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -20,16 +21,35 @@ help: ## show this list
 run: $(RUN_STAMP) ## set up, generate with the embedded model, show how fast it was
 	@$(PY) -m minillm
 
+lab: $(COURSE_STAMP) ## set up, then open the course in JupyterLab (ARGS="--help" for options)
+	@$(PY) notebooks/lab.py $(ARGS)
+
 check: $(DEV_STAMP) ## set up, then lint and types only
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-test: check ## set up, then lint, types and all tests but the slow ones
+# Tests first, chapters last: a chapter that fails is read best at the end of the screen. A file
+# of tests or a chapter stays with one process, because its cells stand on each other.
+CHAPTERS = $(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout 300 \
+  -n $(WORKERS) --dist loadfile notebooks
+
+test: check ## set up, then lint, types, graders, all tests but the slow ones, and every chapter
 	$(PY) -m pytest -n $(WORKERS) -m "not slow"
+	$(CHAPTERS)
 
 test-full: check ## the same with the slow tests
 	$(PY) -m pytest -n $(WORKERS)
+	$(CHAPTERS)
+
+notebooks: $(DEV_STAMP) ## run every chapter and compare its facts
+	$(CHAPTERS)
+
+facts: $(DEV_STAMP) ## the same in a hurry and without bf16 instructions: no fact may notice
+	ATEN_CPU_CAPABILITY=avx2 MINILLM_QUICK=1 $(CHAPTERS)
+
+bundle: $(COURSE_STAMP) ## the course in one zip, for machines without a network: dist/
+	@$(PY) notebooks/bundle.py $(ARGS)
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -58,9 +78,13 @@ $(RUN_STAMP): $(PY) pyproject.toml constraints.txt
 	$(call install,.)
 	@touch $@
 
+$(COURSE_STAMP): $(PY) pyproject.toml constraints.txt
+	$(call install,.[course])
+	@touch $(RUN_STAMP) $@
+
 $(DEV_STAMP): $(PY) pyproject.toml constraints.txt
 	$(call install,.[dev])
-	@touch $(RUN_STAMP) $@
+	@touch $(RUN_STAMP) $(COURSE_STAMP) $@
 
 # pip says a line or more per package; the screen gets the downloads with their sizes, the log
 # gets everything. setuptools comes first, so that the build needs nothing that is not pinned.
