@@ -11,6 +11,9 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))  # its scripts are run as files, so they are no package
 
 import chapters  # noqa: E402
+import execute  # noqa: E402, F401
+import index  # noqa: E402, F401
+import lab  # noqa: E402, F401
 import prose  # noqa: E402
 
 Violations = Iterator[tuple[int, str]]  # position of the cell or -1, what to mend
@@ -65,7 +68,7 @@ def names_in(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def execute(chapter: Chapter) -> str:
+def rerun(chapter: Chapter) -> str:
     """The command that executes the chapter."""
     return f"python notebooks/execute.py {chapter.stem[:2]}"
 
@@ -73,11 +76,11 @@ def execute(chapter: Chapter) -> str:
 def report(chapter: Chapter, rule: Callable[[Chapter], Violations]) -> list[str]:
     """One line per violation: the cell as the reader of the failure finds it, what to mend."""
     lines = []
-    for index, wrong in rule(chapter):
-        if index < 0:
+    for position, wrong in rule(chapter):
+        if position < 0:
             lines.append(f"{chapter.stem}: {wrong}")
             continue
-        cell = chapter.cells[index]
+        cell = chapter.cells[position]
         first = next((line for line in cell["source"].splitlines() if line.strip()), "")
-        lines.append(f"{chapter.stem} cell {index} ({cell['cell_type']}, {first[:40]!r}): {wrong}")
+        lines.append(f"{chapter.stem} cell {position} ({cell['cell_type']}, {first[:40]!r}): {wrong}")
     return lines

@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Iterator
 
-from notebook_chapter import Chapter, Violations, called, chapters, execute, names_in, prose
+from notebook_chapter import Chapter, Violations, called, chapters, names_in, prose, rerun
 
 is_fact_cell, parsed, stdout, tags = (
     chapters.is_fact_cell,
@@ -40,7 +40,7 @@ def fact_cells(chapter: Chapter) -> Violations:
                 )
             continue
         if cell.get("execution_count") is None or not stdout(cell["outputs"]):
-            yield index, f"this fact cell has no committed output: run {execute(chapter)}."
+            yield index, f"this fact cell has no committed output: run {rerun(chapter)}."
         if any(output["output_type"] != "stream" for output in cell["outputs"]):
             yield index, "a fact cell prints facts and nothing else; move the other output away."
         tree = parsed(cell)
@@ -146,7 +146,7 @@ def spans_of(source: str, sources: prose.Sources, chapter: Chapter) -> Iterator[
         elif not prose.same_number(text, value):
             yield (
                 f"data-{kind}={name!r} is {value}, and the prose says {text!r}: "
-                f"run {execute(chapter)} --fill and read the sentence again."
+                f"run {rerun(chapter)} --fill and read the sentence again."
             )
 
 
@@ -225,10 +225,10 @@ def results_on_record(chapter: Chapter) -> Violations:
                 wanted.add(call.args[0].value)
     known = set(chapter.results.get("values", {}))
     if wanted and not chapter.results:
-        yield -1, f"results/{chapter.stem}.json is missing: run {execute(chapter)}."
+        yield -1, f"results/{chapter.stem}.json is missing: run {rerun(chapter)}."
         return
     for name in sorted(wanted - known):
-        yield -1, f"record({name!r}) is not in results/{chapter.stem}.json: run {execute(chapter)}."
+        yield -1, f"record({name!r}) is not in results/{chapter.stem}.json: run {rerun(chapter)}."
     text = json.dumps(chapter.results)
     if match := PRIVATE.search(text):
         yield -1, f"results/{chapter.stem}.json names a machine: {match[0]!r}."

@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import Callable
 
-from notebook_chapter import Chapter, Violations, called, chapters, execute, prose
+from notebook_chapter import Chapter, Violations, called, chapters, prose, rerun
 from notebook_content import (
     bound_numbers,
     enough_facts,
@@ -127,7 +127,7 @@ def clean_outputs(chapter: Chapter) -> Violations:
                 if "widget" in mime:
                     yield (
                         index,
-                        f"a widget is committed, which no page shows: run {execute(chapter)}.",
+                        f"a widget is committed, which no page shows: run {rerun(chapter)}.",
                     )
 
 
@@ -198,7 +198,7 @@ def shown(chapter: Chapter) -> int:
 def metadata(chapter: Chapter) -> Violations:
     """The metadata of the format and of the course, and nothing of the machine."""
     known = chapter.notebook["metadata"]
-    fix = f"run {execute(chapter)}"
+    fix = f"run {rerun(chapter)}"
     if known.get("kernelspec") != KERNELSPEC:
         yield -1, f"the kernel is {known.get('kernelspec')}, not the plain python3: {fix}."
     if "widgets" in known:
@@ -237,7 +237,7 @@ def serial_run(chapter: Chapter) -> Violations:
     counts = [cell.get("execution_count") for _, cell in chapter.code()]
     for (index, _), count, wanted in zip(chapter.code(), counts, range(1, 10_000), strict=False):
         if count != wanted:
-            yield index, f"this cell ran as number {count}, not {wanted}: run {execute(chapter)}."
+            yield index, f"this cell ran as number {count}, not {wanted}: run {rerun(chapter)}."
             return
 
 

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import chapters
-from notebook_chapter import NOTEBOOKS
+from notebook_chapter import NOTEBOOKS, chapters
 
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 FACT_TAGS = ("facts", "nbval-check-output")

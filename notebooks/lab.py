@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""Open the course in JupyterLab, on your own copies of the chapters in work/notebooks/.
+
+The copies have no outputs, so no answer is on the page before you ask for it, and the tracked
+files stay as they are, so `git pull` always works. What you edited or ran is never overwritten.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from chapters import (
+    NOTEBOOKS,
+    ChapterError,
+    Notebook,
+    chapter_paths,
+    code_cells,
+    read_notebook,
+    script_errors,
+    write_notebook,
+    write_text,
+)
+from minillm_exercises.workspace import work_root
+
+EXAMPLES = """examples:
+  python notebooks/lab.py                  continue where you were, or start at the index
+  python notebooks/lab.py --chapter 03     open chapter 03
+  python notebooks/lab.py --index          open the index whatever you did last
+  python notebooks/lab.py --no-browser     print the address instead of opening a browser
+  python notebooks/lab.py --prepare-only   only make or update the copies
+"""
+# The index opens as a page, not as its source, and nothing asks to be allowed to fetch news.
+SETTINGS = {
+    "@jupyterlab/docmanager-extension:plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},
+    "@jupyterlab/apputils-extension:notification": {
+        "fetchNews": "false",
+        "checkForUpdates": False,
+    },
+}
+
+
+def stripped(notebook: Notebook) -> Notebook:
+    """The chapter as if nobody had run it."""
+    for _, cell in code_cells(notebook):
+        cell["outputs"], cell["execution_count"] = [], None
+    return notebook
+
+
+def digest(notebook: Notebook) -> str:
+    """A hash of what a person wrote or ran: sources and outputs. Opening a notebook and saving it
+    changes its metadata, which is no work to protect."""
+    parts = [
+        [cell["cell_type"], cell["source"], bool(cell.get("outputs"))] for cell in notebook["cells"]
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@dataclass
+class Desk:
+    """The learner's folder of notebooks: `copied` is the digest of each file as it was copied."""
+
+    folder: Path
+    copied: dict[str, str]
+
+    @classmethod
+    def at(cls, folder: Path) -> "Desk":
+        """The desk in `folder`; one whose record is lost or damaged takes every copy for edited."""
+        try:
+            copied = json.loads((folder / ".copied.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            copied = {}
+        return cls(folder, copied if isinstance(copied, dict) else {})
+
+    def touched(self, name: str) -> bool:
+        """Whether the file is there and differs from what was copied."""
+        path = self.folder / name
+        if not path.exists():
+            return False
+        try:
+            return digest(read_notebook(path)) != self.copied.get(name)
+        except ChapterError:  # half-written or broken by hand: theirs to mend, not ours to lose
+            return True
+
+    def put(self, name: str, notebook: Notebook) -> None:
+        """Write a copy and remember it."""
+        write_notebook(self.folder / name, notebook)
+        self.copied[name] = digest(notebook)
+
+    def update(self, path: Path) -> str:
+        """Bring one chapter's copy up to date, and say in a line what was done ("" if nothing)."""
+        fresh = stripped(read_notebook(path))
+        new = f"{path.stem}.new.ipynb"
+        there = (self.folder / path.name).exists()
+        if not there or not self.touched(path.name):
+            changed = self.copied.get(path.name) != digest(fresh)
+            if not there or changed:
+                self.put(path.name, fresh)
+            return f"{path.stem}: updated" if there and changed else ""
+        seen = (self.copied.get(path.name), self.copied.get(new))
+        if digest(fresh) in seen or self.touched(new):
+            return ""
+        self.put(new, fresh)
+        return (
+            f"{path.stem}: there is a newer version. Yours was left as it is; the new one is "
+            f"beside it as {new}."
+        )
+
+    def last_worked_on(self, paths: list[Path]) -> str | None:
+        """The copy that was edited or run most recently."""
+        mine = [path.name for path in paths if self.touched(path.name)]
+        return max(mine, key=lambda name: (self.folder / name).stat().st_mtime, default=None)
+
+
+def prepare(source: Path, folder: Path) -> tuple[Desk, list[str]]:
+    """Make or update the copies in `folder`; returns the desk and what was said.
+
+    Raises:
+        ChapterError: the folder cannot be written.
+    """
+    desk = Desk.at(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        first = not list(folder.glob("*.ipynb"))
+        said = [line for path in chapter_paths(source) if (line := desk.update(path))]
+        for path in [source / "README.md", *source.glob("figures/*.png")]:
+            if path.exists():
+                place = folder / path.relative_to(source)
+                place.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, place)
+        settings = folder / ".jupyter" / "labconfig" / "default_setting_overrides.json"
+        write_text(settings, json.dumps(SETTINGS, indent=1) + "\n")
+        write_text(folder / ".copied.json", json.dumps(desk.copied, indent=1) + "\n")
+    except OSError as error:
+        raise ChapterError(
+            f"The notebooks could not be copied to {folder}: {error.strerror}. Set MINILLM_WORK to "
+            f"a folder that can be written."
+        ) from None
+    return desk, [f"Copied the chapters to {folder}.", *said] if first else said
+
+
+def where_to_start(
+    desk: Desk, paths: list[Path], chapter: str | None, index: bool
+) -> tuple[str, str]:
+    """The file to open and the line that says why."""
+    if chapter is not None:
+        names = [path.name for path in paths if chapter in (path.stem, path.stem[:2])]
+        if not names:
+            known = ", ".join(path.stem for path in paths)
+            raise ChapterError(f"There is no chapter {chapter!r}. The chapters are: {known}.")
+        return names[0], f"Opening {names[0]}."
+    last = None if index else desk.last_worked_on(paths)
+    if last is None:
+        return "README.md", "Opening the index."
+    return last, f"You were last in {Path(last).stem}: opening it (--index opens the index)."
+
+
+def command(folder: Path, name: str, browser: bool, port: int | None) -> list[str]:
+    """The command that starts JupyterLab on one file."""
+    words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={folder}"]
+    words += [f"--LabApp.default_url=/lab/tree/{quote(name)}"]
+    words += [] if browser else ["--no-browser"]
+    words += [] if port is None else [f"--port={port}"]
+    # In a container everybody is root, and the server still listens on this machine only.
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    return words + (["--allow-root"] if root else [])
+
+
+def wait(words: list[str], env: dict[str, str]) -> int:
+    """Run the server to its end. Control-C is the server's, which asks whether it is meant."""
+    server = subprocess.Popen(words, env=env)
+    while True:
+        try:
+            return server.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="lab.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--chapter", metavar="NN", help="open this chapter")
+    parser.add_argument("--index", action="store_true", help="open the index")
+    parser.add_argument("--no-browser", action="store_true", help="only print the address")
+    parser.add_argument("--port", type=int, help="the server's port (8888, or the next free one)")
+    parser.add_argument("--prepare-only", action="store_true", help="start nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prepare the copies and start JupyterLab; its exit status."""
+    given = arguments(argv)
+    folder = (work_root() / "notebooks").resolve()
+    desk, said = prepare(NOTEBOOKS, folder)
+    name, why = where_to_start(desk, chapter_paths(NOTEBOOKS), given.chapter, given.index)
+    sys.stdout.write(
+        "".join(f"{line}\n" for line in [*said, *([] if given.prepare_only else [why])])
+    )
+    sys.stdout.flush()
+    if given.prepare_only:
+        return 0
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise ChapterError(
+            "JupyterLab is not installed in this environment: run `make lab`, or "
+            'pip install -c constraints.txt -e ".[course]". The copies are ready in any case, for '
+            "VS Code or another editor of notebooks."
+        )
+    paths = [str(folder / ".jupyter"), os.environ.get("JUPYTER_CONFIG_PATH", "")]
+    env = {**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, paths))}
+    return wait(command(folder, name, not given.no_browser, given.port), env)
+
+
+if __name__ == "__main__":
+    sys.exit(script_errors(main))
