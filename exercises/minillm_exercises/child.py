@@ -19,6 +19,7 @@ import types
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -116,12 +117,15 @@ class _Reporter:
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
         kind = "cpu" if signum == getattr(signal, "SIGPROF", None) else "wall"
-        # Before their values are described, which may take as long as the loop did.
-        signal.alarm(1)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        values = values_of(frame)
-        self.send("timeout", kind=kind, line=frame.f_lineno if frame else 0, values=values)
-        os._exit(0)
+        line = frame.f_lineno if frame else 0
+
+        def finish(values: str) -> NoReturn:
+            self.send("timeout", kind=kind, line=line, values=values)
+            os._exit(0)
+
+        signal.signal(signal.SIGALRM, lambda *_: finish(""))
+        signal.alarm(1)  # a __repr__ of the submission may take as long as its loop
+        finish(values_of(frame))
 
     def give_up(self, error: BaseException, kind: str) -> NoReturn:
         """Report what ended the process, and end it."""
@@ -172,11 +176,11 @@ def _isolate(channel: Connection, job: Job) -> None:
 
 def _load(reporter: _Reporter, job: Job) -> types.ModuleType | None:
     """The submission as a module, or None after a report of why not."""
-    module = types.ModuleType(job.file.stem)
-    module.__file__ = str(job.file)
+    loader = SourceFileLoader(job.file.stem, str(job.file))
+    module = types.ModuleType(loader.name)
+    module.__file__, module.__loader__ = loader.path, loader
     sys.modules[module.__name__] = module  # dataclasses look their module up
-    code = compile(job.source, str(job.file), "exec", dont_inherit=True)
-    result = _attempt(reporter, job, lambda: exec(code, module.__dict__))
+    result = _attempt(reporter, job, functools.partial(loader.exec_module, module))
     if result["status"] == "pass":
         return module
     reporter.send("unloadable", **result)
