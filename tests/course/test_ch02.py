@@ -1,0 +1,127 @@
+"""The pieces of chapter 02: a test of counts against a law, repetition, the picture's numbers."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from minillm.ops.truncation import truncate_row
+from minillm_exercises.chapters.ch02 import candidates, chi_square, panels, repeated_share
+from minillm_exercises.errors import ExerciseError
+
+LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+TOKENS = ["a", " b", "\n", "d"]
+
+
+def test_chi_square_is_pearsons():
+    """(60 - 50)^2 / 50 + (40 - 50)^2 / 50 = 4, one degree of freedom."""
+    found = chi_square([60, 40], [0.5, 0.5])
+    assert found.statistic == pytest.approx(4.0)
+    assert found.degrees == 1
+    assert found.fits
+
+
+def test_chi_square_counts_rare_outcomes_together():
+    """Of 100 draws two outcomes are expected 2 and 4 times: together 6, one cell."""
+    found = chi_square([90, 4, 6], [0.94, 0.04, 0.02])
+    assert found.degrees == 1
+    assert found.statistic == pytest.approx((90 - 94) ** 2 / 94 + (10 - 6) ** 2 / 6)
+
+
+def test_chi_square_keeps_what_is_left_over():
+    """A rare outcome that fills no cell of its own is not forgotten."""
+    found = chi_square([97, 3], [0.999, 0.001])
+    assert found.degrees == 1
+    assert found.statistic == pytest.approx(0.0)
+    assert chi_square([1, 1], [0.5, 0.5]).statistic == pytest.approx(0.0)
+
+
+def test_chi_square_refuses_an_impossible_outcome():
+    """What has probability 0 does not occur once."""
+    assert chi_square([99, 1], [1.0, 0.0]).statistic == math.inf
+    assert not chi_square([99, 1], [1.0, 0.0]).fits
+    assert chi_square([99, 0], [1.0, 0.0]).fits
+
+
+def test_chi_square_tells_a_law_from_a_near_one():
+    """Ten thousand draws: the own law fits, a law 20 % off in two of ten outcomes does not."""
+    law = [0.1] * 10
+    near = [0.08, 0.12, *law[2:]]
+    draws = random.Random(0).choices(range(10), law, k=10_000)
+    counts = [draws.count(outcome) for outcome in range(10)]
+    assert chi_square(counts, law).fits
+    assert not chi_square(counts, near).fits
+
+
+def test_fits_is_four_standard_deviations():
+    """50 degrees of freedom: mean 50, standard deviation 10."""
+    from minillm_exercises.chapters.ch02 import ChiSquare
+
+    assert ChiSquare(90.0, 50).fits
+    assert not ChiSquare(90.1, 50).fits
+
+
+@pytest.mark.parametrize(
+    ("counts", "law", "word"),
+    [
+        ([1, 2], [1.0], "one probability per count"),
+        ([0, 0], [0.5, 0.5], "0 draws"),
+        ([1, 1], [1.5, -0.5], "from -0.5"),
+        ([1, 1], [0.5, 0.4], "sum to 0.9"),
+    ],
+)
+def test_chi_square_explains_what_it_cannot_use(counts, law, word):
+    """One sentence that says what was given."""
+    with pytest.raises(ExerciseError, match=word):
+        chi_square(counts, law)
+
+
+def test_repeated_share():
+    """Five pairs, (1, 2) twice and (2, 1) twice: two of five occurred before."""
+    assert repeated_share([1, 2, 1, 2, 1, 3], 2) == pytest.approx(0.4)
+    assert repeated_share([1, 2, 3, 4]) == 0
+    with pytest.raises(ExerciseError, match="3 tokens and runs of 4"):
+        repeated_share([1, 2, 3])
+    with pytest.raises(ExerciseError):
+        repeated_share([1, 2, 3], 0)
+
+
+def test_candidates_are_the_engines():
+    """Shares before top-p, best first; what is kept is what the engine's top-p keeps."""
+    found = candidates(LOGITS, TOKENS, 1.0, 0.7)
+    assert found.labels == ("'a'", "' b'", r"'\n'", "'d'")
+    assert found.shares == pytest.approx((0.5, 0.25, 0.125, 0.125))
+    assert found.kept == (True, True, False, False)
+    assert (found.num_kept, found.num_tokens) == (2, 4)
+    many = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 3
+    scaled = (many - many.max()) / 2.0
+    wanted = int((truncate_row(scaled, 0, 0.8) > -math.inf).sum())
+    found = candidates(many, [str(n) for n in range(500)], 2.0, 0.8)
+    assert found.num_kept == wanted > len(found.labels) == 12
+    with pytest.raises(ExerciseError, match="temperature=0"):
+        candidates(LOGITS, TOKENS, 0, 0.9)
+
+
+def test_candidates_see_the_temperature():
+    """At temperature 2 the shares are the square roots."""
+    roots = [math.sqrt(p) for p in (0.5, 0.25, 0.125, 0.125)]
+    found = candidates(LOGITS, TOKENS, 2.0, 1.0)
+    assert found.shares == pytest.approx([root / sum(roots) for root in roots])
+    assert found.num_kept == 4
+
+
+def test_panels_say_what_they_show(monkeypatch):
+    """One panel per text, and a caption with the numbers of all."""
+    shown = []
+    monkeypatch.setattr(
+        "minillm_exercises.chapters.ch02.show", lambda fig, text: shown.append((fig, text))
+    )
+    panels({"x =": LOGITS, "y\n": LOGITS / 10}, TOKENS, 1.0, 0.7)
+    ((fig, text),) = shown
+    assert len(fig.axes) == 2
+    assert "2 after 'x ='" in text
+    assert r"3 after 'y\n'" in text
+    assert [ax.get_yscale() for ax in fig.axes] == ["log", "log"]
+    bars = [patch.get_hatch() for patch in fig.axes[0].patches]
+    assert [bool(hatch) for hatch in bars] == [False, False, True, True]
