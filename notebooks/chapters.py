@@ -162,6 +162,10 @@ def build_font_list() -> None:
         import matplotlib.font_manager
 
 
+class _Enough(Exception):
+    """The run has seen what it was for."""
+
+
 @dataclass(frozen=True)
 class Run:
     """An executed chapter: the notebook with its new outputs, and seconds per cell position."""
@@ -177,11 +181,14 @@ def run(
     before: str = "",
     timeout: float = 300,
     on_cell: Callable[[int], None] = lambda index: None,
+    until: Callable[[Notebook], bool] | None = None,
     **extra: str,
 ) -> Run:
     """Execute a chapter in a fresh kernel, in the empty folder `folder`, as a reader would: from
     top to bottom, once. `before` is code that runs ahead of its first cell, `extra` goes into
-    the kernel's environment, `on_cell` hears the position of each cell before it runs.
+    the kernel's environment, `on_cell` hears the position of each cell before it runs. With
+    `until`, cells that raise do not end the run, and it ends after the first cell of whose
+    executed source and outputs `until` is true.
 
     Raises:
         ChapterError: a cell raised, took longer than `timeout` seconds or killed the kernel; the
@@ -204,11 +211,14 @@ def run(
 
     def finish(cell: Any, cell_index: int, execute_reply: Any) -> None:
         seconds[cell_index - shift] = time.perf_counter() - started[cell_index - shift]
+        if until is not None and until(cell):
+            raise _Enough
 
     client = NotebookClient(
         copy,
         timeout=timeout,
         kernel_name="python3",
+        allow_errors=until is not None,
         record_timing=False,
         store_widget_state=False,
         on_cell_execute=start,
@@ -217,6 +227,8 @@ def run(
     try:
         with Path(os.devnull).open("w") as nowhere:  # the kernel program's own remarks
             client.execute(cwd=str(folder), env=environment(folder, **extra), stderr=nowhere)
+    except _Enough:
+        pass
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         position = max(started)
         source = copy.cells[position + shift].source

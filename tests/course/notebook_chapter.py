@@ -82,5 +82,6 @@ def report(chapter: Chapter, rule: Callable[[Chapter], Violations]) -> list[str]
             continue
         cell = chapter.cells[position]
         first = next((line for line in cell["source"].splitlines() if line.strip()), "")
-        lines.append(f"{chapter.stem} cell {position} ({cell['cell_type']}, {first[:40]!r}): {wrong}")
+        where = f"cell {position} ({cell['cell_type']}, {first[:40]!r})"
+        lines.append(f"{chapter.stem} {where}: {wrong}")
     return lines
