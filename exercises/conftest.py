@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from minillm_exercises.checking import CheckFailedError, run_traced
 from minillm_exercises.guard import inspect_source
 from minillm_exercises.manifest import Exercise, load_manifest

@@ -114,6 +114,7 @@ class _Reporter:
 
     def out_of_time(self, signum: int, frame: FrameType | None) -> None:
         """Ends the process: an exception here could be caught by the submission."""
+        signal.setitimer(signal.ITIMER_PROF, 0)
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
         kind = "cpu" if signum == getattr(signal, "SIGPROF", None) else "wall"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from minillm_exercises.manifest import Exercise, load_manifest
 
 TOY = Path(__file__).parent / "toy"

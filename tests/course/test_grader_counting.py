@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+
 from minillm_exercises.checking import CheckFailedError
 from minillm_exercises.counting import banned_calls, counting
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import ToyRoot
 
 BRIDGE = Path(__file__).resolve().parents[2] / "exercises" / "conftest.py"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+
 from conftest import ToyRoot
 from minillm_exercises.checking import seeds
 from minillm_exercises.errors import ExerciseError

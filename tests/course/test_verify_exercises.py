@@ -5,6 +5,7 @@ says the same.
 """
 
 import pytest
+
 from minillm_exercises.manifest import load_manifest
 from minillm_exercises.verify import verify
 

@@ -1,4 +1,5 @@
 import torch
+
 from minillm_exercises.checking import check, close, equal, tensor
 from minillm_exercises.counting import banned_calls, counting
 
