@@ -92,7 +92,7 @@ def test_a_tie_of_operations_and_bytes_is_the_knee():
 
 
 def test_the_doubling_length_lies_between_measured_ones():
-    assert doubling_length([1, 8, 32], [3.0, 3.0, 12.0]) == pytest.approx(16)
+    assert doubling_length([1, 8, 128], [3.0, 3.0, 12.0]) == pytest.approx(32)
     assert doubling_length([1, 2, 4], [1.0, 2.0, 4.0]) == pytest.approx(2)
     assert doubling_length([1, 2], [1.0, 1.9]) == math.inf
     with pytest.raises(ExerciseError, match="2 lengths and 1 times"):
