@@ -24,6 +24,7 @@ from minillm_exercises.workspace import shown_path
 
 PATIENCE = 120.0  # seconds for a process that imports torch, on a slow disk too
 OLDEST = (3, 11)
+COURSE = ("torch", "numpy", "rich", "matplotlib", "ipykernel", "ipywidgets", "jupyterlab")
 INSTALL = "pip install -c constraints.txt -e '.[course]' (or make test, which does it)"
 TRITON_TOLERANCE = 1e-6
 TORCH_FACTS = """
@@ -109,19 +110,20 @@ def _pins(path: Path) -> dict[str, str]:
 
 
 def _required() -> list[str]:
-    """What the course needs on this system, by the installed distribution's metadata."""
+    """What the course needs on this system: by the installed distribution's metadata, and in any
+    case what no chapter runs without."""
     try:
         lines = importlib.metadata.requires("minillm-course") or []
     except importlib.metadata.PackageNotFoundError:
-        return ["torch", "numpy", "rich", "matplotlib", "jupyterlab", "ipywidgets"]
-    names = []
+        lines = []
+    names = list(COURSE)
     for line in lines:
         requirement, _, marker = line.partition(";")
         foreign = "sys_platform == 'linux'" in marker.replace('"', "'") and sys.platform != "linux"
-        if foreign or re.search(r"extra == .dev", marker):
-            continue
-        names.append(re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0].replace("_", "-").lower())
-    return names
+        if not foreign and not re.search(r"extra == .dev", marker):
+            name = re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0]
+            names.append(name.replace("_", "-").lower())
+    return list(dict.fromkeys(names))
 
 
 def torch_works(run: Run = subprocess.run) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ with editors that put a new file in the place of the old one; change notificatio
 """
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from minillm_exercises.manifest import Exercise
 
 INTERVAL = 0.5  # seconds
+ESCAPE = re.compile(r"\x1b(\[[^a-z~]*[a-z~]?|o[a-z])?")  # what an arrow or a function key sends
 
 Signature = tuple[int, int, int] | None
 Wait = Callable[[float], str]
@@ -49,8 +51,8 @@ def keyboard() -> Iterator[Wait]:
             ready, _, _ = select.select([number], [], [], seconds)
             if not ready:
                 return ""
-            pressed = os.read(number, 32).decode("latin-1").lower()  # an arrow sends three bytes
-            return pressed[:1] or "q"  # nothing to read: the terminal was closed
+            pressed = os.read(number, 32).decode("latin-1").lower()
+            return ESCAPE.sub("", pressed)[:1] if pressed else "q"  # "" is a closed terminal
 
         tty.setcbreak(number)
         try:

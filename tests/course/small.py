@@ -1,12 +1,8 @@
 """A course of three small exercises in a temporary folder, graded by the real grader."""
 
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
-from rich.console import Console
 
 from minillm_exercises.cli import main
 from minillm_exercises.cli.app import App
@@ -14,6 +10,7 @@ from minillm_exercises.explain import Shell
 from minillm_exercises.manifest import Exercise, load_manifest
 from minillm_exercises.session import Session
 from minillm_exercises.workspace import Workspace
+from rich.console import Console
 
 MANIFEST = """
 ["e90.1"]
@@ -177,7 +174,3 @@ def terminal(folder: Path) -> Terminal:
     """A learner with the small course, and nothing begun."""
     manifest = load_manifest(write_course(folder / "exercises"))
     return Terminal(Session(manifest, Workspace(folder / "work")), [])
-
-
-Capture = pytest.CaptureFixture[str]
-Make = Callable[[Path], Terminal]

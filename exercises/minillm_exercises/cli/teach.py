@@ -73,7 +73,7 @@ def command_grade(args: Namespace, app: App) -> int:
 
 def _write(path: Path, text: str, app: App) -> None:
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     app.aside(f"Written: {shown_path(path)}")
 
 

@@ -1,0 +1,173 @@
+"""`doctor` on machines that lack something: each problem is said with what to do about it."""
+
+import subprocess
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from minillm_exercises import doctor
+from minillm_exercises.doctor import (
+    Finding,
+    examine,
+    exercises,
+    packages,
+    python_version,
+    torch_facts,
+    torch_works,
+    triton_works,
+    writable,
+)
+
+from tests.course.small import Terminal, terminal
+
+FACTS = (
+    '{"version": "2.13.0", "right": %s, "bf16": %s, "threads": 1, "cuda": false, "device": "cpu"}'
+)
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Terminal:
+    return terminal(tmp_path)
+
+
+def says(out: str = "", code: int = 0, error: str = "") -> Any:
+    """A process that ends like this."""
+    return lambda *_, **__: SimpleNamespace(stdout=out, stderr=error, returncode=code)
+
+
+def test_this_machine(at: Terminal) -> None:
+    """The real thing: torch and interpreted Triton in processes of their own."""
+    found = {finding.about: finding for finding in examine(at.session)}
+    assert found["torch"].level == "ok", found["torch"]
+    assert found["python"].level == "ok"
+    assert found["jupyter"].level == "ok"
+    assert found["triton"].level in ("ok", "note"), found["triton"]
+    assert found["exercises"].said == "2 of 3 can be done here"
+    assert found["e91.1"].said == "not here: needs no_such_package"
+
+
+def test_the_kernel_is_compared_with_torch() -> None:
+    pytest.importorskip("triton")
+    found = triton_works()
+    assert (found.level, found.said.split(", ")[1]) == (
+        "ok", "interpreted values are those of torch",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run", "part"),
+    [
+        (says("0.25\n"), "wrong values (off by 0.25)"),
+        (says("nan\n"), "wrong values (off by nan)"),
+        (says("1.1e-6\n"), "wrong values"),
+        (says(code=1, error="Traceback\nAttributeError: newer numpy"), "AttributeError"),
+        (says(code=-11), "the process ended with code -11"),
+        (says(""), "the interpreter fails"),
+    ],
+)
+def test_a_triton_that_does_not_work(run: Any, part: str) -> None:
+    pytest.importorskip("triton")
+    found = triton_works(run)
+    assert found.level == "problem"
+    assert part in found.said
+    assert found.remedy
+
+
+def test_no_triton_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert triton_works().level == "note"
+    assert doctor.jupyter().level == "problem"
+    assert "jupyterlab" in doctor.jupyter().said
+
+
+def test_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def levels(run: Any) -> list[str]:
+        return [f"{f.about} {f.level}" for f in torch_works(run)]
+
+    assert levels(says(FACTS % ("true", "true"))) == ["torch ok", "threads ok", "bf16 ok"]
+    assert levels(says(FACTS % ("false", "true")))[0] == "torch problem"
+    assert levels(says(FACTS % ("true", "false")))[-1] == "bf16 problem"
+    assert levels(says(code=1, error="ImportError: libc")) == ["torch problem"]
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    found = [*torch_works(says("a warning\n" + FACTS % ("true", "true")))]
+    assert "minillm uses float32" in found[-1].said
+    many = FACTS.replace('"threads": 1', '"threads": 999') % ("true", "true")
+    threads = [*torch_works(says(many))][1]
+    assert threads.level == "note"
+    assert "OMP_NUM_THREADS=" in threads.remedy
+
+
+def test_a_process_that_hangs_is_a_problem() -> None:
+    def hang(*_: Any, **__: Any) -> Any:
+        raise subprocess.TimeoutExpired("python", 1)
+
+    assert "TimeoutExpired" in torch_facts(hang)["error"]
+
+
+def test_python() -> None:
+    assert python_version((3, 10, 1)).level == "problem"
+    assert "3.11 or newer" in python_version((3, 10, 1)).remedy
+    assert python_version((3, 11, 0)).level == "ok"
+    assert python_version((4, 0, 0)).level == "ok"
+
+
+def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_required", lambda: ["torch", "rich"])
+    pins = tmp_path / "constraints.txt"
+    pins.write_text("# torch==1\ntorch==2.13.0\nRich==15.0.0\n")
+    have = {"torch": "2.13.0+cpu", "rich": "15.0.0"}
+
+    def version(name: str) -> str:
+        if name not in have:
+            raise PackageNotFoundError(name)
+        return have[name]
+
+    assert [f.level for f in packages(pins, version)] == ["ok"]
+    have["rich"] = "14.0"
+    (found,) = packages(pins, version)
+    assert (found.level, found.said) == ("note", "other versions: rich 14.0 (tested: 15.0.0)")
+    del have["torch"]
+    assert [f.level for f in packages(pins, version)] == ["problem", "note"]
+    have["torch"] = "1"
+    (found,) = packages(tmp_path / "none.txt", version)
+    assert "no constraints.txt" in found.said
+
+
+def test_what_the_course_needs_is_read_from_the_package() -> None:
+    needed = doctor._required()
+    assert {"torch", "numpy", "rich", "jupyterlab"} <= set(needed)
+    assert "hypothesis" not in needed  # for developers
+    assert not {name for name in needed if not name.replace("-", "").replace("_", "").isalnum()}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    blocked = tmp_path / "work"
+    blocked.write_text("")
+    assert writable(blocked).level == "problem"
+    assert "MINILLM_WORK" in writable(blocked).remedy
+    assert writable(tmp_path / "new").level == "ok"
+    assert [*(tmp_path / "new").iterdir()] == []
+
+
+def test_missing_files_are_said(at: Terminal) -> None:
+    at.exercise().checks.unlink()
+    found = {f.about: f for f in exercises(at.session)}
+    assert found["e90.1"].said == "not here: its files are missing"
+
+
+def test_the_exit_code(at: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = Finding("ok", "python", "3.12")
+    note = Finding("note", "triton", "not installed", "use Linux")
+    bad = Finding("problem", "torch", "does not load", "install it")
+    for found, code, last in (
+        ([fine, note], 0, "All is well."),
+        ([fine, bad], 1, "1 problem."),
+        ([bad, bad], 1, "2 problems."),
+    ):
+        monkeypatch.setattr("minillm_exercises.cli.tools.examine", lambda _, f=found: f)
+        got, shown = at.type("doctor")
+        assert got == code
+        assert shown.splitlines()[-1] == last
+    assert "✗ problem  torch      does not load\n             install it" in shown
