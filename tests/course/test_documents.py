@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from minillm_exercises.cli.parser import build_parser
 from minillm_exercises.gradebook import grade_class
 from minillm_exercises.grader import teaching_message
@@ -168,13 +169,20 @@ def test_a_meaning_is_one_sentence():
         assert not re.search(r"[.!?] [A-Z]", meaning), meaning
 
 
-def test_the_chapter_uses_the_term():
+def words_of(number: str) -> str:
+    """Everything a chapter and its exercises' page say, in lower case."""
+    [chapter] = GLOSSARY.parent.glob(f"{number}_*.ipynb")
+    cells = json.loads(text_of(chapter))["cells"]
+    tasks = (ROOT / "exercises").glob(f"e{number}_*/README.md")
+    texts = ["".join(cell["source"]) for cell in cells] + [text_of(task) for task in tasks]
+    return " ".join(" ".join(texts).lower().split())
+
+
+def test_the_chapter_or_its_exercises_use_the_term():
     for term in terms():
-        notebook = json.loads(text_of(GLOSSARY.parent / term["file"]))
-        words = " ".join("".join(cell["source"]) for cell in notebook["cells"]).lower()
         name = term["term"].lower()
-        stem = name[:-1] if name.endswith("e") else name  # synchronise, synchronising
-        assert stem in words, f"{name!r} is not in {term['file']}: link another, or take it out"
+        said = words_of(term["number"])
+        assert name in said, f"{name!r} is not in chapter {term['number']}: link another one"
 
 
 def test_selftest_has_ten_questions_with_folded_answers():
