@@ -4,13 +4,14 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from minillm_exercises.cli import main
 from minillm_exercises.cli.app import App
 from minillm_exercises.explain import Shell
 from minillm_exercises.manifest import Exercise, load_manifest
 from minillm_exercises.session import Session
 from minillm_exercises.workspace import Workspace
-from rich.console import Console
 
 MANIFEST = """
 ["e90.1"]

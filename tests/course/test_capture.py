@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from minillm_exercises.capture import save_function
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.report import check_here, hint_here
-
 from tests.course.small import MUTANT, SOLUTION, Terminal, terminal
 
 

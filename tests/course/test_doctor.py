@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from minillm_exercises import doctor
 from minillm_exercises.doctor import (
     Finding,
@@ -19,7 +20,6 @@ from minillm_exercises.doctor import (
     triton_works,
     writable,
 )
-
 from tests.course.small import Terminal, terminal
 
 FACTS = (

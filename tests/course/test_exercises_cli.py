@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from minillm_exercises.cli import main
 from minillm_exercises.cli.parser import COMMANDS, EXAMPLES, build_parser
 from minillm_exercises.results import Verdict
-
 from tests.course.small import MUTANT, SOLUTION, STARTER, Terminal, terminal
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from minillm_exercises import doctor, gradebook
 from minillm_exercises.scores import commit, junit
-
 from tests.course.small import CHECKS, COUNTER, MUTANT, SOLUTION, Terminal, terminal
 
 EXERCISM_STATUS = {"pass", "fail", "error"}

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from minillm_exercises.cli.app import App
 from minillm_exercises.cli.tools import watcher_for
 from minillm_exercises.watch import keyboard, signature
-
 from tests.course.small import MUTANT, SOLUTION, Terminal, terminal
 
 Step = str | Callable[[], object]

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from minillm_exercises import progress as progress_module
 from minillm_exercises import workspace
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.progress import Entry, ProgressFile
 from minillm_exercises.standing import suggestion
 from minillm_exercises.workspace import work_root
-
 from tests.course.small import SOLUTION, Terminal, terminal
 
 
