@@ -1,0 +1,301 @@
+"""Chapter 03: counting what a KV cache saves, and what it costs.
+
+`counted` watches a model at work, `gains` computes the same from the model's configuration alone,
+`rotated` plants a bug, and the `draw_` functions are the chapter's pictures.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from minillm import LLM
+from minillm.config import ModelConfig
+from minillm.cost import StepCost, kv_bytes_per_token, step_cost, step_time, weight_bytes
+from minillm.hardware import DATASHEET, Hardware
+from minillm.presets import preset
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.plots import bars, bound, figure, series, show
+
+GIB = 2**30
+Curves = tuple[Sequence[float], Sequence[float]]  # without and with a cache, token by token
+
+# The embedded model continues it with the methods it knows, and leads are wide.
+STACK = """class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):"""
+
+
+@contextmanager
+def counted(llm: LLM) -> Iterator[list[int]]:
+    """The positions that each forward pass of `llm` computes inside the block, pass by pass."""
+    seen: list[int] = []
+    hook = llm.engine.runner.model.register_forward_pre_hook(
+        lambda model, args: seen.append(len(args[0].input_ids))
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def rotated(llm: LLM, ahead: int) -> Iterator[None]:
+    """Inside the block every pass of `llm` that does not begin at position 0 rotates its queries
+    and keys `ahead` positions too far."""
+    hook = llm.engine.runner.model.rope.register_forward_pre_hook(
+        lambda rope, args: (args[0] + ahead * int(args[0][0] > 0),)
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def positions(prompt: int, new: int) -> tuple[int, int]:
+    """Positions computed to write `new` tokens after `prompt`: without a cache the sum of P + i
+    for i below N, with one P + N - 1 (the last token written is never read).
+
+    Raises:
+        ExerciseError: a length below 1.
+    """
+    _check(prompt, new)
+    return new * prompt + new * (new - 1) // 2, prompt + new - 1
+
+
+def steps(
+    config: ModelConfig, prompt: int, new: int, cached: bool, dtype: str | None = None
+) -> list[StepCost]:
+    """What each of the `new` forward passes costs after a prompt of `prompt` tokens.
+
+    Raises:
+        ExerciseError: a length below 1.
+    """
+    _check(prompt, new)
+    lengths = range(prompt, prompt + new)
+    queries = [prompt] + [1] * (new - 1) if cached else lengths
+    return [step_cost(config, [q], [s], dtype=dtype) for q, s in zip(queries, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Gains:
+    """How many times as much a generation without a cache needs as one with it, after 1, 2, ...
+    new tokens; `seconds` is the ratio of the roofline's bounds (see `minillm.cost.step_time`)."""
+
+    positions: tuple[float, ...]
+    operations: tuple[float, ...]
+    bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+def gains(
+    config: ModelConfig, prompt: int, new: int, machine: Hardware, dtype: str | None = None
+) -> Gains:
+    """What the cache saves in each currency on the way to `new` tokens."""
+    naive, cached = (steps(config, prompt, new, flag, dtype) for flag in (False, True))
+    return Gains(
+        _ratios([c.num_tokens for c in naive], [c.num_tokens for c in cached]),
+        _ratios([c.flops for c in naive], [c.flops for c in cached]),
+        _ratios([c.total_bytes for c in naive], [c.total_bytes for c in cached]),
+        _ratios(
+            [step_time(c, machine).seconds for c in naive],
+            [step_time(c, machine).seconds for c in cached],
+        ),
+    )
+
+
+def knee(config: ModelConfig, machine: Hardware, longest: int, dtype: str | None = None) -> int:
+    """The first prompt length whose operations take longer than its bytes, or `longest`."""
+    for length in range(1, longest):
+        time = step_time(step_cost(config, [length], [length], dtype=dtype), machine)
+        if time.compute_seconds > time.memory_seconds:
+            return length
+    return longest
+
+
+def bounds(llm: LLM, new: int, machine: Hardware) -> Curves:
+    """The least possible milliseconds of each of `new` tokens after one, by `step_time`."""
+    config, dtype = llm.engine.source.config, llm.engine.dtype
+    naive, cached = (
+        [1e3 * step_time(cost, machine).seconds for cost in steps(config, 1, new, flag, dtype)]
+        for flag in (False, True)
+    )
+    return naive, cached
+
+
+def middles(values: Sequence[float], size: int = 8) -> list[float]:
+    """The median of every `size` values: a disturbed token does not show."""
+    return [statistics.median(values[n : n + size]) for n in range(0, len(values), size)]
+
+
+def clock_ratio(slow: Sequence[float], fast: Sequence[float], size: int = 8) -> float:
+    """How many times as long the slow curve took in all, from the medians of `size` tokens."""
+    return sum(middles(slow, size)) / sum(middles(fast, size))
+
+
+def half_from(slow: Sequence[float], fast: Sequence[float], size: int = 8) -> int | None:
+    """The token from which the medians of `size` tokens differ by a factor of 2, None if never."""
+    pairs = zip(middles(slow, size), middles(fast, size), strict=True)
+    groups = [group for group, (without, kept) in enumerate(pairs) if without >= 2 * kept]
+    return groups[0] * size + size // 2 if groups else None
+
+
+def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: int = 8) -> None:
+    """Draw measured milliseconds per token of each model over the bounds of the machine."""
+    fig, axes = figure(
+        "tokens so far (logarithmic)", "time per token (ms, logarithmic)", cols=len(times)
+    )
+    for ax, name in zip(axes, times, strict=True):
+        for number, label in enumerate(("without a cache", "with a cache")):
+            values = middles(times[name][number], size)
+            tokens = [size * group + size / 2 for group in range(len(values))]
+            ax.plot(tokens, values, label=label, **series(number))
+        length = range(1, len(times[name][0]) + 1)
+        bound(ax, length, least[name][0], "bound without", side="above", at=0.3)
+        bound(ax, length, least[name][1], "bound with a cache")
+        ax.set(title=name, xscale="log", yscale="log", ylim=(least[name][1][0] / 2, None))
+        ax.legend(loc="upper left")
+    without, kept = (middles(curve, size)[-1] for curve in times[name])
+    show(
+        fig,
+        f"Measured times over the bounds of this machine, medians of {size} tokens: at the end "
+        f"{name} needs {without:.0f} ms without a cache and {kept:.0f} ms with one.",
+    )
+
+
+def draw_currencies(saved: Gains, clocks: Mapping[str, float]) -> None:
+    """Draw how many times as much is needed without a cache, counted and on the clock."""
+    found = {
+        "positions": saved.positions[-1],
+        "operations": saved.operations[-1],
+        "this machine's bound": saved.seconds[-1],
+        **{f"the clock, {name}": ratio for name, ratio in clocks.items()},
+        "bytes": saved.bytes[-1],
+    }
+    fig, ax = figure("without a cache / with a cache (times, logarithmic)", "currency", size=(7, 3))
+    drawn = ax.barh(list(found), list(found.values()), **bars(0))
+    ax.bar_label(drawn, [f"{ratio:.2f}" for ratio in found.values()], padding=3)
+    ax.set(xscale="log", xlim=(0.7, 1.8 * max(found.values())))
+    ax.axvline(1, color="black", linestyle="--", linewidth=1.2)
+    ax.invert_yaxis()
+    told = ", ".join(f"{name} {ratio:.1f} times" for name, ratio in found.items())
+    show(fig, f"What a cache saves in each currency; the dashed line is no gain: {told}.")
+
+
+def leads(rows: Tensor, tokens: Sequence[int]) -> list[float]:
+    """By how much each of `tokens` leads all others in its row of logits [T, V]."""
+    winner = torch.tensor(tokens, device=rows.device)[:, None]  # [T, 1]
+    others = rows.scatter(1, winner, -math.inf).amax(1)
+    return (rows.gather(1, winner)[:, 0] - others).tolist()
+
+
+def draw_leads(found: Mapping[str, Sequence[float]]) -> None:
+    """Draw by how many logits the right token leads all others, for each bug."""
+    fig, ax = figure("new tokens", "lead of the right token (logits)", size=(7, 3.6))
+    for number, (bug, values) in enumerate(found.items()):
+        tokens = range(1, len(values) + 1)
+        ax.plot(tokens, values, label=bug, markevery=(number, 3), **series(number))
+    bound(ax, tokens, [0] * len(values), "below: another token is written", at=0.5)
+    top = max(map(max, found.values()))
+    ax.set_ylim(-0.25 * top, 1.35 * top)
+    ax.legend(title="bug", ncols=len(found), loc="upper center")
+    told = ", ".join(f"{min(values):.2f} with the bug {bug!r}" for bug, values in found.items())
+    show(fig, f"A bug changes the text only where its line is below zero; smallest leads: {told}.")
+
+
+def draw_gains(model: str, prompt: int, machine: str, new: int = 1024) -> None:
+    """Draw what a cache saves of positions and of time, token by token, on a machine of
+    `minillm.hardware.DATASHEET`."""
+    config, device = preset(model), DATASHEET[machine]
+    saved, tokens = gains(config, prompt, new, device), range(1, new + 1)
+    fig, ax = figure("new tokens written so far", "without cache / with cache (times)")
+    shown = (("positions", saved.positions), ("time bound", saved.seconds), ("bytes", saved.bytes))
+    for number, (label, values) in enumerate(shown):
+        ax.plot(tokens, values, label=label, markevery=0.12, **series(number))
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_title(f"{model} on {device.name}, prompt of {prompt}", fontsize=10)
+    ax.legend()
+    twice = next((n for n, gain in zip(tokens, saved.seconds, strict=True) if gain >= 2), None)
+    when = f"is reached with token {twice:,}" if twice else f"is not reached in {new:,} tokens"
+    show(
+        fig,
+        f"How many times as much is needed without a cache: after {new:,} tokens "
+        f"{saved.positions[-1]:,.1f} times the positions, {saved.seconds[-1]:,.1f} times the "
+        f"least possible time; twice the time {when}.",
+    )
+
+
+def nearest(value: float, options: Sequence[float]) -> str:
+    """The letter of the option whose ratio to `value` is closest to 1."""
+    distances = [abs(math.log(value / option)) for option in options]
+    return "abcd"[distances.index(min(distances))]
+
+
+def show_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Show a table; a bool is a tick or a cross, and columns of numbers should have a unit."""
+    from IPython.display import Markdown, display
+
+    def cell(value: object) -> str:
+        words = {True: "\u2713 passes", False: "\u2717 fails"}
+        return words[value] if isinstance(value, bool) else str(value)
+
+    lines = [" | ".join(map(cell, row)) for row in (head, ["---"] * len(head), *rows)]
+    display(Markdown("\n".join(f"| {line} |" for line in lines)))
+
+
+def crossover(config: ModelConfig, dtype: str = "bfloat16") -> int:
+    """Cached tokens (of all requests together) at which the cache is as large as the weights."""
+    return weight_bytes(config, dtype) // kv_bytes_per_token(config, dtype)
+
+
+def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "bfloat16") -> None:
+    """Draw the cache's size against the tokens in it, where it equals the model's weights, and
+    the memory of a card of `card_gb` (decimal) gigabytes."""
+    from matplotlib.ticker import FuncFormatter
+
+    fig, ax = figure("tokens in the cache, all requests together", "size of the cache (GiB)")
+    lengths = [2**power for power in range(12, tokens.bit_length())]
+    for number, name in enumerate(models):
+        config, look = preset(name), series(number)
+        price = kv_bytes_per_token(config, dtype)
+        ax.plot(lengths, [n * price / GIB for n in lengths], label=name, **look)
+        meets = crossover(config, dtype)
+        star = {"color": look["color"], "marker": "*", "markersize": 14, "linestyle": ""}
+        ax.plot(meets, meets * price / GIB, **star)
+    ax.plot([], [], "k*", markersize=12, label="as large as the weights")
+    card = [card_gb * 1e9 / GIB] * len(lengths)
+    bound(ax, lengths, card, f"one {card_gb} GB card", side="above", at=0.0)
+    ax.set_xscale("log", base=4)
+    ax.set_yscale("log", base=4)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:,.0f} Ki"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
+    ax.legend(loc="lower right")
+    dearest = max(models, key=lambda name: kv_bytes_per_token(preset(name), dtype))
+    show(
+        fig,
+        f"Each line is a model in {dtype}; where its star is, the cache weighs as much as the "
+        f"model; the highest line, so the dearest token, is that of {dearest}.",
+    )
+
+
+def _ratios(naive: Sequence[float], cached: Sequence[float]) -> tuple[float, ...]:
+    pairs = zip(accumulate(naive), accumulate(cached), strict=True)
+    return tuple(above / below for above, below in pairs)
+
+
+def _check(prompt: int, new: int) -> None:
+    if prompt < 1 or new < 1:
+        raise ExerciseError(
+            f"A generation of {new} new tokens after a prompt of {prompt}: both are at least 1."
+        )

@@ -1,0 +1,16 @@
+"""Every step after the first rotates queries and keys one position too far; the slots are right."""
+
+from dataclasses import replace
+
+from minillm.runner import Runner
+
+
+def shifted(batch):
+    def shifted_batch(self, chunks, block_size):
+        made = batch(self, chunks, block_size)
+        return replace(made, positions=made.positions + int(chunks[0].start > 0))
+
+    return shifted_batch
+
+
+Runner.batch = shifted(Runner.batch)

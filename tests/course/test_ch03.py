@@ -1,0 +1,154 @@
+"""Chapter 03's own functions: counted equals computed, and the drawings say what they show."""
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.hardware import DATASHEET
+from minillm.presets import preset
+from minillm_exercises.chapters import ch03
+from minillm_exercises.errors import ExerciseError
+
+H100, SMALL = DATASHEET["h100-sxm"], preset("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LLM:
+    return LLM("tiny", dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
+    """The figures and captions that would be displayed."""
+    seen: list[tuple[object, str]] = []
+    monkeypatch.setattr(ch03, "show", lambda fig, caption: seen.append((fig, caption)))
+    return seen
+
+
+def generate(llm: LLM, prompt: list[int], new: int) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def test_counted_sees_every_pass_and_stops_at_the_end_of_the_block(tiny):
+    with ch03.counted(tiny) as seen:
+        generate(tiny, [5, 6, 7], 4)
+    generate(tiny, [5], 1)
+    assert seen == [3, 1, 1, 1]
+
+
+def test_positions_by_hand():
+    assert ch03.positions(10, 5) == (10 + 11 + 12 + 13 + 14, 14)
+    assert ch03.positions(7, 1) == (7, 7)
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(0, 3), (3, 0)])
+def test_a_length_below_one_is_refused(prompt, new):
+    with pytest.raises(ExerciseError, match=f"{new} new tokens after a prompt of {prompt}"):
+        ch03.positions(prompt, new)
+    with pytest.raises(ExerciseError):
+        ch03.steps(SMALL, prompt, new, cached=True)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_steps_compute_the_positions_of_the_formula(cached):
+    costs = ch03.steps(SMALL, 6, 9, cached)
+    assert len(costs) == 9
+    assert sum(cost.num_tokens for cost in costs) == ch03.positions(6, 9)[cached]
+
+
+def test_both_ways_read_the_same_cache_and_the_same_weights_but_for_the_embedding():
+    naive, cached = (ch03.steps(SMALL, 6, 9, flag, "bfloat16") for flag in (False, True))
+    for slow, fast in zip(naive, cached, strict=True):
+        assert slow.kv_read_bytes == fast.kv_read_bytes
+        rows = slow.num_tokens - fast.num_tokens
+        assert slow.weight_bytes - fast.weight_bytes == rows * SMALL.hidden_size * 2
+
+
+def test_gains_accumulate_from_no_gain():
+    saved = ch03.gains(SMALL, 1, 128, H100)
+    assert saved.positions[0] == saved.operations[0] == saved.bytes[0] == saved.seconds[0] == 1
+    assert saved.positions[-1] == 64.5
+    assert saved.positions[1] == 1.5
+    assert saved.operations[-1] == pytest.approx(51, abs=0.1)
+    assert 1 < saved.bytes[-1] < 1.02
+
+
+def test_the_bound_gains_little_before_the_knee_and_much_far_beyond_it():
+    knee = ch03.knee(SMALL, H100, 4096, "bfloat16")
+    saved = ch03.gains(SMALL, 1, 4 * knee, H100, "bfloat16")
+    assert saved.seconds[knee // 2] < 1.02
+    assert saved.seconds[-1] > 1.1
+    assert ch03.knee(SMALL, H100, 10, "bfloat16") == 10
+
+
+def test_bounds_are_step_times_in_milliseconds(tiny):
+    naive, cached = ch03.bounds(tiny, 300, H100)
+    assert len(naive) == len(cached) == 300
+    assert naive[0] == cached[0]
+    assert naive[-1] > cached[-1]
+    assert 0.001 < cached[0] < 10
+
+
+def test_rotated_changes_later_passes_only_and_undoes_itself(tiny):
+    rope, seen = tiny.engine.runner.model.rope, []
+    handle = rope.register_forward_hook(lambda rope, args, out: seen.append(args[0].tolist()))
+    with ch03.rotated(tiny, 1):
+        generate(tiny, [5, 6, 7], 2)
+    generate(tiny, [5, 6, 7], 2)
+    handle.remove()
+    assert seen == [[0, 1, 2], [4], [0, 1, 2], [3]]
+
+
+def test_middles_and_what_is_built_on_them():
+    assert ch03.middles([1, 9, 2, 4, 4, 80], 3) == [2, 4]
+    slow, fast = [2] * 8 + [3] * 8 + [6] * 8, [2] * 8 + [2] * 8 + [3] * 7 + [900]
+    assert ch03.clock_ratio(slow, fast) == 11 / 7
+    assert ch03.half_from(slow, fast) == 20
+    assert ch03.half_from(fast, slow) is None
+
+
+def test_leads_are_negative_where_another_token_wins():
+    rows = torch.tensor([[1.0, 4.0, 2.0], [1.0, 4.0, 2.0]])
+    assert ch03.leads(rows, [1, 2]) == [2.0, -2.0]
+
+
+@pytest.mark.parametrize(("value", "letter"), [(64.5, "a"), (2.7, "c"), (2.3, "d"), (0.9, "d")])
+def test_nearest_is_by_ratio(value, letter):
+    assert ch03.nearest(value, (60, 15, 4, 1.5)) == letter
+
+
+def test_crossover_is_weights_over_bytes_per_token():
+    assert ch03.crossover(preset("llama-3.1-70b")) == 430_625
+
+
+def test_a_table_shows_verdicts_in_words(monkeypatch):
+    import IPython.display
+
+    seen: list[str] = []
+    monkeypatch.setattr(IPython.display, "display", lambda table: seen.append(table.data))
+    ch03.show_table(["bug", "text"], [["none", True], ["mask", False], ["count", 1]])
+    assert seen[0].splitlines()[1:] == [
+        "| --- | --- |",
+        "| none | \u2713 passes |",
+        "| mask | \u2717 fails |",
+        "| count | 1 |",
+    ]
+
+
+def test_the_drawings_caption_what_they_draw(shown, tiny):
+    slow, fast = [float(n) for n in range(1, 17)], [1.0] * 16
+    ch03.draw_times({"m": (slow, fast)} | {"n": (slow, fast)}, dict.fromkeys("mn", (fast, fast)))
+    ch03.draw_currencies(ch03.gains(SMALL, 1, 8, H100), {"tiny": 2.0})
+    ch03.draw_leads({"none": [3.0, 1.25], "mask": [2.0, -1.5]})
+    ch03.draw_prices(["llama-2-7b", "llama-3.1-8b"], 2**20, 80)
+    ch03.draw_gains("llama-3.1-8b", 1, "h100-sxm", 64)
+    captions = [caption for _, caption in shown]
+    assert "needs 12 ms without a cache and 1 ms with one" in captions[0]
+    assert "positions 4.5 times" in captions[1]
+    assert "the clock, tiny 2.0 times" in captions[1]
+    assert "1.25 with the bug 'none', -1.50 with the bug 'mask'" in captions[2]
+    assert captions[3].endswith("llama-2-7b.")
+    assert "32.5 times the positions, 1.0 times" in captions[4]
+    assert captions[4].endswith("twice the time is not reached in 64 tokens.")
+    assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
