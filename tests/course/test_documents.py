@@ -93,6 +93,12 @@ def test_commands_are_found():
     assert sum(c.startswith("grade") for c in found) == 2, "on its own and in a container"
 
 
+@pages
+def test_make_has_these_targets(page):
+    targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text_of(page))) <= targets
+
+
 def tables():
     """exercises/instructor_tables.py as a module."""
     path = ROOT / "exercises" / "instructor_tables.py"
