@@ -121,7 +121,8 @@ def chi_square(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSqua
             f"chi_square() was given probabilities from {min(probabilities):g} that sum to "
             f"{sum(probabilities):g}; they must be at least 0 and sum to 1."
         )
-    pairs = sorted(zip(probabilities, counts, strict=True))
+    # By probability alone: an order that looked at the counts would gather the low ones in a cell.
+    pairs = sorted(zip(probabilities, counts, strict=True), key=lambda pair: pair[0])
     if any(count and not probability for probability, count in pairs):
         return ChiSquare(math.inf, 1)
     cells, expected, seen = [], 0.0, 0
