@@ -138,7 +138,7 @@ def environment(folder: Path, threads: int | None = None, **extra: str) -> dict[
     """
     import matplotlib
 
-    personal = ("PYTHONSTARTUP", "MPLBACKEND", "MINILLM_RESULTS", "MINILLM_QUICK")
+    personal = ("PYTHONSTARTUP", "MPLBACKEND", "MINILLM_RESULTS")
     env = {name: value for name, value in os.environ.items() if name not in personal}
     env |= {
         "MINILLM_WORK": str(folder / "work"),

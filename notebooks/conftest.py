@@ -19,11 +19,11 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-import chapters
 import nbval.kernel
 import nbval.plugin
 import pytest
 
+import chapters
 from minillm.machine import cpu_count
 
 TESTED = "0.11."

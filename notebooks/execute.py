@@ -11,6 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
 import index
 import prose
 from chapters import (
@@ -27,8 +30,6 @@ from chapters import (
     write_notebook,
     write_text,
 )
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 EXAMPLES = """examples:
   python notebooks/execute.py               every chapter
@@ -165,7 +166,14 @@ def watched(
             bar.update(task, completed=position, description=f"{path.stem} cell {position}")
 
         try:
-            return run(notebook, folder, timeout=timeout, on_cell=on_cell, MINILLM_RESULTS=records)
+            return run(
+                notebook,
+                folder,
+                timeout=timeout,
+                on_cell=on_cell,
+                MINILLM_RESULTS=records,
+                MINILLM_QUICK="",
+            )
         except ChapterError as error:
             raise ChapterError(f"{path.name} was left as it is. {error}") from None
 

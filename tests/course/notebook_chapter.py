@@ -10,6 +10,7 @@ from typing import Any
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))  # its scripts are run as files, so they are no package
 
+import bundle  # noqa: E402, F401
 import chapters  # noqa: E402
 import execute  # noqa: E402, F401
 import index  # noqa: E402, F401

@@ -22,6 +22,7 @@ def facts_that_change(committed: chapters.Notebook, bug: str, folder: Path) -> d
         if chapters.is_fact_cell(cell)
         for name, value in chapters.parse_facts(chapters.stdout(cell["outputs"])).items()
     }
+    assert right, "No fact is committed: run python notebooks/execute.py first."
     changed: dict[str, tuple] = {}
 
     def until(cell: chapters.Notebook) -> bool:
@@ -45,10 +46,12 @@ def test_a_planted_bug_changes_a_fact_of(path: Path, tmp_path: Path) -> None:
     bug = planted.read_text("utf-8")
     says = ast.get_docstring(ast.parse(bug))
     assert says, f"{planted.name} says in its docstring what the bug is"
-    assert facts_that_change(chapters.read_notebook(path), bug, tmp_path), (
-        f"The chapter states the same facts with this bug in the engine: {says}\n"
-        f"State a fact that the bug changes in {path.name}, or plant one that matters."
-    )
+    if not facts_that_change(chapters.read_notebook(path), bug, tmp_path):
+        pytest.fail(
+            f"The chapter states the same facts with this bug in the engine: {says}\n"
+            f"State a fact that the bug changes in {path.name}, or plant one that matters.",
+            pytrace=False,
+        )
 
 
 SUM = code(

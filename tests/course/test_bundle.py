@@ -1,0 +1,95 @@
+"""notebooks/bundle.py: pages that need nothing else, a wheel, and how to install them offline."""
+
+import re
+import zipfile
+
+import pytest
+from notebook_chapter import NOTEBOOKS, bundle, chapters
+from toy_notebooks import code, fact, markdown, notebook
+
+CAPTION = "Time against <length>: the line rises."
+PLOT = {
+    "output_type": "display_data",
+    "data": {"image/png": "iVBORw0KGgo=", "text/plain": "[figure]"},
+    "metadata": {"image/png": {"alt": CAPTION}},
+}
+CELLS = (
+    markdown('# It slows & falls\n\nSaves <span data-fact="count">3</span> & more.'),
+    fact("count", 3),
+    code("show(fig, caption)", outputs=(PLOT,)),
+)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    """A small chapter as a page."""
+    return bundle.printable(NOTEBOOKS / "90_toy.ipynb", notebook(*CELLS))
+
+
+def test_a_page_holds_code_outputs_and_pictures_with_their_texts(page):
+    assert "count: 3\n" in page
+    assert 'src="data:image/png;base64,iVBORw0KGgo="' in page
+    assert 'alt="Time against &lt;length&gt;: the line rises."' in page
+    assert "@media print" in page
+    assert "<title>It slows &amp; falls</title>" in page
+
+
+def test_a_page_loads_nothing_from_anywhere(page):
+    assert "<script" not in page
+    assert not re.findall(r'(?:src|href)="(?:https?:)?//', page)
+    assert not re.findall(r"url\(|@import", page)
+
+
+def test_a_chapter_without_outputs_is_refused():
+    unrun = notebook(code("1 + 1"))
+    with pytest.raises(chapters.ChapterError, match=r"execute\.py 90 first"):
+        bundle.printable(NOTEBOOKS / "90_toy.ipynb", unrun)
+
+
+def test_the_index_links_the_pages():
+    made = bundle.index_page("# Course\n\n[03 · Cache](03_kv_cache.ipynb) and [x](https://x.org)")
+    assert '<a href="03_kv_cache.html">' in made
+    assert "https://x.org" in made
+
+
+@pytest.mark.parametrize("wheels", [True, False])
+def test_the_readme_installs_what_is_in_the_zip(wheels):
+    text = bundle.readme(wheels)
+    assert ("--no-index --find-links wheels" in text) == wheels
+    assert ("make bundle ARGS=--wheels" in text) != wheels
+    assert "{" not in text
+
+
+def test_a_failing_command_is_told_in_its_own_words(tmp_path):
+    words = ["python", "-c", "import sys; sys.exit('no such wheel')"]
+    with pytest.raises(chapters.ChapterError, match=r"Could not build:\nno such wheel"):
+        bundle.called(words, "build", cwd=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory) -> zipfile.ZipFile:
+    """The real bundle, without dependencies and with one small chapter for all the pages."""
+    out = tmp_path_factory.mktemp("dist")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "printable", lambda path, notebook: path.stem)
+        assert bundle.main(["--out", str(out)]) == 0
+    (made,) = out.iterdir()
+    assert made.name == f"minillm-course-{bundle.project()['version']}.zip"
+    return zipfile.ZipFile(made)
+
+
+def test_the_zip_holds_the_course(archive):
+    (top,) = {name.split("/")[0] for name in archive.namelist()}
+    names = {name.removeprefix(f"{top}/") for name in archive.namelist()}
+    for path in chapters.chapter_paths():
+        assert {f"notebooks/{path.name}", f"html/{path.stem}.html"} <= names
+    assert {"README.md", "pyproject.toml", "constraints.txt", "html/index.html"} <= names
+    assert {"notebooks/lab.py", "exercises/exercises.toml", "minillm/py.typed"} <= names
+    assert sum(name.startswith("wheels/minillm_course-") for name in names) == 1
+    assert not [name for name in names if "__pycache__" in name or ".egg-info" in name]
+    assert not [name for name in names if name.startswith(("work/", "tests/", ".git"))]
+
+
+def test_the_same_files_make_the_same_entries(archive):
+    assert {entry.date_time for entry in archive.infolist()} == {bundle.EPOCH}
+    assert archive.namelist() == sorted(archive.namelist())
