@@ -11,7 +11,6 @@ from minillm_exercises.chapters.ch02 import candidates, chi_square, panels, repe
 from minillm_exercises.errors import ExerciseError
 
 LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
-TOKENS = ["a", " b", "\n", "d"]
 
 
 def test_chi_square_is_pearsons():
@@ -91,39 +90,41 @@ def test_repeated_share():
 
 def test_candidates_are_the_engines():
     """Shares before top-p, best first; what is kept is what the engine's top-p keeps."""
-    found = candidates(LOGITS, TOKENS, 1.0, 0.7)
-    assert found.labels == ("'a'", "' b'", r"'\n'", "'d'")
+    found = candidates(LOGITS.flip(0), 1.0, 0.7)
+    assert found.best == 3
     assert found.shares == pytest.approx((0.5, 0.25, 0.125, 0.125))
-    assert found.kept == (True, True, False, False)
-    assert (found.num_kept, found.num_tokens) == (2, 4)
+    assert found.num_kept == 2
     many = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 3
     scaled = (many - many.max()) / 2.0
     wanted = int((truncate_row(scaled, 0, 0.8) > -math.inf).sum())
-    found = candidates(many, [str(n) for n in range(500)], 2.0, 0.8)
-    assert found.num_kept == wanted > len(found.labels) == 12
+    assert candidates(many, 2.0, 0.8).num_kept == wanted
     with pytest.raises(ExerciseError, match="temperature=0"):
-        candidates(LOGITS, TOKENS, 0, 0.9)
+        candidates(LOGITS, 0, 0.9)
 
 
 def test_candidates_see_the_temperature():
     """At temperature 2 the shares are the square roots."""
     roots = [math.sqrt(p) for p in (0.5, 0.25, 0.125, 0.125)]
-    found = candidates(LOGITS, TOKENS, 2.0, 1.0)
+    found = candidates(LOGITS, 2.0, 1.0)
     assert found.shares == pytest.approx([root / sum(roots) for root in roots])
     assert found.num_kept == 4
 
 
 def test_panels_say_what_they_show(monkeypatch):
-    """One panel per text, and a caption with the numbers of all."""
+    """One panel per text, thick where a token may be drawn, and a caption with all numbers."""
     shown = []
     monkeypatch.setattr(
         "minillm_exercises.chapters.ch02.show", lambda fig, text: shown.append((fig, text))
     )
-    panels({"x =": LOGITS, "y\n": LOGITS / 10}, TOKENS, 1.0, 0.7)
+    panels({"x =": LOGITS, "y\n": LOGITS / 10}, ["a", " b", "\n", "d"], 2.0, 0.7)
     ((fig, text),) = shown
-    assert len(fig.axes) == 2
-    assert "2 after 'x ='" in text
+    first, second = fig.axes
+    assert "3 after 'x ='" in text
     assert r"3 after 'y\n'" in text
-    assert [ax.get_yscale() for ax in fig.axes] == ["log", "log"]
-    bars = [patch.get_hatch() for patch in fig.axes[0].patches]
-    assert [bool(hatch) for hatch in bars] == [False, False, True, True]
+    assert "temperature 2" in text
+    assert "'a' 37 %; 3 of 4 kept" in first.get_title()
+    assert second.get_title().startswith(r"'y\n'")
+    thick, thin, dotted = first.lines
+    assert list(thick.get_xdata()) == [1, 2, 3]
+    assert list(thin.get_xdata()) == [3, 4]
+    assert list(dotted.get_ydata()) == pytest.approx([50, 25, 12.5, 12.5])

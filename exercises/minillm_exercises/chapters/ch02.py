@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import bars, figure, show
+from minillm_exercises.plots import COLOURS, figure, show
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FEWEST_EXPECTED = 5.0  # below this a count is too small for the chi-square law (Cochran, 1954)
-RANKS = 12  # bars of a panel
 
 
 @dataclass(frozen=True)
@@ -32,22 +31,18 @@ class ChiSquare:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best tokens after some text: what each looks like, its share of the probability, and
-    whether it may be drawn; and how many of all tokens may be."""
+    """The tokens after some text, most probable first: the best one, every token's share of the
+    probability, and how many of the first may be drawn."""
 
-    labels: tuple[str, ...]
+    best: int
     shares: tuple[float, ...]
-    kept: tuple[bool, ...]
     num_kept: int
-    num_tokens: int
 
 
-def candidates(
-    logits: "Tensor", tokens: Sequence[str], temperature: float, top_p: float
-) -> Candidates:
+def candidates(logits: "Tensor", temperature: float, top_p: float) -> Candidates:
     """Temperature, then top-p, by the engine's own code, for one row of logits [V].
 
-    `tokens` is the text of each token. Shares are those before top-p removes any.
+    Shares are those before top-p removes any.
 
     Raises:
         ExerciseError: the temperature is not positive.
@@ -57,47 +52,39 @@ def candidates(
             f"candidates() was given temperature={temperature}; it must be above 0 (at 0 only "
             f"the best token is left, and there is nothing to draw)."
         )
-    from minillm.ops.truncation import ranked, truncate_row
+    from minillm.ops.truncation import truncate_row
 
     scores = (logits - logits.max()) / temperature
-    kept = truncate_row(scores, 0, top_p) > -math.inf
-    best = min(RANKS, len(scores))
-    shares, ids = ranked(*scores.softmax(0).topk(best))
-    return Candidates(
-        labels=tuple(repr(tokens[token]) for token in ids.tolist()),
-        shares=tuple(shares.tolist()),
-        kept=tuple(kept[ids].tolist()),
-        num_kept=int(kept.sum()),
-        num_tokens=len(scores),
-    )
+    shares = scores.softmax(0).sort(descending=True).values
+    num_kept = int((truncate_row(scores, 0, top_p) > -math.inf).sum())
+    return Candidates(int(scores.argmax()), tuple(shares.tolist()), num_kept)
 
 
 def panels(
     contexts: Mapping[str, "Tensor"], tokens: Sequence[str], temperature: float, top_p: float
 ) -> None:
-    """Draw the best tokens after each text, one panel per text, in percent: those that may be
-    drawn filled, the others hatched."""
-    fig, _ = figure(
-        "next token, most probable first",
-        "probability (%)",
-        cols=len(contexts),
-        size=(3.1 * len(contexts), 3.3),
-    )
+    """Draw every token's probability after each text over its rank, one panel per text: thick
+    what may be drawn, thin what may not, dotted what it was at temperature 1. `tokens` is the text
+    of each token."""
+    fig, _ = figure("rank of the token", "probability (%)", cols=len(contexts), size=(9.3, 3.2))
     said = []
     for ax, (text, logits) in zip(fig.axes, contexts.items(), strict=True):
-        found = candidates(logits, tokens, temperature, top_p)
+        found, plain = candidates(logits, temperature, top_p), candidates(logits, 1.0, top_p)
+        kept, total = found.num_kept, len(found.shares)
         percent = [100 * share for share in found.shares]
-        for rank, (share, kept) in enumerate(zip(percent, found.kept, strict=True)):
-            ax.bar(rank, share, **(bars(0) if kept else bars(1)))
-        ax.set_yscale("log")
-        ax.set_ylim(0.01, 100)
-        ax.set_xticks(range(len(percent)), found.labels, rotation=60, ha="right", fontsize=8)
-        ax.set_title(f"{text!r}\n{found.num_kept:,} of {found.num_tokens:,} kept", fontsize=10)
-        said.append(f"{found.num_kept:,} after {text!r}")
+        ax.plot(
+            range(1, kept + 1), percent[:kept], color=COLOURS[0], lw=4, marker="o", markevery=[-1]
+        )
+        ax.plot(range(kept, total + 1), percent[kept - 1 :], color=COLOURS[1], lw=1.5)
+        ax.plot(range(1, total + 1), [100 * share for share in plain.shares], color="black", ls=":")
+        ax.set(xscale="log", yscale="log", ylim=(1e-5, 100))
+        best = f"{tokens[found.best]!r} {percent[0]:.0f} %"
+        ax.set_title(f"{text!r}\n{best}; {kept:,} of {total:,} kept", fontsize=10)
+        said.append(f"{kept:,} after {text!r}")
     show(
         fig,
-        f"The most probable next tokens at temperature {temperature:g}; filled bars may be drawn "
-        f"with top-p {top_p:g}, hatched ones may not. It keeps {', '.join(said)}.",
+        f"Probability of every token over its rank, at temperature {temperature:g} (dotted: at "
+        f"1), both axes logarithmic. Thick is what top-p {top_p:g} keeps: {', '.join(said)}.",
     )
 
 
