@@ -6,6 +6,13 @@ from fractions import Fraction
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from minillm.config import ModelConfig
+from minillm.cost import step_cost
+from minillm.hardware import DATASHEET
+from minillm.models.decoder import Decoder
+from minillm.presets import preset
 from minillm_exercises.chapters.ch01 import (
     attention_pass,
     count_calls,
@@ -17,13 +24,6 @@ from minillm_exercises.chapters.ch01 import (
     product_pass,
 )
 from minillm_exercises.errors import ExerciseError
-from torch.utils.flop_counter import FlopCounterMode
-
-from minillm.config import ModelConfig
-from minillm.cost import step_cost
-from minillm.hardware import DATASHEET
-from minillm.models.decoder import Decoder
-from minillm.presets import preset
 
 SMALL = ModelConfig(
     family="llama",
