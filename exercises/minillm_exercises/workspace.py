@@ -36,8 +36,8 @@ def shown_path(path: Path) -> str:
 
 
 def starter_version(text: str) -> str:
-    """Eight hexadecimal digits that change with the starter, but not with its line ends."""
-    return hashlib.sha256("\n".join(text.splitlines()).encode()).hexdigest()[:8]
+    """Eight hexadecimal digits that change with the starter's text (read with any line ends)."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def stamp(exercise: Exercise) -> str:

@@ -369,3 +369,11 @@ def command(words: str, work: Path, **environment: str) -> "subprocess.Completed
         capture_output=True, text=True, timeout=120,
         env={**os.environ, "MINILLM_WORK": str(work), **environment},
     )  # fmt: skip
+
+
+def test_long_lines_of_a_solution_are_wrapped_and_not_cut(at: Terminal) -> None:
+    source = at.exercise().answers / "solution.py"
+    source.write_text(f"# {'word ' * 20}end\n{SOLUTION}")
+    at.width = 60
+    _, shown = at.type("solution", "e90.1", "--give-up", colour=True)
+    assert "end" in shown.split("def add")[0]

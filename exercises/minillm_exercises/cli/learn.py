@@ -202,7 +202,7 @@ def command_solution(args: Namespace, app: App) -> int:
     if args.give_up and not entry.passed:
         app.session.progress_file.set(exercise.id, gave_up=True)
     code = source.read_text(encoding="utf-8")
-    app.out.print(Syntax(code, "python", background_color="default", theme="ansi_dark")
+    app.out.print(Syntax(code, "python", background_color="default", theme="ansi_dark", word_wrap=True)
                   if app.out.is_terminal else Text(code))  # fmt: skip
     if args.save:
         kept = app.session.workspace.file(exercise).with_suffix(f".{source.stem}.py")
