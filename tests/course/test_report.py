@@ -71,6 +71,18 @@ def test_a_file_that_cannot_run_fails_every_check(at: Terminal) -> None:
     assert sum(test["max_points"] for test in data["tests"]) == 6
 
 
+def test_a_grader_that_fails_earns_nothing(at: Terminal) -> None:
+    def broken(*_: object, **__: object) -> Any:
+        raise ZeroDivisionError("oh")
+
+    at.write(SOLUTION)
+    at.session = type(at.session)(at.session.manifest, at.session.workspace, broken)
+    code, data = report(at)
+    assert (code, data["status"], data["score"]["earned"]) == (1, "fail", 0)
+    assert [test["status"] for test in data["tests"]] == ["error", "error"]
+    assert "your code is not to blame" in data["tests"][0]["message"]
+
+
 def test_a_pass(at: Terminal) -> None:
     at.write(SOLUTION)
     code, data = report(at, "--seed", "7")

@@ -202,8 +202,7 @@ def command_solution(args: Namespace, app: App) -> int:
     if args.give_up and not entry.passed:
         app.session.progress_file.set(exercise.id, gave_up=True)
     code = source.read_text(encoding="utf-8")
-    app.out.print(Syntax(code, "python", background_color="default", theme="ansi_dark", word_wrap=True)
-                  if app.out.is_terminal else Text(code))  # fmt: skip
+    _show_code(code, app)
     if args.save:
         kept = app.session.workspace.file(exercise).with_suffix(f".{source.stem}.py")
         app.session.workspace.put(kept, code)
@@ -212,6 +211,15 @@ def command_solution(args: Namespace, app: App) -> int:
     if entry.passed and not args.alternate and other.is_file():
         app.show(f"Another way: {app.shell.do('solution', exercise.id, '--alternate')}")
     return 0
+
+
+def _show_code(code: str, app: App) -> None:
+    """Coloured where somebody looks at it, plain where it goes into a file."""
+    if app.out.is_terminal:
+        style = {"theme": "ansi_dark", "background_color": "default"}
+        app.out.print(Syntax(code, "python", word_wrap=True, **style))
+    else:
+        app.show(code)
 
 
 def command_reset(args: Namespace, app: App) -> int:
