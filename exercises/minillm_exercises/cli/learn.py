@@ -216,8 +216,9 @@ def command_solution(args: Namespace, app: App) -> int:
 def _show_code(code: str, app: App) -> None:
     """Coloured where somebody looks at it, plain where it goes into a file."""
     if app.out.is_terminal:
-        style = {"theme": "ansi_dark", "background_color": "default"}
-        app.out.print(Syntax(code, "python", word_wrap=True, **style))
+        app.out.print(
+            Syntax(code, "python", theme="ansi_dark", background_color="default", word_wrap=True)
+        )
     else:
         app.show(code)
 
