@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from minillm_exercises.checking import check, close, describe, expect, observe, seeds, tensor
 from torch import Tensor
+
+from minillm_exercises.checking import check, close, describe, expect, observe, seeds, tensor
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,16 @@ def memory(rows: int, kv_heads: int, slots: int, dim: int) -> tuple[Tensor, Tens
     return keys, keys.clone()
 
 
-def agree(got: Any, want: Tensor, what: str, case: str) -> None:
+READ = "what a slot holds that nobody has written. Attend to the slots in use only."
+MISSED = "what it held at first. Write into the memory you were given, not into one of your own."
+
+
+def agree(got: Any, want: Tensor, what: str, case: str, why: str = READ) -> None:
     """`got` is `want`; NaN gets the sentence it deserves."""
     if isinstance(got, Tensor) and got.isnan().any():
         expect(
             False,
-            f"{what} ({case}): the result holds NaN, which is what a slot holds that nobody has "
-            f"written. Attend to the slots in use only.",
+            f"{what} ({case}): there is NaN in it, which is {why}",
             ("nan", tuple(got.shape)),
         )
     close(got, want, what, case, rtol=1e-4, atol=1e-5)
@@ -167,7 +171,9 @@ def test_memory(impl: Any) -> None:
             f"{start} to {end - 1}",
         )
     for name, stored, new in zip(("keys", "values"), given, (text.keys, text.values), strict=True):
-        agree(stored[1, :, :4], new[:4].transpose(0, 1), f"The {name}", "row 1, slots 0 to 3")
+        agree(
+            stored[1, :, :4], new[:4].transpose(0, 1), f"The {name}", "row 1, slots 0 to 3", MISSED
+        )
         unused = torch.cat((stored[0].flatten(), stored[1, :, 4:].flatten()))
         expect(
             unused.isnan().all(),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from minillm_exercises.checking import check, close, expect, seeds, tensor
 from torch import Tensor
+
+from minillm_exercises.checking import check, close, expect, seeds, tensor
 
 
 def turned(x: Tensor, position: int) -> Tensor:
@@ -57,13 +58,16 @@ def memory(kv_heads: int, window: int, dim: int) -> tuple[Tensor, Tensor]:
     return keys, keys.clone()
 
 
-def agree(got: Any, want: Tensor, what: str, case: str) -> None:
+READ = "what a slot holds that nobody has written. Attend to the slots in use only."
+MISSED = "what it held at first. Write into the memory you were given, not into one of your own."
+
+
+def agree(got: Any, want: Tensor, what: str, case: str, why: str = READ) -> None:
     """`got` is `want`; NaN gets the sentence it deserves."""
     if isinstance(got, Tensor) and got.isnan().any():
         expect(
             False,
-            f"{what} ({case}): the result holds NaN, which is what a slot holds that nobody has "
-            f"written. Attend to the slots in use only.",
+            f"{what} ({case}): there is NaN in it, which is {why}",
             ("nan", tuple(got.shape)),
         )
     close(got, want, what, case, rtol=1e-3, atol=1e-4)
@@ -131,9 +135,9 @@ def test_memory(impl: Any) -> None:
     keys, values = follow(impl, text, [2, 1, 9, 1, 1, 1], 4, "Before looking into the memory")
     for position in range(11, 15):
         slot, case = position % 4, f"position {position} of 15, slot {position % 4} of 4"
-        agree(values[:, slot], text.values[position], "The value in the memory", case)
+        agree(values[:, slot], text.values[position], "The value in the memory", case, MISSED)
         want = turned(text.keys[position], position).float()
-        agree(keys[:, slot], want, "The rotated key in the memory", case)
+        agree(keys[:, slot], want, "The rotated key in the memory", case, MISSED)
 
 
 @check(2, "Twelve random rings")

@@ -1,4 +1,4 @@
-"""Tokens that do not fit are dropped without a word: raise ValueError before anything is written."""
+"""Tokens that do not fit are dropped in silence: raise ValueError before anything is written."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Your mask starts at slot 0: the first query of a piece stands behind the cached tokens, not at 0."""
+"""Your mask puts the first query of a piece at slot 0: it stands behind the cached tokens."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Your queries see the tokens that come after them: a piece of several tokens needs a causal mask."""
+"""Your queries see tokens that come after them: a piece of several needs a causal mask."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,5 @@ class KVCache:
         count, heads, dim = queries.shape
         grouped = queries.reshape(count, keys.shape[0], -1, dim)  # [T, Hkv, G, D]
         scores = torch.einsum("tkgd,kld->tkgl", grouped, keys) / dim**0.5
-        position = torch.arange(length - count, length)  # [T], of the queries
-        future = torch.arange(length) > position[:, None]  # [T, L]
         weights = scores.softmax(-1)
         return torch.einsum("tkgl,kld->tkgd", weights, values).reshape(count, heads, dim)

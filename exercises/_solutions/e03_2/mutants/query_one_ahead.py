@@ -1,4 +1,4 @@
-"""Your query is rotated one position too far: the newest token stands at the number of tokens minus 1."""
+"""Your query is rotated one position too far: after N tokens the newest stands at N - 1."""
 
 import torch
 from torch import Tensor

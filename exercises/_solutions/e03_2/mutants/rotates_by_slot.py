@@ -1,4 +1,4 @@
-"""You rotate by the slot: a key keeps the angle of its position in the text, also when the ring goes round."""
+"""You rotate keys by their slot: a key has the angle of its position in the text."""
 
 import torch
 from torch import Tensor

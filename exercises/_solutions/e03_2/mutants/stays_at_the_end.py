@@ -1,4 +1,4 @@
-"""When the ring is full you write to its last slot again and again: position p lives in slot p % W."""
+"""A full ring writes to its last slot again and again: position p lives in slot p % W."""
 
 import torch
 from torch import Tensor
