@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from minillm.cost import StepCost, StepTime, step_cost, step_time
 from minillm.hardware import DATASHEET, Hardware, ImpossibleMeasurementError, check_physical
 from minillm.presets import preset
-from minillm_exercises.chapters.ch01 import count_calls, nearest
+from minillm_exercises.chapters.ch01 import count_calls, nearest, product_pass
 from minillm_exercises.plots import bound, figure, series, show
 
 if TYPE_CHECKING:
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Run",
+    "calls_bandwidth",
     "count_calls",
     "draw_roofline",
     "draw_runs",
     "draw_token_bounds",
     "nearest",
+    "product_pass",
     "verdict",
 ]
 
@@ -31,11 +33,12 @@ NAMES = {"memory": "bytes", "compute": "operations", "overhead": "launches"}
 
 @dataclass(frozen=True)
 class Run:
-    """One step that was timed: what it had to do, and the seconds it took."""
+    """One step that was timed: what it had to do, the seconds it took and the calls it made."""
 
     name: str
     cost: StepCost
     seconds: float
+    calls: int
 
 
 def verdict(flops: float, num_bytes: float, seconds: float, hardware: Hardware, dtype: str) -> str:
@@ -65,8 +68,9 @@ def draw_runs(milliseconds: Sequence[float], median: float, lone: float) -> None
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     show(
         fig,
-        f"Each bar counts runs of one program on one input: the fastest took {ends[0]:.3g} ms, the "
-        f"slowest {max(milliseconds):.3g} ms, the very first call {lone:.3g} ms.",
+        "Each bar counts runs of one program on one input: the fastest took "
+        f"{min(milliseconds):.3g} ms, the slowest {max(milliseconds):.3g} ms, "
+        f"the very first call {lone:.3g} ms.",
     )
 
 
@@ -79,46 +83,48 @@ def _plain_log(ax: "Axes", low: float, high: float) -> None:
     ax.xaxis.minorticks_off()
 
 
-def draw_roofline(hardware: Hardware, dtype: str, runs: Sequence[Run]) -> None:
-    """Draw a machine's two roofs, the launches of each of `runs` as a third, and the runs in it.
+def draw_roofline(hardware: Hardware, runs: Sequence[Run]) -> None:
+    """Draw a machine's two roofs, the calls of each of `runs` as a third, and the runs under them.
 
-    Launches take their time whatever a step does, so at a fixed number of bytes they allow so
-    many operations per second for each operation per byte: a slope, as a bandwidth is.
+    Calls take their time whatever a step does, so at a fixed number of bytes they allow so many
+    operations per second for each operation per byte: a slope, as a bandwidth is.
     """
-    fig, ax = figure("operations per byte", "10^9 operations/s", size=(6.8, 4.2))
+    fig, ax = figure("operations per byte", "rate (10^9 operations/s)", size=(6.8, 4.2))
+    dtype = runs[0].cost.dtype
     rate, ridge = hardware.rate(dtype), hardware.ridge(dtype)
     slope = [x for x in INTENSITIES if x < ridge] + [ridge]
     flat = [ridge] + [x for x in INTENSITIES if x > ridge]
-    bound(ax, slope, [x * hardware.bandwidth / 1e9 for x in slope], "bytes", at=0.3)
+    bound(ax, slope, [x * hardware.bandwidth / 1e9 for x in slope], "bytes ", "above", at=1.0)
     bound(ax, flat, [rate / 1e9] * len(flat), f"operations ({dtype})", "above", at=1.0)
     for number, run in enumerate(runs):
-        style = series(number)
-        at_most = run.cost.total_bytes / (run.cost.num_operations * hardware.overhead)
+        style = series(number) | {"markersize": 9}
+        limit = calls_bandwidth(run, hardware)
+        shown = [x for x in INTENSITIES if x * limit < rate]
         marks = {key: style[key] for key in ("color", "linestyle")}
-        shown = [x for x in INTENSITIES if x * at_most < 4 * rate]
-        label = f"launches of {run.name}, fewest"
-        ax.plot(shown, [x * at_most / 1e9 for x in shown], label=label, linewidth=1, **marks)
+        ax.plot(shown, [x * limit / 1e9 for x in shown], label=f"calls of {run.name}", **marks)
         place = [run.cost.intensity], [run.cost.flops / run.seconds / 1e9]
-        style |= {"linestyle": "none", "markersize": 9}
-        ax.plot(*place, label=f"{run.name}, measured", **style)
+        ax.plot(*place, label=f"{run.name}, measured", **(style | {"linestyle": "none"}))
     ax.set(xscale="log", yscale="log")
-    ticks = INTENSITIES[::2]
-    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.set_xticks(INTENSITIES[::2], [f"{tick:g}" for tick in INTENSITIES[::2]])
     ax.xaxis.minorticks_off()
     ax.yaxis.set_major_formatter("{x:,g}")
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    shares = " and ".join(f"{run.name} {100 * _share(run, hardware):.0f}" for run in runs)
+    lowest = " and ".join(f"{_lowest(run, hardware)} over {run.name}" for run in runs)
     show(
         fig,
-        "Nothing that comes from memory can lie above a line; a token stands at one operation per "
-        f"byte, far left of the corner at {ridge:.0f}, and reaches of the bytes' line, in percent: "
-        f"{shares}.",
+        f"What comes from memory lies under every line: both tokens stand at one operation per "
+        f"byte, far left of the corner at {ridge:.0f}, and the lowest line is {lowest}.",
     )
 
 
-def _share(run: Run, hardware: Hardware) -> float:
-    """Of the bandwidth, how much a run used."""
-    return run.cost.total_bytes / run.seconds / hardware.bandwidth
+def calls_bandwidth(run: Run, hardware: Hardware) -> float:
+    """Bytes per second that the calls of a step leave time for, at this machine's price of one."""
+    return run.cost.total_bytes / (run.calls * hardware.overhead)
+
+
+def _lowest(run: Run, hardware: Hardware) -> str:
+    """Which of the three bounds rules a step, given the calls that it really makes."""
+    return NAMES[step_time(run.cost, hardware, run.calls).bound].replace("launches", "calls")
 
 
 def draw_token_bounds(model: str, here: Hardware | None = None) -> None:
@@ -136,15 +142,20 @@ def draw_token_bounds(model: str, here: Hardware | None = None) -> None:
     for row, time in enumerate(times):
         ax.plot([1e3 * time.seconds] * 2, [row - 0.3, row + 0.3], color="black", linewidth=2)
     ax.plot([], [], color="black", linewidth=2, label="together, the bound")
-    ax.set_yticks(range(len(times)), [label.replace("NVIDIA ", "") for label in labels])
+    ax.set_yticks(range(len(times)), [_short(label) for label in labels])
     ax.invert_yaxis()
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.set_title(f"{model}, bf16, one sequence", fontsize=10)
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    ax.legend(loc="best")
     rulers = [NAMES[time.bound] for time in times]
     counts = ", ".join(f"{name} on {rulers.count(name)}" for name in dict.fromkeys(rulers))
     show(fig, f"In each row the mark furthest right rules a token of {model}: {counts} machines.")
+
+
+def _short(name: str) -> str:
+    """A machine's name without what would widen the axis."""
+    return name.replace("NVIDIA ", "").replace("8 cores, two-channel ", "")
 
 
 def _milliseconds(times: Sequence[StepTime]) -> Mapping[str, list[float]]:
