@@ -171,9 +171,7 @@ def test_memory(impl: Any) -> None:
             f"{start} to {end - 1}",
         )
     for name, stored, new in zip(("keys", "values"), given, (text.keys, text.values), strict=True):
-        agree(
-            stored[1, :, :4], new[:4].transpose(0, 1), f"The {name}", "row 1, slots 0 to 3", MISSED
-        )
+        agree(stored[1, :, :4], new[:4].transpose(0, 1), f"The {name}", "row 1, slots 0-3", MISSED)
         unused = torch.cat((stored[0].flatten(), stored[1, :, 4:].flatten()))
         expect(
             unused.isnan().all(),
