@@ -1,4 +1,4 @@
-"""Your mask has its corner at the upper left (so has is_causal=True): behind a cache it is wrong."""
+"""Your mask has its corner at the upper left (as is_causal=True has): wrong behind a cache."""
 
 import torch
 from torch import Tensor
