@@ -26,7 +26,7 @@ from chapters import (
     read_notebook,
     script_errors,
 )
-from index import title
+from index import PAGES, title
 
 ROOT = NOTEBOOKS.parent
 FOLDERS = ("minillm", "kernels", "exercises", "notebooks")
@@ -166,13 +166,17 @@ def picture_texts(notebook: Notebook) -> Iterator[str]:
                 yield output.get("metadata", {}).get("image/png", {}).get("alt", "")
 
 
-def index_page(readme: str) -> str:
-    """The course's index as a page whose links go to the printable chapters."""
+def page_of(markdown: str) -> str:
+    """A page beside the chapters, such as their index, with links to the printable ones."""
     from nbconvert.filters import markdown2html
 
-    linked = re.sub(r"\]\((\d\d_\w+)\.ipynb\)", r"](\1.html)", readme)
-    body = markdown2html(linked)
-    return PAGE.format(title="minillm: the course", style=STYLE, body=body)
+    heading = re.search(r"^# +(.+)$", markdown, re.MULTILINE)
+    linked = re.sub(r"\]\((\d\d_\w+)\.ipynb\)", r"](\1.html)", markdown)
+    for name in PAGES:
+        target = "index" if name == "README.md" else name.removesuffix(".md")
+        linked = linked.replace(f"]({name})", f"]({target}.html)")
+    name = heading[1] if heading else "The course"
+    return PAGE.format(title=html.escape(name), style=STYLE, body=markdown2html(linked))
 
 
 def write_pages(folder: Path) -> int:
@@ -182,8 +186,10 @@ def write_pages(folder: Path) -> int:
     for path in paths:
         page = printable(path, read_notebook(path))
         (folder / f"{path.stem}.html").write_text(page, encoding="utf-8")
-    readme = (NOTEBOOKS / "README.md").read_text(encoding="utf-8")
-    (folder / "index.html").write_text(index_page(readme), encoding="utf-8")
+    for name in PAGES:
+        target = "index" if name == "README.md" else name.removesuffix(".md")
+        page = page_of((NOTEBOOKS / name).read_text(encoding="utf-8"))
+        (folder / f"{target}.html").write_text(page, encoding="utf-8")
     if (NOTEBOOKS / "figures").exists():
         shutil.copytree(NOTEBOOKS / "figures", folder / "figures")
     return len(paths)

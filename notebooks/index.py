@@ -16,6 +16,7 @@ PARTS = (
     ("19", "V. More machines, real users"),
 )
 CORE_PATH = ("00", "01", "03", "05", "06", "07", "10")
+PAGES = ("README.md", "SELFTEST.md", "GLOSSARY.md")  # what a reader needs beside the chapters
 TOP = """\
 # The course
 
@@ -26,9 +27,12 @@ them in order the first time; a chapter needs no other chapter's results to run.
 make lab          # your copies of the chapters, in work/notebooks/, opened in JupyterLab
 ```
 
-Without make: `python notebooks/lab.py`. The files beside this page show the outputs of one machine,
-which `results/` describes. Predicting is more fun in your own copy, where the answers are
-not on the page yet.
+Without make: `python notebooks/lab.py`. New to Python's tensors? [Ten questions](SELFTEST.md) tell.
+A word you do not know is in the [glossary](GLOSSARY.md). Exercises are graded in the chapters, and
+by `python -m minillm_exercises list` and its like.
+
+The files beside this page show the outputs of one machine, which `results/` describes. Predicting
+is more fun in your own copy, where the answers are not on the page yet.
 """
 BOTTOM = """\
 
@@ -42,6 +46,11 @@ def title(notebook: Notebook) -> str:
         if match := re.search(r"^# +(.+)$", cell["source"], re.MULTILINE):
             return re.sub(r"<[^>]+>", "", match[1]).strip()
     return "Untitled"
+
+
+def plain(text: str) -> str:
+    """The words of a text, to see whether two say the same."""
+    return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def exercises(notebook: Notebook) -> list[str]:
@@ -70,8 +79,9 @@ def section(path: Path, notebook: Notebook) -> Iterator[str]:
     number = path.stem[:2]
     yield f"### [{number} · {title(notebook)}]({path.name})"
     yield ""
-    yield f"**{about.get('question', '')}**"
-    yield ""
+    if plain(about.get("question", "")) not in plain(title(notebook)):
+        yield f"**{about['question']}**"
+        yield ""
     needs = ", ".join(about.get("needs", ())) or "nothing"
     facts = [f"{about.get('minutes', '?')} minutes", f"needs {needs}"]
     if names := exercises(notebook):

@@ -47,8 +47,10 @@ def test_a_chapter_without_outputs_is_refused():
 
 
 def test_the_index_links_the_pages():
-    made = bundle.index_page("# Course\n\n[03 · Cache](03_kv_cache.ipynb) and [x](https://x.org)")
+    made = bundle.page_of("# A & B\n\n[03](03_kv_cache.ipynb) [g](GLOSSARY.md) [x](https://x.org)")
     assert '<a href="03_kv_cache.html">' in made
+    assert '<a href="GLOSSARY.html">' in made
+    assert "<title>A &amp; B</title>" in made
     assert "https://x.org" in made
 
 
@@ -83,7 +85,13 @@ def test_the_zip_holds_the_course(archive):
     names = {name.removeprefix(f"{top}/") for name in archive.namelist()}
     for path in chapters.chapter_paths():
         assert {f"notebooks/{path.name}", f"html/{path.stem}.html"} <= names
-    assert {"README.md", "pyproject.toml", "constraints.txt", "html/index.html"} <= names
+    assert {
+        "README.md",
+        "pyproject.toml",
+        "constraints.txt",
+        "html/index.html",
+        "html/GLOSSARY.html",
+    } <= names
     assert {"notebooks/lab.py", "exercises/exercises.toml", "minillm/py.typed"} <= names
     assert sum(name.startswith("wheels/minillm_course-") for name in names) == 1
     assert not [name for name in names if "__pycache__" in name or ".egg-info" in name]

@@ -205,12 +205,13 @@ def test_the_index_says_what_a_chapter_is(tmp_path):
         code('check("e03.1")\ncheck("e03.2", mine)'),
     ]
     write(tmp_path, "03_cache", *cells, question="Which work is repeated?", needs=["01"])
-    write(tmp_path, "06_batch", markdown("# Many"))
+    write(tmp_path, "06_batch", markdown("# Many: why?"))  # its question is its title
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "99.png").write_bytes(b"old")
     index.write(tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "### [03 · Why it slows](03_cache.ipynb)\n\n**Which work is repeated?**" in page
+    assert "**Why?**" not in page
     assert "30 minutes · needs 01 · exercises e03.1, e03.2" in page
     assert 'src="figures/03.png" alt="Time &quot;grows&quot;."' in page
     assert (

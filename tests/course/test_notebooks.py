@@ -1,7 +1,7 @@
 """Every rule of `notebook_rules`, on every chapter."""
 
 import pytest
-from notebook_chapter import NOTEBOOKS, Chapter, report
+from notebook_chapter import NOTEBOOKS, Chapter, prose, report
 from notebook_rules import RULES
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -12,3 +12,19 @@ PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 def test_every_chapter_keeps(rule, path):
     broken = report(Chapter.load(path), rule)
     assert not broken, f"{rule.__doc__}\n" + "\n".join(broken)
+
+
+@pytest.mark.parametrize(("name", "claim"), prose.load_claims().items())
+def test_a_claim_is_quoted_whole(name, claim):
+    """What an article says, its figures as it prints them, and "verdict: why"."""
+    assert claim.keys() == {"text", "figures", "verdict"}
+    verdict, _, why = claim["verdict"].partition(": ")
+    assert verdict and why, f"claims.toml, {name}: the verdict is 'wrong: why', or 'holds: why'"  # noqa: PT018
+    for figure in claim["figures"]:
+        said = claim["text"] + claim["verdict"]
+        assert figure in said, f"claims.toml, {name}: {figure!r} is in neither text nor verdict"
+
+
+def test_there_is_a_chapter():
+    """Tests over an empty list of files would all pass."""
+    assert PATHS
