@@ -65,8 +65,8 @@ def counting() -> Iterator[Counts]:
 
 
 def _refuse(name: str, names: tuple[str, ...]) -> None:
-    """Raise if the function or operator `name` is one of `names`, under any of its names."""
-    plain = name.strip("_").removeprefix("special_")
+    """Raise if the function or operator `name` is one of `names`, underscores aside."""
+    plain = name.strip("_")
     if plain.startswith("scaled_dot_product"):  # one operator per device and algorithm
         plain = "scaled_dot_product_attention"
     if plain in names:

@@ -81,7 +81,7 @@ ACCEPTED = [
     "class A:\n    def cumsum(self): return self.cumsum()",
     "getattr(x, 'shape')",
     "self = 3\nself.x = 2",
-    "from math import pi\npi = 4",
+    "from math import pi\npi = x\npi.y = 4",
     "# a comment\n\n",
     "x = 'import os; eval'",
 ]
