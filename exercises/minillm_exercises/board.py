@@ -73,7 +73,7 @@ def total(rows: Sequence[Standing], console: Console) -> Text:
 
 
 def verdict_screen(told: Explained, console: Console, where: str = "") -> RenderableType:
-    """One graded exercise: a line per check, the failure, what was printed, the next step."""
+    """One graded exercise: a line per check, the failure, what was printed, the points."""
     title = Text.assemble((told.title, "bold"), (f"  {where}" if where else "", "dim"))
     parts: list[RenderableType] = [title]
     if told.lines:
@@ -84,7 +84,7 @@ def verdict_screen(told: Explained, console: Console, where: str = "") -> Render
         parts += [Text(), Text("Your code printed:", style="dim")]
         parts += [Padding(Text(told.printed), (0, 0, 0, 2))]
     parts += [Text(), Text(told.summary, style="bold green" if told.passed else "bold")]
-    return Group(*parts, *(_advice(line) for line in told.advice))
+    return Group(*parts)
 
 
 def _checks(told: Explained, console: Console) -> Table:
@@ -112,11 +112,8 @@ def _trouble(trouble: Trouble) -> list[RenderableType]:
     return parts
 
 
-def _advice(line: str) -> Text:
-    """A line of advice; commands are not broken, so that they can be copied."""
+def advice(line: str) -> Text:
+    """A line of advice, its label bold; print it with `soft_wrap`, so that a command stays whole
+    and can be copied."""
     label, colon, rest = line.partition(": ")
-    if colon and len(label) < 20:
-        said = Text.assemble((f"{label}: ", "bold"), rest)
-        said.no_wrap, said.overflow = True, "ignore"
-        return said
-    return Text(line)
+    return Text.assemble((f"{label}: ", "bold"), rest) if colon and len(label) < 20 else Text(line)

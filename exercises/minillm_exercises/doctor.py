@@ -105,7 +105,7 @@ def _pins(path: Path) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
-    pairs = (line.partition("==") for line in lines if not line.startswith("#"))
+    pairs = (line.split("#")[0].partition("==") for line in lines)
     return {name.strip().lower(): pin.strip() for name, equals, pin in pairs if equals}
 
 

@@ -180,11 +180,12 @@ def _advice(
 ) -> Sequence[str]:
     """The next step, and what else is open."""
     if verdict.status == "pass":
-        compare = f"Compare with ours: {voice.do('solution', exercise.id)}"
+        ours = f"Compare with ours: {voice.do('solution', exercise.id)}"
+        compare = [ours] if has_answer(exercise) else []
         if following is None:
-            return [compare, "Everything that can be done here is done."]
+            return [*compare, "Everything that can be done here is done."]
         command = "run" if following.state == "begun" else "start"
-        return [compare, f"Next: {Shell.do(_shell(voice), command, following.exercise.id)}"]
+        return [*compare, f"Next: {Shell.do(_shell(voice), command, following.exercise.id)}"]
     if verdict.status == "todo":
         return [
             "Write your code in place of the line that raises NotImplementedError.",
@@ -195,7 +196,14 @@ def _advice(
     if left > 0:
         return [f"Stuck: {voice.do('hint', exercise.id)}  (hint {entry.hints + 1} of 3)"]
     again = f"The hints again: {voice.do('hint', exercise.id, '-n', '3')}"
+    if not has_answer(exercise):
+        return [again]
     return [again, f"The answer: {voice.do('solution', exercise.id, '--give-up')}"]
+
+
+def has_answer(exercise: Exercise) -> bool:
+    """A learner's release has none."""
+    return (exercise.answers / "solution.py").is_file()
 
 
 def _shell(voice: Voice) -> Shell:

@@ -5,6 +5,7 @@ import linecache
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,6 +114,19 @@ def test_classes_and_decorators(book: Notebook) -> None:
     assert saved["add"](2, 0) == 42
     assert "@logged\n@functools.lru_cache\ndef add" in book.save("add")
     assert book.alone("Counter", exercise="e90.2")["Counter"](saved["Start"]()).get() == 40
+
+
+def test_a_cache_around_the_function(book: Notebook) -> None:
+    book.run("import functools\n@functools.lru_cache\ndef add(a, b):\n    return a + b")
+    assert book.alone("add")["add"](1, 2) == 3
+
+
+def test_names_that_were_not_passed(book: Notebook) -> None:
+    """An exercise that asks for two functions gets both from the notebook."""
+    book.run("def sub(a, b):\n    return a - b\ndef add(a, b):\n    return a + b")
+    exercise = replace(book.at.exercise(), names=("add", "sub", "Counter.add"))
+    path = save_function(exercise, [book.names["add"]], book.at.session.workspace)
+    assert "def sub" in path.read_text()
 
 
 def test_future_imports_stay_first(book: Notebook) -> None:

@@ -116,7 +116,7 @@ def test_python() -> None:
 def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_required", lambda: ["torch", "rich"])
     pins = tmp_path / "constraints.txt"
-    pins.write_text("# torch==1\ntorch==2.13.0\nRich==15.0.0\n")
+    pins.write_text("#torch==1\ntorch==2.13.0  # why\nRich==15.0.0\n")
     have = {"torch": "2.13.0+cpu", "rich": "15.0.0"}
 
     def version(name: str) -> str:

@@ -211,6 +211,24 @@ def test_run_as_json(at: Terminal) -> None:
     assert isinstance(json.loads(at.type("run", "--all", "--json")[1]), list)
 
 
+def test_commands_are_whole_however_narrow(at: Terminal) -> None:
+    at.width = 40
+    command = "python -m minillm_exercises {} e90.1"
+    at.write(MUTANT)
+    assert command.format("hint") + "  (hint 1 of 3)" in at.type("run")[1]
+    assert command.format("run") in at.type("list")[1]
+    at.write(SOLUTION)
+    assert command.format("solution") in at.type("run")[1]
+
+
+def test_a_copy_without_solutions_offers_none(at: Terminal) -> None:
+    (at.exercise().answers / "solution.py").unlink()
+    assert "solution e90.1" not in at.type("hint", "e90.1", "-n", "3")[1]
+    for text in (MUTANT, SOLUTION):
+        at.write(text)
+        assert "solution e90.1" not in at.type("run")[1]
+
+
 def test_hints_come_one_by_one_and_are_counted(at: Terminal) -> None:
     first, second = at.type("hint", "e90.1")[1], at.type("hint", "e90.1")[1]
     assert "think of a sum" in first

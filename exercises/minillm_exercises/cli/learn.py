@@ -9,10 +9,10 @@ from rich.markdown import Markdown
 from rich.syntax import Syntax
 from rich.text import Text
 
-from minillm_exercises.board import board, mark, verdict_screen
+from minillm_exercises.board import advice, board, mark, verdict_screen
 from minillm_exercises.cli.app import App
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.explain import explain
+from minillm_exercises.explain import explain, has_answer
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.readme import brief
 from minillm_exercises.results import Verdict
@@ -128,6 +128,8 @@ def show_verdict(
     told = explain(exercise, verdict, entry, app.shell, session.suggestion(), verbose)
     path = shown_path(session.workspace.file(exercise)) if file is None else str(file)
     app.out.print(verdict_screen(told, app.out, path))
+    for line in told.advice:
+        app.out.print(advice(line), soft_wrap=True)
     if verbose:
         app.show(f"Graded in {verdict.seconds:.2f} s.")
     if session.workspace.outdated(exercise) and file is None:
@@ -172,6 +174,7 @@ def command_hint(args: Namespace, app: App) -> int:
 def show_hints(exercise: Exercise, app: App, number: int | None = None) -> None:
     """The hints up to the next one, or up to `number`."""
     shown, _ = app.session.take_hint(exercise, number)
+    give_up = app.shell.do("solution", exercise.id, "--give-up")
     for number, text in enumerate(exercise.hints[:shown], 1):
         head = f"Hint {number} of 3, {HINT_KINDS[number - 1]}: "
         app.out.print(Text.assemble((head, "bold"), text))
@@ -179,8 +182,9 @@ def show_hints(exercise: Exercise, app: App, number: int | None = None) -> None:
     if shown < len(exercise.hints):
         app.show(f"Another: {app.shell.do('hint', exercise.id)}")
     else:
-        app.show(f"That was the last. {app.shell.do('solution', exercise.id, '--give-up')} "
-                 f"shows the answer.")  # fmt: skip
+        app.show("That was the last.")
+        if has_answer(exercise):
+            app.show(f"The answer: {give_up}")
 
 
 def command_solution(args: Namespace, app: App) -> int:
