@@ -149,21 +149,10 @@ def printable(path: Path, notebook: Notebook) -> str:
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True)
     body, _ = exporter.from_notebook_node(nbformat.from_dict(notebook))
     page = BeautifulSoup(body, "html.parser")
-    alternatives = iter(picture_texts(notebook))
-    for image in page.select(".jp-RenderedImage img"):
-        image["alt"] = next(alternatives, "")
     for script in page.find_all("script"):
         script.decompose()
     style = STYLE + HtmlFormatter(style="bw").get_style_defs(".highlight")
     return PAGE.format(title=html.escape(title(notebook)), style=style, body=page)
-
-
-def picture_texts(notebook: Notebook) -> Iterator[str]:
-    """The alternative text of every PNG in order."""
-    for _, cell in code_cells(notebook):
-        for output in cell["outputs"]:
-            if "image/png" in output.get("data", {}):
-                yield output.get("metadata", {}).get("image/png", {}).get("alt", "")
 
 
 def page_of(markdown: str) -> str:

@@ -13,10 +13,15 @@ PLOT = {
     "data": {"image/png": "iVBORw0KGgo=", "text/plain": "[figure]"},
     "metadata": {"image/png": {"alt": CAPTION}},
 }
+TABLE = {
+    "output_type": "display_data",
+    "data": {"text/html": "<table><tr><td>7 ms</td></tr></table><script>fetch('x')</script>"},
+    "metadata": {},
+}
 CELLS = (
     markdown('# It slows & falls\n\nSaves <span data-fact="count">3</span> & more.'),
     fact("count", 3),
-    code("show(fig, caption)", outputs=(PLOT,)),
+    code("show(fig, caption)", outputs=(PLOT, TABLE)),
 )
 
 
@@ -30,6 +35,7 @@ def test_a_page_holds_code_outputs_and_pictures_with_their_texts(page):
     assert "count: 3\n" in page
     assert 'src="data:image/png;base64,iVBORw0KGgo="' in page
     assert 'alt="Time against &lt;length&gt;: the line rises."' in page
+    assert "<td>7 ms</td>" in page
     assert "@media print" in page
     assert "<title>It slows &amp; falls</title>" in page
 

@@ -152,14 +152,14 @@ def start(course, desk, chapter=None, index=False):
 def test_it_starts_at_the_index_and_resumes_where_one_was(course, desk):
     lab.prepare(course, desk)
     assert start(course, desk)[0] == "README.md"
-    for age, stem in enumerate(["01_second", "00_first"]):
+    for age, stem in enumerate(["00_first", "01_second"]):
         edit(desk / f"{stem}.ipynb", "mine")
         os.utime(desk / f"{stem}.ipynb", (1000 - age, 1000 - age))
     name, why = start(course, desk)
-    assert name == "01_second.ipynb"
-    assert why.startswith("You were last in 01_second")
+    assert name == "00_first.ipynb"
+    assert why.startswith("You were last in 00_first")
     assert start(course, desk, index=True)[0] == "README.md"
-    assert start(course, desk, chapter="00")[0] == "00_first.ipynb"
+    assert start(course, desk, chapter="01")[0] == "01_second.ipynb"
 
 
 def test_an_unknown_chapter_is_refused_with_the_known_ones(course, desk):
