@@ -11,6 +11,7 @@ import pytest
 
 from minillm_exercises.cli import main
 from minillm_exercises.cli.parser import COMMANDS, EXAMPLES, build_parser
+from minillm_exercises.readme import brief, task
 from minillm_exercises.results import Verdict
 from tests.course.small import MUTANT, SOLUTION, STARTER, Terminal, terminal
 
@@ -59,6 +60,18 @@ def test_colour_carries_nothing_alone(at: Terminal) -> None:
             stripped = re.sub(r"\x1b\[[0-9;]*m", "", bright)
             assert stripped.split() == plain.split()
         assert "\x1b[" in bright
+
+
+def test_a_task_is_one_section_of_the_readme(at: Terminal) -> None:
+    whole = task(at.exercise())
+    assert whole.startswith("Write `add`")
+    assert whole.endswith("More about sums.")
+    assert task(at.exercise("e90.2")) == "Count."
+    assert task(at.exercise("e91.1")) == ""
+    readme = at.exercise().folder / "README.md"
+    readme.write_text("## e90.1\n\n```\n# no heading\n```\n\n### part\n\nend\n\n# other\n")
+    assert task(at.exercise()) == "```\n# no heading\n```\n\n### part\n\nend"
+    assert brief(at.exercise()) == "```\n# no heading\n```"
 
 
 def test_start_gives_the_file_once(at: Terminal) -> None:
