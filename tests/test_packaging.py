@@ -13,10 +13,10 @@ import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
 
-import minillm_kernels
 import pytest
 
 import minillm
+import minillm_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {

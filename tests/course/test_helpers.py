@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+
 from minillm_exercises import bound, compare, explore, fact, figure, measure, predict, record, show
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import COLOURS, DASHES, MARKERS, bars, series

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from minillm_kernels import reference
 from torch import Tensor, nn
 
 from minillm import ops
@@ -22,6 +21,7 @@ from minillm.layers.moe import Experts, MoE, Router
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import attention_factor, inverse_frequencies
 from minillm.models.decoder import Decoder
+from minillm_kernels import reference
 
 Patch = pytest.MonkeyPatch
 
