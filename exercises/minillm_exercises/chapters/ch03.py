@@ -152,6 +152,8 @@ def half_from(slow: Sequence[float], fast: Sequence[float], size: int = 8) -> in
 
 def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: int = 8) -> None:
     """Draw measured milliseconds per token of each model over the bounds of the machine."""
+    from matplotlib.ticker import FuncFormatter
+
     fig, axes = figure(
         "tokens so far (logarithmic)", "time per token (ms, logarithmic)", cols=len(times)
     )
@@ -161,9 +163,13 @@ def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: i
             tokens = [size * group + size / 2 for group in range(len(values))]
             ax.plot(tokens, values, label=label, **series(number))
         length = range(1, len(times[name][0]) + 1)
-        bound(ax, length, least[name][0], "bound without", side="above", at=0.3)
+        bound(ax, length, least[name][0], "bound without a cache", side="above", at=0.0)
         bound(ax, length, least[name][1], "bound with a cache")
-        ax.set(title=name, xscale="log", yscale="log", ylim=(least[name][1][0] / 2, None))
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        ax.set(title=name, ylim=(least[name][1][0] / 2, None))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         ax.legend(loc="upper left")
     without, kept = (middles(curve, size)[-1] for curve in times[name])
     show(
