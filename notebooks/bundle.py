@@ -69,7 +69,7 @@ In the unpacked folder:
 
 ```
 python3 -m venv .venv
-.venv/bin/python -m pip install --no-index --find-links wheels setuptools
+.venv/bin/python -m pip install --no-index --find-links wheels -c constraints.txt setuptools
 .venv/bin/python -m pip install --no-index --find-links wheels --no-build-isolation \\
   -c constraints.txt -e ".[course]"
 ```"""
@@ -79,6 +79,7 @@ installed already, or come from a mirror of your own, in the unpacked folder:
 
 ```
 python3 -m venv --system-site-packages .venv
+.venv/bin/python -m pip install -c constraints.txt setuptools
 .venv/bin/python -m pip install --no-build-isolation -c constraints.txt -e ".[course]"
 ```"""
 PAGE = """\

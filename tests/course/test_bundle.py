@@ -65,6 +65,7 @@ def test_the_readme_installs_what_is_in_the_zip(wheels):
     text = bundle.readme(wheels)
     assert ("--no-index --find-links wheels" in text) == wheels
     assert ("make bundle ARGS=--wheels" in text) != wheels
+    assert "-c constraints.txt setuptools" in text  # a new environment brings an old one
     assert "{" not in text
 
 
