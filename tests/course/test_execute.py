@@ -167,9 +167,9 @@ def test_a_fact_without_its_unit(line, value):
 
 
 def test_a_kernel_runs_apart_from_the_person_who_starts_it(tmp_path, monkeypatch):
-    for name in ("PYTHONSTARTUP", "MPLBACKEND", "MINILLM_RESULTS"):
+    for name in ("PYTHONSTARTUP", "MINILLM_RESULTS", "MINILLM_WORK"):
         monkeypatch.setenv(name, "mine")
-    monkeypatch.setenv("MINILLM_WORK", "mine")
+    monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.delenv("OMP_NUM_THREADS")
     env = chapters.environment(tmp_path, 2, MINILLM_QUICK="1")
     assert not {"PYTHONSTARTUP", "MPLBACKEND", "MINILLM_RESULTS"} & env.keys()

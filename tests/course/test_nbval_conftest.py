@@ -8,7 +8,6 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 from notebook_chapter import NOTEBOOKS
 from toy_notebooks import FACT_TAGS, code, copy_machinery, fact, write
 
@@ -90,69 +89,57 @@ def run_pytest(folder: Path, *options: str) -> tuple[str, dict[str, Outcome]]:
     return text, outcomes
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Outcome]]:
-    """All planted notebooks in one run on two workers, as `make test` does it."""
-    folder = tmp_path_factory.mktemp("notebooks")
+# Notebook: cells that passed, cells that were skipped, and what its one failure says.
+EXPECTED = {
+    "10_good": (3, 0, []),
+    "11_magic": (
+        1,
+        1,
+        [
+            "11_magic.ipynb cell [2] '%notmagic' stopped the chapter",
+            "Line magic function `%notmagic` not found",
+            "plain Python: remove the line",
+        ],
+    ),
+    "12_changed": (  # the rest of the chapter still counts
+        1,
+        0,
+        [
+            "A fact changed in 12_changed.ipynb cell [1]",
+            "count: committed 4 tokens, now 3 tokens",
+            "If the change is right: python notebooks/execute.py 12",
+        ],
+    ),
+    "13_dies": (  # one failure, not a cascade
+        0,
+        2,
+        [
+            "raise ValueError('no cache here')",
+            "ValueError: no cache here",
+            "The 2 cells after it were not run",
+        ],
+    ),
+    "14_exits": (0, 1, ["the kernel died with status 3", "last words"]),
+    "15_never_raises": (0, 1, ["tagged raises-exception, and it raised nothing"]),
+    "16_never_run": (0, 0, ["no committed output", "python notebooks/execute.py 16"]),
+}
+
+
+def test_each_kind_of_rot_fails_and_says_what_to_mend(tmp_path):
+    """All planted notebooks in one run on two workers, as `make test` does it: a test of its own
+    for each would start pytest seven times."""
     for stem, cells in PLANTED.items():
-        write(folder, stem, *cells)
-    return run_pytest(folder, "-n", "2", "--dist", "loadfile")
-
-
-def test_a_good_notebook_passes_alone_in_an_empty_folder(planted):
-    assert planted[1]["10_good"] == Outcome(3, 0, ())
-
-
-def test_a_bad_magic_fails_and_stops_the_chapter(planted):
-    outcome = planted[1]["11_magic"]
-    assert (outcome.passed, outcome.skipped) == (1, 1)
-    (said,) = outcome.failures
-    assert "11_magic.ipynb cell [2] '%notmagic' stopped the chapter" in said
-    assert "Line magic function `%notmagic` not found" in said
-    assert "plain Python: remove the line" in said
-
-
-def test_a_changed_fact_is_named_with_both_values_and_what_to_do(planted):
-    outcome = planted[1]["12_changed"]
-    assert (outcome.passed, outcome.skipped) == (1, 0)  # the rest of the chapter still counts
-    (said,) = outcome.failures
-    assert "A fact changed in 12_changed.ipynb cell [1]" in said
-    assert "count: committed 4 tokens, now 3 tokens" in said
-    assert "kept" not in said.split("\n", 1)[1]  # only what changed
-    assert "python notebooks/execute.py 12" in said
-
-
-def test_a_dead_cell_is_one_failure_not_a_cascade(planted):
-    outcome = planted[1]["13_dies"]
-    assert (outcome.passed, outcome.skipped) == (0, 2)
-    (said,) = outcome.failures
-    assert "raise ValueError('no cache here')" in said
-    assert "ValueError: no cache here" in said
-    assert "The 2 cells after it were not run" in said
-
-
-def test_a_dead_kernel_is_noticed_at_once_with_its_last_words(planted):
-    outcome = planted[1]["14_exits"]
-    assert (outcome.passed, outcome.skipped) == (0, 1)
-    assert "the kernel died with status 3" in outcome.failures[0]
-    assert "last words" in outcome.failures[0]
-
-
-def test_a_tag_that_promises_an_exception_is_held_to_it(planted):
-    outcome = planted[1]["15_never_raises"]
-    assert (outcome.passed, outcome.skipped) == (0, 1)
-    assert "tagged raises-exception, and it raised nothing" in outcome.failures[0]
-
-
-def test_a_fact_cell_without_committed_output_fails(planted):
-    assert planted[1]["16_never_run"].passed == 0
-    (said,) = planted[1]["16_never_run"].failures
-    assert "no committed output" in said
-    assert "python notebooks/execute.py 16" in said
-
-
-def test_the_seconds_of_each_chapter_are_shown(planted):
-    assert re.search(r"^10_good.ipynb: \d+\.\d s$", planted[0], re.MULTILINE)
+        write(tmp_path, stem, *cells)
+    text, outcomes = run_pytest(tmp_path, "-n", "2", "--dist", "loadfile")
+    found = {stem: (outcome.passed, outcome.skipped) for stem, outcome in outcomes.items()}
+    assert found == {stem: (passed, skipped) for stem, (passed, skipped, _) in EXPECTED.items()}
+    for stem, (_, _, says) in EXPECTED.items():
+        failures = outcomes[stem].failures
+        assert len(failures) == bool(says), (stem, failures)
+        for line in says:
+            assert line in failures[0], (stem, failures[0])
+    assert "kept: committed" not in outcomes["12_changed"].failures[0]  # only what changed is listed
+    assert re.search(r"^10_good.ipynb: \d+\.\d s$", text, re.MULTILINE)
 
 
 def test_an_endless_cell_ends_without_workers_too(tmp_path):
