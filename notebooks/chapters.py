@@ -140,7 +140,7 @@ def environment(folder: Path, threads: int | None = None, **extra: str) -> dict[
 
     personal = ("PYTHONSTARTUP", "MPLBACKEND", "MINILLM_RESULTS")
     env = {name: value for name, value in os.environ.items() if name not in personal}
-    env |= {
+    env |= calm_threads() | {
         "MINILLM_WORK": str(folder / "work"),
         "XDG_CACHE_HOME": str(folder / "cache"),
         "IPYTHONDIR": str(folder / "ipython"),
@@ -152,6 +152,14 @@ def environment(folder: Path, threads: int | None = None, **extra: str) -> dict[
     if threads is not None and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(threads)
     return env | extra
+
+
+def calm_threads() -> dict[str, str]:
+    """Let waiting threads sleep soon, as the `minillm` command does: spinning ones make a small
+    model many times slower as soon as another program wants a core. What is set stays."""
+    if "OMP_WAIT_POLICY" in os.environ:
+        return {}
+    return {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
 
 
 def build_font_list() -> None:

@@ -21,6 +21,7 @@ from chapters import (
     NOTEBOOKS,
     ChapterError,
     Notebook,
+    calm_threads,
     chapter_paths,
     code_cells,
     read_notebook,
@@ -219,7 +220,8 @@ def main(argv: list[str] | None = None) -> int:
             "VS Code or another editor of notebooks."
         )
     paths = [str(folder / ".jupyter"), os.environ.get("JUPYTER_CONFIG_PATH", "")]
-    env = {**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, paths))}
+    found = {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, paths))}
+    env = os.environ | calm_threads() | found
     return wait(command(folder, name, not given.no_browser, given.port), env)
 
 

@@ -181,6 +181,17 @@ def test_a_kernel_runs_apart_from_the_person_who_starts_it(tmp_path, monkeypatch
     assert chapters.environment(tmp_path, 2)["OMP_NUM_THREADS"] == "7"
 
 
+def test_waiting_threads_sleep_soon_unless_the_person_decided(tmp_path, monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert chapters.environment(tmp_path)["GOMP_SPINCOUNT"] == "2000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+    assert chapters.environment(tmp_path)["GOMP_SPINCOUNT"] == "5"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in chapters.environment(tmp_path)
+
+
 def test_a_file_that_is_no_notebook_is_named(tmp_path):
     (tmp_path / "00_x.ipynb").write_text("<html>")
     with pytest.raises(chapters.ChapterError, match=r"00_x.ipynb is no notebook"):
