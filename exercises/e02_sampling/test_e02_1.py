@@ -11,20 +11,29 @@ STEPS = [3.0, 1.0, 2.0, 0.0]  # probabilities 0.64, 0.09, 0.24, 0.03
 FAR = 1e-9  # a random case whose sums come nearer to an edge is left out: rounding decides it
 
 
+def untouched(given: list[float], logits: list[float], case: str) -> None:
+    """The caller's list is as it was: asked first, for a changed one explains a wrong result."""
+    equal(given, logits, "Your code may not change the list of logits; after the call", case)
+
+
 def kept(impl: Any, what: str, want: list[int], logits: list[float], *rest: float) -> None:
     """`keep` returns `want` and leaves its argument alone."""
     given = list(logits)
     temperature, top_k, top_p = rest
     case = f"logits={logits}, temperature={temperature}, top_k={top_k}, top_p={top_p}"
-    equal(impl.keep(given, temperature, top_k, top_p), want, what, case)
-    equal(given, logits, "The list of logits after the call", case)
+    got = impl.keep(given, temperature, top_k, top_p)
+    untouched(given, logits, case)
+    equal(got, want, what, case)
 
 
 def chosen(impl: Any, what: str, want: int, logits: list[float], *rest: float) -> None:
-    """`choose` returns `want`."""
+    """`choose` returns `want` and leaves its argument alone."""
+    given = list(logits)
     temperature, top_k, top_p, u = rest
     case = f"logits={logits}, temperature={temperature}, top_k={top_k}, top_p={top_p}, u={u}"
-    equal(impl.choose(list(logits), temperature, top_k, top_p, u), want, what, case)
+    got = impl.choose(given, temperature, top_k, top_p, u)
+    untouched(given, logits, case)
+    equal(got, want, what, case)
 
 
 @check(1, "The worked example of the README")

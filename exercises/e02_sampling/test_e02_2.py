@@ -13,11 +13,25 @@ CROWD = [3.0] + [0.0] * 30  # one token of 0.40 and thirty of 0.02
 FAR = 1e-9  # a random case in which two numbers come nearer is left out: rounding decides it
 
 
+def untouched(given: list[float], logits: list[float], case: str) -> None:
+    """The caller's list is as it was: asked first, for a changed one explains a wrong result."""
+    equal(given, logits, "Your code may not change the list of logits; after the call", case)
+
+
 def kept(impl: Any, what: str, want: list[int], logits: list[float], mass: float) -> None:
     """`typical` returns `want` and leaves its argument alone."""
     given, case = list(logits), f"logits={shown(logits)}, mass={mass}"
-    equal(impl.typical(given, mass), want, what, case)
-    equal(given, logits, "The list of logits after the call", case)
+    got = impl.typical(given, mass)
+    untouched(given, logits, case)
+    equal(got, want, what, case)
+
+
+def spread(impl: Any, what: str, want: float, logits: list[float]) -> None:
+    """`entropy` returns `want` and leaves its argument alone."""
+    given, case = list(logits), f"logits={shown(logits)}"
+    got = impl.entropy(given)
+    untouched(given, logits, case)
+    close(got, want, what, case)
 
 
 def shown(logits: list[float]) -> str:
@@ -28,17 +42,17 @@ def shown(logits: list[float]) -> str:
 @check(1, "The entropy of the README's table, and of equal tokens")
 def test_entropy(impl: Any) -> None:
     """Exact values: 1.75 ln 2; ln n for n equal tokens."""
-    close(impl.entropy(TABLE), 1.75 * math.log(2), "The entropy of the table, in nats")
-    close(impl.entropy([7.0] * 5), math.log(5), "The entropy of five equal tokens, in nats")
-    close(impl.entropy([2.5]), 0.0, "The entropy of a single token")
+    spread(impl, "The entropy of the table, in nats", 1.75 * math.log(2), TABLE)
+    spread(impl, "The entropy of five equal tokens, in nats", math.log(5), [7.0] * 5)
+    spread(impl, "The entropy of a single token", 0.0, [2.5])
 
 
 @check(1, "The entropy of large logits and of forbidden tokens")
 def test_entropy_edges(impl: Any) -> None:
     """exp(1000) overflows, and ln 0 does not exist."""
-    close(impl.entropy([1000.0, 1000.0]), math.log(2), "The entropy of logits of 1000")
+    spread(impl, "The entropy of logits of 1000", math.log(2), [1000.0, 1000.0])
     masked = [0.0, FORBIDDEN, 0.0, 0.0]
-    close(impl.entropy(masked), math.log(3), "The entropy of three tokens and a forbidden one")
+    spread(impl, "The entropy of three tokens and a forbidden one", math.log(3), masked)
 
 
 @check(2, "The README's table")
@@ -61,7 +75,10 @@ def test_rejected(impl: Any) -> None:
 
 @check(1, "The edge of the mass")
 def test_edge(impl: Any) -> None:
-    """The token that reaches it is kept; 1 keeps what no float can hold."""
+    """The token that reaches it is kept, equal is enough; 1 keeps what no float can hold."""
+    quarters = [0.0] * 4  # 1 / 4, and exp(-ln 4), are exactly 0.25 in floats
+    kept(impl, "Four equal tokens: two have the mass of 0.5 exactly", [0, 1], quarters, 0.5)
+    kept(impl, "Four equal tokens: one has the mass of 0.25 exactly", [0], quarters, 0.25)
     kept(impl, "Four equal tokens, a mass of 0.4", [0, 1], [2.0] * 4, 0.4)
     kept(impl, "Four equal tokens, a mass of 0.6", [0, 1, 2], [2.0] * 4, 0.6)
     kept(impl, "A single token", [0], [-3.0], 0.1)
@@ -85,7 +102,7 @@ def test_everything(impl: Any) -> None:
         logits += [FORBIDDEN] * draw.randint(0, 2)
         mass = draw.uniform(0.05, 0.98)
         want, entropy, border = reference(logits, mass)
-        close(impl.entropy(list(logits)), entropy, "The entropy of a random list", shown(logits))
+        spread(impl, "The entropy of a random list", entropy, logits)
         if border > FAR:
             kept(impl, "A random list", want, logits, mass)
 

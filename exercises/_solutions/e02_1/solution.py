@@ -47,4 +47,5 @@ def shares(logits: list[float], ids: list[int], temperature: float) -> list[floa
     if len(ids) == 1:  # also at temperature 0
         return [1.0]
     weights = [math.exp((logits[token] - logits[ids[0]]) / temperature) for token in ids]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]

@@ -1,0 +1,41 @@
+"""You kept one token too many: the one at which the sum reaches top_p is the last."""
+
+import math
+
+
+def keep(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[int]:
+    """Ids of the tokens that may be drawn, best first; of equal logits the smaller id first."""
+    ids = [token for token, logit in enumerate(logits) if logit > -math.inf]
+    ids.sort(key=lambda token: -logits[token])  # stable: equal logits keep the order of their ids
+    if temperature == 0:
+        return ids[:1]
+    if top_k > 0:
+        ids = ids[:top_k]
+    if top_p == 1:
+        return ids
+    reached = 0.0
+    for number, share in enumerate(shares(logits, ids, temperature), 1):
+        reached += share
+        if reached >= top_p:
+            return ids[: number + 1]
+    return ids
+
+
+def choose(logits: list[float], temperature: float, top_k: int, top_p: float, u: float) -> int:
+    """The kept token in whose share of the probability `u` (0 <= u < 1) lies, best first."""
+    ids = keep(logits, temperature, top_k, top_p)
+    reached = 0.0
+    for token, share in zip(ids, shares(logits, ids, temperature), strict=True):
+        reached += share
+        if u < reached:
+            return token
+    return ids[-1]
+
+
+def shares(logits: list[float], ids: list[int], temperature: float) -> list[float]:
+    """How `ids`, best first, share the probability among themselves."""
+    if len(ids) == 1:  # also at temperature 0
+        return [1.0]
+    weights = [math.exp((logits[token] - logits[ids[0]]) / temperature) for token in ids]
+    total = sum(weights)
+    return [weight / total for weight in weights]
