@@ -99,22 +99,26 @@ def _letter(choice: Any, named: Mapping[str, str]) -> str:
     return letter
 
 
-def check(exercise_id: str, *solution: Any) -> Any:
-    """Grade an exercise. With the function or class written in this notebook it is first saved
-    into the learner's folder, so that the command line grades the very same file.
+def check(exercise_id: str, *solution: Any) -> None:
+    """Grade an exercise and show the verdict. With the function or class written in this notebook
+    it is first saved into the learner's folder, so that the command line grades the same file.
 
     Never raises: a mistake of any kind becomes the text that is shown.
     """
+    from IPython.display import display
+
     from minillm_exercises.report import check_here  # the grader: only when it is asked for
 
-    return check_here(exercise_id, *solution)
+    display(check_here(exercise_id, *solution))
 
 
-def hint(exercise_id: str) -> Any:
-    """The next hint of an exercise: first the idea, then where to look, then the steps."""
+def hint(exercise_id: str) -> None:
+    """Show the next hint of an exercise: first the idea, then where to look, then the steps."""
+    from IPython.display import display
+
     from minillm_exercises.report import hint_here
 
-    return hint_here(exercise_id)
+    display(hint_here(exercise_id))
 
 
 def quiz(chapter: str, answers: str = "") -> None:

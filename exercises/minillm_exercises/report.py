@@ -7,6 +7,7 @@ from typing import Any
 
 from minillm.errors import MinillmError
 from minillm_exercises.explain import Cell, Explained, Trouble, explain
+from minillm_exercises.manifest import Exercise
 from minillm_exercises.session import Session
 
 SIGNS = (("pass", "✓", "#117733"), ("fail", "✗", "#aa3311"), ("error", "!", "#aa3311"),
@@ -41,6 +42,18 @@ def check_here(exercise_id: str, *objects: Any, session: Session | None = None) 
         return message(f"{exercise_id} could not be graded: {type(error).__name__}: {error}")
 
 
+def _not_begun(exercise: Exercise) -> str:
+    """Where the task is, and both ways to begin."""
+    names = [name for name in exercise.names if "." not in name]  # a method comes with its class
+    task = f"exercises/{exercise.folder.name}/README.md"
+    return (
+        f"{exercise.id}, {exercise.title} ({exercise.minutes} minutes), is not begun. The task is "
+        f"in {task}. Write {' and '.join(names)} in a cell and then "
+        f'check("{exercise.id}", {", ".join(names)}), or work in a file: '
+        f"python -m minillm_exercises start {exercise.id}"
+    )
+
+
 def _check(exercise_id: str, objects: Sequence[Any], session: Session) -> Shown:
     from minillm_exercises.capture import save_function  # ast and linecache: only when needed
 
@@ -49,10 +62,7 @@ def _check(exercise_id: str, objects: Sequence[Any], session: Session) -> Shown:
         save_function(exercise, objects, session.workspace)
     notice = session.progress().notice
     if not session.workspace.begun(exercise):
-        return message(
-            f"{exercise.id} is not begun. Write {' and '.join(exercise.names)} in a cell, then "
-            f'check("{exercise.id}", {", ".join(exercise.names)}).'
-        )
+        return message(_not_begun(exercise))
     verdict = session.run(exercise)
     entry = session.progress().of(exercise.id)
     told = explain(exercise, verdict, entry, Cell(), session.suggestion())

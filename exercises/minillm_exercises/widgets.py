@@ -22,7 +22,7 @@ def explore(
     function: Callable[..., object], static: Mapping[str, Any], **choices: Sequence[Any]
 ) -> None:
     """Draw ``function(**static)``; in a live notebook add a slider for every argument of `choices`
-    (its values in order), which calls `function` again, under the first drawing.
+    (its values in order). Moving one draws again, below; the first drawing stays to compare with.
 
     Raises:
         ExerciseError: `static` and `choices` do not name the same arguments, or a static value is
@@ -38,12 +38,28 @@ def explore(
             raise ExerciseError(f"explore(): {name}={value!r} is none of {list(choices[name])}.")
     function(**static)
     if is_live():
-        from ipywidgets import SelectionSlider, interact  # only a live notebook needs them
+        _add_sliders(function, static, choices)
 
-        sliders = {
-            name: SelectionSlider(
-                options=list(values), value=static[name], description=name, continuous_update=False
-            )
-            for name, values in choices.items()
-        }
-        interact(function, **sliders)
+
+def _add_sliders(
+    function: Callable[..., object], static: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]
+) -> None:
+    from IPython.display import display  # only a live notebook needs these two
+    from ipywidgets import HTML, Output, SelectionSlider, VBox
+
+    sliders = {
+        name: SelectionSlider(
+            options=list(values), value=static[name], description=name, continuous_update=False
+        )
+        for name, values in choices.items()
+    }
+    drawing = Output()
+
+    def draw(_: object) -> None:
+        drawing.clear_output(wait=True)
+        with drawing:
+            function(**{name: slider.value for name, slider in sliders.items()})
+
+    for slider in sliders.values():
+        slider.observe(draw, names="value")
+    display(VBox([HTML("Move a slider to draw it again:"), *sliders.values(), drawing]))

@@ -308,3 +308,36 @@ def test_quiz_mistakes_are_sentences(quizzes) -> None:
 def test_a_question_knows_its_letters() -> None:
     with pytest.raises(ExerciseError, match="choose one of a, b"):
         Question("?", ("x", "y"), "a", "").answered(1, "c")
+
+
+def test_a_slider_draws_again_below_and_only_when_moved(monkeypatch) -> None:
+    import IPython.display
+
+    import minillm_exercises.widgets as widgets
+
+    shown, calls = [], []
+    monkeypatch.setattr(widgets, "is_live", lambda: True)
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    explore(lambda **k: calls.append(k), {"t": 1, "p": 2}, t=[0, 1], p=[2])
+    assert calls == [{"t": 1, "p": 2}]
+    (box,) = shown
+    slider = next(child for child in box.children if getattr(child, "description", "") == "t")
+    slider.value = 0
+    assert calls == [{"t": 1, "p": 2}, {"t": 0, "p": 2}]
+
+
+def test_every_check_of_a_cell_is_shown(monkeypatch) -> None:
+    import IPython.display
+
+    from minillm_exercises import check, hint
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", lambda thing: shown.append(str(thing)))
+    check("e00.1")
+    check("e99.9")
+    hint("e00.1")
+    assert "is not begun" in shown[0]
+    assert "exercises/e00_measuring/README.md" in shown[0]
+    assert 'check("e00.1", bench)' in shown[0]
+    assert "no exercise 'e99.9'" in shown[1]
+    assert "1 of 3" in shown[2]
