@@ -110,7 +110,7 @@ def _synchronise(device: str) -> None:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+    for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * scale >= 1:
             return scale, unit
     return 1e9, "ns"

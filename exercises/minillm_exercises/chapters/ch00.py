@@ -65,6 +65,7 @@ def draw_runs(milliseconds: Sequence[float], median: float, lone: float) -> None
         style = {key: series(number)[key] for key in ("color", "linestyle")}
         ax.axvline(value, label=f"{name}: {value:.3g} ms", linewidth=2, **style)
     _plain_log(ax, *ends)
+    ax.yaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     show(
         fig,
@@ -112,8 +113,9 @@ def draw_roofline(hardware: Hardware, runs: Sequence[Run]) -> None:
     lowest = " and ".join(f"{_lowest(run, hardware)} over {run.name}" for run in runs)
     show(
         fig,
-        f"What comes from memory lies under every line: both tokens stand at one operation per "
-        f"byte, far left of the corner at {ridge:.0f}, and the lowest line is {lowest}.",
+        f"What is read from memory lies below every line that applies to it: both tokens stand at "
+        f"one operation per byte, far left of the corner at {ridge:.0f}, and the lowest line is "
+        f"{lowest}.",
     )
 
 
