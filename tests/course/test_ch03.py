@@ -139,14 +139,15 @@ def test_a_table_shows_verdicts_in_words(monkeypatch):
 def test_the_drawings_caption_what_they_draw(shown, tiny):
     slow, fast = [float(n) for n in range(1, 17)], [1.0] * 16
     ch03.draw_times({"m": (slow, fast)} | {"n": (slow, fast)}, dict.fromkeys("mn", (fast, fast)))
-    ch03.draw_currencies(ch03.gains(SMALL, 1, 8, H100), {"tiny": 2.0})
+    ch03.draw_currencies("small", ch03.gains(SMALL, 1, 8, H100), {"tiny": 2.0})
     ch03.draw_leads({"none": [3.0, 1.25], "mask": [2.0, -1.5]})
     ch03.draw_prices(["llama-2-7b", "llama-3.1-8b"], 2**20, 80)
     ch03.draw_gains("llama-3.1-8b", 1, "h100-sxm", 64)
     captions = [caption for _, caption in shown]
     assert "needs 12 ms without a cache and 1 ms with one" in captions[0]
     assert "positions 4.5 times" in captions[1]
-    assert "the clock, tiny 2.0 times" in captions[1]
+    assert "the clock, tiny 2 times" in captions[1]
+    assert "the bound, small " in captions[1]
     assert "1.25 with the bug 'none', -1.50 with the bug 'mask'" in captions[2]
     assert captions[3].endswith("llama-2-7b.")
     assert "32.5 times the positions, 1.0 times" in captions[4]

@@ -179,22 +179,23 @@ def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: i
     )
 
 
-def draw_currencies(saved: Gains, clocks: Mapping[str, float]) -> None:
-    """Draw how many times as much is needed without a cache, counted and on the clock."""
+def draw_currencies(model: str, saved: Gains, clocks: Mapping[str, float]) -> None:
+    """Draw how many times as much `model` needs without a cache, counted and on the clock; the
+    clock of other models beside it."""
     found = {
         "positions": saved.positions[-1],
         "operations": saved.operations[-1],
-        "this machine's bound": saved.seconds[-1],
+        f"the bound, {model}": saved.seconds[-1],
         **{f"the clock, {name}": ratio for name, ratio in clocks.items()},
         "bytes": saved.bytes[-1],
     }
     fig, ax = figure("without a cache / with a cache (times, logarithmic)", "currency", size=(7, 3))
     drawn = ax.barh(list(found), list(found.values()), **bars(0))
-    ax.bar_label(drawn, [f"{ratio:.2f}" for ratio in found.values()], padding=3)
+    ax.bar_label(drawn, [f"{ratio:.3g}" for ratio in found.values()], padding=3)
     ax.set(xscale="log", xlim=(0.7, 1.8 * max(found.values())))
     ax.axvline(1, color="black", linestyle="--", linewidth=1.2)
     ax.invert_yaxis()
-    told = ", ".join(f"{name} {ratio:.1f} times" for name, ratio in found.items())
+    told = ", ".join(f"{name} {ratio:.3g} times" for name, ratio in found.items())
     show(fig, f"What a cache saves in each currency; the dashed line is no gain: {told}.")
 
 
