@@ -6,6 +6,10 @@ comparison appends what it saw to a *trace*. The trace does two jobs: a check wh
 empty has compared nothing and may not pass, and a learner whose trace equals that of exactly one
 mutant has that mutant's misconception (`grader.py`).
 
+What a submission returns is judged by its exact type and read by that type's own methods: an object
+of a class of the learner's own could agree with everything it is compared with. A check that
+computes with a result, instead of comparing it, passes it through `number` or `accept` first.
+
 Nothing here imports torch, so that an exercise without tensors is graded in a fraction of a second.
 """
 
@@ -15,8 +19,10 @@ import os
 import random
 import re
 import reprlib
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +41,21 @@ KINDS = (
     (type, "a class (are its parentheses missing?)"),
     ((map, filter, zip, reversed), "an iterator (is a list(...) missing?)"),
 )
+
+# The types a result may be made of. Two values are comparable when they are of one family: a bool
+# is no number here, a list may stand for a tuple. `torch` adds the family "tensor".
+FAMILIES = (
+    ("bool", (bool,)),
+    ("number", (int, float)),
+    ("text", (str,)),
+    ("bytes", (bytes,)),
+    ("None", (type(None),)),
+    ("sequence", (list, tuple)),
+    ("other sequence", (range, deque)),
+    ("set", (set, frozenset)),
+    ("map", (dict, OrderedDict, defaultdict, Counter)),
+)
+EXACT = 2**53  # the floats beyond are whole numbers with gaps between them
 
 
 class CheckFailedError(AssertionError):
@@ -99,7 +120,9 @@ def equal(got: object, want: object, what: str, case: str = "") -> None:
     `what` says in the learner's words what was compared, `case` the smallest way to repeat it.
     """
     observe(got)
-    if not _same_kind(got, want) or plain(got) != plain(want):
+    _refuse_own(got, what, case)
+    strange = any(True for _ in _strange(got))
+    if strange or _family(got) != _family(want) or plain(got) != plain(want):
         raise CheckFailedError(_message(what, case, got, want))
 
 
@@ -111,10 +134,13 @@ def close(
     Numbers, nested sequences of numbers and tensors are compared as float64; a NaN never passes.
     """
     observe(got)
+    _refuse_own(got, what, case)
     try:
         mine, theirs = _flat(got), _flat(want)
-    except TypeError:
+    except (TypeError, OverflowError):
         raise CheckFailedError(_message(what, case, got, want)) from None
+    if _shape(got) == _shape(want) and len(mine) != len(theirs):  # rows of different lengths
+        raise CheckFailedError(_message(what, case, got, want))
     if _shape(got) != _shape(want):
         raise CheckFailedError(
             _sentence(what, case) + f"expected shape {_shape(want)}, got shape {_shape(got)}."
@@ -127,8 +153,28 @@ def close(
             )
 
 
+def accept(got: object, what: str, case: str = "") -> Any:
+    """`got` itself, if it is made of plain types all through: a check may compute with it."""
+    for part in _strange(got):
+        observe(got)
+        _refuse_own(got, what, case)
+        raise CheckFailedError(_sentence(what, case) + f"got {describe(part)}.")
+    return got
+
+
+def number(got: object, what: str, case: str = "") -> Any:
+    """`got` itself, if it is a plain int or float: a check may compute with it."""
+    if _family(accept(got, what, case)) != "number":
+        observe(got)
+        raise CheckFailedError(_sentence(what, case) + f"expected a number, got {_got(got, 0)}.")
+    return got
+
+
 def expect(condition: object, message: str, observed: object = None) -> None:
-    """`condition` must hold; `observed` is what distinguishes one wrong solution from another."""
+    """`condition` must hold; `observed` is what distinguishes one wrong solution from another.
+
+    What a submission returned goes through `number` or `accept` before a condition is made of it.
+    """
     observe(bool(condition) if observed is None else observed)
     if not condition:
         raise CheckFailedError(message)
@@ -150,46 +196,81 @@ def tensor(seed: int, *shape: int, scale: float = 1.0) -> "torch.Tensor":
     return torch.randn(*shape, generator=generator) * scale
 
 
-def plain(value: object) -> object:
+def plain(value: Any) -> object:
     """A value as nested tuples of plain numbers and strings, for comparing and for sending."""
-    if hasattr(value, "detach"):
-        shape = tuple(value.shape)  # type: ignore[attr-defined]
-        return ("tensor", shape, tuple(value.detach().double().flatten().tolist()))
-    if isinstance(value, bool | int | float | str | bytes | type(None)):
-        return value
-    if isinstance(value, Mapping):
-        return ("map", tuple(sorted((repr(k), plain(v)) for k, v in value.items())))
-    if isinstance(value, set | frozenset):
-        return ("set", tuple(sorted(repr(v) for v in value)))
-    if isinstance(value, Sequence):
+    family = _family(value)
+    if family == "tensor":
+        bare = sys.modules["torch"].Tensor.detach(value)  # without attributes set on the object
+        return ("tensor", tuple(bare.shape), tuple(bare.double().flatten().tolist()))
+    if family == "map":
+        pairs = ((repr(plain(k)), plain(v)) for k, v in value.items())
+        return ("map", tuple(sorted(pairs, key=lambda pair: pair[0])))
+    if family == "set":
+        return ("set", tuple(sorted(repr(plain(v)) for v in value)))
+    if family in ("sequence", "other sequence"):
         return tuple(plain(v) for v in value)
-    return f"<{type(value).__name__}>"
+    return value if family else ("object", type(value).__name__)
 
 
-def _same_kind(got: object, want: object) -> bool:
-    """Whether both are of one family: a bool is no number here, a list may stand for a tuple."""
-    if isinstance(got, bool) or isinstance(want, bool):
-        return isinstance(got, bool) and isinstance(want, bool)
-    for family in ((int, float), (str,), (bytes,), (Mapping,), (list, tuple)):
-        if isinstance(want, family):
-            return isinstance(got, family)
-    return True
+def _family(value: object) -> str:
+    """The family of a value by its exact type, or "" if it has none.
+
+    Nothing is asked of the value, nor of its class: `isinstance`, `==` and `in` would ask them.
+    """
+    for name, kinds in FAMILIES:
+        if any(type(value) is kind for kind in kinds):
+            return name
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+        return "tensor"
+    return "sequence" if type(value) is torch.Size else ""
+
+
+def _strange(value: Any) -> Iterator[object]:
+    """Everything in a value that is of no family."""
+    family = _family(value)
+    if not family:
+        yield value
+    elif family == "map":
+        for pair in value.items():
+            yield from _strange(pair)
+    elif family in ("sequence", "other sequence", "set"):
+        for part in value:
+            yield from _strange(part)
+
+
+def _refuse_own(got: object, what: str, case: str) -> None:
+    """Fail if there is an object in `got` whose class was derived from a plain type."""
+    torch = sys.modules.get("torch")
+    bases = [kind for _, kinds in FAMILIES for kind in kinds] + ([torch.Tensor] if torch else [])
+    for part in _strange(got):
+        for base in bases:
+            if issubclass(type(part), base):
+                kind = base.__name__
+                raise CheckFailedError(
+                    _sentence(what, case) + f"got a {type(part).__name__}, which is a kind of "
+                    f"{kind} of your own; return a plain {kind}."
+                )
 
 
 def _flat(value: Any) -> list[float]:
-    if hasattr(value, "detach"):
-        return value.detach().double().flatten().tolist()
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    family = _family(value)
+    if family == "tensor":
+        return list(plain(value)[2])  # type: ignore[index]
+    if family == "number":
         return [float(value)]
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [number for part in value for number in _flat(part)]
+    if family == "sequence":
+        return [part for item in value for part in _flat(item)]
     raise TypeError(type(value).__name__)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if hasattr(value, "shape"):
+    family = _family(value)
+    if family == "tensor":
         return tuple(value.shape)
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if family == "sequence":
         return (len(value), *(_shape(value[0]) if len(value) else ()))
     return ()
 
@@ -207,20 +288,27 @@ def _sentence(what: str, case: str) -> str:
 
 
 def _message(what: str, case: str, got: object, want: object) -> str:
-    return _sentence(what, case) + f"expected {describe(want)}, got {describe(got)}."
+    return _sentence(what, case) + f"expected {describe(want)}, got {_got(got, want)}."
+
+
+def _got(got: object, want: object) -> str:
+    """What came instead of `want`, with the reason where the value alone hints at it."""
+    if got is None and want is not None:
+        return "None (is there a return?)"
+    if type(got) is float and type(want) is int and abs(got) >= EXACT:
+        return f"a float, {_number(got)}"
+    return describe(got)
 
 
 def describe(value: object) -> str:
     """A value in a few words: short things as they are, tensors by shape and first numbers."""
-    if value is None:
-        return "None (is there a return?)"
-    if hasattr(value, "detach"):
+    if _family(value) == "tensor":
         first = ", ".join(_number(v) for v in _flat(value)[:4])
         return f"a tensor of shape {_shape(value)} starting {first}"
-    if isinstance(value, float):
+    if type(value) is float:
         return _number(value)
     for kind, advice in KINDS:
-        if isinstance(value, kind):
+        if issubclass(type(value), kind):
             return advice
     try:
         text = _short_repr().repr(value)

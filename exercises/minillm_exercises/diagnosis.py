@@ -19,12 +19,6 @@ class Behaviour:
         """The behaviour in `result`."""
         return cls(result.status, result.error, result.trace)
 
-    @property
-    def is_vague(self) -> bool:
-        """Whether many different mistakes would look like this: the last thing seen was a yes or
-        no, None, zero or something empty, or nothing was seen at all."""
-        return not self.trace or self.trace[-1] in (True, False, None, "", (), [])
-
 
 def same_behaviour(one: Behaviour, other: Behaviour) -> bool:
     """Equal in every value seen; numbers within rounding."""
@@ -34,7 +28,12 @@ def same_behaviour(one: Behaviour, other: Behaviour) -> bool:
 def _same(one: object, other: object) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-7)
+    kinds = {type(one), type(other)}
+    if float in kinds and kinds <= {int, float}:
+        return _near(float(one), float(other))  # type: ignore[arg-type]
     return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _near(one: float, other: float) -> bool:
+    both_nan = math.isnan(one) and math.isnan(other)
+    return both_nan or math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-7)

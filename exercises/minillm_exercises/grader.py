@@ -159,13 +159,11 @@ class Grader:
         return Verdict(self.exercise.id, status, self.checks, message)
 
     def _diagnose(self, verdict: Verdict) -> Verdict:
-        """Name the one mutant that does the same as the submission: first in the first check that
-        failed, then, if that does not single one out, in every check."""
-        failed = [check for check in verdict.checks if check.status in ("fail", "error")]
-        mutants = [m for m in self.exercise.mutants if self._agrees(m, failed[0])]
-        if len(mutants) > 1 or Behaviour.of(failed[0]).is_vague:
-            ran = [check for check in verdict.checks if check.status != "not run"]
-            mutants = [m for m in mutants if all(self._agrees(m, c) for c in ran)]
+        """Name the one mutant that does the same as the submission in every check that ran; those
+        that failed are asked first, since most mutants differ there."""
+        ran = [check for check in verdict.checks if check.status != "not run"]
+        ran.sort(key=lambda check: check.status == "pass")
+        mutants = [m for m in self.exercise.mutants if all(self._agrees(m, c) for c in ran)]
         if len(mutants) != 1:
             return verdict
         return verdict.replace(mutant=mutants[0].stem, misconception=teaching_message(mutants[0]))

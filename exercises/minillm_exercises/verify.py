@@ -1,7 +1,8 @@
 """Do the graders tell right from wrong? `verify` says what to mend wherever they do not.
 
 A grader rots quietly: it goes on saying "pass". So each is tried on submissions whose outcome is
-known: the starter, two correct solutions, known-wrong ones, mechanical mutants, and nothing at all.
+known: the starter, two correct solutions, known-wrong ones, mechanical mutants, nothing at all, and
+objects that claim to be equal to whatever they are compared with.
 """
 
 import ast
@@ -24,6 +25,39 @@ MOST_CHANGED_LINES = 5
 KILLED = 0.85
 MUTANT_LIMITS = replace(DEFAULT, cpu=1.0, wall=5.0)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+BASES = ("int", "float", "str", "list", "tuple", "dict", "object")
+# A class that agrees with everything: every comparison holds, and every other operation, of Python
+# or of torch, gives the object itself.
+AGREEABLE = """
+class Agreeable({base}):
+    def _itself(self, *args, **kwargs):
+        return self
+
+    def _yes(self, *args, **kwargs):
+        return True
+
+    def _no(self, *args, **kwargs):
+        return False
+
+    def __hash__(self):
+        return 0
+
+    def __iter__(self):
+        return iter((self,))
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return agreeable
+
+    __eq__ = __le__ = __ge__ = __bool__ = __contains__ = _yes
+    __ne__ = __lt__ = __gt__ = _no
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _itself
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _itself
+    __neg__ = __pos__ = __abs__ = __round__ = __getitem__ = __call__ = _itself
+
+
+agreeable = Agreeable()
+"""
 
 
 @dataclass(frozen=True)
@@ -137,6 +171,7 @@ class _Trial:
             yield "the checks give no points."
         yield from self._starter()
         yield from self._nothing()
+        yield from self._agreeable()
         solution = self._exercise.answers / "solution.py"
         yield from self._correct(solution)
         yield from self._correct(self._exercise.answers / "alternate.py")
@@ -175,6 +210,26 @@ class _Trial:
                     f"{check.name} passes when every function returns None: compare a value that "
                     f"the submission returned."
                 )
+
+    def _agreeable(self) -> Iterator[str]:
+        """The starter with functions that return an object equal to everything."""
+        if not self._exercise.starter.is_file():
+            return
+        starter = self._exercise.starter.read_text(encoding="utf-8")
+        torch = "torch" in self._exercise.needs
+        fooled: dict[str, str] = {}
+        for base in (*BASES, "torch.Tensor") if torch else BASES:
+            source = returning_agreeable(starter, base)
+            for check in self._grader.checks:  # one by one: what ends the process hides the rest
+                (result,) = self._grader.run(source, checks=[check.name]).checks
+                if result.status == "pass":
+                    fooled.setdefault(check.name, base)
+        for name, base in fooled.items():
+            yield (
+                f"{name} passes when every function returns an object of a kind of {base} that "
+                f"agrees with everything: pass a result through number(...) or accept(...) before "
+                f"the check computes with it."
+            )
 
     def _correct(self, path: Path) -> Iterator[str]:
         """A solution must pass, for each seed."""
@@ -275,10 +330,22 @@ def _said(verdict: Verdict) -> str:
 
 def returning_none(starter: str) -> str:
     """The starter with every function that is to be written returning None."""
+    return _returning(starter, "None")
+
+
+def returning_agreeable(starter: str, base: str) -> str:
+    """The starter with every function that is to be written returning an object which is of a
+    class derived from `base` and agrees with everything."""
+    imported = "\nimport torch\n" if base.startswith("torch.") else ""
+    return _returning(starter, "agreeable") + imported + AGREEABLE.format(base=base)
+
+
+def _returning(starter: str, value: str) -> str:
     tree = ast.parse(starter)
     for node in ast.walk(tree):
         if isinstance(node, Function) and any(isinstance(n, ast.Raise) for n in ast.walk(node)):
-            node.body = [ast.Return(ast.Constant(None))]
+            returned = "None" if node.name == "__init__" else value
+            node.body = [ast.Return(ast.parse(returned, mode="eval").body)]
     return ast.unparse(ast.fix_missing_locations(tree))
 
 

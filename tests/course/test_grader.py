@@ -18,6 +18,7 @@ from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.results import Verdict
 from minillm_exercises.server import load_checks, supervise
+from minillm_exercises.verify import BASES, returning_agreeable
 
 LIMITS = Limits(cpu=0.3, wall=60.0)
 IMPATIENT = Limits(cpu=60.0, wall=1.0)  # for what waits without computing
@@ -135,6 +136,18 @@ def test_another_mistake_is_not_named(toys: Toys, graded: Graded) -> None:
     assert verdict.mutant == verdict.misconception == ""
 
 
+def test_who_differs_later_is_not_named(graders: dict[str, Grader]) -> None:
+    grader = graders["e90.1"]
+    mutant = (grader.exercise.answers / "mutants" / "last_window_lost.py").read_text("utf-8")
+    assert "return self.largest" in mutant
+    worse = mutant.replace("return self.largest", "return 2 * self.largest")
+    for source, named in ((mutant, "last_window_lost"), (worse, "")):
+        verdict = grader._diagnose(grader.run(source))
+        failed = next(check for check in verdict.checks if check.status == "fail")
+        assert grader._agrees(grader.exercise.answers / "mutants" / "last_window_lost.py", failed)
+        assert (verdict.mutant, bool(verdict.misconception)) == (named, bool(named))
+
+
 def test_a_bare_no_names_nobody_who_differs_elsewhere(toy_root: ToyRoot, tmp_path: Path) -> None:
     toy_root.edit(
         "e90_windows/test_e90_1.py",
@@ -225,6 +238,22 @@ def test_what_a_function_does_wrong_is_explained(
     assert verdict.checks[2].status == "pass"
     if "Your code raised" in says:
         assert verdict.checks[0].where.startswith("line 6: ")
+
+
+AGREEABLE = [(base, "e90.1") for base in BASES] + [("torch.Tensor", "e91.1"), ("int", "e91.1")]
+
+
+@pytest.mark.parametrize(("base", "exercise_id"), AGREEABLE)
+def test_an_object_that_agrees_with_everything_earns_nothing(
+    toys: Toys, graders: dict[str, Grader], base: str, exercise_id: str
+) -> None:
+    starter = toys[exercise_id].starter.read_text("utf-8")
+    verdict = graders[exercise_id].run(returning_agreeable(starter, base))
+    assert verdict.earned == 0
+    assert not {"pass", "not run"} & set(statuses(verdict))
+    kind = base.removeprefix("torch.")
+    said = "got " if base == "object" else f"got a Agreeable, which is a kind of {kind} of your own"
+    assert said in verdict.checks[0].message
 
 
 def test_a_changed_signature_is_explained(toys: Toys, graded: Graded) -> None:

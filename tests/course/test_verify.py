@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,13 @@ from minillm_exercises.checking import seeds
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.mutation import mechanical_mutants
-from minillm_exercises.verify import Problem, changed_lines, returning_none, verify
+from minillm_exercises.verify import (
+    Problem,
+    changed_lines,
+    returning_agreeable,
+    returning_none,
+    verify,
+)
 
 CHECKS = "e90_windows/test_e90_1.py"
 STARTER = "e90_windows/e90_1.py"
@@ -155,6 +162,25 @@ def none_passes(root: ToyRoot) -> None:
     )
 
 
+def agreeable_passes(root: ToyRoot) -> None:
+    root.write(
+        CHECKS,
+        (root.root / CHECKS).read_text("utf-8").replace("import check,", "import check, expect,")
+        + "\n@check(points=1, task='sum')\ndef test_sum(impl):\n"
+        "    expect(impl.window_sums([1, 2], 1) == [1, 2], 'not equal')\n",
+    )
+
+
+def agreeable_set(root: ToyRoot) -> None:
+    root.write(
+        CHECKS,
+        (root.root / CHECKS).read_text("utf-8").replace("import check,", "import check, expect,")
+        + "\n@check(points=1, task='sum')\ndef test_sum(impl):\n"
+        "    first = {impl.window_sums([1, n], 1)[0] for n in (1, 2)}\n"
+        "    expect(len(first) == 1, 'they differ')\n",
+    )
+
+
 def mechanical_survive(root: ToyRoot) -> None:
     for name in (SOLUTION, *(f"{MUTANTS}/{m.name}" for m in (root.root / MUTANTS).iterdir())):
         root.edit(name, "    starts = ", "    size = size * 7 // 7 + 0 - 0 + 5 * 0\n    starts = ")
@@ -199,6 +225,8 @@ ROT = [
     (starter_passes, "the starter passes test_nothing: that check asks for nothing"),
     (starter_passes, "test_nothing passes on an empty file: it does not call the submission"),
     (none_passes, "test_input passes when every function returns None: compare a value"),
+    (agreeable_passes, "test_sum passes when every function returns an object of a kind of int "),
+    (agreeable_set, "an object of a kind of int that agrees with everything: pass a result"),
     (mechanical_survive, "mechanical mutants of the solution, fewer than 85%. Add cases for"),
     (survivor_is_stale, "survivors names 'line 99: + -> -', which is no surviving mutant"),
     (no_readme, "README.md is missing or does not speak of e90.1"),
@@ -236,6 +264,20 @@ def test_returning_none_keeps_what_is_given() -> None:
     given = "K = 3\n\ndef given(x):\n    return x\n\ndef f(x):\n    "
     todo = "'''Doc.'''\n    raise NotImplementedError('TODO')\n"
     assert returning_none(given + todo) == given + "return None"
+
+
+def test_returning_agreeable_stays_python() -> None:
+    given = (
+        "from __future__ import annotations\n\nclass C:\n    def __init__(self):\n        raise X"
+    )
+    source = returning_agreeable(f"{given}\n\n    def f(self):\n        raise X\n", "int")
+    names: dict[str, Any] = {}
+    exec(compile(source, "mine.py", "exec"), names)
+    value = names["C"]().f()
+    assert isinstance(value, int)
+    assert value == 3 == value + 4
+    assert value is value - "x"
+    assert not value.__ne__(5)
 
 
 def test_changed_lines_do_not_count_comments_and_docstrings(toy_root: ToyRoot) -> None:
