@@ -93,11 +93,13 @@ def test_budget(impl: Any) -> None:
     )
 
 
-@check(2, "A machine that changes gear half-way")
+@check(2, "A machine that changes gear on the way")
 def test_jump(impl: Any) -> None:
-    """The processor's boost ends: from run 10 on everything takes three times as long."""
-    machine = Machine(30, 20, jump=10)
-    right(impl, machine, 5, "a of 30 ticks against b of 20", "3 times slower from run 10 of 20 on")
+    """The processor's boost ends: from run 9 on everything takes three times as long. Run 10 would
+    be the middle of a block a b b a, where a jump cancels."""
+    machine = Machine(30, 20, jump=9)
+    case = "blocks=5, 3 times slower from run 9 on, counted from 0"
+    right(impl, machine, 5, "a of 30 ticks against b of 20", case)
 
 
 @check(2, "A machine that slows down a little with every run")
@@ -110,10 +112,11 @@ def test_drift(impl: Any) -> None:
 
 @check(2, "A machine that is interrupted now and then")
 def test_spikes(impl: Any) -> None:
-    """Two runs of twenty take 40 times as long."""
-    machine = Machine(30, 20, spikes=(3, 8))
-    case = "blocks=5, runs 3 and 8 take 40 times as long"
-    right(impl, machine, 5, "a of 30 ticks against b of 20", case)
+    """Three runs take 40 times as long: two of one program and one of the other, so that they do not
+    cancel in a sum, be the order a b b a or a b a b."""
+    machine = Machine(30, 20, spikes=(3, 8, 14))
+    case = "blocks=7, runs 3, 8 and 14 take 40 times as long"
+    right(impl, machine, 7, "a of 30 ticks against b of 20", case)
 
 
 @check(2, "Twenty machines with all of this at once")

@@ -3,10 +3,10 @@
 import bisect
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from minillm_exercises.checking import check, equal, expect, seeds
+from minillm_exercises.checking import check, equal, expect, number, seeds
 
 CALLS = 200  # of each function in one search: enough to search twice, not to try them all
 
@@ -51,16 +51,19 @@ def right(impl: Any, what: str, shape: Shape, lengths: list[int], value_bytes: i
 
 def longer(impl: Any, what: str, before: list[int], after: list[int]) -> None:
     """How the bytes grow from one batch to another: the weights cancel."""
-    got = impl.step_bytes(SMALL, after, 2) - impl.step_bytes(SMALL, before, 2)
+    case = f"from lengths={before} to {after}, value_bytes=2, {SMALL}"
+    got = [number(impl.step_bytes(SMALL, lengths, 2), what, case) for lengths in (after, before)]
     want = expected(SMALL, after, 2) - expected(SMALL, before, 2)
-    equal(got, want, what, f"from lengths={before} to {after}, value_bytes=2, {SMALL}")
+    equal(got[0] - got[1], want, what, case)
 
 
 @check(1, "The worked example of the README")
 def test_by_hand(impl: Any) -> None:
-    """Two layers, one sequence of three tokens."""
-    shape = Shape(2, 5, 2, 1, 3, 7, 10, window=2, global_every=2)
-    equal(impl.step_bytes(shape, [3]), 950, "The worked example", f"lengths=[3], {shape}")
+    """Two layers, one sequence of three tokens; then with values twice as wide."""
+    shape = Shape(2, 5, 4, 1, 3, 7, 10, window=2, global_every=2)
+    equal(impl.step_bytes(shape, [3]), 1190, "The worked example", f"lengths=[3], {shape}")
+    what = "The worked example with values of four bytes"
+    equal(impl.step_bytes(shape, [3], 4), 2380, what, f"lengths=[3], value_bytes=4, {shape}")
 
 
 @check(2, "Another sequence reads its own cache, but no weights again")
@@ -75,6 +78,9 @@ def test_window(impl: Any) -> None:
     longer(impl, "From 20 tokens to 21, inside the window of 32", [20], [21])
     longer(impl, "From 40 tokens to 50, beyond the window of 32", [40], [50])
     longer(impl, "From 10 tokens to 60, across the window of 32", [60, 10], [60, 60])
+    for layers, every in ((3, 3), (2, 3), (1, 6)):
+        shape = replace(SMALL, layers=layers, global_every=every)
+        right(impl, f"A model with layers={layers}, global_every={every}", shape, [60])
 
 
 @check(2, "Twenty models and batches, exact")

@@ -1,4 +1,4 @@
-"""Of an even number of runs you took one of the two in the middle; take their mean."""
+"""Of an even number of runs you took the larger of the two in the middle; take their mean."""
 
 import statistics
 from collections.abc import Callable
