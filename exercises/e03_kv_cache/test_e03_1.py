@@ -46,25 +46,68 @@ def memory(rows: int, kv_heads: int, slots: int, dim: int) -> tuple[Tensor, Tens
     return keys, keys.clone()
 
 
-READ = "what a slot holds that nobody has written. Attend to the slots in use only."
+READ = (
+    "what a slot holds that nobody has written, and what a softmax over no slot at all gives. Each "
+    "query sees the slots in use up to its own, and its own too."
+)
 MISSED = "what it held at first. Write into the memory you were given, not into one of your own."
+GROWN = "After a refused append the row no longer works: has its length changed?"
 
 
 def agree(got: Any, want: Tensor, what: str, case: str, why: str = READ) -> None:
-    """`got` is `want`; NaN gets the sentence it deserves."""
-    if isinstance(got, Tensor) and got.isnan().any():
+    """`got` is a float32 tensor equal to `want`; NaN gets the sentence it deserves."""
+    about = f"{what} ({case}): "
+    if type(got) is Tensor and got.dtype == torch.float32:
+        nan = bool(got.isnan().any())
+        expect(not nan, f"{about}there is NaN in it, which is {why}", (nan, tuple(got.shape)))
+    elif type(got) is Tensor:
         expect(
             False,
-            f"{what} ({case}): there is NaN in it, which is {why}",
-            ("nan", tuple(got.shape)),
+            f"{about}it is {got.dtype}; queries, keys and values are torch.float32, and so is "
+            f"what comes out.",
+            str(got.dtype),
         )
+    elif type(got) in (list, tuple, float, int):
+        kind = type(got).__name__
+        expect(False, f"{about}got a {kind}; return a Tensor, with all heads of all queries.", kind)
     close(got, want, what, case, rtol=1e-4, atol=1e-5)
+    expect(type(got) is Tensor, f"{about}got {describe(got)}; return a plain Tensor.")
 
 
-def feed(cache: Any, row: int, text: Text, start: int, end: int) -> Any:
-    """Append tokens start to end - 1 of a text and attend for them; what came out."""
-    cache.append(row, text.keys[start:end].clone(), text.values[start:end].clone())
-    return cache.attend(row, text.queries[start:end].clone())
+def feed(cache: Any, row: int, text: Text, start: int, end: int, slots: int) -> Any:
+    """Append tokens start to end - 1 of a text, which fit, and attend for them; what came out."""
+    store(cache, row, text, start, end, slots)
+    return ask(cache, row, text, start, end)
+
+
+def store(cache: Any, row: int, text: Text, start: int, end: int, slots: int) -> None:
+    """Append tokens that fit into the row's `slots`."""
+    try:
+        cache.append(row, text.keys[start:end].clone(), text.values[start:end].clone())
+    except ValueError as error:
+        expect(
+            False,
+            f"{counted(end - start, 'token')} into the {counted(slots - start, 'slot')} left of "
+            f"{slots}: they fit, but append refused them with ValueError: {error}",
+            "refused what fits",
+        )
+
+
+def ask(cache: Any, row: int, text: Text, start: int, end: int) -> Any:
+    """Attend for the last tokens, start to end - 1; what came out."""
+    queries = text.queries[start:end].clone()
+    got = cache.attend(row, queries)
+    expect(
+        torch.equal(queries, text.queries[start:end]),
+        "attend has changed the queries it was given: does it compute in place (*=, /=, a function "
+        "whose name ends in _)? Make new tensors.",
+    )
+    return got
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def follow(impl: Any, text: Text, pieces: Sequence[int], slots: int, what: str) -> None:
@@ -72,7 +115,7 @@ def follow(impl: Any, text: Text, pieces: Sequence[int], slots: int, what: str) 
     cache = impl.KVCache(*memory(1, text.keys.shape[1], slots, text.keys.shape[2]))
     wanted, start = text.outputs(), 0
     for size in pieces:
-        got = feed(cache, 0, text, start, start + size)
+        got = feed(cache, 0, text, start, start + size, slots)
         case = f"tokens {start} to {start + size - 1} in a row of {slots} slots"
         agree(got, wanted[start : start + size], what, case)
         start += size
@@ -81,10 +124,11 @@ def follow(impl: Any, text: Text, pieces: Sequence[int], slots: int, what: str) 
 @check(1, "The worked example of the README")
 def test_by_hand(impl: Any) -> None:
     """Equal scores: the mean of the values so far."""
+    text = Text(torch.zeros(2, 1, 1), torch.zeros(2, 1, 1), torch.tensor([[[1.0]], [[3.0]]]))
     cache = impl.KVCache(*memory(1, 1, 2, 1))
-    for value in (1.0, 3.0):
-        cache.append(0, torch.zeros(1, 1, 1), torch.full((1, 1, 1), value))
-    agree(cache.attend(0, torch.zeros(1, 1, 1)), torch.full((1, 1, 1), 2.0), "1, then 3", "D = 1")
+    for start in (0, 1):
+        store(cache, 0, text, start, start + 1, 2)
+    agree(ask(cache, 0, text, 1, 2), torch.full((1, 1, 1), 2.0), "1, then 3", "D = 1")
 
 
 @check(2, "A prompt that fills a row")
@@ -113,7 +157,7 @@ def test_requests(impl: Any) -> None:
     cache, done = impl.KVCache(*memory(3, 2, 8, 4)), [0, 0, 0]
     for row, size in ((2, 3), (0, 1), (2, 2), (1, 4), (0, 5), (2, 1), (1, 1)):
         start, end = done[row], done[row] + size
-        got = feed(cache, row, texts[row], start, end)
+        got = feed(cache, row, texts[row], start, end, 8)
         case = f"request {row}, its tokens {start} to {end - 1}"
         agree(got, wanted[row][start:end], "Three requests in turn", case)
         done[row] = end
@@ -122,27 +166,29 @@ def test_requests(impl: Any) -> None:
 @check(2, "A row that is full")
 def test_full(impl: Any) -> None:
     """What does not fit raises and leaves the row as it was; what fits still fits."""
-    text, cache = Text.random(70, 9, 4, 2, 4), impl.KVCache(*memory(2, 2, 7, 4))
-    wanted = text.outputs()
+    text, given = Text.random(70, 9, 4, 2, 4), memory(2, 2, 7, 4)
+    cache, wanted = impl.KVCache(*given), text.outputs()
     for row in (0, 1):
-        feed(cache, row, text, 0, 5)
+        agree(feed(cache, row, text, 0, 5, 7), wanted[:5], "A row with room", "5 tokens, 7 slots")
+    last = ask(cache, 0, text, 4, 5)
+    agree(last, wanted[4:5], "A row with room", "its last token asked again")
     for count in (3, 4):
-        refuses(cache, 0, text, 5, 5 + count, f"{count} tokens into the 2 slots left of 7")
-    got = cache.attend(0, text.queries[4:5].clone())
-    agree(got, wanted[4:5], "The row after a refusal", "its last token asked again")
-    got = feed(cache, 0, text, 5, 7)
+        refuses(cache, given, text, 5, 5 + count)
+    got = feed(cache, 0, text, 5, 7, 7)
     agree(got, wanted[5:7], "The last two slots after a refusal", "tokens 5 and 6")
-    refuses(cache, 0, text, 7, 8, "1 token into a full row of 7 slots")
-    agree(feed(cache, 1, text, 5, 6), wanted[5:6], "The other row", "token 5, room for two")
+    refuses(cache, given, text, 7, 8)
+    agree(feed(cache, 1, text, 5, 6, 7), wanted[5:6], "The other row", "token 5, room for two")
 
 
-def refuses(cache: Any, row: int, text: Text, start: int, end: int, case: str) -> None:
-    """Appending raises ValueError."""
+def refuses(cache: Any, given: tuple[Tensor, Tensor], text: Text, start: int, end: int) -> None:
+    """Appending to row 0, which holds `start` tokens, raises ValueError and changes nothing."""
+    before, slots = [part.clone() for part in given], given[0].shape[2]
+    case = f"{counted(end - start, 'token')} into the {counted(slots - start, 'slot')} left"
+    case += f" of {slots}"
     try:
-        cache.append(row, text.keys[start:end].clone(), text.values[start:end].clone())
+        cache.append(0, text.keys[start:end].clone(), text.values[start:end].clone())
     except ValueError:
         observe("refused")
-        return
     except Exception as error:
         expect(
             False,
@@ -150,34 +196,84 @@ def refuses(cache: Any, row: int, text: Text, start: int, end: int, case: str) -
             f"first and raise ValueError.",
             type(error).__name__,
         )
+    else:
+        expect(
+            False,
+            f"{case}: append returned as if all were well. A token that is dropped in silence is "
+            f"a wrong text later: raise ValueError.",
+            "not refused",
+        )
+    unchanged(given, before, case)
+    works(cache, text, start, case)
+
+
+def unchanged(given: Sequence[Tensor], before: Sequence[Tensor], case: str) -> None:
+    """No slot of the memory holds anything else than before."""
+    written = set()
+    for now, then in zip(given, before, strict=True):
+        alike = (now == then) | (now.isnan() & then.isnan())  # [B, Hkv, S, D]
+        written |= {(row, slot) for row, _, slot, _ in (~alike).nonzero().tolist()}
+    places = ", ".join(f"slot {slot} of row {row}" for row, slot in sorted(written))
     expect(
-        False,
-        f"{case}: append returned as if all were well. A token that is dropped in silence is a "
-        f"wrong text later: raise ValueError.",
-        "not refused",
+        not written,
+        f"{case}: append raised ValueError, but had already written into {places}. Check the room "
+        f"before anything else.",
+        places,
     )
 
 
-@check(1, "The memory that was given")
-def test_memory(impl: Any) -> None:
+def works(cache: Any, text: Text, length: int, case: str) -> None:
+    """The last of `length` tokens in row 0 comes out as it did before a refusal.
+
+    Whatever goes wrong is observed alike: the length has changed, and the rest follows from it.
+    """
+    want = text.outputs()[length - 1 : length]
+    try:
+        got = cache.attend(0, text.queries[length - 1 : length].clone())
+    except Exception as error:
+        said = f"attend raised {type(error).__name__} ({error})"
+    else:
+        if same(got, want):
+            observe("works")
+            return
+        said = f"attend gave {describe(got)} instead of {describe(want)}"
+    expect(False, f"{GROWN} ({case}; its last token asked again: {said}.)", "grown")
+
+
+def same(got: Any, want: Tensor) -> bool:
+    """Whether `got` is a tensor of this shape and, within rounding, of these values."""
+    if type(got) is not Tensor or got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    return torch.allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@check(1, "The keys in the memory that was given")
+def test_memory_keys(impl: Any) -> None:
     """Slot p holds position p; the other slots are still NaN."""
+    stored(impl, 0)
+
+
+@check(1, "The values in the memory that was given")
+def test_memory_values(impl: Any) -> None:
+    """Slot p holds position p; the other slots are still NaN."""
+    stored(impl, 1)
+
+
+def stored(impl: Any, which: int) -> None:
+    """What is in the keys (0) or the values (1) of a memory; what comes out is no matter here."""
     text, given = Text.random(80, 6, 4, 2, 3), memory(2, 2, 6, 3)
     cache = impl.KVCache(*given)
     for start, end in ((0, 3), (3, 4)):
-        agree(
-            feed(cache, 1, text, start, end),
-            text.outputs()[start:end],
-            "Tokens of row 1",
-            f"{start} to {end - 1}",
-        )
-    for name, stored, new in zip(("keys", "values"), given, (text.keys, text.values), strict=True):
-        agree(stored[1, :, :4], new[:4].transpose(0, 1), f"The {name}", "row 1, slots 0-3", MISSED)
-        unused = torch.cat((stored[0].flatten(), stored[1, :, 4:].flatten()))
-        expect(
-            unused.isnan().all(),
-            f"The {name} of slots that belong to no token are {describe(unused[~unused.isnan()])}; "
-            f"only slots 0 to 3 of row 1 were to be written.",
-        )
+        feed(cache, 1, text, start, end, 6)
+    name, new = (("keys", text.keys), ("values", text.values))[which]
+    kept = given[which]
+    agree(kept[1, :, :4], new[:4].transpose(0, 1), f"The {name}", "row 1, slots 0-3", MISSED)
+    unused = torch.cat((kept[0].flatten(), kept[1, :, 4:].flatten()))
+    expect(
+        unused.isnan().all(),
+        f"The {name} of slots that belong to no token are {describe(unused[~unused.isnan()])}; "
+        f"only slots 0 to 3 of row 1 were to be written.",
+    )
 
 
 @check(2, "Twelve random caches")
@@ -194,7 +290,7 @@ def test_everything(impl: Any) -> None:
         while (row := draw.randrange(rows)) is not None and done[row] < slots:
             start = done[row]
             done[row] = end = min(slots, start + draw.randint(1, 4))
-            got = feed(cache, row, texts[row], start, end)
+            got = feed(cache, row, texts[row], start, end, slots)
             case = (
                 f"B={rows}, H={heads}, Hkv={kv_heads}, D={dim}, S={slots}, request {row}, "
                 f"tokens {start} to {end - 1}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm_exercises.checking import check, close, expect, seeds, tensor
+from minillm_exercises.checking import check, close, describe, expect, seeds, tensor
 
 
 def turned(x: Tensor, position: int) -> Tensor:
@@ -63,14 +63,35 @@ MISSED = "what it held at first. Write into the memory you were given, not into 
 
 
 def agree(got: Any, want: Tensor, what: str, case: str, why: str = READ) -> None:
-    """`got` is `want`; NaN gets the sentence it deserves."""
-    if isinstance(got, Tensor) and got.isnan().any():
+    """`got` is a float32 tensor equal to `want`; NaN gets the sentence it deserves."""
+    about = f"{what} ({case}): "
+    if type(got) is Tensor and got.dtype == torch.float32:
+        nan = bool(got.isnan().any())
+        expect(not nan, f"{about}there is NaN in it, which is {why}", (nan, tuple(got.shape)))
+    elif type(got) is Tensor:
         expect(
             False,
-            f"{what} ({case}): there is NaN in it, which is {why}",
-            ("nan", tuple(got.shape)),
+            f"{about}it is {got.dtype}; queries, keys and values are torch.float32, and so is "
+            f"what comes out.",
+            str(got.dtype),
         )
+    elif type(got) in (list, tuple, float, int):
+        kind = type(got).__name__
+        expect(False, f"{about}got a {kind}; return a Tensor, with all heads of the query.", kind)
     close(got, want, what, case, rtol=1e-3, atol=1e-4)
+    expect(type(got) is Tensor, f"{about}got {describe(got)}; return a plain Tensor.")
+
+
+def ask(cache: Any, query: Tensor) -> Any:
+    """Attend for the newest token; what came out."""
+    mine = query.clone()
+    got = cache.attend(mine)
+    expect(
+        torch.equal(mine, query),
+        "attend has changed the query it was given: does it compute in place (*=, /=, a function "
+        "whose name ends in _)? Make new tensors.",
+    )
+    return got
 
 
 def follow(
@@ -82,7 +103,7 @@ def follow(
     for size in pieces:
         start, end = end, end + size
         cache.append(text.keys[start:end].clone(), text.values[start:end].clone())
-        got = cache.attend(text.queries[end - 1].clone())
+        got = ask(cache, text.queries[end - 1])
         case = f"{text.queries.shape[1]} heads on {text.keys.shape[1]}, W={window}"
         case += f", pieces {list(pieces)}, query at position {end - 1}"
         agree(got, text.output(end - 1, window), what, case)
@@ -94,7 +115,7 @@ def test_by_hand(impl: Any) -> None:
     """Equal scores: the mean of the latest four values, and before that of all."""
     cache = impl.RingCache(*memory(1, 4, 2))
     cache.append(torch.zeros(6, 1, 2), torch.arange(1.0, 7.0)[:, None, None].repeat(1, 1, 2))
-    agree(cache.attend(torch.zeros(1, 2)), torch.full((1, 2), 4.5), "The values 1 to 6", "W=4")
+    agree(ask(cache, torch.zeros(1, 2)), torch.full((1, 2), 4.5), "The values 1 to 6", "W=4")
 
 
 @check(1, "A first token")

@@ -16,7 +16,7 @@ class KVCache:
         """Store the next T tokens of a request; ValueError, and no change, if they do not fit."""
         start, slots = self.lengths[row], self.keys.shape[2]
         end = start + keys.shape[0]
-        if end >= slots and start > 0:
+        if end >= slots:
             raise ValueError(f"Row {row} holds {start} of {slots} tokens; {len(keys)} do not fit.")
         self.keys[row, :, start:end] = keys.transpose(0, 1)
         self.values[row, :, start:end] = values.transpose(0, 1)

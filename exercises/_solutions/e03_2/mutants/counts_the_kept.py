@@ -1,0 +1,43 @@
+"""You count the tokens that are kept: positions go on from all that ever came."""
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding of x [T, heads, D] whose tokens stand at `positions` [T]. Given: use it."""
+    half = x.shape[-1] // 2
+    speed = 100.0 ** (-torch.arange(half) / half)  # [D / 2], radians per position
+    angle = positions[:, None, None] * speed  # [T, 1, D / 2]
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat(
+        (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()),
+        dim=-1,
+    )
+
+
+class RingCache:
+    """Keys and values of the latest W tokens of one request in one layer."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        """Use this memory; nothing is in it yet."""
+        self.keys, self.values = keys, values  # [Hkv, W, D]
+        self.seen = 0
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Store the next T tokens, keys (not yet rotated) and values [T, Hkv, D], T at least 1."""
+        window = self.keys.shape[1]
+        positions = torch.arange(self.seen, self.seen + keys.shape[0])[-window:]
+        slots = positions % window
+        self.keys[:, slots] = rotate(keys[-window:], positions).transpose(0, 1)
+        self.values[:, slots] = values[-window:].transpose(0, 1)
+        self.seen += min(keys.shape[0], window)
+
+    def attend(self, query: Tensor) -> Tensor:
+        """Attention of the newest token's query [H, D], not yet rotated, over what is kept."""
+        held = min(self.seen, self.keys.shape[1])
+        keys, values = self.keys[:, :held], self.values[:, :held]  # [Hkv, L, D]
+        newest = torch.tensor([self.seen - 1])
+        rotated = rotate(query[None], newest)[0].reshape(keys.shape[0], -1, keys.shape[2])
+        scores = rotated @ keys.transpose(1, 2) / keys.shape[2] ** 0.5  # [Hkv, G, L]
+        return (scores.softmax(-1) @ values).reshape(query.shape)
