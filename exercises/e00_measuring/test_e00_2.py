@@ -112,8 +112,8 @@ def test_drift(impl: Any) -> None:
 
 @check(2, "A machine that is interrupted now and then")
 def test_spikes(impl: Any) -> None:
-    """Three runs take 40 times as long: two of one program and one of the other, so that they do not
-    cancel in a sum, be the order a b b a or a b a b."""
+    """Three runs take 40 times as long, two of one program and one of the other (in the order
+    a b b a as in a b a b), so that they do not cancel in a sum."""
     machine = Machine(30, 20, spikes=(3, 8, 14))
     case = "blocks=7, runs 3, 8 and 14 take 40 times as long"
     right(impl, machine, 7, "a of 30 ticks against b of 20", case)

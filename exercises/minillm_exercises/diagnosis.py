@@ -21,7 +21,9 @@ class Behaviour:
 
 
 def same_behaviour(one: Behaviour, other: Behaviour) -> bool:
-    """Equal in every value seen; numbers within rounding."""
+    """Both right, or wrong in the same way: equal in every value seen; numbers within rounding."""
+    if one.status == other.status == "pass":
+        return True  # an order, say, that is free and was observed all the same
     return (one.status, one.error) == (other.status, other.error) and _same(one.trace, other.trace)
 
 
