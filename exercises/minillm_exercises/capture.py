@@ -1,9 +1,10 @@
 """From a notebook's cell to the learner's file: `check("e03.1", fn)` saves what the cell defined.
 
-The file gets the function or class, the helpers and simple constants it uses from other cells, and
-the imports, so that it can be graded alone; the command line then grades the very same file. Cells
-are read through `linecache`, where Jupyter keeps them under the name that code objects remember;
-that also finds a class's source, which `inspect` does not before Python 3.13.
+The file gets the function or class, the helpers and simple constants it uses from other cells, what
+it uses of the starter's given functions, and the imports, so that it can be graded alone; the
+command line then grades the very same file. Cells are read through `linecache`, where Jupyter keeps
+them under the name that code objects remember; that also finds a class's source, which `inspect`
+does not before Python 3.13.
 """
 
 import ast
@@ -13,7 +14,7 @@ import linecache
 import symtable
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -39,15 +40,16 @@ def save_function(
             source, or uses a value that cannot be written down; the message says what to do.
     """
     workspace = Workspace(work_root()) if workspace is None else workspace
-    objects = [_bare(thing) for thing in objects]
+    objects = list(dict.fromkeys(_owner(exercise, _bare(thing)) for thing in objects))
     for thing in objects:
         _accept(exercise, thing)
     names = {thing.__name__: thing for thing in objects}
-    pieces = _Pieces(_namespace(objects[0]), exercise.id)
+    starter = _starter(exercise)
+    pieces = _Pieces(_namespace(objects[0]), exercise.id, _given(starter))
     for name in _required(exercise):  # one that was not passed may still be in the notebook
         if name in names or name in pieces.namespace:
             pieces.add(name, names.get(name, pieces.namespace.get(name)))
-    text = stamp(exercise) + pieces.text(exercise, _starter_imports(exercise))
+    text = stamp(exercise) + pieces.text(exercise, _imports(starter))
     return workspace.put(workspace.file(exercise), text)
 
 
@@ -55,6 +57,15 @@ def _bare(thing: Any) -> Any:
     """A decorated function without its decorators, which its source has anyway."""
     inner = inspect.unwrap(thing) if callable(thing) else thing
     return inner if isinstance(inner, FunctionType) else thing
+
+
+def _owner(exercise: Exercise, thing: Any) -> Any:
+    """The class that was asked for, if `thing` is one of its methods; `thing` itself if not."""
+    if not isinstance(thing, FunctionType):
+        return thing
+    first, _, rest = thing.__qualname__.partition(".")
+    known = thing.__globals__.get(first)
+    return known if rest and first in _required(exercise) and isinstance(known, type) else thing
 
 
 def _required(exercise: Exercise) -> list[str]:
@@ -65,6 +76,12 @@ def _required(exercise: Exercise) -> list[str]:
 def _accept(exercise: Exercise, thing: Any) -> None:
     """Refuse what cannot be saved, before anything is written."""
     wanted = " and ".join(f"`{name}`" for name in _required(exercise))
+    if isinstance(thing, str):
+        call = f'check("{exercise.id}", {", ".join(_required(exercise))})'
+        raise ExerciseError(
+            f"{exercise.id} asks for {wanted} itself; {_short(thing)} is only a text. Write it "
+            f"without quotes: {call}."
+        )
     if not isinstance(thing, FunctionType | type):
         what = "a builtin" if isinstance(thing, type(len)) else f"of type {type(thing).__name__}"
         raise ExerciseError(
@@ -111,12 +128,30 @@ def _methods(thing: type) -> Iterator[FunctionType]:
             yield inner
 
 
-def _starter_imports(exercise: Exercise) -> list[str]:
+def _starter(exercise: Exercise) -> str:
+    """The starter, or nothing if it cannot be read."""
     try:
-        tree = ast.parse(exercise.starter.read_text(encoding="utf-8"))
+        text = exercise.starter.read_text(encoding="utf-8")
+        ast.parse(text)
     except (OSError, SyntaxError):
-        return []
+        return ""
+    return text
+
+
+def _imports(starter: str) -> list[str]:
+    tree = ast.parse(starter)
     return [ast.unparse(n) for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+
+
+def _given(starter: str) -> dict[str, str]:
+    """Name and source of what the starter gives: functions and classes with nothing to be done."""
+    found = {}
+    for node in ast.parse(starter).body:
+        if isinstance(node, Definition):
+            source = _cut(starter, node)
+            if "TODO" not in source:
+                found[node.name] = source
+    return found
 
 
 @dataclass
@@ -125,6 +160,7 @@ class _Pieces:
 
     namespace: dict[str, Any]
     exercise_id: str
+    given: Mapping[str, str]  # what the starter has, for the names that no cell defines
     imports: list[str] = field(default_factory=list)
     definitions: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -158,6 +194,15 @@ class _Pieces:
         for name in sorted(_used(source)):
             if name in self.namespace and not self._is_builtin(name):
                 self.add(name, self.namespace[name], user)
+            elif name in self.given:
+                self._add_given(name)
+
+    def _add_given(self, name: str) -> None:
+        """Add a definition of the starter, after everything that it uses itself."""
+        if name not in self.seen:
+            self.seen.add(name)
+            self._add_used(self.given[name], name)
+            self.definitions.append(self.given[name])
 
     def _is_builtin(self, name: str) -> bool:
         """Whether a name means what it means everywhere; IPython has an `open` of its own."""

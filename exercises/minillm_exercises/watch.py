@@ -95,6 +95,7 @@ class Watcher:
     say: Callable[[str], None]
     clear: Callable[[], None]
     passed: bool = field(default=False, init=False)
+    missed: int = field(default=0, init=False)  # how often in turn the file was not there
 
     def watch(self, wait: Wait, keys: bool) -> bool:
         """Grade now and after every save; True if the file passed when it was last graded."""
@@ -102,14 +103,13 @@ class Watcher:
             seen = self._grade(keys)
             while (key := wait(INTERVAL)) not in ("q", "\x04"):
                 now = signature(self.path(self.exercise))
+                self._notice(now)
                 if key == "r" or (now is not None and now != seen):
                     seen = self._grade(keys)
                 elif key == "n":
                     seen = self._next(keys, seen)
-                elif key == "h":
-                    self.hint(self.exercise)
-                elif key == "l":
-                    self.board()
+                elif key in ("h", "l"):
+                    self._show(key)
         except KeyboardInterrupt:
             pass
         self.say(f"Stopped watching {self.exercise.id}.")
@@ -123,11 +123,31 @@ class Watcher:
         self.passed = self.grade(self.exercise)
         self.say("")
         if keys:
-            following = "n next  " if self.passed else ""
-            self.say(f"Watching.  {following}r again  h hint  l list  q quit")
+            self._legend()
         else:
             self.say(f"Watching {path}; Ctrl-C stops.")
         return before
+
+    def _legend(self) -> None:
+        following = "n next  " if self.passed else ""
+        self.say(f"Watching.  {following}r again  h hint  l list  q quit")
+
+    def _show(self, key: str) -> None:
+        """A hint or the list, and the keys below it, where they are still in sight."""
+        if key == "h":
+            self.hint(self.exercise)
+        else:
+            self.board()
+        self.say("")
+        self._legend()
+
+    def _notice(self, now: Signature) -> None:
+        """Say once that the file is gone; one look alone may fall between the two steps of an
+        editor that replaces it."""
+        self.missed = self.missed + 1 if now is None else 0
+        if self.missed == 2:
+            name = self.path(self.exercise).name
+            self.say(f"{name} is gone: save it again, or `start {self.exercise.id}` begins anew.")
 
     def _next(self, keys: bool, seen: Signature) -> Signature:
         if not self.passed:

@@ -14,6 +14,8 @@ import pytest
 
 from minillm_exercises.capture import save_function
 from minillm_exercises.errors import ExerciseError
+from minillm_exercises.grader import grade
+from minillm_exercises.manifest import load_manifest
 from minillm_exercises.report import check_here, hint_here
 from tests.course.small import MUTANT, SOLUTION, Terminal, terminal
 
@@ -127,6 +129,85 @@ def test_names_that_were_not_passed(book: Notebook) -> None:
     exercise = replace(book.at.exercise(), names=("add", "sub", "Counter.add"))
     path = save_function(exercise, [book.names["add"]], book.at.session.workspace)
     assert "def sub" in path.read_text()
+
+
+GIVEN = """import math
+
+
+def scale(x):
+    return 3 * shift(x) + math.floor(0.5)
+
+
+def shift(x):
+    # given, too
+    return x + 1
+
+
+def unused(x):
+    return x
+
+
+def add(a, b):
+    raise NotImplementedError("TODO e90.1")
+"""
+TODO = "def todo(x):\n    raise NotImplementedError('TODO e90.1: this, too')"
+
+
+def test_what_the_starter_gives_comes_along(book: Notebook) -> None:
+    book.at.exercise().starter.write_text(GIVEN)
+    book.run("def add(a, b):\n    return helper(a) + b\n\ndef helper(a):\n    return scale(a)")
+    text = book.save("add")
+    assert "def unused" not in text
+    assert text.count("def add") == 1
+    assert "    # given, too\n" in text
+    assert text.index("def shift") < text.index("def scale") < text.index("def helper")
+    assert book.alone("add")["add"](1, 5) == 11
+    book.run("def shift(x):\n    return 10 * x")  # a cell's own comes first
+    saved = book.alone("add")
+    assert saved["add"](1, 5) == 3 * 10 + 5
+    assert book.save("add").count("def shift") == 1
+
+
+def test_what_the_starter_asks_for_does_not(book: Notebook) -> None:
+    book.at.exercise().starter.write_text(GIVEN.replace("def unused(x):\n    return x", TODO))
+    book.run("def add(a, b):\n    return todo(a) + b")
+    assert "def todo" not in book.save("add")
+
+
+def test_a_ring_without_a_cell_for_rotate(book: Notebook) -> None:
+    """e03.2 as a reader of the notebook writes it: the class alone."""
+    exercise = load_manifest()["e03.2"]
+    text = (exercise.answers / "solution.py").read_text()
+    book.run("import torch\nfrom torch import Tensor")
+    book.run(text[text.index("class RingCache") :])
+    ring = book.names["RingCache"]
+    path = save_function(exercise, [ring, ring.append], book.at.session.workspace)
+    assert path.read_text().count("def rotate(x: Tensor, positions: Tensor) -> Tensor:") == 1
+    verdict = grade(exercise, path)
+    assert verdict.status == "pass", verdict
+
+
+COUNTER = "class Counter:\n    def __init__(self):\n        self.count = 0\n\n    def add(self):\n"
+
+
+def test_a_method_stands_for_its_class(book: Notebook) -> None:
+    book.run(COUNTER + "        self.count += 1")
+    counter, at = book.names["Counter"], book.at
+    for objects in ([counter, counter.add], [counter.add], [counter.add, counter, counter]):
+        path = save_function(at.exercise("e90.2"), objects, at.session.workspace)
+        assert path.read_text().count("class Counter:") == 1
+    book.run("class Other:\n    def add(self):\n        return 1")
+    with pytest.raises(ExerciseError, match="`Counter`, and yours is called `add`"):
+        save_function(at.exercise("e90.2"), [book.names["Other"].add], at.session.workspace)
+
+
+def test_a_name_in_quotes(book: Notebook) -> None:
+    book.run(COUNTER + "        self.count += 1")
+    shown = repr(check_here("e90.2", "Counter", session=book.at.session))
+    assert shown == (
+        "e90.2 asks for `Counter` itself; 'Counter' is only a text. Write it without quotes: "
+        'check("e90.2", Counter).'
+    )
 
 
 def test_future_imports_stay_first(book: Notebook) -> None:

@@ -102,6 +102,30 @@ def test_keys(at: Terminal) -> None:
     assert shown.endswith("Stopped watching e90.2.\n")
 
 
+def test_the_keys_stay_in_sight(at: Terminal) -> None:
+    """The list is longer than a small terminal: what may be pressed is said below it again."""
+    at.write(MUTANT)
+    for key, text in (("h", "think of a sum"), ("l", "0 of 3 done")):
+        _, shown = watched(at, key)
+        assert shown.count("q quit") == 2
+        assert shown.index(text) < shown.rindex("Watching.  r again  h hint  l list  q quit")
+    at.write(SOLUTION)
+    assert watched(at, "l")[1].count("n next  r again") == 2
+
+
+def test_a_file_that_is_gone(at: Terminal) -> None:
+    path = at.write(MUTANT)
+    text = path.read_text()
+    said = "e90_1.py is gone: save it again, or `start e90.1` begins anew.\n"
+    _, shown = watched(at, path.unlink, "", "", "")
+    assert shown.count(said) == 1
+    path.write_text(text)
+    _, shown = watched(at, path.unlink, lambda: path.write_text(text), "")
+    assert "is gone" not in shown  # an editor replaced it
+    again = (path.unlink, "", lambda: path.write_text(text), "")
+    assert watched(at, *again, *again)[1].count(said) == 2
+
+
 def test_nothing_follows_the_last(at: Terminal) -> None:
     at.write("", "e90.2")
     at.session.progress_file.set("e90.2", status="pass")
