@@ -159,11 +159,12 @@ class Grader:
         return Verdict(self.exercise.id, status, self.checks, message)
 
     def _diagnose(self, verdict: Verdict) -> Verdict:
-        """Name the one mutant that does the same as the submission in every check that ran; those
-        that failed are asked first, since most mutants differ there."""
+        """Name the one mutant that does the same as the submission in every check that ran. The
+        first that failed is asked alone: most mutants differ there, and each run costs time."""
         ran = [check for check in verdict.checks if check.status != "not run"]
         ran.sort(key=lambda check: check.status == "pass")
-        mutants = [m for m in self.exercise.mutants if all(self._agrees(m, c) for c in ran)]
+        mutants = [m for m in self.exercise.mutants if self._agrees(m, ran[:1])]
+        mutants = [m for m in mutants if self._agrees(m, ran[1:])]
         if len(mutants) != 1:
             return verdict
         return verdict.replace(mutant=mutants[0].stem, misconception=teaching_message(mutants[0]))
@@ -172,15 +173,15 @@ class Grader:
         """The other mutants that no check can tell from `mutant`."""
         checks = self.run(mutant.read_text(encoding="utf-8")).checks
         others = [other for other in self.exercise.mutants if other != mutant]
-        return [other for other in others if all(self._agrees(other, c) for c in checks)]
+        return [other for other in others if self._agrees(other, checks)]
 
-    def _agrees(self, mutant: Path, check: CheckResult) -> bool:
-        key = (mutant, check.name)
-        if key not in self._known:
-            source = mutant.read_text(encoding="utf-8")
-            for result in self.run(source, checks=[check.name]).checks:
+    def _agrees(self, mutant: Path, checks: Sequence[CheckResult]) -> bool:
+        """Whether a mutant behaves like the submission with these results."""
+        new = [check.name for check in checks if (mutant, check.name) not in self._known]
+        if new:
+            for result in self.run(mutant.read_text(encoding="utf-8"), checks=new).checks:
                 self._known[mutant, result.name] = Behaviour.of(result)
-        return same_behaviour(self._known[key], Behaviour.of(check))
+        return all(same_behaviour(self._known[mutant, c.name], Behaviour.of(c)) for c in checks)
 
 
 def teaching_message(mutant: Path) -> str:
