@@ -260,7 +260,8 @@ def _missing(tree: ast.Module, exercise: Exercise) -> Finding | None:
     missing = [name for name in exercise.names if name not in defined]
     if not missing:
         return None
-    new = defined - set(exercise.names)
+    own = {name for name in defined if not name.rpartition(".")[2].startswith("__")}
+    new = own - set(exercise.names)  # nobody misspells `append` as `__init__`
     return Finding(
         "missing",
         f"{missing[0]!r} is not in the file: the checks call it by that name."

@@ -127,6 +127,14 @@ def test_a_missing_name_is_named_with_the_nearest(source: str, missing: str, nea
     assert near in finding.message
 
 
+def test_a_constructor_is_no_misspelt_method() -> None:
+    source = COMPLETE.replace("def read", "def __init__")
+    finding = inspect_source(source, EXERCISE)
+    assert finding is not None
+    assert "Cache.read" in finding.message
+    assert "Did you mean" not in finding.message
+
+
 @pytest.mark.parametrize(
     "source",
     [
