@@ -260,8 +260,12 @@ def _missing(tree: ast.Module, exercise: Exercise) -> Finding | None:
     missing = [name for name in exercise.names if name not in defined]
     if not missing:
         return None
-    own = {name for name in defined if not name.rpartition(".")[2].startswith("__")}
-    new = own - set(exercise.names)  # nobody misspells `append` as `__init__`
+    place = missing[0].rpartition(".")[0]  # its class, or "" for the file
+    new = {
+        name
+        for name in defined - set(exercise.names)
+        if name.rpartition(".")[0] == place and not name.rpartition(".")[2].startswith("__")
+    }
     return Finding(
         "missing",
         f"{missing[0]!r} is not in the file: the checks call it by that name."

@@ -127,8 +127,8 @@ def test_a_missing_name_is_named_with_the_nearest(source: str, missing: str, nea
     assert near in finding.message
 
 
-def test_a_constructor_is_no_misspelt_method() -> None:
-    source = COMPLETE.replace("def read", "def __init__")
+def test_a_special_method_is_no_misspelt_one() -> None:
+    source = COMPLETE.replace("def read", "def __read__")
     finding = inspect_source(source, EXERCISE)
     assert finding is not None
     assert "Cache.read" in finding.message
