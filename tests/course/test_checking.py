@@ -179,6 +179,7 @@ def test_what_is_close():
 def test_none_is_explained_only_where_something_else_was_wanted():
     assert said(equal, None, 3, "it") == "it: expected 3, got None (is there a return?)."
     assert said(equal, 3, None, "it") == "it: expected None, got 3."
+    assert said(close, None, None, "it") == "it: expected None, got None."
     assert describe(None) == "None"
 
 

@@ -115,6 +115,15 @@ def test_a_sum_over_all_runs_survives_no_interruption(graded: Graded) -> None:
     assert "test_spikes" in failed(graded("e00.2", alternating, (first, second), TOTALS[1]))
 
 
+def test_a_float_made_an_int_too_late_is_the_same_mistake(graded: Graded) -> None:
+    total = "2 * (shape.layers * (tokens * (projections + mlp) + attention) + logits)"
+    one = "2 * shape.layers * tokens * (projections + mlp)"
+    late = f"int({one} + 2 * shape.layers * attention + 2 * logits)"
+    verdict = graded("e01.1", ("(tokens + 1) // 2", "(tokens + 1) / 2"), (total, late))
+    assert type(verdict.checks[-1].trace[-1]) is int
+    assert verdict.mutant == "float_division"
+
+
 def test_two_mistakes_at_once_are_neither_of_them(graded: Graded) -> None:
     two = [("3 * shape.hidden * shape.inter", "2 * shape.hidden * shape.inter"), ("past + ", "")]
     assert graded("e01.1", two[0]).mutant == "two_mlp_matrices"

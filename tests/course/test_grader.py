@@ -12,6 +12,7 @@ import pytest
 
 from conftest import ToyRoot
 from minillm_exercises.child import Job
+from minillm_exercises.diagnosis import Behaviour, same_behaviour
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.grader import VACUOUS, Grader, grade, list_checks, teaching_message
 from minillm_exercises.limits import Limits
@@ -147,6 +148,29 @@ def test_who_differs_later_is_not_named(graders: dict[str, Grader]) -> None:
         known = grader.exercise.answers / "mutants" / "last_window_lost.py"
         assert grader._agrees(known, [failed])
         assert (verdict.mutant, bool(verdict.misconception)) == (named, bool(named))
+
+
+def test_a_name_costs_one_run_of_each_mutant_and_one_more(toys: Toys, monkeypatch) -> None:
+    mutants = toys["e90.1"].mutants
+    with Grader(toys["e90.1"]) as grader:
+        verdict = grader.run(mutants[0].read_text("utf-8"))
+        runs, run = [], grader.run
+        monkeypatch.setattr(grader, "run", lambda *a, **k: runs.append(a) or run(*a, **k))
+        assert grader._diagnose(verdict).mutant == mutants[0].stem
+    assert len(runs) == len(mutants) + 1
+
+
+def test_behaviour_is_the_same_within_rounding() -> None:
+    def same(one: object, other: object, status: str = "fail") -> bool:
+        return same_behaviour(Behaviour(status, "", (one,)), Behaviour(status, "", (other,)))
+
+    assert same(10**17 + 16, 1e17)
+    assert same([1.0, 2], [1.0 + 1e-9, 2])
+    assert not same(10**17 + 16, 10**17)
+    assert not same(1.0, True)
+    assert not same(1.0, "1.0")
+    assert same([3, 2], [2, 3], "pass")
+    assert not same([3, 2], [2, 3])
 
 
 def test_a_bare_no_names_nobody_who_differs_elsewhere(toy_root: ToyRoot, tmp_path: Path) -> None:
