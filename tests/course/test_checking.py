@@ -114,7 +114,9 @@ def test_a_class_of_ones_own_passes_no_comparison(got, want, kind):
     assert said(number, got, "the sum", "f(1)") == f"{sentence} {kind}."
 
 
-@pytest.mark.parametrize("got", [Agrees(), Pretender(), FakeTensor()])
+@pytest.mark.parametrize(
+    "got", [Agrees(), Pretender(), FakeTensor()], ids=["agrees", "pretender", "tensor"]
+)
 @pytest.mark.parametrize("want", [3, [1.0, 2.0], None, "x", torch.tensor([1.0, 2.0])])
 def test_an_object_that_agrees_is_none_of_the_plain_types(got, want):
     for value in (got, [got]):
