@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None, app: "App | None" = None) -> int:
 
 def _missing(error: ModuleNotFoundError) -> str:
     if error.name == "rich":
-        return "the course's packages are not installed: pip install -e '.[course]'."
+        return (
+            "the course's packages are not installed: run `make lab` once, or "
+            "pip install -c constraints.txt -e '.[course]'."
+        )
     return f"{error}; install it into {sys.executable}."
 
 
