@@ -1,5 +1,7 @@
 """Chapter 03's own functions: counted equals computed, and the drawings say what they show."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -104,8 +106,14 @@ def test_middles_and_what_is_built_on_them():
     assert ch03.middles([1, 9, 2, 4, 4, 80], 3) == [2, 4]
     slow, fast = [2] * 8 + [3] * 8 + [6] * 8, [2] * 8 + [2] * 8 + [3] * 7 + [900]
     assert ch03.clock_ratio(slow, fast) == 11 / 7
-    assert ch03.half_from(slow, fast) == 20
-    assert ch03.half_from(fast, slow) is None
+
+
+def test_the_length_from_which_a_text_takes_twice_the_time():
+    flat = [1.0, 1.0, 1.0, 1.0]
+    slow = [1.0, 1.9, 2.0, 3.0]
+    saved = ch03.Gains(positions=slow, operations=slow, bytes=slow, seconds=flat)
+    assert ch03.twice_from(saved) is None
+    assert ch03.twice_from(replace(saved, positions=flat, seconds=slow)) == 3
 
 
 def test_leads_are_negative_where_another_token_wins():

@@ -143,13 +143,6 @@ def clock_ratio(slow: Sequence[float], fast: Sequence[float], size: int = 8) -> 
     return sum(middles(slow, size)) / sum(middles(fast, size))
 
 
-def half_from(slow: Sequence[float], fast: Sequence[float], size: int = 8) -> int | None:
-    """The token from which the medians of `size` tokens differ by a factor of 2, None if never."""
-    pairs = zip(middles(slow, size), middles(fast, size), strict=True)
-    groups = [group for group, (without, kept) in enumerate(pairs) if without >= 2 * kept]
-    return groups[0] * size + size // 2 if groups else None
-
-
 def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: int = 8) -> None:
     """Draw measured milliseconds per token of each model over the bounds of the machine."""
     from matplotlib.ticker import FuncFormatter
@@ -220,7 +213,12 @@ def draw_leads(found: Mapping[str, Sequence[float]]) -> None:
     show(fig, f"A bug changes the text only where its line is below zero; smallest leads: {told}.")
 
 
-def draw_gains(model: str, prompt: int, machine: str, new: int = 1024) -> None:
+def twice_from(saved: Gains) -> int | None:
+    """The number of tokens from which on a text takes twice the time without a cache, if ever."""
+    return next((n for n, gain in enumerate(saved.seconds, 1) if gain >= 2), None)
+
+
+def draw_gains(model: str, prompt: int, machine: str, new: int = 2048) -> None:
     """Draw what a cache saves of positions and of time, token by token, on a machine of
     `minillm.hardware.DATASHEET`."""
     config, device = preset(model), DATASHEET[machine]
@@ -233,7 +231,7 @@ def draw_gains(model: str, prompt: int, machine: str, new: int = 1024) -> None:
     ax.set_yscale("log")
     ax.set_title(f"{model} on {device.name}, prompt of {prompt}", fontsize=10)
     ax.legend()
-    twice = next((n for n, gain in zip(tokens, saved.seconds, strict=True) if gain >= 2), None)
+    twice = twice_from(saved)
     when = f"is reached with token {twice:,}" if twice else f"is not reached in {new:,} tokens"
     show(
         fig,
