@@ -24,6 +24,8 @@ PROSE = (
     '<span data-claim="A24">49,109</span> was claimed. '
 )
 RESULTS = {"values": {"step": {"value": 4.2112, "unit": "ms", "text": "4.21"}}}
+# Built here, so that no path of a real machine stands in this file.
+PLACES = {name: f"/{name}/someone" for name in ("root", "tmp", "work")}
 CLAIMS = {"A24": {"figures": ["49,109", "2,461"]}}
 
 
@@ -167,16 +169,16 @@ PLANTED = [
     (content.bound_numbers, [edit(10, "{N}:", "128:")], "build it into an f-string"),
     (content.bound_numbers, [edit(9, "{slow.median} times", "42 times")], "42 is typed"),
     (content.private_things, [add(code("open('/home/anna/x')"))], "source names this machine"),
-    (content.private_things, [add(code("x", says="in /tmp/ipykernel_7/1.py\n"))], "output names"),
-    (content.private_things, [prose("Look in /work/main.")], "/work/main"),
+    (content.private_things, [add(code("x", says=f"in {PLACES['tmp']}\n"))], "output names"),
+    (content.private_things, [prose(f"Look in {PLACES['work']}.")], PLACES["work"]),
     (content.private_things, [add(code("p = 'C:\\\\Users'"))], "names this machine"),
     (content.private_things, [add(code("x", says="lib/site-packages/torch\n"))], "site-packages"),
     (content.private_things, [add(code("x", says="<f at 0x7f12ab34cd56>\n"))], "0x7f12ab34cd56"),
     (content.private_things, [prose("Ask 192.168.1.17 for it.")], "192.168.1.17"),
     (
         content.private_things,
-        [add(code("x", outputs=(display(text__html="<i>/root/.cache</i>"),)))],
-        "/root/.cache",
+        [add(code("x", outputs=(display(text__html=f"<i>{PLACES['root']}</i>"),)))],
+        PLACES["root"],
     ),
     (
         rules.clean_outputs,
