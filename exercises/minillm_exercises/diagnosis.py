@@ -1,26 +1,11 @@
 """When two submissions behave the same: what a check saw of each, up to where it failed."""
 
 import math
-from dataclasses import dataclass
 
 from minillm_exercises.results import CheckResult
 
 
-@dataclass(frozen=True)
-class Behaviour:
-    """What one check saw of one submission."""
-
-    status: str
-    error: str  # the type of what was raised, if the check did not fail by a comparison
-    trace: tuple[object, ...]
-
-    @classmethod
-    def of(cls, result: CheckResult) -> "Behaviour":
-        """The behaviour in `result`."""
-        return cls(result.status, result.error, result.trace)
-
-
-def same_behaviour(one: Behaviour, other: Behaviour) -> bool:
+def same_behaviour(one: CheckResult, other: CheckResult) -> bool:
     """Both right, or wrong in the same way: equal in every value seen; numbers within rounding."""
     if one.status == other.status == "pass":
         return True  # an order, say, that is free and was observed all the same

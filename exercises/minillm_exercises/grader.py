@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from minillm_exercises.child import LOADING
-from minillm_exercises.diagnosis import Behaviour, same_behaviour
+from minillm_exercises.diagnosis import same_behaviour
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.guard import inspect_source
 from minillm_exercises.limits import DEFAULT, Limits
@@ -105,7 +105,7 @@ class Grader:
         self.checks = list_checks(exercise)
         self._seed, self._limits = seed, limits
         self._runner = Runner(exercise)
-        self._known: dict[tuple[Path, str], Behaviour] = {}
+        self._known: dict[tuple[Path, str], CheckResult] = {}
 
     def __enter__(self) -> "Grader":
         return self
@@ -180,8 +180,8 @@ class Grader:
         new = [check.name for check in checks if (mutant, check.name) not in self._known]
         if new:
             for result in self.run(mutant.read_text(encoding="utf-8"), checks=new).checks:
-                self._known[mutant, result.name] = Behaviour.of(result)
-        return all(same_behaviour(self._known[mutant, c.name], Behaviour.of(c)) for c in checks)
+                self._known[mutant, result.name] = result
+        return all(same_behaviour(self._known[mutant, c.name], c) for c in checks)
 
 
 def teaching_message(mutant: Path) -> str:

@@ -12,12 +12,12 @@ import pytest
 
 from conftest import ToyRoot
 from minillm_exercises.child import Job
-from minillm_exercises.diagnosis import Behaviour, same_behaviour
+from minillm_exercises.diagnosis import same_behaviour
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.grader import VACUOUS, Grader, grade, list_checks, teaching_message
 from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise
-from minillm_exercises.results import Verdict
+from minillm_exercises.results import CheckResult, Verdict
 from minillm_exercises.server import load_checks, supervise
 from minillm_exercises.verify import BASES, returning_agreeable
 
@@ -162,7 +162,10 @@ def test_a_name_costs_one_run_of_each_mutant_and_one_more(toys: Toys, monkeypatc
 
 def test_behaviour_is_the_same_within_rounding() -> None:
     def same(one: object, other: object, status: str = "fail") -> bool:
-        return same_behaviour(Behaviour(status, "", (one,)), Behaviour(status, "", (other,)))
+        first, second = (
+            CheckResult("test_x", "x", 1, status, trace=(value,)) for value in (one, other)
+        )
+        return same_behaviour(first, second)
 
     assert same(10**17 + 16, 1e17)
     assert same([1.0, 2], [1.0 + 1e-9, 2])
