@@ -19,6 +19,8 @@ from minillm.config import ModelConfig
 from minillm.cost import StepCost, kv_bytes_per_token, step_cost, step_time, weight_bytes
 from minillm.hardware import DATASHEET, Hardware
 from minillm.presets import preset
+from minillm_exercises.chapters.ch01 import knee as knee
+from minillm_exercises.chapters.ch01 import nearest as nearest
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import bars, bound, figure, series, show
 
@@ -112,15 +114,6 @@ def gains(
             [step_time(c, machine).seconds for c in cached],
         ),
     )
-
-
-def knee(config: ModelConfig, machine: Hardware, longest: int, dtype: str | None = None) -> int:
-    """The first prompt length whose operations take longer than its bytes, or `longest`."""
-    for length in range(1, longest):
-        time = step_time(step_cost(config, [length], [length], dtype=dtype), machine)
-        if time.compute_seconds > time.memory_seconds:
-            return length
-    return longest
 
 
 def bounds(llm: LLM, new: int, machine: Hardware) -> Curves:
@@ -239,12 +232,6 @@ def draw_gains(model: str, prompt: int, machine: str, new: int = 2048) -> None:
         f"{saved.positions[-1]:,.1f} times the positions, {saved.seconds[-1]:,.1f} times the "
         f"least possible time; twice the time {when}.",
     )
-
-
-def nearest(value: float, options: Sequence[float]) -> str:
-    """The letter of the option whose ratio to `value` is closest to 1."""
-    distances = [abs(math.log(value / option)) for option in options]
-    return "abcd"[distances.index(min(distances))]
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
