@@ -5,9 +5,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm_exercises.errors import ExerciseError
 from minillm_exercises.widgets import is_live
-from minillm_exercises.workspace import work_root
+from minillm_exercises.workspace import Workspace, work_root, writing
 
 
 @dataclass(frozen=True)
@@ -51,34 +50,33 @@ def _path() -> Path:
     return work_root() / "predictions.json"
 
 
-def _read() -> dict[str, list[str]]:
+def _read() -> dict[str, list[str]] | None:
+    """What is kept; None if the file is damaged."""
     try:
         entries = json.loads(_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except OSError:
         return {}
-    return entries if isinstance(entries, dict) else {}
+    except ValueError:
+        return None
+    return entries if isinstance(entries, dict) else None
 
 
 def load_prediction(key: str) -> tuple[str, str] | None:
     """The letter and the text chosen for `key`, or None."""
-    entry = _read().get(key)
+    entry = (_read() or {}).get(key)
     return (str(entry[0]), str(entry[1])) if isinstance(entry, list) and len(entry) == 2 else None
 
 
 def save_prediction(key: str, letter: str, option: str) -> None:
-    """Keep a choice; the last one counts.
+    """Keep a choice; the last one counts. A damaged file is moved into `.history/` first.
 
     Raises:
         ExerciseError: the learner's folder cannot be written.
     """
-    path = _path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(_read() | {key: [letter, option]}, indent=1), encoding="utf-8")
+    path, known = _path(), _read()
+    if known is None:
+        Workspace(work_root()).set_aside(path)
+    with writing(path):
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps((known or {}) | {key: [letter, option]}, indent=1), "utf-8")
         part.replace(path)
-    except OSError as error:
-        raise ExerciseError(
-            f"The prediction could not be kept in {path}: {error.strerror}; set MINILLM_WORK to a "
-            f"folder that can be written."
-        ) from None

@@ -193,6 +193,14 @@ def test_predictions_survive_a_damaged_file(tmp_path, capsys) -> None:
     compare("a", "x", "b")
     predict("a", "?", ["x", "y"], choice="a")
     assert json.loads(path.read_text()) == {"a": ["a", "x"]}
+    (kept,) = (path.parent / ".history").iterdir()
+    assert kept.read_text() == "{ damaged"
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path) -> None:
+    (tmp_path / "work").write_text("a file where the folder should be")
+    with pytest.raises(ExerciseError, match="MINILLM_WORK"):
+        predict("a", "?", ["x", "y"], choice="a")
 
 
 @pytest.mark.parametrize("choice", ["d", "", "ab", 3])
