@@ -14,7 +14,7 @@ import pytest
 from minillm_exercises.checking import CheckFailedError, run_traced
 from minillm_exercises.guard import inspect_source
 from minillm_exercises.manifest import Exercise, load_manifest
-from minillm_exercises.workspace import work_root
+from minillm_exercises.workspace import Workspace, work_root
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +33,7 @@ def _exercise_of(path: Path) -> Exercise:
 def impl(request: pytest.FixtureRequest) -> ModuleType:
     """The module under test."""
     exercise = _exercise_of(request.path)
-    yours = work_root() / exercise.folder.name / f"{exercise.stem}.py"
+    yours = Workspace(work_root()).file(exercise)
     file: Path = request.config.getoption("--impl") or yours
     if not file.is_file():
         pytest.fail(

@@ -148,17 +148,16 @@ def prepare(source: Path, folder: Path) -> tuple[Desk, list[str]]:
     return desk, [f"Copied the chapters to {folder}.", *said] if first else said
 
 
-def where_to_start(
-    desk: Desk, paths: list[Path], chapter: str | None, index: bool
-) -> tuple[str, str]:
-    """The file to open and the line that says why."""
+def where_to_start(desk: Desk, source: Path, chapter: str | None, index: bool) -> tuple[str, str]:
+    """The file to open and the line that says why.
+
+    Raises:
+        ChapterError: there is no such chapter.
+    """
     if chapter is not None:
-        names = [path.name for path in paths if chapter in (path.stem, path.stem[:2])]
-        if not names:
-            known = ", ".join(path.stem for path in paths)
-            raise ChapterError(f"There is no chapter {chapter!r}. The chapters are: {known}.")
-        return names[0], f"Opening {names[0]}."
-    last = None if index else desk.last_worked_on(paths)
+        (path,) = chapter_paths(source, (chapter,))
+        return path.name, f"Opening {path.name}."
+    last = None if index else desk.last_worked_on(chapter_paths(source))
     if last is None:
         return "README.md", "Opening the index."
     return last, f"You were last in {Path(last).stem}: opening it (--index opens the index)."
@@ -206,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     given = arguments(argv)
     folder = (work_root() / "notebooks").resolve()
     desk, said = prepare(NOTEBOOKS, folder)
-    name, why = where_to_start(desk, chapter_paths(NOTEBOOKS), given.chapter, given.index)
+    name, why = where_to_start(desk, NOTEBOOKS, given.chapter, given.index)
     sys.stdout.write(
         "".join(f"{line}\n" for line in [*said, *([] if given.prepare_only else [why])])
     )

@@ -146,7 +146,7 @@ def test_a_copy_that_is_no_notebook_is_left_alone(course, desk):
 
 
 def start(course, desk, chapter=None, index=False):
-    return lab.where_to_start(lab.Desk.at(desk), chapter_paths(course), chapter, index)
+    return lab.where_to_start(lab.Desk.at(desk), course, chapter, index)
 
 
 def test_it_starts_at_the_index_and_resumes_where_one_was(course, desk):
