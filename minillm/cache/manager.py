@@ -1,0 +1,210 @@
+"""Block tables: which blocks hold a sequence, and what happens to them as it grows.
+
+    positions   0 ............. num_computed ......... end
+    blocks      [ full ][ full ][ partly filled ][ new  ]
+                 shared, maybe   copied first, if   allocated by
+                 cached          shared or cached   `grow`
+
+A table only ever grows at its end, with one exception: its partly filled last block is replaced by
+a copy, when somebody else can read it too (copy-on-write). Full blocks are never written again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from minillm.cache.blocks import AccountingError, BlockPool
+from minillm.cache.hash_chain import HashChain
+from minillm.cache.misses import PrefixHistory, PrefixReport
+from minillm.cache.prefix import Cursor, Match, NoPrefixCache, PrefixIndex
+from minillm.cache.radix import RadixTree
+
+PREFIX_CACHES = ("hash", "radix")
+
+
+class BlockCopy(NamedTuple):
+    """Copy the contents of one block to another, before anything is written in this step."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence, on the device or, while it is swapped out, in host memory.
+
+    `cursor`, `num_indexed` and `name` say how far its full blocks are in the prefix index.
+    """
+
+    salt: str = ""
+    blocks: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
+    cursor: Cursor = None
+    num_indexed: int = 0
+    name: int = 0
+
+
+class BlockManager:
+    """All blocks of an engine: `num_blocks` of `block_size` tokens, and `num_host_blocks` to which
+    sequences are swapped out. `prefix_cache` is "hash", "radix" or None."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: str | None = None,
+        num_host_blocks: int = 0,
+    ):
+        self.block_size = block_size
+        self.index = make_index(prefix_cache, block_size)
+        self.pool = BlockPool(num_blocks, self.index)
+        self.host = BlockPool(num_host_blocks, NoPrefixCache())
+        self.num_copies = 0
+        self._caches = prefix_cache is not None
+        self._history = PrefixHistory(block_size, num_blocks)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    # ---- prefixes ------------------------------------------------------------------------
+
+    def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
+        """The longest cached start of `token_ids`, at most `limit` tokens."""
+        return self.index.match(token_ids, limit, salt)
+
+    def report(
+        self, token_ids: Sequence[int], num_cached: int, salt: str, reads: bool = True
+    ) -> PrefixReport:
+        """Why the rest of a prompt was not found; `reads` is whether anybody looked."""
+        if not (self._caches and reads):
+            return PrefixReport(unread=len(token_ids))
+        known = max(num_cached, self.index.match(token_ids, len(token_ids), salt).num_tokens)
+        return self._history.explain(token_ids, num_cached, known, salt)
+
+    def cost_of(self, match: Match, num_blocks: int) -> int:
+        """Free blocks that a table of `num_blocks` takes if it begins so: a hit in a free block
+        takes that off the free list, and a partial hit needs its source until it is copied."""
+        held = match.blocks if match.partial is None else [*match.blocks, match.partial]
+        return max(num_blocks - len(match.blocks), 0) + sum(map(self.pool.is_free, held))
+
+    def whole(self, match: Match) -> Match:
+        """The match without its partial block."""
+        num_tokens = len(match.blocks) * self.block_size
+        return match._replace(num_tokens=num_tokens, partial=None)
+
+    def adopt(self, table: BlockTable, match: Match) -> None:
+        """Begin an empty table with the blocks of a prefix."""
+        blocks = match.blocks if match.partial is None else [*match.blocks, match.partial]
+        self.pool.share(blocks)
+        table.blocks = list(blocks)
+        table.cursor, table.num_indexed, table.name = None, 0, 0
+
+    def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Make the blocks findable that are full now. Only tokens that are certain may be here."""
+        if not self._caches:
+            return
+        size = self.block_size
+        while (end := (table.num_indexed + 1) * size) <= num_computed:
+            if table.num_indexed == 0:
+                table.cursor, table.name = self.index.start(table.salt), 0
+            tokens = tuple(token_ids[end - size : end])
+            cursor = self.index.insert(table.cursor, tokens, table.blocks[table.num_indexed])
+            if cursor is None:
+                table.num_indexed = 0
+                continue
+            table.cursor = cursor
+            table.name = self._history.record(table.name, tokens, table.salt)
+            table.num_indexed += 1
+
+    # ---- growing -------------------------------------------------------------------------
+
+    def num_needed(self, table: BlockTable, start: int, end: int) -> int:
+        """Free blocks that `grow` would take."""
+        copies = self._must_copy(table, start)
+        return max(self.blocks_for(end) - len(table.blocks), 0) + copies
+
+    def grow(self, table: BlockTable, start: int, end: int) -> BlockCopy | None:
+        """Make positions `start` to `end` writable; returns the copy that must come first."""
+        copy = None
+        if self._must_copy(table, start):
+            (target,) = self.pool.allocate(1)
+            copy = BlockCopy(table.blocks[-1], target)
+            table.blocks[-1] = target
+            # Others may reuse the source at once: a step copies before it writes.
+            self.pool.release([copy.source])
+            self.num_copies += 1
+        table.blocks += self.pool.allocate(max(self.blocks_for(end) - len(table.blocks), 0))
+        return copy
+
+    def _must_copy(self, table: BlockTable, start: int) -> bool:
+        place = start // self.block_size
+        if place >= len(table.blocks):
+            return False
+        block = table.blocks[place]
+        return self.pool.ref_counts[block] > 1 or block in self.index
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table over the same blocks."""
+        self.pool.share(table.blocks)
+        return BlockTable(
+            table.salt,
+            list(table.blocks),
+            cursor=table.cursor,
+            num_indexed=table.num_indexed,
+            name=table.name,
+        )
+
+    # ---- letting go ----------------------------------------------------------------------
+
+    def release(self, table: BlockTable) -> None:
+        """Give everything back."""
+        self.pool.release(table.blocks)
+        self.host.release(table.host_blocks)
+        table.blocks, table.host_blocks = [], []
+        table.cursor, table.num_indexed, table.name = None, 0, 0
+
+    def can_swap_out(self, table: BlockTable) -> bool:
+        """Whether host memory has room for the table."""
+        return 0 < len(table.blocks) <= self.host.num_free
+
+    def swap_out(self, table: BlockTable) -> list[BlockCopy]:
+        """Move a table to host memory; returns the copies (device block, host block)."""
+        table.host_blocks = self.host.allocate(len(table.blocks))
+        moves = list(map(BlockCopy, table.blocks, table.host_blocks))
+        self.pool.release(table.blocks)
+        table.blocks = []
+        return moves
+
+    def swap_in(self, table: BlockTable) -> list[BlockCopy]:
+        """Bring a table back; returns the copies (host block, device block)."""
+        table.blocks = self.pool.allocate(len(table.host_blocks))
+        moves = list(map(BlockCopy, table.host_blocks, table.blocks))
+        self.host.release(table.host_blocks)
+        table.host_blocks = []
+        table.num_indexed = 0  # these are other blocks; offer them from the start
+        return moves
+
+    def check_invariants(self, tables: Iterable[BlockTable]) -> None:
+        """Compare the pools and the index with all tables there are.
+
+        Raises:
+            AccountingError: the books do not add up; the message names the block.
+        """
+        tables = list(tables)
+        self.pool.check_invariants([table.blocks for table in tables])
+        self.host.check_invariants([table.host_blocks for table in tables])
+        places: dict[int, int] = {}
+        for table in tables:
+            for place, block in enumerate(table.blocks):
+                if places.setdefault(block, place) != place:
+                    raise AccountingError(
+                        f"Block {block} is shared at places {places[block]} and {place}."
+                    )
+
+
+def make_index(prefix_cache: str | None, block_size: int) -> PrefixIndex:
+    """The prefix cache of this name."""
+    if prefix_cache is None:
+        return NoPrefixCache()
+    return HashChain(block_size) if prefix_cache == "hash" else RadixTree(block_size)

@@ -1,0 +1,80 @@
+"""Why a prompt was not found in the prefix cache: a memory of what was once cached.
+
+For operators and lessons only. It says whether *another* salt has cached the same tokens, so it
+must not be shown to the sender of a request: that is what a salt hides.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+REMEMBERED_PER_BLOCK = 8  # names kept, as a multiple of the pool's blocks
+
+
+@dataclass(slots=True)
+class PrefixReport:
+    """Where the tokens of a prompt went at its first admission; the fields add up to its length.
+
+    Attributes:
+        cached: read from the prefix cache.
+        partial_block: not cached because they do not fill a block.
+        last_token: cached, but computed again because the first new token is sampled from the
+            logits of the last one (a whole block of them where only whole blocks can be shared).
+        evicted: once cached under this salt, and evicted since.
+        salt: cached under another salt only.
+        new: never seen, or too long ago to be remembered.
+        unread: the request or the engine reads no prefixes.
+    """
+
+    cached: int = 0
+    partial_block: int = 0
+    last_token: int = 0
+    evicted: int = 0
+    salt: int = 0
+    new: int = 0
+    unread: int = 0
+
+
+class PrefixHistory:
+    """Remembers names of cached blocks after their eviction, the latest ones.
+
+    Names are Python's hashes of tuples of integers: fast, the same in every process, and good
+    enough here, where a collision makes a report wrong and nothing else.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int):
+        self.block_size = block_size
+        self._capacity = REMEMBERED_PER_BLOCK * num_blocks
+        self._seen: OrderedDict[tuple[int, str | None], None] = OrderedDict()
+
+    def record(self, name: int, token_ids: tuple[int, ...], salt: str) -> int:
+        """A block was cached after `name` (0 at the start); returns its own name."""
+        name = hash((name, token_ids))
+        for key in ((name, salt), (name, None)):
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > 2 * self._capacity:
+            self._seen.popitem(last=False)
+        return name
+
+    def explain(
+        self, token_ids: Sequence[int], num_cached: int, num_known: int, salt: str
+    ) -> PrefixReport:
+        """Account for every token of a prompt: the first `num_cached` were read from the cache,
+        which knew the first `num_known`."""
+        size, name = self.block_size, 0
+        report = PrefixReport(cached=num_cached, last_token=num_known - num_cached)
+        whole = len(token_ids) // size * size
+        for end in range(size, whole + 1, size):
+            name = hash((name, tuple(token_ids[end - size : end])))
+            missed = min(end - num_known, size)
+            if missed > 0:
+                reason = self._reason(name, salt)
+                setattr(report, reason, getattr(report, reason) + missed)
+        report.partial_block = len(token_ids) - max(whole, num_known)
+        return report
+
+    def _reason(self, name: int, salt: str) -> str:
+        if (name, salt) in self._seen:
+            return "evicted"
+        return "salt" if (name, None) in self._seen else "new"

@@ -1,0 +1,62 @@
+"""What a scheduler may do in one step, checked where it is built."""
+
+from dataclasses import dataclass
+
+from minillm.errors import ConfigError
+from minillm.scheduling.policies import ADMISSIONS, POLICIES
+
+PREEMPTION_MODES = ("recompute", "swap")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits and choices of a scheduler; names are vLLM's where it has them.
+
+    Attributes:
+        max_num_seqs: sequences that hold blocks at once (the running set, not the step).
+        max_num_batched_tokens: tokens computed in one step.
+        long_prefill_token_threshold: tokens of one sequence in one step; 0 is no limit.
+        enable_chunked_prefill: whether a prompt may be computed in several steps.
+        watermark: share of the blocks that admission "watermark" keeps free.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    enable_chunked_prefill: bool = True
+    policy: str = "fcfs"
+    admission: str = "watermark"
+    watermark: float = 0.01
+    preemption_mode: str = "recompute"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), so that every running sequence can decode "
+                "in every step."
+            )
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}; it must be "
+                "0 (no limit) or more."
+            )
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError(
+                "long_prefill_token_threshold splits prompts, which enable_chunked_prefill=False "
+                "forbids; leave one of them out."
+            )
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark is {self.watermark}; it must be from 0 to below 1.")
+        choices = {"policy": POLICIES, "admission": ADMISSIONS, "preemption_mode": PREEMPTION_MODES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}."
+                )

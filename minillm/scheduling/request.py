@@ -1,0 +1,115 @@
+"""Requests, and the sequences they become: what the scheduler knows about each."""
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from minillm.cache.manager import BlockTable
+from minillm.cache.misses import PrefixReport
+from minillm.sampling_params import SamplingParams
+
+Key = tuple[float, ...]  # places a sequence in line
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to continue it, already checked against the model.
+
+    Attributes:
+        max_tokens: new tokens, limited to the room there is; 0 only computes the prompt.
+        seed: of the random numbers; the same for all `params.n` completions.
+        priority: lower is more urgent; only the policy "priority" looks at it.
+        cache_salt: prompts with different salts never share a prefix.
+        stop_ids: ids that end a completion, masked until `params.min_tokens`.
+        bad_words_ids: `params.bad_words` as the tokenizer splits them.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    prompt: str | None = None
+    seed: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+    stop_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    arrival: float = field(default_factory=time.perf_counter)
+
+    @property
+    def max_computed(self) -> int:
+        """Positions that may have to be in the cache: all but that of the last new token."""
+        return len(self.prompt_token_ids) + max(self.max_tokens - 1, 0)
+
+
+class Status(Enum):
+    """Where a sequence is. A waiting one may be new, preempted, or swapped out."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """One completion of a request: its tokens, its blocks, and how far it is computed.
+
+        token_ids   | prompt ............... | generated ... |
+        num_computed ------------------>|
+                     in the cache       | to be computed: one token when decoding, more in prefill
+
+    There is no other difference between prefill and decode. Until its prompt is computed, the
+    first sequence of a request also stands for the `num_forks` others, which need a seat each.
+    """
+
+    __slots__ = (
+        "arrival",
+        "furthest",
+        "index",
+        "key",
+        "num_computed",
+        "num_forks",
+        "num_preemptions",
+        "num_recomputed",
+        "num_sent",
+        "report",
+        "request",
+        "seq_id",
+        "status",
+        "table",
+        "token_ids",
+    )
+
+    def __init__(self, seq_id: int, request: Request, index: int, arrival: int, key: Key):
+        self.seq_id, self.request, self.index = seq_id, request, index
+        self.arrival = arrival  # how many requests came before
+        self.key = key  # its place in the order of the policy
+        self.token_ids = list(request.prompt_token_ids)
+        self.table = BlockTable(request.cache_salt)
+        self.status = Status.WAITING
+        self.num_computed = 0
+        self.num_sent: int | None = None  # blocks of its table that the runner has; None: no row
+        self.num_forks = request.params.n - 1 if index == 0 else 0
+        self.furthest = 0  # positions that have been computed at least once
+        self.num_recomputed = 0
+        self.num_preemptions = 0
+        self.report: PrefixReport | None = None  # of its first admission
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose keys and values are missing."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_seats(self) -> int:
+        """Its share of `max_num_seqs`."""
+        return 1 + self.num_forks
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether its blocks are in host memory."""
+        return bool(self.table.host_blocks)

@@ -1,0 +1,397 @@
+"""The scheduler: one token budget per step, spent on running sequences first, then on waiting ones.
+
+              add                 admit                    last token, stop, abort
+    request ------>  waiting  ------------->  running  ------------------------->  finished
+                        ^                        |
+                        +------- preempt --------+      blocks given back, or moved to host memory
+
+There is no prefill phase and no decode phase: a step computes, for each sequence that it takes, the
+next tokens whose keys and values are missing. `schedule` makes a plan from counts alone; `commit`
+tells what was sampled. What a plan holds stays held until its commit, whatever is aborted between.
+"""
+
+from collections.abc import Mapping
+
+from minillm.cache.blocks import AccountingError
+from minillm.cache.manager import BlockManager
+from minillm.cache.prefix import Match
+from minillm.errors import InvalidRequestError
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.limits import check_fits
+from minillm.scheduling.line import enter, leave
+from minillm.scheduling.plan import (
+    Blocked,
+    Counters,
+    NewSequence,
+    Preemption,
+    Row,
+    StepPlan,
+    StepRecord,
+)
+from minillm.scheduling.policies import ADMISSIONS, POLICIES, WINDOW, Policy
+from minillm.scheduling.request import Key, Request, Sequence, Status
+
+
+class Scheduler:
+    """Decides in every step who computes how many tokens, and in which blocks.
+
+    `running` and `waiting` are sorted by the policy's keys. Sequences of `running` hold blocks and
+    are never more than `max_num_seqs`. `record` explains the last step, `counters` add up all.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Policy | None = None):
+        self.config, self.blocks = config, blocks
+        self.policy = policy or POLICIES[config.policy]
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.sequences: dict[int, Sequence] = {}  # all that are not finished, by seq_id
+        self.record = StepRecord(0)
+        self.counters = Counters()
+        self._admission = ADMISSIONS[config.admission]
+        self._headroom = 0
+        if config.admission == "watermark":
+            self._headroom = int(config.watermark * blocks.pool.num_blocks)
+        self._requests: dict[str, list[Sequence]] = {}
+        self._num_arrivals = 0
+        self._num_sequences = 0
+        self.num_seats = 0  # taken by the running sequences and their forks to come
+        self._dropped: list[int] = []
+        self.in_flight: dict[int, Sequence] = {}  # rows of a plan that is not committed
+
+    # ---- requests ------------------------------------------------------------------------
+
+    def add(self, request: Request) -> Sequence:
+        """Put a request in line.
+
+        Raises:
+            InvalidRequestError: it could never run, and the sentence says by how much.
+        """
+        if request.request_id in self._requests:
+            raise InvalidRequestError(
+                f"There is an unfinished request with the id {request.request_id!r} already."
+            )
+        check_fits(request, self.config, self.blocks)
+        key = self.policy.key(request, self._num_arrivals, 0)
+        sequence = self._new_sequence(request, 0, self._num_arrivals, key)
+        self._num_arrivals += 1
+        self._requests[request.request_id] = [sequence]
+        enter(self.waiting, sequence)
+        return sequence
+
+    def abort(self, request_id: str) -> None:
+        """End all sequences of a request, wherever they are. Unknown or finished is fine."""
+        for sequence in list(self._requests.get(request_id, ())):
+            self.finish(sequence.seq_id)
+
+    def finish(self, seq_id: int) -> None:
+        """End one sequence: its text is complete, or it failed. Twice is fine.
+
+        Its blocks are free at once, or, if a plan that is not committed uses them, at the commit.
+        """
+        sequence = self.sequences.pop(seq_id, None)
+        if sequence is None:
+            return
+        if sequence.status is Status.RUNNING:
+            self._stop_running(sequence)
+        else:
+            leave(self.waiting, sequence)
+        sequence.status = Status.FINISHED
+        if seq_id not in self.in_flight:
+            self.blocks.release(sequence.table)
+        others = self._requests[sequence.request.request_id]
+        others.remove(sequence)
+        if not others:
+            del self._requests[sequence.request.request_id]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is not finished."""
+        return bool(self.sequences)
+
+    # ---- one step: plan ------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step. Every plan must be committed before the next one is made."""
+        if self.in_flight:
+            raise AccountingError("The last plan was not committed.")
+        counters = self.counters
+        counters.num_steps += 1
+        plan = StepPlan(counters.num_steps, dropped=self._dropped)
+        self._dropped = []
+        self.record = StepRecord(plan.step)
+        budget = self._take_running(plan, self.config.max_num_batched_tokens)
+        if not (self.record.preempted or self.record.stalled):
+            self._admit(plan, budget)
+        plan.rows.sort(key=lambda row: row.num_tokens > 1)
+        self._close(plan)
+        return plan
+
+    def _take_running(self, plan: StepPlan, budget: int) -> int:
+        """Rows for running sequences, decoding ones first; returns the budget that is left.
+
+        `max_num_seqs` is at most the budget, so no arrival and no long prompt delays a decode.
+        """
+        decoding = [seq for seq in self.running if seq.num_uncomputed == 1]
+        prefilling = [seq for seq in self.running if seq.num_uncomputed > 1]
+        for sequence in (*decoding, *prefilling):
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted for one before it
+            num_tokens = self._chunk(sequence, budget)
+            if num_tokens and self._make_room(sequence, num_tokens, plan):
+                self._add_row(plan, sequence, num_tokens)
+                budget -= num_tokens
+            else:
+                self.record.stalled.append(sequence.seq_id)
+        return budget
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of this sequence to compute now."""
+        limit = self.config.long_prefill_token_threshold or budget
+        return min(sequence.num_uncomputed, budget, limit)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Preempt from the end of the order until the blocks suffice.
+
+        Only those behind `sequence` that are not in this step yet can be preempted. If that is
+        not enough it waits, with its blocks, for those that are in it. So the first in the order
+        always advances, or everything that advances holds what it needs.
+        """
+        start, pool = sequence.num_computed, self.blocks.pool
+        needed = self.blocks.num_needed(sequence.table, start, start + num_tokens)
+        while needed > pool.num_free:
+            victim = self._victim(sequence)
+            if victim is None:
+                return False
+            self._preempt(victim, sequence, plan)
+            # A victim that shared the last block spares the copy.
+            needed = self.blocks.num_needed(sequence.table, start, start + num_tokens)
+        return True
+
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        for other in reversed(self.running):
+            if other is sequence:
+                return None
+            if other.seq_id not in self.in_flight:
+                return other
+        return None
+
+    def _preempt(self, victim: Sequence, winner: Sequence, plan: StepPlan) -> None:
+        """Take a sequence's blocks away; it goes back in line with its old key."""
+        self._stop_running(victim)
+        mode = self.config.preemption_mode
+        if mode == "swap" and not self.blocks.can_swap_out(victim.table):
+            mode = "recompute"  # host memory is full
+        self.record.preempted.append(
+            Preemption(victim.seq_id, winner.seq_id, mode, victim.num_computed)
+        )
+        if mode == "swap":
+            plan.swap_out += self.blocks.swap_out(victim.table)
+            self.counters.num_preemptions_swap += 1
+        else:
+            self.blocks.release(victim.table)
+            victim.num_computed = 0
+            self.counters.num_preemptions_recompute += 1
+        victim.num_preemptions += 1
+        victim.status = Status.WAITING
+        enter(self.waiting, victim)
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Move waiting sequences to `running` in order, until the next one does not fit."""
+        if not self.waiting:
+            return
+        if self.num_seats >= self.config.max_num_seqs:  # before anything is looked up or added up
+            first = self.waiting[0]
+            self.record.blocked = Blocked.of(first, "seats", first.num_seats, 0)
+            return
+        pledged = sum(map(self._pledge, self.running))
+        num_admitted = 0
+        for sequence in self._queue():
+            blocked = self._obstacle(sequence, budget, pledged, plan)
+            if blocked is not None:
+                self.record.blocked = blocked
+                break
+            budget -= plan.rows[-1].num_tokens
+            pledged += self._pledge(sequence)
+            num_admitted += 1
+        if self.policy.reads_cache:
+            self.waiting = [seq for seq in self.waiting if seq.status is Status.WAITING]
+        else:
+            del self.waiting[:num_admitted]
+
+    def _queue(self) -> list[Sequence]:
+        """Who is next; a policy that reads the cache orders the oldest ones anew."""
+        if not self.policy.reads_cache:
+            return self.waiting
+
+        def key(sequence: Sequence) -> Key:
+            cached = 0 if sequence.is_swapped else self._match(sequence).num_tokens
+            return self.policy.key(sequence.request, sequence.arrival, cached)
+
+        return sorted(self.waiting[:WINDOW], key=key)
+
+    def _pledge(self, sequence: Sequence) -> int:
+        """Free blocks that a running sequence was promised when it was admitted."""
+        target = self._admission(sequence, self.blocks.block_size)
+        return max(target - len(sequence.table.blocks), 0)
+
+    def _obstacle(
+        self, sequence: Sequence, budget: int, pledged: int, plan: StepPlan
+    ) -> Blocked | None:
+        """Admit a sequence, or say why not."""
+        seats = self.config.max_num_seqs - self.num_seats
+        if sequence.num_seats > seats:
+            return Blocked.of(sequence, "seats", sequence.num_seats, seats)
+        if budget == 0:
+            return Blocked.of(sequence, "tokens", 1, 0)
+        headroom = self._headroom if self.running else 0
+        available = self.blocks.pool.num_free - pledged - headroom
+        target = self._admission(sequence, self.blocks.block_size)
+        if sequence.is_swapped:
+            needed = max(target, len(sequence.table.host_blocks))
+            if needed > available:
+                return Blocked.of(sequence, "blocks", needed, available)
+            plan.swap_in += self.blocks.swap_in(sequence.table)
+        else:
+            match = self._match(sequence)
+            needed = self.blocks.cost_of(match, target)
+            if needed > available and match.partial is not None:
+                match = self.blocks.whole(match)  # its block and the copy do not fit both
+                needed = self.blocks.cost_of(match, target)
+            left = sequence.num_tokens - match.num_tokens
+            if left > budget and not self.config.enable_chunked_prefill:
+                return Blocked.of(sequence, "tokens", left, budget)
+            if needed > available:
+                return Blocked.of(sequence, "blocks", needed, available)
+            self._begin(sequence, match)
+        self._start_running(sequence)
+        self._add_row(plan, sequence, self._chunk(sequence, budget))
+        return None
+
+    def _match(self, sequence: Sequence) -> Match:
+        """Its cached start. The last token is computed in any case, because its logits choose the
+        next one; logprobs of a prompt need all of its logits."""
+        wants_all = sequence.request.params.prompt_logprobs is not None
+        limit = 0 if wants_all else sequence.num_tokens - 1
+        return self.blocks.match(sequence.token_ids, limit, sequence.request.cache_salt)
+
+    def _begin(self, sequence: Sequence, match: Match) -> None:
+        """Start a sequence from a prefix. Only the first time is that a hit: what a preempted
+        sequence finds again was computed for itself."""
+        if sequence.report is None:
+            reads = sequence.request.params.prompt_logprobs is None
+            sequence.report = self.blocks.report(
+                sequence.request.prompt_token_ids, match.num_tokens, sequence.table.salt, reads
+            )
+            self.counters.num_prompt_tokens += sequence.num_tokens
+            self.counters.num_cached_tokens += match.num_tokens
+        self.blocks.adopt(sequence.table, match)
+        sequence.num_computed = match.num_tokens
+        sequence.furthest = max(sequence.furthest, match.num_tokens)
+
+    def _start_running(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        self.num_seats += sequence.num_seats
+        enter(self.running, sequence)
+        self.record.admitted.append(sequence.seq_id)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        leave(self.running, sequence)
+        self.num_seats -= sequence.num_seats
+        if sequence.num_sent is not None:
+            self._dropped.append(sequence.seq_id)
+            sequence.num_sent = None
+
+    def _add_row(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
+        """Get the blocks for the next `num_tokens` of a sequence and put it into the plan."""
+        start, table = sequence.num_computed, sequence.table
+        kept = sequence.num_sent
+        copy = self.blocks.grow(table, start, start + num_tokens)
+        if kept is None:
+            kept = 0
+            plan.new.append(
+                NewSequence(
+                    sequence.seq_id, sequence.request, sequence.index, tuple(sequence.token_ids)
+                )
+            )
+        if copy is not None:
+            plan.copies.append(copy)
+            kept = min(kept, start // self.blocks.block_size)
+        sequence.num_sent = len(table.blocks)
+        reaches_end = num_tokens == sequence.num_uncomputed and sequence.request.max_tokens > 0
+        num_samples = sequence.num_seats if reaches_end else 0
+        blocks = tuple(table.blocks[kept:])
+        plan.rows.append(Row(sequence.seq_id, start, num_tokens, num_samples, kept, blocks))
+        self.in_flight[sequence.seq_id] = sequence
+        if start >= len(sequence.request.prompt_token_ids) and sequence.num_uncomputed == 1:
+            self.record.num_decode_tokens += 1
+        else:
+            self.record.num_prefill_tokens += num_tokens
+
+    def _close(self, plan: StepPlan) -> None:
+        """Complete the record, and add it to the counters."""
+        record, counters = self.record, self.counters
+        record.num_running, record.num_waiting = len(self.running), len(self.waiting)
+        record.num_free_blocks = self.blocks.pool.num_free
+        counters.num_prefill_tokens += record.num_prefill_tokens
+        counters.num_decode_tokens += record.num_decode_tokens
+        counters.num_mixed_steps += bool(record.num_prefill_tokens and record.num_decode_tokens)
+        counters.max_num_running = max(counters.max_num_running, len(self.running))
+
+    # ---- one step: commit ----------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, sampled: Mapping[int, list[int | None]]) -> None:
+        """The plan was carried out: sequences grow by the tokens that were sampled for them.
+
+        `sampled` has, for each row with samples, that many tokens; None is a sample that failed,
+        which ends its sequence. A sequence also ends with its last token by count; what only text
+        can decide comes through `finish`.
+        """
+        for row in plan.rows:
+            sequence = self.in_flight.pop(row.seq_id)
+            if sequence.status is Status.FINISHED:  # while the plan ran
+                self.blocks.release(sequence.table)
+                continue
+            end = row.start + row.num_tokens
+            again = min(end, sequence.furthest) - row.start
+            if again > 0:
+                sequence.num_recomputed += again
+                self.counters.num_recomputed_tokens += again
+            sequence.num_computed = end
+            sequence.furthest = max(sequence.furthest, end)
+            self.blocks.index_blocks(sequence.table, sequence.token_ids, end)
+            if row.num_samples:
+                self._extend(sequence, sampled[row.seq_id])
+            elif end == sequence.num_tokens:
+                self.finish(row.seq_id)  # a prompt that is only computed
+
+    def _extend(self, sequence: Sequence, tokens: list[int | None]) -> None:
+        """Append the tokens; where there are several, the sequence becomes several."""
+        together = [sequence]
+        if sequence.num_forks:
+            self.num_seats -= sequence.num_forks
+            sequence.num_forks = 0
+            together += [self._fork(sequence, index) for index in range(1, len(tokens))]
+        last = len(sequence.request.prompt_token_ids) + sequence.request.max_tokens
+        for each, token in zip(together, tokens, strict=True):
+            if token is not None:
+                each.token_ids.append(token)
+            if token is None or each.num_tokens >= last:
+                self.finish(each.seq_id)
+
+    def _fork(self, parent: Sequence, index: int) -> Sequence:
+        """Another completion, over the blocks of the first until it writes."""
+        child = self._new_sequence(parent.request, index, parent.arrival, parent.key[:-1])
+        child.table = self.blocks.fork(parent.table)
+        child.num_computed = child.furthest = parent.num_computed
+        child.status = Status.RUNNING
+        self.num_seats += 1
+        enter(self.running, child)
+        self._requests[parent.request.request_id].append(child)
+        return child
+
+    def _new_sequence(self, request: Request, index: int, arrival: int, key: Key) -> Sequence:
+        seq_id = self._num_sequences
+        self._num_sequences += 1
+        sequence = Sequence(seq_id, request, index, arrival, (*key, seq_id))
+        self.sequences[seq_id] = sequence
+        return sequence
