@@ -1,0 +1,172 @@
+"""Blocks: which one is reused next, and books that notice when they do not add up."""
+
+import pytest
+
+from minillm.cache.blocks import AccountingError, BlockPool
+
+
+class Findable(set):
+    """The least a prefix index must be for a pool: a set of blocks, which can be forgotten."""
+
+    def forget(self, block: int) -> None:
+        self.remove(block)
+
+
+def pool_of(num_blocks: int, *cached: int) -> BlockPool:
+    return BlockPool(num_blocks, Findable(cached))
+
+
+# ---- the order of reuse -----------------------------------------------------------------------
+
+
+def test_a_fresh_pool_gives_its_blocks_in_order() -> None:
+    pool = pool_of(4)
+    assert pool.allocate(3) == [0, 1, 2]
+    assert pool.num_free == 1
+    assert [pool.is_free(block) for block in range(4)] == [False, False, False, True]
+
+
+def test_uncached_blocks_are_reused_first_and_cached_ones_last() -> None:
+    pool = pool_of(4)
+    pool.allocate(4)
+    pool._index |= {0, 1}  # computed and cached while they were held
+    for block in (0, 2, 1, 3):
+        pool.release([block])
+    assert pool.allocate(4) == [3, 2, 0, 1]
+    assert pool.num_evicted == 2
+
+
+def test_the_tail_of_a_sequence_is_evicted_before_its_head() -> None:
+    pool = pool_of(3)
+    table = pool.allocate(3)
+    pool._index |= set(table)
+    pool.release(table)
+    assert pool.allocate(3) == [2, 1, 0]
+
+
+def test_the_tail_goes_first_also_where_nothing_is_cached() -> None:
+    pool = pool_of(5)
+    pool.release(pool.allocate(3))
+    assert pool.allocate(5) == [0, 1, 2, 3, 4]
+
+
+def test_the_least_recently_used_cached_block_is_evicted_first() -> None:
+    pool = pool_of(3)
+    pool.allocate(3)
+    pool._index |= {0, 1, 2}
+    for block in (1, 2, 0):
+        pool.release([block])
+    pool.share([1])  # used again
+    pool.release([1])
+    assert pool.allocate(3) == [2, 0, 1]
+
+
+def test_an_evicted_block_cannot_be_found_any_more() -> None:
+    pool = pool_of(2, 1)
+    assert pool.allocate(1) == [0]
+    assert 1 in pool._index
+    assert pool.allocate(1) == [1]
+    assert 1 not in pool._index
+    assert pool.num_evicted == 1
+
+
+# ---- sharing ----------------------------------------------------------------------------------
+
+
+def test_a_cached_block_is_revived_from_the_middle_of_the_free_list() -> None:
+    pool = pool_of(5)
+    pool.allocate(5)
+    pool._index |= {0, 1, 2, 3, 4}
+    for block in range(5):
+        pool.release([block])
+    pool.share([2])
+    assert (pool.num_free, pool.num_revived) == (4, 1)
+    assert pool.ref_counts == [0, 0, 1, 0, 0]
+    assert pool.allocate(4) == [0, 1, 3, 4]  # without 2
+    pool.check_invariants([[2], [0, 1, 3, 4]])
+
+
+def test_a_block_that_somebody_holds_is_shared_without_being_revived() -> None:
+    pool = pool_of(2)
+    table = pool.allocate(1)
+    pool.share(table)
+    assert (pool.ref_counts, pool.num_free, pool.num_revived) == ([2, 0], 1, 0)
+    pool.release(table)
+    assert (pool.ref_counts, pool.num_free) == ([1, 0], 1)
+    pool.release(table)
+    assert (pool.ref_counts, pool.num_free) == ([0, 0], 2)
+
+
+# ---- misuse -----------------------------------------------------------------------------------
+
+
+def test_too_many_blocks_are_refused_and_none_is_taken() -> None:
+    pool = pool_of(3)
+    with pytest.raises(AccountingError, match=r"4 blocks were asked for; 3 are free\."):
+        pool.allocate(4)
+    assert pool.num_free == 3
+    pool.check_invariants([])
+
+
+def test_a_second_release_is_an_error() -> None:
+    pool = pool_of(2)
+    table = pool.allocate(1)
+    pool.release(table)
+    with pytest.raises(AccountingError, match="Block 0 was released, but nobody holds it"):
+        pool.release(table)
+
+
+# ---- check_invariants catches -----------------------------------------------------------------
+
+
+def test_books_that_add_up_are_accepted() -> None:
+    pool = pool_of(4)
+    table = pool.allocate(2)
+    pool.share(table[:1])
+    pool.check_invariants([table, table[:1], []])
+
+
+def test_a_table_that_names_a_free_block_is_caught() -> None:
+    """The published bug of mini-sglang: a live page table pointed at freed pages."""
+    pool = pool_of(3)
+    table = pool.allocate(2)
+    pool.release(table[1:])
+    with pytest.raises(AccountingError, match="Block 1: 0 references, 1 held"):
+        pool.check_invariants([table])
+
+
+@pytest.mark.parametrize("tables", [[], [[0], [0]]], ids=["too few", "too many"])
+def test_a_wrong_number_of_references_is_caught(tables: list[list[int]]) -> None:
+    pool = pool_of(2)
+    pool.allocate(1)
+    with pytest.raises(AccountingError, match=f"Block 0: 1 references, {len(tables)} held"):
+        pool.check_invariants(tables)
+
+
+def test_a_table_that_holds_a_block_twice_is_caught() -> None:
+    pool = pool_of(2)
+    (block,) = pool.allocate(1)
+    pool.share([block])
+    with pytest.raises(AccountingError, match=r"holds a block twice: \[0, 0\]"):
+        pool.check_invariants([[block, block]])
+
+
+@pytest.mark.parametrize("unknown", [2, -1])
+def test_a_block_that_does_not_exist_is_caught(unknown: int) -> None:
+    with pytest.raises(AccountingError, match=rf"do not exist: \[{unknown}\]"):
+        pool_of(2).check_invariants([[unknown]])
+
+
+def test_a_held_block_in_the_free_list_is_caught() -> None:
+    pool = pool_of(2)
+    table = pool.allocate(1)
+    pool._free[0] = None
+    with pytest.raises(AccountingError, match="Block 0: 1 references, but free: True"):
+        pool.check_invariants([table])
+
+
+def test_a_block_that_nobody_holds_and_nobody_can_get_is_caught() -> None:
+    pool = pool_of(2)
+    del pool._free[1]
+    with pytest.raises(AccountingError, match="Block 1: 0 references, but free: False"):
+        pool.check_invariants([])

@@ -1,0 +1,281 @@
+"""Block tables: growing, sharing, copying before writing, moving to host memory and back.
+
+Blocks hold four tokens. `device` plays the memory: what was written where, so that a copy that
+comes too late or a write into a shared block shows.
+"""
+
+import pytest
+
+from minillm.cache.blocks import AccountingError
+from minillm.cache.manager import BlockCopy, BlockManager, BlockTable
+
+PREFIX_CACHES = ("hash", "radix")
+TEXT = list(range(1, 21))
+
+
+def manager(num_blocks: int = 8, cache: str | None = "hash", host: int = 0) -> BlockManager:
+    return BlockManager(num_blocks, 4, cache, num_host_blocks=host)
+
+
+def computed(blocks: BlockManager, tokens: list[int], salt: str = "") -> BlockTable:
+    """The table of a sequence that computed all its tokens and offered its full blocks."""
+    table = BlockTable(salt)
+    assert blocks.grow(table, 0, len(tokens)) is None
+    blocks.index_blocks(table, tokens, len(tokens))
+    return table
+
+
+# ---- growing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_blocks_for_rounds_up(tokens: int, count: int) -> None:
+    assert manager().blocks_for(tokens) == count
+
+
+def test_a_table_grows_at_its_end_and_only_when_a_block_is_full() -> None:
+    blocks, table = manager(), BlockTable()
+    assert blocks.num_needed(table, 0, 3) == 1
+    blocks.grow(table, 0, 3)
+    assert table.blocks == [0]
+    assert blocks.num_needed(table, 3, 4) == 0
+    blocks.grow(table, 3, 4)
+    assert table.blocks == [0]
+    assert blocks.num_needed(table, 4, 13) == 3
+    blocks.grow(table, 4, 13)
+    assert table.blocks == [0, 1, 2, 3]
+    blocks.check_invariants([table])
+
+
+def test_growing_beyond_the_pool_is_an_error_of_the_books() -> None:
+    blocks, table = manager(2), BlockTable()
+    with pytest.raises(AccountingError, match="3 blocks were asked for; 2 are free"):
+        blocks.grow(table, 0, 9)
+    blocks.check_invariants([table])
+
+
+# ---- forks and copies -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", [None, *PREFIX_CACHES])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_n_holders_of_a_partly_filled_block_make_n_minus_1_copies(n: int, cache: str) -> None:
+    blocks = manager(12, cache)
+    first = computed(blocks, TEXT[:6])  # [full, two of four]
+    tables = [first, *(blocks.fork(first) for _ in range(n - 1))]
+    assert blocks.pool.ref_counts[:2] == [n, n]
+    blocks.check_invariants(tables)
+
+    needed = [blocks.num_needed(table, 6, 7) for table in tables]
+    assert needed == [1] * n  # each alone would copy
+    copies = []
+    for table in tables:
+        copies.append(blocks.grow(table, 6, 7))
+        blocks.check_invariants(tables)
+    assert [copy.source for copy in copies[:-1]] == [1] * (n - 1)
+    assert copies[-1] is None  # the last one has the block for itself
+    assert blocks.num_copies == n - 1
+    assert [table.blocks[0] for table in tables] == [0] * n  # the full block stays shared
+    assert len({table.blocks[1] for table in tables}) == n
+    assert [copy.target for copy in copies[:-1]] == [table.blocks[1] for table in tables[:-1]]
+
+
+def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
+    blocks = manager()
+    first = computed(blocks, TEXT[:8])
+    second = blocks.fork(first)
+    assert blocks.num_needed(second, 8, 9) == 1  # a new block, no copy
+    assert blocks.grow(second, 8, 9) is None
+    assert (first.blocks, second.blocks) == ([0, 1], [0, 1, 2])
+    assert blocks.num_copies == 0
+
+
+def test_a_fork_goes_on_indexing_where_its_parent_was() -> None:
+    blocks = manager()
+    first = computed(blocks, TEXT[:6])
+    second = blocks.fork(first)
+    blocks.grow(second, 6, 8)
+    blocks.index_blocks(second, TEXT[:8], 8)
+    assert blocks.match(TEXT, 20, "").blocks == [0, second.blocks[1]]
+
+
+# ---- prefixes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
+def test_a_hit_shares_the_blocks_and_costs_those_that_were_free(cache: str) -> None:
+    blocks = manager(8, cache)
+    old = computed(blocks, TEXT[:8])
+    blocks.release(old)
+    match = blocks.match(TEXT[:10], 9, "")
+    assert (match.blocks, match.num_tokens) == ([0, 1], 8)
+    assert blocks.cost_of(match, 3) == 3  # one new block, and two that leave the free list
+    first = BlockTable()
+    blocks.adopt(first, match)
+    assert blocks.pool.num_revived == 2
+    assert blocks.cost_of(match, 3) == 1  # now they are held: a second reader pays its own block
+    second = BlockTable()
+    blocks.adopt(second, match)
+    assert blocks.pool.ref_counts[:2] == [2, 2]
+    blocks.check_invariants([first, second])
+
+
+def test_a_partly_fitting_block_is_copied_and_stays_cached_as_it_was() -> None:
+    blocks = manager(8, "radix")
+    old = computed(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
+    blocks.release(old)
+    match = blocks.match([1, 2, 3, 4, 5, 6, 9, 9], 7, "")
+    assert (match.blocks, match.partial, match.num_tokens) == ([0], 1, 6)
+    assert blocks.cost_of(match, 2) == 3  # block 0, the source, the copy
+    table = BlockTable()
+    blocks.adopt(table, match)
+    copy = blocks.grow(table, 6, 8)
+    assert copy == BlockCopy(1, table.blocks[1])
+    assert table.blocks[1] != 1
+    blocks.index_blocks(table, [1, 2, 3, 4, 5, 6, 9, 9], 8)
+    blocks.check_invariants([table])
+    assert blocks.pool.is_free(1)  # only cached again, and with its own contents:
+    assert blocks.match([1, 2, 3, 4, 5, 6, 7, 8], 8, "").blocks == [0, 1]
+    assert blocks.match([1, 2, 3, 4, 5, 6, 9, 9], 8, "").blocks == table.blocks
+
+
+def test_without_its_partial_block_a_match_is_whole_blocks() -> None:
+    blocks = manager(8, "radix")
+    computed(blocks, TEXT[:8])
+    whole = blocks.whole(blocks.match(TEXT[:7], 6, ""))
+    assert (whole.blocks, whole.num_tokens, whole.partial) == ([0], 4, None)
+
+
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
+def test_full_blocks_are_offered_once_they_are_full_and_no_sooner(cache: str) -> None:
+    blocks, table = manager(8, cache), BlockTable()
+    blocks.grow(table, 0, 9)
+    blocks.index_blocks(table, TEXT, 3)
+    assert len(blocks.index) == 0
+    blocks.index_blocks(table, TEXT, 4)
+    assert (len(blocks.index), table.num_indexed) == (1, 1)
+    blocks.index_blocks(table, TEXT, 9)
+    assert (len(blocks.index), table.num_indexed) == (2, 2)
+    assert 2 not in blocks.index
+
+
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
+def test_a_sequence_that_lost_its_place_in_the_index_offers_its_blocks_again(cache: str) -> None:
+    """Two compute the same text at once; the first one's blocks are cached, freed and evicted,
+    while the second runs on."""
+    blocks = manager(6, cache)
+    first, second = computed(blocks, TEXT[:4]), computed(blocks, TEXT[:4])
+    assert (first.blocks, second.blocks) == ([0], [1])
+    blocks.release(first)
+    thief = BlockTable()
+    blocks.grow(thief, 0, 20)  # takes all five others, block 0 too
+    assert 0 not in blocks.index
+    blocks.release(thief)
+    blocks.grow(second, 4, 8)
+    blocks.index_blocks(second, TEXT[:8], 8)
+    known = blocks.match(TEXT[:8], 8, "").blocks
+    if cache == "radix":
+        assert known == second.blocks
+    else:  # names do not depend on what is there: only the lost block is missing
+        assert known == []
+        assert second.blocks[1] in blocks.index
+    assert second.num_indexed == 2
+    blocks.check_invariants([second])
+
+
+def test_without_a_cache_nothing_is_indexed_and_freed_blocks_are_reused_at_once() -> None:
+    blocks = manager(8, None)
+    table = computed(blocks, TEXT[:8])
+    assert table.num_indexed == 0
+    blocks.release(table)
+    assert blocks.match(TEXT, 20, "").num_tokens == 0
+    assert blocks.pool.allocate(2) == [0, 1]
+
+
+# ---- host memory ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", [None, *PREFIX_CACHES])
+def test_a_table_goes_to_host_memory_and_comes_back(cache: str) -> None:
+    blocks = manager(4, cache, host=3)
+    table = computed(blocks, TEXT[:10])
+    assert blocks.can_swap_out(table)
+    out = blocks.swap_out(table)
+    assert out == [(0, 0), (1, 1), (2, 2)]
+    assert (table.blocks, table.host_blocks) == ([], [0, 1, 2])
+    assert (blocks.pool.num_free, blocks.host.num_free) == (4, 0)
+    blocks.check_invariants([table])
+
+    other = BlockTable()
+    blocks.grow(other, 0, 4)  # somebody took a block meanwhile
+    back = blocks.swap_in(table)
+    assert [copy.source for copy in back] == [0, 1, 2]
+    assert [copy.target for copy in back] == table.blocks
+    assert table.host_blocks == []
+    assert blocks.host.num_free == 3
+    blocks.check_invariants([table, other])
+
+
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
+def test_what_came_back_is_offered_to_the_index_again(cache: str) -> None:
+    blocks = manager(2, cache, host=2)
+    table = computed(blocks, TEXT[:8])
+    blocks.swap_out(table)
+    thief = BlockTable()
+    blocks.grow(thief, 0, 8)  # evicts both
+    blocks.release(thief)
+    assert len(blocks.index) == 0
+    blocks.swap_in(table)
+    blocks.index_blocks(table, TEXT[:8], 8)
+    assert blocks.match(TEXT[:8], 8, "").blocks == table.blocks
+
+
+def test_a_table_that_host_memory_cannot_hold_is_not_swapped() -> None:
+    blocks = manager(8, None, host=2)
+    three, none = computed(blocks, TEXT[:9]), BlockTable()
+    assert not blocks.can_swap_out(three)
+    assert not blocks.can_swap_out(none)
+    assert blocks.can_swap_out(computed(blocks, TEXT[:8]))
+
+
+def test_of_a_shared_block_each_holder_keeps_a_copy_in_host_memory() -> None:
+    blocks = manager(8, None, host=4)
+    first = computed(blocks, TEXT[:8])
+    second = blocks.fork(first)
+    blocks.swap_out(first)
+    assert blocks.pool.ref_counts[:2] == [1, 1]  # the other still reads them
+    blocks.swap_out(second)
+    assert (blocks.pool.num_free, blocks.host.num_free) == (8, 0)
+    blocks.check_invariants([first, second])
+
+
+# ---- letting go -------------------------------------------------------------------------------
+
+
+def test_release_gives_everything_back_and_forgets_the_place() -> None:
+    blocks = manager(4, "hash", host=4)
+    here, there = computed(blocks, TEXT[:8]), computed(blocks, TEXT[8:16])
+    blocks.swap_out(there)
+    for table in (here, there):
+        blocks.release(table)
+        blocks.release(table)  # an empty table has nothing to give: no error, no effect
+        assert table == BlockTable()
+    assert (blocks.pool.num_free, blocks.host.num_free) == (4, 4)
+    blocks.check_invariants([])
+
+
+def test_a_block_at_two_places_is_caught() -> None:
+    blocks = manager()
+    first = computed(blocks, TEXT[:8])
+    second = BlockTable(blocks=[1, 0])
+    blocks.pool.share([0, 1])
+    with pytest.raises(AccountingError, match="Block 1 is shared at places 1 and 0"):
+        blocks.check_invariants([first, second])
+
+
+def test_a_lost_host_block_is_caught() -> None:
+    blocks = manager(8, None, host=2)
+    table = computed(blocks, TEXT[:4])
+    blocks.swap_out(table)
+    with pytest.raises(AccountingError, match="Block 0: 1 references, 0 held"):
+        blocks.check_invariants([])
