@@ -60,16 +60,19 @@ class Completion:
             self.text += self._stops.push(self._detokenizer.push(token_id), may_stop)
         if ends:
             primary = bool(self._eos) and token_id == self._eos[0]
-            self._finish("stop", None if primary else token_id)
+            self.finish("stop", None if primary else token_id)
         elif self._stops.matched is not None:
-            self._finish("stop", self._stops.matched)
+            self.finish("stop", self._stops.matched)
         elif len(self.token_ids) >= self.max_tokens:
-            self._finish("length")
+            self.finish("length")
 
     def fail(self, message: str) -> None:
         """End with an error; what was generated stays."""
         self._error = message
-        self._finish("error")
+        try:
+            self.finish("error")
+        except Exception:  # what failed was the text: leave it as it is
+            self.finish_reason = "error"
 
     def output(self) -> CompletionOutput:
         """What there is so far."""
@@ -85,8 +88,8 @@ class Completion:
             error=self._error,
         )
 
-    def _finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Show what was held back; after a stop string that is nothing."""
+    def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End, and show what was held back; after a stop string that is nothing."""
         if self._detokenizer is not None:
             # The end of the text may itself complete a stop string.
             self.text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()

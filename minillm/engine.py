@@ -1,49 +1,37 @@
-"""The engine: takes token ids, gives token ids and text. One request after another, for now.
+"""The engine: requests in, tokens and text out, many at once.
 
-validate -> prefill in chunks -> [sample -> append -> run the new tokens] until all have ended
+add -> waiting -> [ schedule -> run -> commit -> text ] -> finished
+                         one step, for all who run
 """
 
 import random
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral
 
-import torch
-from torch import Tensor
-
-from minillm.completion import Completion, with_text
-from minillm.cost import kv_bytes_per_token
+from minillm.cache.blocks import AccountingError
 from minillm.engine_args import EngineArgs
 from minillm.engine_setup import (
+    build_core,
     choose_device,
     choose_dtype,
     end_tokens,
     limit_threads,
+    new_scheduler,
     open_tokenizer,
     plan_memory,
 )
 from minillm.errors import EngineDeadError, InvalidRequestError
-from minillm.layers.kv_cache import KVCache
+from minillm.forward_pass import ForwardPass
+from minillm.live_request import LiveRequest
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import DTYPES, load_model
-from minillm.outputs import Logprobs, RequestMetrics, RequestOutput
-from minillm.runner import Chunk, Runner
-from minillm.sampler import SamplingRow, TokenLogprob, sample, token_logprobs
+from minillm.outputs import FinishReason
+from minillm.runner import Runner, StepResult
 from minillm.sampling_params import SamplingParams, validate_against_model
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and how to continue it, already checked."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    seed: int
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    arrival: float = field(default_factory=time.perf_counter)
+from minillm.scheduling.limits import check_fits
+from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.request import Request, Status
+from minillm.scheduling.request import Sequence as ScheduledSequence
 
 
 class Engine:
@@ -61,27 +49,39 @@ class Engine:
         )
         self.eos_token_ids = end_tokens(self.source, self.tokenizer)
         self._seeds = random.Random(args.seed)
-        self._runner: Runner | None = Runner(
-            load_model(
-                self.source,
-                DTYPES[self.dtype],
-                self.device,
-                self.max_model_len,
-                args.load_format,
-                args.seed,
-            )
+        self._live: dict[str, LiveRequest] = {}
+        self._dead = ""
+        model = load_model(
+            self.source,
+            DTYPES[self.dtype],
+            self.device,
+            self.max_model_len,
+            args.load_format,
+            args.seed,
         )
+        self._forward_pass: ForwardPass | None = ForwardPass(model)
+        self._runner: Runner | None = None
+        self.scheduler, self._runner = build_core(args, model, self.memory, self.max_model_len)
 
     @property
     def runner(self) -> Runner:
-        """The loaded model; an error once the engine is closed."""
-        if self._runner is None:
-            raise EngineDeadError("This engine is closed; make a new one.")
+        """What carries out plans; an error once the engine is closed."""
+        if self._runner is None or self._dead:
+            raise EngineDeadError(self._dead or "This engine is closed; make a new one.")
         return self._runner
 
+    @property
+    def forward_pass(self) -> ForwardPass:
+        """The model without the scheduler; an error once the engine is closed."""
+        if self._forward_pass is None:
+            raise EngineDeadError("This engine is closed; make a new one.")
+        return self._forward_pass
+
     def close(self) -> None:
-        """Give the memory back. Closing twice is fine."""
-        self._runner = None
+        """End all requests and give the memory back. Closing twice is fine."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+        self._runner = self._forward_pass = None
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -91,6 +91,8 @@ class Engine:
         prompt: str | None,
         prompt_token_ids: Sequence[int] | None,
         params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
         """Check a request, tokenising its text if it has no ids.
 
@@ -107,10 +109,29 @@ class Engine:
             )
         bad_words = tuple(self._bad_words(params))
         validate_against_model(params, self.source.config.vocab_size, bad_words)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        ids = tuple(map(int, prompt_token_ids))
-        request = Request(request_id, prompt, ids, params, seed, bad_words)
-        self._check_room(request)
+        room = self.max_model_len - len(prompt_token_ids)
+        eos = () if params.ignore_eos else self.eos_token_ids
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=tuple(map(int, prompt_token_ids)),
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            priority=priority,
+            cache_salt=cache_salt,
+            stop_ids=(*eos, *params.stop_token_ids),
+            bad_words_ids=bad_words,
+        )
+        check_fits(request, self.scheduler.config, self.scheduler.blocks)
+        return request
+
+    def make_scoring_request(self, request_id: str, ids: Sequence[int]) -> Request:
+        """A request that only computes its prompt, for the log-probability of each token."""
+        self.check_prompt(ids)
+        params = SamplingParams(prompt_logprobs=0)
+        request = Request(request_id, tuple(map(int, ids)), params, max_tokens=0)
+        check_fits(request, self.scheduler.config, self.scheduler.blocks)
         return request
 
     def encode(self, text: str) -> list[int]:
@@ -147,25 +168,6 @@ class Engine:
                 f"so shorten the prompt{' or raise max_model_len' * longer}."
             )
 
-    def max_new_tokens(self, request: Request) -> int:
-        """`max_tokens`, but never beyond the context length."""
-        room = self.max_model_len - len(request.prompt_token_ids)
-        return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
-
-    def _check_room(self, request: Request) -> None:
-        positions = len(request.prompt_token_ids) + self.max_new_tokens(request)
-        needed = request.params.n * positions * self._kv_bytes_per_token
-        if needed > self.memory.kv_cache_bytes:
-            raise InvalidRequestError(
-                f"The request needs {request.params.n} x {positions} positions x "
-                f"{self._kv_bytes_per_token:,} bytes = {needed:,} bytes of KV cache, and "
-                f"{self.memory.kv_cache_bytes:,} are available; lower n or max_tokens."
-            )
-
-    @property
-    def _kv_bytes_per_token(self) -> int:
-        return kv_bytes_per_token(self.source.config, self.dtype)
-
     def _bad_words(self, params: SamplingParams) -> Iterator[tuple[int, ...]]:
         """Each bad word as it is tokenised at the start of a text and after a space, as in vLLM."""
         for word in params.bad_words:
@@ -181,136 +183,103 @@ class Engine:
             }
             yield from sorted(variants - {()})
 
-    # ---- generation ----------------------------------------------------------------------
+    # ---- running -------------------------------------------------------------------------
 
-    def generate(self, request: Request) -> Iterator[RequestOutput]:
-        """Run one request; yields the outputs so far after every step, the last one finished.
+    def add(self, request: Request) -> LiveRequest:
+        """Put a request in line; `step` advances it.
 
-        What goes wrong in the model or the sampler ends the affected completions with
-        ``finish_reason="error"``; it does not end the engine.
+        Raises:
+            InvalidRequestError: its id is in use.
         """
-        started = time.perf_counter()
-        params, runner = request.params, self.runner
-        max_tokens = self.max_new_tokens(request)
-        completions = [
-            Completion(
-                index,
-                params,
-                max_tokens,
-                self.eos_token_ids,
-                self.tokenizer,
-                request.prompt_token_ids,
-            )
-            for index in range(params.n)
-        ]
-        # The cache is this request's own: another may run before this one is read to its end.
-        kv = runner.allocate(params.n, len(request.prompt_token_ids) + max_tokens)
-        prompt_logprobs = None
+        self.runner  # noqa: B018  (a closed engine says so)
+        first = self.scheduler.add(request)
+        live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
+        self._live[request.request_id] = live
+        return live
+
+    def abort(self, request_id: str) -> None:
+        """End a request, wherever it is. Unknown or finished is fine."""
+        self.scheduler.abort(request_id)
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            live.end("abort")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._live)
+
+    def step(self) -> list[LiveRequest]:
+        """Advance the requests that the scheduler chooses; returns those that were in the step.
+
+        What goes wrong in one request ends that one with ``finish_reason="error"``.
+
+        Raises:
+            EngineDeadError: something else went wrong. All requests have ended, and the engine
+                answers every further call with this error.
+        """
+        runner = self.runner
         try:
-            logits, prompt_logprobs = self._prefill(request, kv)
-        except InvalidRequestError as error:  # logits that are no numbers
-            for completion in completions:
-                completion.fail(str(error))
-        for completion in completions[1:]:
-            kv.copy_block(0, completion.index)
-        first_token = None
-        while True:
-            running = [completion for completion in completions if not completion.finish_reason]
-            if running:
-                self._sample(request, running, logits)
-            now = time.perf_counter()
-            first_token = now if first_token is None else first_token
-            finished = all(completion.finish_reason for completion in completions)
-            yield RequestOutput(
-                request_id=request.request_id,
-                prompt=request.prompt,
-                prompt_token_ids=list(request.prompt_token_ids),
-                outputs=[completion.output() for completion in completions],
-                finished=finished,
-                prompt_logprobs=prompt_logprobs,
-                metrics=measure(request, completions, started, first_token, now),
-            )
-            if finished:
-                return
-            running = [completion for completion in running if not completion.finish_reason]
-            logits = self._decode(request, running, kv)
+            plan = self.scheduler.schedule()
+            if not plan.rows:
+                raise AccountingError(f"Nothing can run, but {len(self._live)} requests wait.")
+            for seq_id in self.scheduler.record.admitted:
+                self._live[self.scheduler.sequences[seq_id].request.request_id].schedule()
+            return self._commit(plan, runner.execute(plan))
+        except Exception as error:
+            self._dead = f"The engine stopped: {type(error).__name__}: {error}"
+            self._abandon("error", self._dead)
+            raise EngineDeadError(self._dead) from error
+        except BaseException:  # Ctrl-C, at any point of the step
+            self._abandon("abort")
+            raise
 
-    def _prefill(
-        self, request: Request, kv: KVCache
-    ) -> tuple[Tensor, list[Logprobs | None] | None]:
-        """Compute the prompt chunk by chunk. Returns the logits [n, V] of what follows it."""
-        ids, wanted = request.prompt_token_ids, request.params.prompt_logprobs
-        logprobs: list[Logprobs | None] = [None]
-        for start, hidden, last in self._chunks(ids, kv):
-            logits = last
-            if wanted is not None:
-                rows = self._logprobs(hidden, ids[start + 1 : start + 1 + len(hidden)], wanted)
-                logprobs += [with_text(row, self.tokenizer) for row in rows]
-        return logits.expand(request.params.n, -1), None if wanted is None else logprobs
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[LiveRequest]:
+        """Tell the scheduler and the requests what came out of a step."""
+        scheduler = self.scheduler
+        owners = [(row, scheduler.sequences[row.seq_id]) for row in plan.rows]
+        for row, _ in owners:
+            if not row.num_samples and row.seq_id in result.errors:
+                scheduler.finish(row.seq_id)
+        for fork in scheduler.commit(plan, result.token_ids):
+            self._live[fork.request.request_id].sequences[fork.index] = fork
+        touched = {}
+        for row, sequence in owners:
+            live = self._live[sequence.request.request_id]
+            touched[live.request.request_id] = live
+            self._deliver(row, sequence, live, result)
+        for request_id, live in touched.items():
+            if live.finished:
+                del self._live[request_id]
+        return list(touched.values())
 
-    def prompt_logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first, given those before it."""
-        kv, result = self.runner.allocate(1, len(ids)), []
-        for start, hidden, _ in self._chunks(ids, kv):
-            targets = ids[start + 1 : start + 1 + len(hidden)]
-            rows = self._logprobs(hidden, targets, 0)
-            result += [row[target].logprob for row, target in zip(rows, targets, strict=True)]
-        return result
+    def _deliver(
+        self, row: Row, sequence: ScheduledSequence, live: LiveRequest, result: StepResult
+    ) -> None:
+        """Hand one row's results to its request, and end what they complete."""
+        if row.seq_id in result.prompt_logprobs:
+            live.add_prompt_logprobs(*result.prompt_logprobs[row.seq_id])
+        errors = result.errors.get(row.seq_id, {})
+        if not row.num_samples:
+            if errors:
+                live.end("error", errors[0])
+            elif sequence.status is Status.FINISHED:  # it was to be computed only
+                live.end("length")
+            return
+        logprobs = result.logprobs.get(row.seq_id, [None] * row.num_samples)
+        for each, token in enumerate(result.token_ids[row.seq_id]):
+            index = sequence.index + each
+            if token is None:
+                live.end_completion(index, "error", errors[each])
+            elif live.append(index, token, logprobs[each]):
+                self.scheduler.finish(live.sequences[index].seq_id)
 
-    def _chunks(self, ids: Sequence[int], kv: KVCache) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Run `ids` through block 0: yields start, hidden [T, d] and the last row's logits."""
-        size = self.args.max_num_batched_tokens
-        for start in range(0, len(ids), size):
-            chunk = Chunk(block=0, start=start, token_ids=ids[start : start + size])
-            yield start, *self.runner.run([chunk], kv)
-
-    def _logprobs(
-        self, hidden: Tensor, targets: Sequence[int], top_k: int
-    ) -> list[dict[int, TokenLogprob]]:
-        """Log-probabilities of `targets`, each predicted by its row of hidden [T or T + 1, d]."""
-        target_ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
-        return token_logprobs(self.runner.logits, hidden[: len(targets)], target_ids, top_k)
-
-    def _decode(self, request: Request, running: Sequence[Completion], kv: KVCache) -> Tensor:
-        """One new token of every running completion. Returns logits [K, V]."""
-        prompt = len(request.prompt_token_ids)
-        chunks = [Chunk(c.index, prompt + len(c.token_ids) - 1, c.token_ids[-1:]) for c in running]
-        return self.runner.run(chunks, kv)[1]
-
-    def _sample(self, request: Request, running: Sequence[Completion], logits: Tensor) -> None:
-        rows = [
-            SamplingRow(
-                params=request.params,
-                seed=request.seed,
-                sample_index=completion.index,
-                position=len(request.prompt_token_ids) + len(completion.token_ids),
-                prompt_token_ids=request.prompt_token_ids,
-                output_token_ids=completion.token_ids,
-                stop_ids=completion.stop_ids,
-                bad_words_ids=request.bad_words_ids,
-            )
-            for completion in running
-        ]
-        sampled = sample(logits, rows)
-        for row, completion in enumerate(running):
-            if row in sampled.failed:
-                completion.fail(sampled.failed[row])
-            else:
-                completion.append(sampled.token_ids[row], sampled.logprobs[row])
-
-
-def measure(
-    request: Request,
-    completions: Sequence[Completion],
-    started: float,
-    first_token: float,
-    now: float,
-) -> RequestMetrics:
-    """Times of a request after the step that ended `now`."""
-    steps = max(len(completion.token_ids) for completion in completions) - 1
-    return RequestMetrics(
-        queue_time=started - request.arrival,
-        ttft=first_token - request.arrival,
-        tpot=(now - first_token) / steps if steps > 0 else None,
-        e2e=now - request.arrival,
-    )
+    def _abandon(self, reason: FinishReason, error: str | None = None) -> None:
+        """End everything. The scheduler may have been interrupted anywhere, so it is replaced,
+        and with it what it knew of cached prefixes."""
+        for live in self._live.values():
+            live.end(reason, error)
+        self._live = {}
+        if self._runner is not None:
+            self.scheduler = new_scheduler(self.scheduler)
+            self._runner.reset()

@@ -15,16 +15,7 @@ from minillm.sampling_params import refuse_unknown_arguments, shown
 NOT_BUILT_YET: Mapping[str, Any] = MappingProxyType(
     {
         "quantization": None,
-        "num_gpu_blocks_override": None,
-        "block_size": None,
         "kv_cache_dtype": "auto",
-        "max_num_seqs": None,
-        "enable_prefix_caching": False,
-        "prefix_cache": None,
-        "enable_chunked_prefill": False,
-        "swap_space": 0,
-        "preemption_mode": None,
-        "scheduling_policy": "fcfs",
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "speculative_config": None,
@@ -34,6 +25,17 @@ NOT_BUILT_YET: Mapping[str, Any] = MappingProxyType(
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
 DTYPES = ("auto", *DTYPE_BYTES)
 LOAD_FORMATS = ("auto", "dummy")
+COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "block_size",
+)
+PREFIX_CACHES = ("hash", "radix")
+PREEMPTION_MODES = ("recompute", "swap")
+MOST_SWAP = 2**20  # GiB; more is a typing error
 
 
 @refuse_unknown_arguments
@@ -43,9 +45,17 @@ class EngineArgs:
 
     `dtype` "auto" is the checkpoint's on a GPU, bfloat16 on a CPU with bf16 instructions, else
     float32. `gpu_memory_utilization` is the share of the device's free memory that weights,
-    activations and KV cache may take together, on a CPU too. `kv_cache_memory_bytes` sets the
-    cache's part directly. `max_num_batched_tokens` bounds the prompt tokens of one forward pass.
-    `max_model_len` None takes the model's own length, less if the cache cannot hold that.
+    activations and KV cache may take together, on a CPU too, where the cache takes at most a
+    quarter of it; `kv_cache_memory_bytes`, or `num_gpu_blocks_override` in blocks of `block_size`
+    tokens, sets the cache's part directly. `max_model_len` None takes the model's own length, less
+    if the cache cannot hold that.
+
+    At most `max_num_seqs` sequences run at once (256, or fewer for a small budget) and
+    `max_num_batched_tokens` (2048) are computed per step; `long_prefill_token_threshold` limits
+    those of one prompt. `scheduling_policy` says who goes first, `admission_policy` whether a
+    request is let in when its prompt fits ("watermark") or only when its last token will, too
+    ("reserve_max"). When blocks run out, the last in line loses its own: to `swap_space` GiB of
+    host memory if there is any, else it is computed again (`preemption_mode`).
 
     Raises:
         ConfigError: a value out of its range.
@@ -66,13 +76,15 @@ class EngineArgs:
     block_size: int | None = None
     kv_cache_dtype: str = "auto"
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
-    enable_prefix_caching: bool = False
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool | None = None
     prefix_cache: str | None = None
-    enable_chunked_prefill: bool = False
+    enable_chunked_prefill: bool = True
     swap_space: float = 0
     preemption_mode: str | None = None
     scheduling_policy: str = "fcfs"
+    admission_policy: str = "watermark"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -105,15 +117,20 @@ class EngineArgs:
             raise ConfigError(
                 f"device is {shown(self.device)}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'."
             )
-        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        for name in COUNTS:
             self._check_count(name)
+        self._check_count("long_prefill_token_threshold", least=0)
+        for name in ("scheduling_policy", "admission_policy"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a name.")
         self._check_share()
+        self._check_cache()
         whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
         if not whole or not 0 <= self.seed < 2**63:
             raise ConfigError(
                 f"seed is {shown(self.seed)}; it must be an integer from 0 to {2**63 - 1}."
             )
-        for name in ("enforce_eager", "disable_log_stats"):
+        for name in ("enable_chunked_prefill", "enforce_eager", "disable_log_stats"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a bool.")
 
@@ -123,11 +140,13 @@ class EngineArgs:
                 f"{name} is {shown(getattr(self, name))}; it must be one of {', '.join(allowed)}."
             )
 
-    def _check_count(self, name: str) -> None:
+    def _check_count(self, name: str, least: int = 1) -> None:
         value = getattr(self, name)
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and 1 <= value < 2**63):
-            raise ConfigError(f"{name} is {shown(value)}; it must be a whole number of at least 1.")
+        if value is not None and not (whole and least <= value < 2**63):
+            raise ConfigError(
+                f"{name} is {shown(value)}; it must be a whole number of at least {least}."
+            )
 
     def _check_share(self) -> None:
         share = self.gpu_memory_utilization
@@ -136,3 +155,38 @@ class EngineArgs:
             raise ConfigError(
                 f"gpu_memory_utilization is {shown(share)}; it must be above 0 and at most 1."
             )
+
+    def _check_cache(self) -> None:
+        """What belongs together: the cache's size, its prefixes, and what preemption does."""
+        if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
+            raise ConfigError(
+                "kv_cache_memory_bytes and num_gpu_blocks_override both set the size of the KV "
+                "cache; give one of them."
+            )
+        if self.enable_prefix_caching not in (None, True, False):
+            raise ConfigError(
+                f"enable_prefix_caching is {shown(self.enable_prefix_caching)}; it must be a bool."
+            )
+        if self.prefix_cache is not None:
+            self._check_choice("prefix_cache", PREFIX_CACHES)
+            if self.enable_prefix_caching is False:
+                raise ConfigError(
+                    f"prefix_cache={self.prefix_cache!r} needs prefix caching, which "
+                    "enable_prefix_caching=False turns off; leave one of them out."
+                )
+        swap, number = self.swap_space, isinstance(self.swap_space, int | float)
+        if isinstance(swap, bool) or not number or not 0 <= swap <= MOST_SWAP:
+            raise ConfigError(
+                f"swap_space is {shown(swap)}; it must be a number of GiB from 0 to {MOST_SWAP:,}."
+            )
+        if self.preemption_mode is not None:
+            self._check_choice("preemption_mode", PREEMPTION_MODES)
+            if self.preemption_mode == "swap" and not swap:
+                raise ConfigError(
+                    "preemption_mode='swap' needs host memory; set swap_space to some GiB."
+                )
+            if self.preemption_mode == "recompute" and swap:
+                raise ConfigError(
+                    f"swap_space={swap} is not used by preemption_mode='recompute'; leave one of "
+                    "them out."
+                )

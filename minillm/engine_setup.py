@@ -2,18 +2,31 @@
 
 import logging
 from dataclasses import replace
+from math import ceil
 
 import torch
 
 from minillm import machine
+from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
-from minillm.cost import MemoryPlan, memory_plan
+from minillm.cost import BatchFit, MemoryPlan, memory_plan
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, ModelNotFoundError
+from minillm.layers.kv_cache import KVCache, cache_spec
 from minillm.models.checkpoint import ModelSource, find_folder
+from minillm.models.decoder import Decoder
+from minillm.runner import Runner
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.scheduler import Scheduler
 from minillm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 2048
+GPU_BLOCK_SIZE = 16
+CPU_BLOCK_SIZE = 64
+CPU_CACHE_SHARE = 0.25  # of what is left: a machine that one works at needs its memory
 
 
 def choose_device(device: str) -> torch.device:
@@ -90,18 +103,18 @@ def plan_memory(
             f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
             f"positions for {longest} tokens."
         )
+    limits = scheduler_config(args)
     plan = memory_plan(
         config,
         free_memory(device),
         dtype=dtype,
         max_model_len=args.max_model_len or longest,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_num_seqs=1,
-        block_size=1,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        block_size=args.block_size or (CPU_BLOCK_SIZE if device.type == "cpu" else GPU_BLOCK_SIZE),
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
-    if args.kv_cache_memory_bytes is not None:
-        plan = with_cache_of(plan, args.kv_cache_memory_bytes)
+    plan = with_cache_of(plan, cache_bytes(args, plan, device))
     if plan.fits:
         return plan.settings.max_model_len, plan
     if args.max_model_len is not None or plan.num_tokens < 2:
@@ -116,16 +129,81 @@ def plan_memory(
     return plan.num_tokens, plan
 
 
+def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int:
+    """How much the KV cache takes: what was asked for, else on a GPU all that is left, on a CPU a
+    share of it, and no more than `max_num_seqs` of the longest sequences could fill."""
+    block = plan.settings.block_size * plan.kv_bytes_per_token
+    if args.num_gpu_blocks_override is not None:
+        return args.num_gpu_blocks_override * block
+    if args.kv_cache_memory_bytes is not None:
+        return args.kv_cache_memory_bytes
+    if device.type != "cpu":
+        return plan.kv_cache_bytes
+    longest = ceil(plan.settings.max_model_len / plan.settings.block_size) * block
+    share = max(int(CPU_CACHE_SHARE * plan.kv_cache_bytes), longest)
+    return min(plan.kv_cache_bytes, share, plan.settings.max_num_seqs * longest)
+
+
 def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
     """The same plan with a KV cache of a given size, which must hold a sequence and fit."""
-    needed = plan.settings.max_model_len * plan.kv_bytes_per_token
+    size = plan.settings.block_size
+    block = size * plan.kv_bytes_per_token
+    needed = ceil(plan.settings.max_model_len / size) * block
     usable = plan.memory_bytes - plan.reserve_bytes
     excess = plan.weight_bytes + plan.activation_bytes + num_bytes - usable
-    fits = excess <= 0
+    num_blocks = max(num_bytes, 0) // block if excess <= 0 else 0
+    if num_bytes == plan.kv_cache_bytes:
+        return plan
     return replace(
         plan,
         kv_cache_bytes=num_bytes,
-        num_tokens=num_bytes // plan.kv_bytes_per_token if fits else 0,
+        num_tokens=num_blocks * size,
         shortfall_bytes=max(0, needed - num_bytes, excess),
-        hints=(f"kv_cache_memory_bytes={needed}",) if fits else plan.hints,
+        combinations=tuple(
+            BatchFit(fit.context, num_blocks // ceil(fit.context / size))
+            for fit in plan.combinations
+        ),
+        hints=(f"kv_cache_memory_bytes={needed}",) if excess <= 0 else plan.hints,
     )
+
+
+def scheduler_config(args: EngineArgs) -> SchedulerConfig:
+    """The scheduler's part of the arguments; ConfigError where they contradict each other."""
+    budget = args.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
+    return SchedulerConfig(
+        max_num_seqs=args.max_num_seqs or min(MAX_NUM_SEQS, budget),
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        policy=args.scheduling_policy,
+        admission=args.admission_policy,
+        preemption_mode="swap" if args.swap_space else "recompute",
+    )
+
+
+def build_core(
+    args: EngineArgs, model: Decoder, plan: MemoryPlan, max_model_len: int
+) -> tuple[Scheduler, Runner]:
+    """The scheduler with its blocks, and the runner with the tensors behind them."""
+    config, size = scheduler_config(args), plan.settings.block_size
+    block_bytes = size * plan.kv_bytes_per_token
+    num_host_blocks = int(args.swap_space * 2**30) // block_bytes
+    if args.swap_space and not num_host_blocks:
+        raise ConfigError(
+            f"swap_space is {args.swap_space} GiB, which is less than one block of the KV cache "
+            f"({block_bytes:,} bytes)."
+        )
+    prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
+    blocks = BlockManager(plan.num_tokens // size, size, prefix_cache, num_host_blocks)
+    weight, shape = model.embedding.weight, (cache_spec(model.config), model.config.num_layers)
+    kv = KVCache(*shape, blocks.pool.num_blocks, size, weight.dtype, weight.device)
+    host = KVCache(*shape, num_host_blocks, size, weight.dtype) if num_host_blocks else None
+    longest = blocks.blocks_for(max_model_len)
+    return Scheduler(config, blocks), Runner(model, kv, host, config.max_num_seqs, longest)
+
+
+def new_scheduler(old: Scheduler) -> Scheduler:
+    """One with the same limits that knows nothing of what the old one did."""
+    pool, host = old.blocks.pool.num_blocks, old.blocks.host.num_blocks
+    blocks = BlockManager(pool, old.blocks.block_size, old.blocks.prefix_cache, host)
+    return Scheduler(old.config, blocks, old.policy)

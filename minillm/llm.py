@@ -11,11 +11,13 @@ from typing import Any
 from tqdm import tqdm
 
 from minillm.cost import MemoryPlan
-from minillm.engine import Engine, Request
+from minillm.engine import Engine
 from minillm.engine_args import EngineArgs
 from minillm.errors import InvalidRequestError, UnknownArgumentError, UnsupportedFeatureError
+from minillm.live_request import LiveRequest
 from minillm.outputs import RequestOutput, ScoreOutput
-from minillm.sampling_params import SamplingParams
+from minillm.sampling_params import SamplingParams, check_int, shown
+from minillm.scheduling.request import Request
 from minillm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -58,22 +60,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; outputs come in the order of the prompts.
+        """Continue each prompt, all together; outputs come in the order of the prompts.
 
         A prompt is a string, a list of token ids, or ``{"prompt": ...}`` or
-        ``{"prompt_token_ids": ...}``. Give one `SamplingParams` for all or one per prompt. Every
-        request is checked before the first one runs; InvalidRequestError names the bad one.
+        ``{"prompt_token_ids": ...}``; a dict may have a ``"cache_salt"``, and prompts with
+        different salts never share cached prefixes. Give one `SamplingParams` for all or one per
+        prompt. `priority` has one number per prompt, the lowest first, for the scheduling policy
+        "priority". Every request is checked before the first one runs; InvalidRequestError names
+        the bad one. What goes wrong later ends that request with ``finish_reason="error"``.
         """
         listed = list_prompts(prompts)
+        urgency = list_priorities(priority, len(listed), self.engine.args.scheduling_policy)
         requests = [
-            self._request(prompt, params, f"prompt {index}: " if len(listed) > 1 else "")
-            for index, (prompt, params) in enumerate(
-                zip(listed, self._params(sampling_params, len(listed)), strict=True)
+            self._request(prompt, params, f"prompt {index}: " if len(listed) > 1 else "", urgent)
+            for index, (prompt, params, urgent) in enumerate(
+                zip(listed, self._params(sampling_params, len(listed)), urgency, strict=True)
             )
         ]
-        progress = tqdm(requests, desc="Generating", unit="req", disable=not use_tqdm, delay=1)
-        return [self._finish(request) for request in progress]
+        return [live.output() for live in self._run(requests, "Generating", "req", use_tqdm)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used when no sampling parameters are given: `SamplingParams()` with what the
@@ -90,7 +96,7 @@ class LLM:
                 f"stream takes one prompt, not {len(listed)}; use generate for several."
             )
         (params,) = self._params(sampling_params, 1)
-        return self.engine.generate(self._request(listed[0], params))
+        return self._stream(self._request(listed[0], params))
 
     def chat(
         self,
@@ -127,7 +133,12 @@ class LLM:
         listed = [texts] if isinstance(texts, str) else texts
         if not isinstance(listed, Sequence) or not all(isinstance(text, str) for text in listed):
             raise InvalidRequestError("score takes a text or a list of texts.")
-        return [self._score(text) for text in tqdm(listed, desc="Scoring", unit="text", delay=1)]
+        engine = self.engine
+        requests = [
+            engine.make_scoring_request(self._next_id(), self._scored_ids(text)) for text in listed
+        ]
+        lives = self._run(requests, "Scoring", "text", use_tqdm=True)
+        return [self._score(text, live) for text, live in zip(listed, lives, strict=True)]
 
     def plan(self) -> MemoryPlan:
         """Where the engine's memory goes: weights, activations, KV cache."""
@@ -153,30 +164,67 @@ class LLM:
     ) -> list[SamplingParams]:
         return list_params(self.get_default_sampling_params() if params is None else params, count)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, where: str = "") -> Request:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, where: str = "", priority: int = 0
+    ) -> Request:
         self.engine.runner  # noqa: B018  (a closed engine says so before anything else)
-        request_id = str(self._num_requests)
         try:
-            request = self.engine.make_request(request_id, *split_prompt(prompt), params)
+            text, ids, salt = split_prompt(prompt)
+            return self.engine.make_request(self._next_id(), text, ids, params, priority, salt)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{where}{error}") from error.__cause__
+
+    def _next_id(self) -> str:
         self._num_requests += 1
-        return request
+        return str(self._num_requests - 1)
 
-    def _finish(self, request: Request) -> RequestOutput:
-        *_, last = self.engine.generate(request)
-        return last
-
-    def _score(self, text: str) -> ScoreOutput:
+    def _run(
+        self, requests: Sequence[Request], what: str, unit: str, use_tqdm: bool
+    ) -> list[LiveRequest]:
+        """Run requests to their end, together with whatever else the engine has to do."""
         engine = self.engine
-        ids = engine.encode(text)
+        lives = [engine.add(request) for request in requests]
+        left = {request.request_id for request in requests}
+        try:
+            with tqdm(total=len(lives), desc=what, unit=unit, disable=not use_tqdm, delay=1) as bar:
+                while left:
+                    done = [live for live in engine.step() if live.finished]
+                    mine = left.intersection(live.request.request_id for live in done)
+                    left -= mine
+                    bar.update(len(mine))
+        finally:
+            for live in lives:
+                if not live.finished:
+                    engine.abort(live.request.request_id)
+        return lives
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        live, seen = self.engine.add(request), 0
+        try:
+            while not live.finished or live.num_updates > seen:
+                if live.num_updates == seen:
+                    self.engine.step()
+                else:
+                    seen = live.num_updates
+                    yield live.output()
+        finally:
+            self.engine.abort(request.request_id)  # of a stream that nobody reads to its end
+
+    def _scored_ids(self, text: str) -> list[int]:
+        ids = self.engine.encode(text)
         if len(ids) < 2:
             raise InvalidRequestError(
                 f"The text {text[:40]!r} has {len(ids)} tokens; scoring needs at least 2, "
                 "because the first has no context."
             )
-        engine.check_prompt(ids)
-        logprobs = engine.prompt_logprobs(ids)
+        return ids
+
+    def _score(self, text: str, live: LiveRequest) -> ScoreOutput:
+        if live.prompt_logprobs is None or live.completions[0].finish_reason == "error":
+            raise InvalidRequestError(live.completions[0].output().error)
+        ids = live.request.prompt_token_ids
+        entries = live.prompt_logprobs[1:]
+        logprobs = [e[i].logprob for e, i in zip(entries, ids[1:], strict=True) if e is not None]
         total, count = sum(logprobs), len(logprobs)
         size = self._covered_bytes(text, ids[0])
         bits_per_byte = -total / math.log(2) / max(size, 1)
@@ -245,20 +293,42 @@ def list_params(
     return each
 
 
-def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
-    """The text and the token ids of a prompt; ids, where given, are what counts."""
+def list_priorities(priority: Sequence[int] | None, count: int, policy: str) -> list[int]:
+    """One priority for each of `count` prompts."""
+    if priority is None:
+        return [0] * count
+    if policy != "priority":
+        raise InvalidRequestError(
+            f"priority has no effect with scheduling_policy={policy!r}; make the LLM with "
+            "scheduling_policy='priority'."
+        )
+    if isinstance(priority, str) or not isinstance(priority, Sequence) or len(priority) != count:
+        raise InvalidRequestError(
+            f"priority is {shown(priority)}; it must be a list with one integer per prompt "
+            f"({count})."
+        )
+    return [check_int("priority", each, -(2**31), 2**31 - 1) for each in priority]
+
+
+def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
+    """The text, the token ids and the cache salt of a prompt; ids, where given, are what counts."""
     if isinstance(prompt, str):
-        return prompt, None
+        return prompt, None, ""
     if isinstance(prompt, Mapping):
-        if not prompt or prompt.keys() - {"prompt", "prompt_token_ids"}:
+        if not prompt or prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
             raise InvalidRequestError(
                 f"A prompt dict has 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}."
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if not isinstance(text, str | None):
             raise InvalidRequestError(f"'prompt' is a {type(text).__name__}; it must be a string.")
-        return text, None if ids is None else token_list(ids)
-    return None, token_list(prompt)
+        salt = prompt.get("cache_salt", "")
+        if not isinstance(salt, str):
+            raise InvalidRequestError(
+                f"'cache_salt' is a {type(salt).__name__}; it must be a string."
+            )
+        return text, None if ids is None else token_list(ids), salt
+    return None, token_list(prompt), ""
 
 
 def token_list(ids: object) -> Sequence[int]:

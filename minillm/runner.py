@@ -1,83 +1,266 @@
-"""From a plan of what to compute to hidden states: builds the flat batch and runs the model."""
+"""The runner: a plan becomes tensors, the model runs once, logits become tokens.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+It keeps one row per running sequence between steps: the tokens, and the block table in a tensor on
+the device. A plan says only what changed, so a step costs O(rows) list work and no rebuilding.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from minillm.errors import MinillmError
 from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
+from minillm.sampler import SamplingRow, TokenLogprob, sample, token_logprobs
+from minillm.scheduling.plan import NewSequence, Row, StepPlan
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens of one sequence to compute now: positions `start` to `start + len(token_ids)`."""
+@dataclass(slots=True)
+class SequenceRow:
+    """What the runner remembers of a sequence; `row` is its place in the table of block tables."""
 
-    block: int  # where the sequence's keys and values are
-    start: int
-    token_ids: Sequence[int]
+    row: int
+    new: NewSequence
+    token_ids: list[int]
+    output_ids: list[int]
+
+    @classmethod
+    def of(cls, row: int, new: NewSequence) -> "SequenceRow":
+        """The row of a sequence that was just admitted, resumed or forked."""
+        tokens = list(new.token_ids)
+        return cls(row, new, tokens, tokens[len(new.request.prompt_token_ids) :])
+
+    def sampling_row(self, sample_index: int) -> SamplingRow:
+        """How to choose its next token."""
+        request = self.new.request
+        return SamplingRow(
+            params=request.params,
+            seed=request.seed,
+            sample_index=sample_index,
+            position=len(self.token_ids),
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=self.output_ids,
+            stop_ids=request.stop_ids,
+            bad_words_ids=request.bad_words_ids,
+        )
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came out of a step, by seq_id.
+
+    Attributes:
+        token_ids: for each row with samples, that many tokens; None where one failed.
+        logprobs: beside each token, what its request asked for.
+        prompt_logprobs: the first position they predict, and one entry per position from there.
+        errors: one sentence per failed sample; for a row that failed whole, only one.
+    """
+
+    token_ids: dict[int, list[int | None]] = field(default_factory=dict)
+    logprobs: dict[int, list[dict[int, TokenLogprob] | None]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[dict[int, TokenLogprob]]]] = field(
+        default_factory=dict
+    )
+    errors: dict[int, dict[int, str]] = field(default_factory=dict)
+
+    def fail(self, row: Row, error: object) -> None:
+        """A whole row failed: all of its samples."""
+        self.token_ids[row.seq_id] = [None] * row.num_samples
+        self.errors[row.seq_id] = dict.fromkeys(range(max(row.num_samples, 1)), str(error))
 
 
 class Runner:
-    """Owns the model. A cache belongs to whoever allocated it; a block holds a whole sequence."""
+    """Owns the model, the cache on its device and the host's part of it.
 
-    def __init__(self, model: Decoder):
-        self.model = model
-        weight = model.embedding.weight
-        self.dtype, self.device = weight.dtype, weight.device
+    What goes wrong in one row, or in a pass over several of them, is isolated: the rows are run
+    again one by one, and those that fail alone are reported in `StepResult.errors`.
+    """
 
-    def allocate(self, num_sequences: int, num_positions: int) -> KVCache:
-        """A cache for this many sequences of this many positions."""
-        config = self.model.config
-        return KVCache(
-            cache_spec(config),
-            config.num_layers,
-            num_sequences,
-            num_positions,
-            self.dtype,
-            self.device,
-        )
+    def __init__(
+        self, model: Decoder, kv: KVCache, host: KVCache | None, max_num_seqs: int, max_blocks: int
+    ):
+        self.model, self.kv, self.host = model, kv, host
+        self.device = model.embedding.weight.device
+        self._rows: dict[int, SequenceRow] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        # [max_num_seqs, blocks of the longest sequence]; entries behind a table are old.
+        self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int64, device=self.device)
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], kv: KVCache) -> tuple[Tensor, Tensor]:
-        """Compute the chunks' tokens, all in one pass, extending `kv`.
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out one plan."""
+        result = StepResult()
+        self._update_rows(plan)
+        self._move_blocks(plan)
+        for rows, hidden in self._attempt(plan.rows, self._forward, result):
+            self._prompt_logprobs(rows, hidden, result)
+            sampling = [row for row in rows if row.num_samples and row.seq_id not in result.errors]
+            if sampling:
+                self._sample(sampling, rows, hidden, result)
+        return result
 
-        Returns hidden states [N, d] and the logits [B, V] after each chunk's last token.
-        """
-        batch = self.batch(chunks, kv.block_size)
-        hidden = self.model(batch, kv)
-        return hidden, self.model.logits(hidden[batch.logits_indices])
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._free_rows += [state.row for state in self._rows.values()]
+        self._rows = {}
 
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[K, d] -> [K, V]"""
-        return self.model.logits(hidden)
+    # ---- what changed --------------------------------------------------------------------
 
-    def batch(self, chunks: Sequence[Chunk], block_size: int) -> Batch:
-        """The flat batch of these chunks."""
-        lengths = [len(chunk.token_ids) for chunk in chunks]
-        starts = [0, *accumulate(lengths)]
-        positions = [
-            position
-            for chunk in chunks
-            for position in range(chunk.start, chunk.start + len(chunk.token_ids))
+    def _update_rows(self, plan: StepPlan) -> None:
+        for seq_id in plan.dropped:
+            state = self._rows.pop(seq_id, None)  # None after an interrupted step
+            if state is not None:
+                self._free_rows.append(state.row)
+        for new in plan.new:
+            self._rows[new.seq_id] = SequenceRow.of(self._free_rows.pop(), new)
+        changed = [row for row in plan.rows if row.blocks]
+        if not changed:
+            return
+        places = [
+            (self._rows[row.seq_id].row, place, block)
+            for row in changed
+            for place, block in enumerate(row.blocks, row.num_kept)
         ]
-        blocks = [chunk.block for chunk in chunks for _ in chunk.token_ids]
-        slots = [b * block_size + p for b, p in zip(blocks, positions, strict=True)]
+        rows, columns, blocks = torch.tensor(places, device=self.device).T
+        self._tables[rows, columns] = blocks
 
-        def tensor(values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """In the order that the plan's docstring asks for."""
+        if plan.swap_out and self.host is not None:
+            self.kv.copy_blocks(plan.swap_out, self.host)
+        if plan.copies:
+            self.kv.copy_blocks(plan.copies, self.kv)
+        if plan.swap_in and self.host is not None:
+            self.host.copy_blocks(plan.swap_in, self.kv)
 
+    # ---- the model -----------------------------------------------------------------------
+
+    def _attempt(
+        self, rows: Sequence[Row], run: Callable[[Sequence[Row]], T], result: StepResult
+    ) -> list[tuple[Sequence[Row], T]]:
+        """All rows together; where that fails, each alone. Writing a position twice is harmless."""
+        try:
+            return [(rows, run(rows))]
+        except Exception as error:
+            if len(rows) == 1:
+                result.fail(rows[0], described(error))
+                return []
+        return [done for row in rows for done in self._attempt([row], run, result)]
+
+    def _forward(self, rows: Sequence[Row]) -> Tensor:
+        """Hidden states [N, d] of the rows' tokens, one row after another."""
+        return self.model(self.batch(rows), self.kv)
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """The flat batch of these rows."""
+        known = [self._rows[row.seq_id] for row in rows]
+        counts = [row.num_tokens for row in rows]
+        input_ids: list[int] = []
+        for state, row in zip(known, rows, strict=True):
+            input_ids += state.token_ids[row.start : row.start + row.num_tokens]
+        ends = [row.start + row.num_tokens for row in rows]
+        bounds = [0, *accumulate(counts)]
+        int64, int32 = torch.int64, torch.int32
+        place, count, seq_lens = self._tensor([[s.row for s in known], counts, ends], int64)
+        query_start = self._tensor(bounds, int32)
+        # Token t of the batch is at position t - (where its row ends in the batch) + seq_len.
+        shift = (seq_lens - query_start[1:]).repeat_interleave(count)
+        positions = torch.arange(bounds[-1], device=self.device) + shift  # [N]
+        size = self.kv.block_size
+        tables = self._tables[place, : -(-max(ends) // size)]  # [B, M]
+        row_of_token = torch.arange(len(rows), device=self.device).repeat_interleave(count)
+        blocks = tables[row_of_token, positions // size]  # [N]
         return Batch(
-            input_ids=tensor([token for chunk in chunks for token in chunk.token_ids]),
-            positions=tensor(positions),
-            slot_mapping=tensor(slots),
-            query_start=tensor(starts, torch.int32),
-            seq_lens=tensor([c.start + len(c.token_ids) for c in chunks], torch.int32),
-            block_tables=tensor([[chunk.block] for chunk in chunks]),
-            logits_indices=tensor([start - 1 for start in starts[1:]]),
-            max_query_len=max(lengths),
+            input_ids=self._tensor(input_ids, int64),
+            positions=positions,
+            slot_mapping=blocks * size + positions % size,
+            query_start=query_start,
+            seq_lens=seq_lens.to(int32),
+            block_tables=tables,
+            logits_indices=self._tensor(last_tokens(rows), int64),
+            max_query_len=max(counts),
         )
+
+    def _tensor(self, values: Sequence, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    # ---- tokens --------------------------------------------------------------------------
+
+    def _sample(
+        self, sampling: Sequence[Row], rows: Sequence[Row], hidden: Tensor, result: StepResult
+    ) -> None:
+        """Choose the next tokens of the rows that have reached their end, all at once."""
+        indices = dict(zip((row.seq_id for row in rows), last_tokens(rows), strict=True))
+
+        def run(part: Sequence[Row]) -> None:
+            places = [indices[row.seq_id] for row in part for _ in range(row.num_samples)]
+            logits = self.model.logits(hidden[self._tensor(places, torch.int64)])  # [K, V]
+            self._take(part, logits, result)
+
+        self._attempt(sampling, run, result)
+
+    def _take(self, rows: Sequence[Row], logits: Tensor, result: StepResult) -> None:
+        """Sample, and append what was sampled to the sequence; forks get theirs when they come."""
+        states = [self._rows[row.seq_id] for row in rows]
+        sampled = sample(
+            logits,
+            [
+                state.sampling_row(state.new.sample_index + each)
+                for state, row in zip(states, rows, strict=True)
+                for each in range(row.num_samples)
+            ],
+        )
+        at = 0
+        for state, row in zip(states, rows, strict=True):
+            part = range(at, at + row.num_samples)
+            at += row.num_samples
+            errors = {i - part[0]: sampled.failed[i] for i in part if i in sampled.failed}
+            tokens = [None if i in sampled.failed else sampled.token_ids[i] for i in part]
+            result.token_ids[row.seq_id] = tokens
+            result.logprobs[row.seq_id] = [sampled.logprobs[i] for i in part]
+            if errors:
+                result.errors[row.seq_id] = errors
+            if tokens[0] is not None:
+                state.token_ids.append(tokens[0])
+                state.output_ids.append(tokens[0])
+
+    def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor, result: StepResult) -> None:
+        """Log-probabilities of the prompt tokens that these rows predict, where they are wanted."""
+        end = 0
+        for row in rows:
+            start, end = end, end + row.num_tokens
+            request = self._rows[row.seq_id].new.request
+            wanted = request.params.prompt_logprobs
+            targets = request.prompt_token_ids[row.start + 1 : row.start + 1 + row.num_tokens]
+            if wanted is None or not targets or self._rows[row.seq_id].new.sample_index:
+                continue
+            try:
+                entries = token_logprobs(
+                    self.model.logits,
+                    hidden[start : start + len(targets)],
+                    self._tensor(targets, torch.int64),
+                    wanted,
+                )
+                result.prompt_logprobs[row.seq_id] = row.start + 1, entries
+            except Exception as error:
+                result.fail(row, described(error))
+
+
+def last_tokens(rows: Sequence[Row]) -> list[int]:
+    """Where in the flat batch each row ends."""
+    return [end - 1 for end in accumulate(row.num_tokens for row in rows)]
+
+
+def described(error: Exception) -> str:
+    """An error of ours as it is, another with its type, in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MinillmError):
+        return text
+    return f"The model failed on this request: {type(error).__name__}: {text[:300]}"

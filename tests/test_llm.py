@@ -525,7 +525,31 @@ BAD_ARGUMENTS = [
     ({"trust_remote_code": True}, UnsupportedFeatureError, "never runs code"),
     ({"quantization": "awq"}, UnsupportedFeatureError, "quantization='awq'"),
     ({"tensor_parallel_size": 2}, UnsupportedFeatureError, "tensor_parallel_size=2"),
-    ({"enable_prefix_caching": True}, UnsupportedFeatureError, "enable_prefix_caching"),
+    ({"enable_prefix_caching": "yes"}, ValueError, "enable_prefix_caching is 'yes'"),
+    ({"enable_prefix_caching": False, "prefix_cache": "hash"}, ValueError, "leave one of them"),
+    ({"prefix_cache": "trie"}, ValueError, "trie.*hash, radix"),
+    ({"enable_chunked_prefill": 1}, ValueError, "enable_chunked_prefill is 1"),
+    ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0"),
+    ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, ValueError, r"at least max_num_seqs \(9\)"),
+    ({"block_size": 2.5}, ValueError, "block_size is 2.5"),
+    ({"num_gpu_blocks_override": 0}, ValueError, "num_gpu_blocks_override is 0"),
+    ({"num_gpu_blocks_override": 9, "kv_cache_memory_bytes": 9}, ValueError, "one of them"),
+    ({"num_gpu_blocks_override": 1, "max_model_len": 128}, ValueError, "kv_cache_memory_bytes="),
+    ({"swap_space": -1}, ValueError, "swap_space is -1"),
+    ({"swap_space": math.nan}, ValueError, "swap_space is nan"),
+    ({"swap_space": 1e-9}, ValueError, "less than one block"),
+    ({"preemption_mode": "swap"}, ValueError, "set swap_space"),
+    ({"preemption_mode": "recompute", "swap_space": 1}, ValueError, "not used"),
+    ({"preemption_mode": "drop"}, ValueError, "drop.*recompute, swap"),
+    ({"scheduling_policy": "lifo"}, ValueError, "scheduling_policy is 'lifo'.*fcfs"),
+    ({"scheduling_policy": ["fcfs"]}, ValueError, "scheduling_policy is"),
+    ({"admission_policy": "hope"}, ValueError, "admission_policy is 'hope'.*watermark"),
+    ({"long_prefill_token_threshold": -1}, ValueError, "long_prefill_token_threshold is -1"),
+    (
+        {"long_prefill_token_threshold": 8, "enable_chunked_prefill": False},
+        ValueError,
+        "leave one of them out",
+    ),
     ({"speculative_config": {"method": "ngram"}}, UnsupportedFeatureError, "speculative_config"),
 ]
 
@@ -545,7 +569,7 @@ def test_arguments_that_lost_their_meaning_only_warn(folder):
 
 def test_too_much_cache_for_one_request_is_refused_with_the_arithmetic(folder):
     llm = LLM(folder, dtype="float32", kv_cache_memory_bytes=64 * 1024)
-    with pytest.raises(InvalidRequestError, match=r"4 x \d+ positions x 768 bytes"):
+    with pytest.raises(InvalidRequestError, match="17 prompt .* need 4 blocks of 64 .* has 1"):
         llm.generate(PROMPT, SamplingParams(n=4, max_tokens=24))
     assert tokens_of(llm).finish_reason == "length"
 

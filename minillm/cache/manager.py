@@ -19,8 +19,6 @@ from minillm.cache.misses import PrefixHistory, PrefixReport
 from minillm.cache.prefix import Cursor, Match, NoPrefixCache, PrefixIndex
 from minillm.cache.radix import RadixTree
 
-PREFIX_CACHES = ("hash", "radix")
-
 
 class BlockCopy(NamedTuple):
     """Copy the contents of one block to another, before anything is written in this step."""
@@ -60,7 +58,7 @@ class BlockManager:
         self.pool = BlockPool(num_blocks, self.index)
         self.host = BlockPool(num_host_blocks, NoPrefixCache())
         self.num_copies = 0
-        self._caches = prefix_cache is not None
+        self.prefix_cache = prefix_cache
         self._history = PrefixHistory(block_size, num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -77,7 +75,7 @@ class BlockManager:
         self, token_ids: Sequence[int], num_cached: int, salt: str, reads: bool = True
     ) -> PrefixReport:
         """Why the rest of a prompt was not found; `reads` is whether anybody looked."""
-        if not (self._caches and reads):
+        if self.prefix_cache is None or not reads:
             return PrefixReport(unread=len(token_ids))
         known = max(num_cached, self.index.match(token_ids, len(token_ids), salt).num_tokens)
         return self._history.explain(token_ids, num_cached, known, salt)
@@ -102,7 +100,7 @@ class BlockManager:
 
     def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make the blocks findable that are full now. Only tokens that are certain may be here."""
-        if not self._caches:
+        if self.prefix_cache is None:
             return
         size = self.block_size
         while (end := (table.num_indexed + 1) * size) <= num_computed:

@@ -4,6 +4,7 @@ A layer sees two calls, `write` and `attend`, so that another device, page layou
 the trainer, can bring its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,11 @@ class CacheSpec:
     key_dim: int
     value_dim: int
     value_in_key: bool = False
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token in one layer."""
+        values = self.key_dim + (0 if self.value_in_key else self.value_dim)
+        return self.num_kv_heads * values * dtype.itemsize
 
 
 def cache_spec(config: ModelConfig) -> CacheSpec:
@@ -99,8 +105,20 @@ class KVCache:
             window,
         )
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block of every layer."""
-        self.key[:, target] = self.key[:, source]
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the cache takes."""
+        value = 0 if self.spec.value_in_key else self.value.nbytes
+        return self.key.nbytes + value
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], target: "KVCache") -> None:
+        """Copy (source block, target block) of every layer, here or to a cache on another device.
+
+        All sources are read before any target is written.
+        """
+        sources, targets = (list(blocks) for blocks in zip(*copies, strict=True))
+        pairs = [(self.key, target.key)]
         if not self.spec.value_in_key:
-            self.value[:, target] = self.value[:, source]
+            pairs.append((self.value, target.value))
+        for mine, theirs in pairs:
+            theirs[:, targets] = mine[:, sources].to(theirs.device)

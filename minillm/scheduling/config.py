@@ -54,9 +54,10 @@ class SchedulerConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}; it must be from 0 to below 1.")
-        choices = {"policy": POLICIES, "admission": ADMISSIONS, "preemption_mode": PREEMPTION_MODES}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}."
-                )
+        for name, value, allowed in (  # the engine's names for them
+            ("scheduling_policy", self.policy, tuple(POLICIES)),
+            ("admission_policy", self.admission, tuple(ADMISSIONS)),
+            ("preemption_mode", self.preemption_mode, PREEMPTION_MODES),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.")

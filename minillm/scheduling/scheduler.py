@@ -6,8 +6,8 @@
                         +------- preempt --------+      blocks given back, or moved to host memory
 
 There is no prefill phase and no decode phase: a step computes, for each sequence that it takes, the
-next tokens whose keys and values are missing. `schedule` makes a plan from counts alone; `commit`
-tells what was sampled. What a plan holds stays held until its commit, whatever is aborted between.
+next tokens whose keys and values are missing. `schedule` plans by counts alone, `commit` tells what
+was sampled. What a plan holds stays held until its commit, whatever is aborted between.
 """
 
 from collections.abc import Mapping
@@ -30,6 +30,8 @@ from minillm.scheduling.plan import (
 )
 from minillm.scheduling.policies import ADMISSIONS, POLICIES, WINDOW, Policy
 from minillm.scheduling.request import Key, Request, Sequence, Status
+
+Sampled = list[int | None]  # tokens of one row; None is a sample that failed
 
 
 class Scheduler:
@@ -114,9 +116,8 @@ class Scheduler:
         """Decide the next step. Every plan must be committed before the next one is made."""
         if self.in_flight:
             raise AccountingError("The last plan was not committed.")
-        counters = self.counters
-        counters.num_steps += 1
-        plan = StepPlan(counters.num_steps, dropped=self._dropped)
+        self.counters.num_steps += 1
+        plan = StepPlan(self.counters.num_steps, dropped=self._dropped)
         self._dropped = []
         self.record = StepRecord(plan.step)
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
@@ -339,13 +340,13 @@ class Scheduler:
 
     # ---- one step: commit ----------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, sampled: Mapping[int, list[int | None]]) -> None:
-        """The plan was carried out: sequences grow by the tokens that were sampled for them.
+    def commit(self, plan: StepPlan, sampled: Mapping[int, list[int | None]]) -> list[Sequence]:
+        """The plan was carried out: sequences grow by what was sampled. Returns new forks.
 
-        `sampled` has, for each row with samples, that many tokens; None is a sample that failed,
-        which ends its sequence. A sequence also ends with its last token by count; what only text
-        can decide comes through `finish`.
+        `sampled` has, for each row with samples, that many tokens; a failed one ends its sequence.
+        So does the last token by count; what only text can decide comes through `finish`.
         """
+        forks: list[Sequence] = []
         for row in plan.rows:
             sequence = self.in_flight.pop(row.seq_id)
             if sequence.status is Status.FINISHED:  # while the plan ran
@@ -360,11 +361,12 @@ class Scheduler:
             sequence.furthest = max(sequence.furthest, end)
             self.blocks.index_blocks(sequence.table, sequence.token_ids, end)
             if row.num_samples:
-                self._extend(sequence, sampled[row.seq_id])
+                forks += self._extend(sequence, sampled[row.seq_id])
             elif end == sequence.num_tokens:
                 self.finish(row.seq_id)  # a prompt that is only computed
+        return forks
 
-    def _extend(self, sequence: Sequence, tokens: list[int | None]) -> None:
+    def _extend(self, sequence: Sequence, tokens: Sampled) -> list[Sequence]:
         """Append the tokens; where there are several, the sequence becomes several."""
         together = [sequence]
         if sequence.num_forks:
@@ -377,12 +379,14 @@ class Scheduler:
                 each.token_ids.append(token)
             if token is None or each.num_tokens >= last:
                 self.finish(each.seq_id)
+        return together[1:]
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         """Another completion, over the blocks of the first until it writes."""
         child = self._new_sequence(parent.request, index, parent.arrival, parent.key[:-1])
         child.table = self.blocks.fork(parent.table)
         child.num_computed = child.furthest = parent.num_computed
+        child.report = parent.report  # what it finds after a preemption is no hit
         child.status = Status.RUNNING
         self.num_seats += 1
         enter(self.running, child)

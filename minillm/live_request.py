@@ -1,0 +1,120 @@
+"""A request in the engine: its completions, and the times and counts that its metrics tell."""
+
+from time import perf_counter
+
+from minillm.completion import Completion, with_text
+from minillm.outputs import FinishReason, Logprobs, RequestMetrics, RequestOutput
+from minillm.sampler import TokenLogprob
+from minillm.scheduling.request import Request, Sequence
+from minillm.text.tokenizer import Tokenizer
+
+
+class LiveRequest:
+    """What `Engine.add` returns: the handle of a request, and its outputs so far.
+
+    `num_updates` grows whenever `output` would show something new.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        first: Sequence,
+        eos_token_ids: tuple[int, ...],
+        tokenizer: Tokenizer | None,
+    ):
+        self.request = request
+        self.sequences = {0: first}
+        self.completions = [
+            Completion(
+                index,
+                request.params,
+                request.max_tokens,
+                eos_token_ids,
+                tokenizer,
+                request.prompt_token_ids,
+            )
+            for index in range(request.params.n)
+        ]
+        self.num_updates = 0
+        self.prompt_logprobs: list[Logprobs | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+        self._tokenizer = tokenizer
+        self._scheduled: float | None = None
+        self._first_token: float | None = None
+        self._last_token: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions have ended."""
+        return all(completion.finish_reason for completion in self.completions)
+
+    def schedule(self) -> None:
+        """The request gets its first blocks now."""
+        if self._scheduled is None:
+            self._scheduled = perf_counter()
+
+    def append(
+        self, index: int, token_id: int, logprobs: dict[int, TokenLogprob] | None
+    ) -> FinishReason | None:
+        """Give a completion its next token; returns how that ended it, if it did."""
+        completion = self.completions[index]
+        self._last_token = perf_counter()
+        self._first_token = self._first_token or self._last_token
+        self.num_updates += 1
+        try:
+            completion.append(token_id, logprobs)
+        except Exception as error:  # a text that cannot be written must not end the others
+            name = type(error).__name__
+            completion.fail(f"The text of this completion failed: {name}: {error}")
+        return completion.finish_reason
+
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        """End what still runs."""
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                self.end_completion(completion.index, reason, error)
+
+    def end_completion(self, index: int, reason: FinishReason, error: str | None = None) -> None:
+        """End one completion; what was generated stays."""
+        self.num_updates += 1
+        if error is not None:
+            self.completions[index].fail(error)
+        else:
+            self.completions[index].finish(reason)
+
+    def add_prompt_logprobs(self, start: int, entries: list[dict[int, TokenLogprob]]) -> None:
+        """Those of prompt positions from `start`; positions that were computed again are known."""
+        if self.prompt_logprobs is not None:
+            for entry in entries[len(self.prompt_logprobs) - start :]:
+                self.prompt_logprobs.append(with_text(entry, self._tokenizer))
+
+    def output(self) -> RequestOutput:
+        """What there is so far."""
+        request = self.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[completion.output() for completion in self.completions],
+            finished=self.finished,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            metrics=self.metrics(),
+        )
+
+    def metrics(self) -> RequestMetrics:
+        """Times of the request up to its latest token, and what the cache did for it."""
+        now, arrival = perf_counter(), self.request.arrival
+        first, last = self._first_token, self._last_token
+        steps = max(len(completion.token_ids) for completion in self.completions) - 1
+        report = self.sequences[0].report
+        sequences = self.sequences.values()
+        return RequestMetrics(
+            queue_time=(self._scheduled or now) - arrival,
+            ttft=None if first is None else first - arrival,
+            tpot=(last - first) / steps if first and last and steps > 0 else None,
+            e2e=(last if self.finished and last else now) - arrival,
+            num_cached_tokens=report.cached if report else 0,
+            num_recomputed_tokens=sum(sequence.num_recomputed for sequence in sequences),
+            num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
+        )
