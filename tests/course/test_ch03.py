@@ -92,7 +92,7 @@ def test_bounds_are_step_times_in_milliseconds(tiny):
 
 
 def test_rotated_changes_later_passes_only_and_undoes_itself(tiny):
-    rope, seen = tiny.engine.runner.model.rope, []
+    rope, seen = tiny.engine.forward_pass.model.rope, []
     handle = rope.register_forward_hook(lambda rope, args, out: seen.append(args[0].tolist()))
     with ch03.rotated(tiny, 1):
         generate(tiny, [5, 6, 7], 2)

@@ -42,7 +42,7 @@ STACK = """class Stack:
 def counted(llm: LLM) -> Iterator[list[int]]:
     """The positions that each forward pass of `llm` computes inside the block, pass by pass."""
     seen: list[int] = []
-    hook = llm.engine.runner.model.register_forward_pre_hook(
+    hook = llm.engine.forward_pass.model.register_forward_pre_hook(
         lambda model, args: seen.append(len(args[0].input_ids))
     )
     try:
@@ -55,7 +55,7 @@ def counted(llm: LLM) -> Iterator[list[int]]:
 def rotated(llm: LLM, ahead: int) -> Iterator[None]:
     """Inside the block every pass of `llm` that does not begin at position 0 rotates its queries
     and keys `ahead` positions too far."""
-    hook = llm.engine.runner.model.rope.register_forward_pre_hook(
+    hook = llm.engine.forward_pass.model.rope.register_forward_pre_hook(
         lambda rope, args: (args[0] + ahead * int(args[0][0] > 0),)
     )
     try:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from minillm.runner import Runner
+from minillm.forward_pass import ForwardPass
 
 
 def shifted(batch):
@@ -13,4 +13,4 @@ def shifted(batch):
     return shifted_batch
 
 
-Runner.batch = shifted(Runner.batch)
+ForwardPass.batch = shifted(ForwardPass.batch)
