@@ -386,8 +386,7 @@ class Scheduler:
         child = self._new_sequence(parent.request, index, parent.arrival, parent.key[:-1])
         child.table = self.blocks.fork(parent.table)
         child.num_computed = child.furthest = parent.num_computed
-        child.report = parent.report  # what it finds after a preemption is no hit
-        child.status = Status.RUNNING
+        child.status, child.report = Status.RUNNING, parent.report  # later finds are no hits
         self.num_seats += 1
         enter(self.running, child)
         self._requests[parent.request.request_id].append(child)
