@@ -1,0 +1,252 @@
+"""Policies: whom they prefer, and how often anybody can be overtaken.
+
+An overtake is a later arrival that is admitted first. Bounds are those that `policies.py` states;
+each is approached by the worst stream of arrivals, so that a looser policy would break it.
+"""
+
+import random
+
+import pytest
+
+from minillm.cache.manager import BlockManager
+from minillm.sampling_params import SamplingParams
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.policies import (
+    POLICIES,
+    TOKENS_PER_PLACE,
+    WINDOW,
+    Policy,
+    reserve_max,
+    watermark,
+)
+from minillm.scheduling.request import Request, Sequence
+from minillm.scheduling.scheduler import Scheduler
+
+PREFIX = tuple(range(160))  # ten places of 16 tokens
+
+
+class Line:
+    """A scheduler that serves one request per step, and the order in which it did."""
+
+    def __init__(self, policy: str | Policy, cache: str | None = None):
+        named = policy if isinstance(policy, str) else "fcfs"
+        config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=4096, policy=named)
+        own = None if isinstance(policy, str) else policy
+        self.scheduler = Scheduler(config, BlockManager(1024, 4, cache), own)
+        self.admitted: list[int] = []  # arrivals, in the order of service
+
+    def add(self, prompt: tuple[int, ...], priority: int = 0) -> Sequence:
+        name = str(self.scheduler._num_arrivals)
+        return self.scheduler.add(
+            Request(name, prompt, SamplingParams(), 1, priority=priority, arrival=0.0)
+        )
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.admitted += self.scheduler.record.admitted
+        self.scheduler.commit(plan, {row.seq_id: [0] for row in plan.rows})
+
+    def drain(self) -> list[int]:
+        while self.scheduler.has_work:
+            self.step()
+        return self.admitted
+
+    def overtakes(self, arrival: int) -> int:
+        """Later arrivals that were served before this one (all so far, if it still waits)."""
+        place = self.admitted.index(arrival) if arrival in self.admitted else None
+        return sum(other > arrival for other in self.admitted[:place])
+
+
+def prompt(length: int, first: int = 10_000) -> tuple[int, ...]:
+    return tuple(range(first, first + length))
+
+
+# ---- order ------------------------------------------------------------------------------------
+
+
+def test_fcfs_serves_in_the_order_of_arrival() -> None:
+    line = Line("fcfs")
+    for length in (50, 1, 200, 3):
+        line.add(prompt(length))
+    assert line.drain() == [0, 1, 2, 3]
+
+
+def test_priority_serves_the_lowest_number_first_and_equals_in_order() -> None:
+    line = Line("priority")
+    for value in (2, 0, 1, 0, -5):
+        line.add(prompt(4), priority=value)
+    assert line.drain() == [4, 1, 3, 2, 0]
+
+
+def test_shortest_prefill_first_puts_a_prompt_back_one_place_per_16_tokens() -> None:
+    line = Line("shortest_prefill_first")
+    for length in (160, 1, 16, 48, 1):  # keys 10, 1 + 1/16, 3, 6, 4 + 1/16
+        line.add(prompt(length))
+    assert line.drain() == [1, 2, 4, 3, 0]
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_longest_prefix_match_serves_cached_prompts_before_they_are_evicted(cache: str) -> None:
+    line = Line("longest_prefix_match", cache)
+    line.add(PREFIX)
+    line.drain()
+    line.add(prompt(20))
+    line.add((*PREFIX[:32], 5))  # two places forward: 2 - 2 = 0 < 1
+    line.add((*PREFIX[:16], 5))  # one place forward: 3 - 1 = 2
+    assert line.drain()[1:] == [2, 1, 3]
+
+
+def test_longest_prefix_match_looks_at_a_window_of_the_oldest() -> None:
+    """What it costs must not grow with the line."""
+    line = Line("longest_prefix_match", "hash")
+    line.add(PREFIX)
+    line.drain()
+    looked = []
+    match = line.scheduler._match
+    line.scheduler._match = lambda sequence: looked.append(sequence.arrival) or match(sequence)
+    for _ in range(WINDOW + 50):
+        line.add(prompt(8))
+    line.step()
+    assert looked == [*range(1, WINDOW + 1), 1]  # and once more when the first is admitted
+    assert line.admitted == [0, 1]
+
+
+# ---- bounds -----------------------------------------------------------------------------------
+
+
+def test_nobody_overtakes_under_fcfs() -> None:
+    line = Line("fcfs")
+    line.add(prompt(4))
+    long = line.add(prompt(400)).arrival
+    for _ in range(50):
+        line.add(prompt(1))
+        line.add(prompt(1))
+        line.step()
+    assert line.overtakes(long) == 0
+
+
+@pytest.mark.parametrize("length", [16, 17, 160, 165, 400])
+def test_a_stream_of_short_prompts_overtakes_a_long_one_less_than_its_bound(length: int) -> None:
+    line = Line("shortest_prefill_first")
+    long = line.add(prompt(length)).arrival
+    for _ in range(length):
+        line.add(prompt(1))
+        line.add(prompt(1))
+        line.step()
+    bound = length / TOKENS_PER_PLACE
+    assert bound - 1.0625 <= line.overtakes(long) < bound
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_a_stream_of_cached_prompts_overtakes_a_new_one_less_than_its_bound(cache: str) -> None:
+    line = Line("longest_prefix_match", cache)
+    line.add(PREFIX)
+    line.drain()
+    unlucky = line.add(prompt(30)).arrival
+    longest = len(PREFIX) + 4
+    for number in range(100):
+        for second in (0, 1):
+            line.add((*PREFIX, *prompt(4, 20_000 + 8 * number + 4 * second)))
+        line.step()
+    bound = longest / TOKENS_PER_PLACE
+    assert bound - 1.5 <= line.overtakes(unlucky) < bound
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "shortest_prefill_first", "longest_prefix_match"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bounds_hold_for_everybody_in_random_streams(policy: str, seed: int) -> None:
+    line, rng = Line(policy, "radix"), random.Random(seed)
+    lengths = []
+    for _ in range(150):
+        length = rng.choice([1, 8, 40, 160])
+        line.add(PREFIX[:length] if rng.random() < 0.5 else prompt(length, rng.randint(0, 999)))
+        lengths.append(length)
+        if rng.random() < 0.6:
+            line.step()
+    line.drain()
+    assert sorted(line.admitted) == list(range(150))
+    overtakes = [line.overtakes(arrival) for arrival in range(150)]
+    assert (max(overtakes) > 0) == (policy != "fcfs")
+    for length, count in zip(lengths, overtakes, strict=True):
+        reach = {"fcfs": 0, "shortest_prefill_first": length, "longest_prefix_match": 160}[policy]
+        assert count == 0 or count < reach / TOKENS_PER_PLACE
+
+
+def test_priority_has_no_bound() -> None:
+    """Urgent requests keep others out for as long as they come."""
+    line = Line("priority")
+    patient = line.add(prompt(4), priority=1)
+    for _ in range(500):
+        line.add(prompt(4), priority=0)
+        line.step()
+    assert line.overtakes(patient.arrival) == 500
+    assert patient.arrival not in line.admitted
+    assert line.drain()[-1] == patient.arrival  # once they stop, it is served
+
+
+# ---- one of your own --------------------------------------------------------------------------
+
+
+def test_a_policy_of_ones_own_is_a_function() -> None:
+    def longest_first(request: Request, arrival: int, num_cached: int) -> tuple[float, ...]:
+        return (-len(request.prompt_token_ids),)  # equals: the scheduler adds the order of arrival
+
+    line = Line(Policy(longest_first))
+    for length in (3, 30, 7, 30):
+        line.add(prompt(length))
+    assert line.drain() == [1, 3, 2, 0]
+
+
+def test_a_policy_of_ones_own_may_read_the_cache() -> None:
+    def fewest_cached_first(request: Request, arrival: int, num_cached: int) -> tuple[float, ...]:
+        return (num_cached, arrival)
+
+    line = Line(Policy(fewest_cached_first, reads_cache=True), "hash")
+    line.add(PREFIX)
+    line.drain()
+    for end in (32, 16, 0):
+        line.add((*PREFIX[:end], 5))
+    assert line.drain()[1:] == [3, 2, 1]
+
+
+def test_the_policy_decides_who_is_preempted_too() -> None:
+    """Both hold two of five blocks, one is left: the urgent one gets it, though it came later."""
+    config = SchedulerConfig(policy="priority", watermark=0.0)
+    scheduler = Scheduler(config, BlockManager(5, 4))
+    for name, priority in (("patient", 1), ("urgent", 0)):
+        scheduler.add(Request(name, prompt(7), SamplingParams(), 8, priority=priority))
+    while not scheduler.record.preempted:
+        plan = scheduler.schedule()
+        scheduler.commit(plan, {row.seq_id: [0] for row in plan.rows})
+    (preemption,) = scheduler.record.preempted
+    assert (preemption.seq_id, preemption.for_seq_id) == (0, 1)
+
+
+# ---- admission --------------------------------------------------------------------------------
+
+
+def sequence_of(length: int, max_tokens: int, n: int) -> Sequence:
+    request = Request("a", prompt(length), SamplingParams(n=n), max_tokens)
+    return Sequence(0, request, 0, 0, (0,))
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "n", "now", "ever"),
+    [
+        (8, 1, 1, 2, 2),  # the last new token needs no place
+        (8, 2, 1, 2, 3),
+        (9, 8, 1, 3, 4),
+        (8, 9, 3, 4, 2 + 3 * 2),  # the full blocks of the prompt are shared
+        (9, 8, 3, 5, 2 + 3 * 2),  # its last one is copied
+    ],
+)
+def test_blocks_that_admission_asks_for(
+    length: int, max_tokens: int, n: int, now: int, ever: int
+) -> None:
+    sequence = sequence_of(length, max_tokens, n)
+    assert (watermark(sequence, 4), reserve_max(sequence, 4)) == (now, ever)
+
+
+def test_all_policies_are_named() -> None:
+    names = ["fcfs", "priority", "shortest_prefill_first", "longest_prefix_match"]
+    assert list(POLICIES) == names

@@ -1,0 +1,748 @@
+"""The scheduler, decision by decision, on workloads small enough to follow by hand.
+
+Blocks hold four tokens unless a test says otherwise; sampled tokens are made up, because a
+scheduler looks at counts only. Every step is followed by a comparison of all books.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm.cache.blocks import AccountingError
+from minillm.cache.manager import BlockManager
+from minillm.errors import ConfigError, InvalidRequestError
+from minillm.sampling_params import SamplingParams
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.invariants import check_invariants
+from minillm.scheduling.plan import StepPlan
+from minillm.scheduling.request import Request, Sequence, Status
+from minillm.scheduling.scheduler import Scheduler
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scheduler(
+    num_blocks: int = 32, cache: str | None = None, host: int = 0, block_size: int = 4, **config
+) -> Scheduler:
+    """No watermark and few seats, unless the test is about them."""
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "watermark": 0.0, **config}
+    blocks = BlockManager(num_blocks, block_size, cache, host)
+    return Scheduler(SchedulerConfig(**settings), blocks)
+
+
+def request(name: str, length: int = 4, max_tokens: int = 3, n: int = 1, **fields) -> Request:
+    """Prompts of different requests have no token in common, unless they are given."""
+    first = 1000 * int.from_bytes(name.encode(), "big")
+    prompt = tuple(fields.pop("prompt", range(first, first + length)))
+    params = fields.pop("params", SamplingParams(n=n))
+    return Request(name, prompt, params, max_tokens, arrival=0.0, **fields)
+
+
+def made_up(plan: StepPlan) -> dict[int, list[int]]:
+    return {
+        row.seq_id: [7 + index for index in range(row.num_samples)]
+        for row in plan.rows
+        if row.num_samples
+    }
+
+
+def step(engine: Scheduler) -> StepPlan:
+    plan = engine.schedule()
+    check_invariants(engine)
+    engine.commit(plan, made_up(plan))
+    check_invariants(engine)
+    return plan
+
+
+def drain(engine: Scheduler, most: int = 1000) -> list[StepPlan]:
+    plans = []
+    while engine.has_work:
+        plans.append(step(engine))
+        assert plans[-1].rows, "a step that computes nothing would be repeated for ever"
+        assert len(plans) < most
+    assert engine.blocks.pool.num_free == engine.blocks.pool.num_blocks
+    assert engine.blocks.host.num_free == engine.blocks.host.num_blocks
+    return plans
+
+
+def tokens_of(plan: StepPlan) -> dict[int, int]:
+    return {row.seq_id: row.num_tokens for row in plan.rows}
+
+
+def random_request(rng: random.Random, name: str) -> Request:
+    """Prompts that share beginnings, in lengths around a few blocks."""
+    length = rng.randint(1, 14)
+    prompt = [rng.choice([1, 1, 1, 2]) for _ in range(length)]
+    return request(
+        name, prompt=prompt, max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 1, 2, 3])
+    )
+
+
+def random_run(engine: Scheduler, seed: int, count: int = 60) -> list[StepPlan]:
+    """Requests arrive about twice as fast as they can be served."""
+    rng, plans = random.Random(seed), []
+    for number in range(count):
+        engine.add(random_request(rng, f"r{number}"))
+        if rng.random() < 0.4:
+            plans.append(step(engine))
+    return plans + drain(engine)
+
+
+# ---- one request, step by step ----------------------------------------------------------------
+
+
+def test_a_request_from_its_prompt_to_its_last_token() -> None:
+    engine = scheduler()
+    sequence = engine.add(request("a", length=6, max_tokens=3))
+    first = step(engine)
+    assert (first.new[0].seq_id, first.new[0].token_ids) == (0, sequence.request.prompt_token_ids)
+    assert first.rows == [(0, 0, 6, 1, 0, (0, 1))]
+    assert step(engine).rows == [(0, 6, 1, 1, 2, ())]  # in the blocks it has
+    assert step(engine).rows == [(0, 7, 1, 1, 2, ())]
+    assert sequence.token_ids[6:] == [7, 7, 7]
+    assert sequence.status is Status.FINISHED
+    assert not engine.has_work
+    assert step(engine).dropped == [0]
+
+
+def test_a_prompt_that_is_only_computed_has_no_sample() -> None:
+    engine = scheduler(max_num_batched_tokens=4)
+    engine.add(request("a", length=6, max_tokens=0))
+    assert [row.num_samples for plan in drain(engine) for row in plan.rows] == [0, 0]
+
+
+def test_a_failed_sample_ends_its_sequence_alone() -> None:
+    engine = scheduler()
+    bad, good = engine.add(request("a")), engine.add(request("b"))
+    plan = engine.schedule()
+    engine.commit(plan, {bad.seq_id: [None], good.seq_id: [5]})
+    check_invariants(engine)
+    assert (bad.status, good.status) == (Status.FINISHED, Status.RUNNING)
+    assert bad.num_tokens == 4
+    drain(engine)
+
+
+@pytest.mark.parametrize("cache", [None, "hash", "radix"])
+@pytest.mark.parametrize("budget", [4, 7, 64])
+def test_every_position_is_computed_once_and_in_order(budget: int, cache: str | None) -> None:
+    """Chunks of any size join without gap or overlap; what was cached is the only head start."""
+    engine = scheduler(64, cache, max_num_batched_tokens=budget)
+    for number, length in enumerate((1, 4, 9, 17, 30)):
+        engine.add(request(f"r{number}", length=length, max_tokens=6))
+    ends: dict[int, int] = {}
+    for plan in drain(engine):
+        assert sum(row.num_tokens for row in plan.rows) <= budget
+        assert [row.num_tokens > 1 for row in plan.rows] == sorted(
+            row.num_tokens > 1 for row in plan.rows
+        )
+        for row in plan.rows:
+            assert row.start == ends.get(row.seq_id, 0)
+            ends[row.seq_id] = row.start + row.num_tokens
+    assert list(ends.values()) == [6, 9, 14, 22, 35]  # all but the last new token
+    assert engine.counters.num_recomputed_tokens == 0
+
+
+# ---- the tests that would have caught the published bugs --------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("cache", [None, "hash", "radix"])
+def test_the_books_add_up_after_every_step_of_a_random_trace(cache: str | None, mode: str) -> None:
+    engine = scheduler(8, cache, host=6, preemption_mode=mode, max_num_batched_tokens=10)
+    random_run(engine, seed=1)
+    counters = engine.counters
+    assert counters.num_preemptions_recompute + counters.num_preemptions_swap > 5
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_identical_prompts_in_one_batch_have_blocks_of_their_own(cache: str) -> None:
+    """mini-sglang left the second one's table with pages of the free list."""
+    engine = scheduler(cache=cache)
+    twins = [engine.add(request(name, prompt=range(9))) for name in "abc"]
+    step(engine)
+    assert [twin.table.blocks for twin in twins] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    engine.abort("a")  # its blocks are the cached ones
+    check_invariants(engine)
+    drain(engine)
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+@pytest.mark.parametrize("length", [1, 3, 4, 8, 9])
+def test_a_fully_cached_prompt_still_computes_its_last_token(length: int, cache: str) -> None:
+    engine = scheduler(cache=cache)
+    engine.add(request("a", prompt=range(length)))
+    drain(engine)
+    again = engine.add(request("b", prompt=range(length)))
+    (row,) = step(engine).rows
+    assert row.start + row.num_tokens == length
+    assert (row.num_tokens >= 1, row.num_samples) == (True, 1)
+    assert row.start == again.report.cached
+    if length == 9:
+        assert row.start == 8
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_rest_goes_on() -> None:
+    """nano-vllm died of an assertion here, mini-sglang left the client waiting."""
+    engine = scheduler(num_blocks=4)
+    engine.add(request("a"))
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"never fit: 10 prompt \+ 8 new tokens need 5 blocks of 4 positions, and the KV "
+        r"cache has 4; lower max_tokens, or",
+    ):
+        engine.add(request("b", length=10, max_tokens=8))
+    with pytest.raises(ValueError, match="never fit"):
+        engine.add(request("b", length=100))
+    assert len(engine.sequences) == 1
+    drain(engine)
+
+
+def test_a_request_that_just_fits_is_served() -> None:
+    engine = scheduler(num_blocks=4)
+    engine.add(request("a", length=10, max_tokens=7))  # positions 0 to 15; the last needs none
+    drain(engine)
+
+
+def test_the_running_set_never_exceeds_its_cap() -> None:
+    """nano-vllm's cap held for a step and not for the running set, which grew to 12 of 4."""
+    engine = scheduler(64, max_num_seqs=4)
+    for number in range(20):
+        engine.add(request(f"r{number}", max_tokens=30))
+        step(engine)
+        assert len(engine.running) <= 4
+    assert engine.counters.max_num_running == 4
+    assert len(tokens_of(step(engine))) == 4  # and all of them advance
+    drain(engine)
+
+
+def test_a_stream_of_arrivals_never_starves_decode() -> None:
+    """nano-vllm: no decode step in 20, with one arrival per step."""
+    engine = scheduler(400, max_num_seqs=8, max_num_batched_tokens=16)
+    first = engine.add(request("first", max_tokens=40))
+    step(engine)
+    for number in range(30):
+        engine.add(request(f"r{number}", length=16, max_tokens=2))
+        plan = step(engine)
+        assert tokens_of(plan)[first.seq_id] == 1
+    assert engine.counters.num_mixed_steps == 30
+
+
+def test_one_long_prompt_never_starves_decode() -> None:
+    engine = scheduler(64, max_num_batched_tokens=8)
+    for name in "abc":
+        engine.add(request(name, length=2, max_tokens=30))
+    step(engine)
+    long = engine.add(request("long", length=50, max_tokens=1))
+    for _ in range(10):  # 50 tokens, 5 at a time beside the three
+        assert tokens_of(step(engine)) == {0: 1, 1: 1, 2: 1, long.seq_id: 5}
+    assert long.status is Status.FINISHED
+
+
+CODE = """
+import sys; sys.path.insert(0, ".")
+from tests.scheduling.test_scheduler import digest; print(digest())
+"""
+
+
+def digest() -> str:
+    """Of all plans of two random workloads."""
+    total = hashlib.sha256()
+    for mode in ("recompute", "swap"):
+        engine = scheduler(12, "radix", host=8, preemption_mode=mode, max_num_batched_tokens=10)
+        for plan in random_run(engine, seed=3, count=40):
+            total.update(json.dumps(dataclasses.asdict(plan)).encode())
+    return total.hexdigest()
+
+
+def test_the_order_is_the_same_in_every_process() -> None:
+    """mini-sglang kept its running set as a set: rows came in another order in each process."""
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", CODE], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert (done.stdout.strip(), done.stderr) == (digest(), "")
+
+
+# ---- refusals ---------------------------------------------------------------------------------
+
+
+def test_more_completions_than_seats_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="n is 5, but at most 4 sequences run at once"):
+        scheduler().add(request("a", n=5))
+
+
+def test_completions_that_cannot_part_are_refused() -> None:
+    """Two blocks of prompt, and one more for each of the two that part."""
+    engine = scheduler(num_blocks=3)
+    with pytest.raises(InvalidRequestError, match=r"n = 3, need 4 blocks of 4 .* cache has 3; .*n"):
+        engine.add(request("a", length=8, max_tokens=2, n=3))
+
+
+def test_reserve_max_refuses_what_it_could_never_reserve() -> None:
+    """One shared block, and 3 x 2 for the rest."""
+    engine = scheduler(num_blocks=6, admission="reserve_max")
+    with pytest.raises(InvalidRequestError, match=r"6 prompt \+ 4 new tokens, n = 3, need 7"):
+        engine.add(request("a", length=6, max_tokens=4, n=3))
+    engine = scheduler(num_blocks=7, admission="reserve_max")
+    engine.add(request("a", length=6, max_tokens=4, n=3))
+    drain(engine)
+
+
+def test_without_chunks_a_prompt_longer_than_a_step_is_refused() -> None:
+    engine = scheduler(enable_chunked_prefill=False, max_num_batched_tokens=16)
+    with pytest.raises(
+        InvalidRequestError, match=r"10 prompt \+ 8 new .* one step, which has 16 tokens"
+    ):
+        engine.add(request("a", length=10, max_tokens=8))
+    engine.add(request("a", length=10, max_tokens=7))  # 16 positions, even after a preemption
+    drain(engine)
+
+
+def test_an_id_can_be_used_again_only_after_its_request_ended() -> None:
+    engine = scheduler()
+    engine.add(request("a"))
+    with pytest.raises(InvalidRequestError, match="unfinished request with the id 'a'"):
+        engine.add(request("a"))
+    drain(engine)
+    engine.add(request("a"))
+    drain(engine)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0; it must be at least 1"),
+        (
+            {"max_num_seqs": 9, "max_num_batched_tokens": 8},
+            r"max_num_batched_tokens is 8; it must be at least max_num_seqs \(9\)",
+        ),
+        ({"long_prefill_token_threshold": -1}, "threshold is -1; it must be 0"),
+        (
+            {"long_prefill_token_threshold": 5, "enable_chunked_prefill": False},
+            "splits prompts, which enable_chunked_prefill=False forbids",
+        ),
+        ({"watermark": 1.0}, "watermark is 1.0; it must be from 0 to below 1"),
+        ({"watermark": -0.1}, "watermark is -0.1"),
+        ({"watermark": float("nan")}, "watermark is nan"),
+        ({"policy": "lifo"}, "policy is 'lifo'; it must be one of fcfs, priority, shortest_p"),
+        (
+            {"admission": "none"},
+            "admission_policy is 'none'; it must be one of watermark, reserve_max",
+        ),
+        ({"preemption_mode": "kill"}, "preemption_mode is 'kill'; it must be one of recompute"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_the_value(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SchedulerConfig(**values)
+
+
+def test_a_second_plan_before_the_commit_is_an_error() -> None:
+    engine = scheduler()
+    engine.add(request("a"))
+    engine.schedule()
+    with pytest.raises(AccountingError, match="The last plan was not committed"):
+        engine.schedule()
+
+
+# ---- abort ------------------------------------------------------------------------------------
+
+
+def waiting(engine: Scheduler) -> Sequence:
+    return engine.add(request("a", length=7, max_tokens=8))
+
+
+def in_prefill(engine: Scheduler) -> Sequence:
+    sequence = waiting(engine)
+    step(engine)
+    assert 0 < sequence.num_computed < 7
+    return sequence
+
+
+def in_decode(engine: Scheduler) -> Sequence:
+    sequence = in_prefill(engine)
+    step(engine)
+    step(engine)
+    assert sequence.num_computed > 7
+    return sequence
+
+
+def swapped(engine: Scheduler) -> Sequence:
+    engine.add(request("other", length=7, max_tokens=8))
+    sequence = waiting(engine)
+    while not sequence.is_swapped:
+        step(engine)
+    return sequence
+
+
+def after_finish(engine: Scheduler) -> Sequence:
+    sequence = waiting(engine)
+    drain(engine)
+    return sequence
+
+
+def forked(engine: Scheduler) -> Sequence:
+    sequence = engine.add(request("a", length=5, max_tokens=4, n=3))
+    step(engine)
+    step(engine)
+    assert len(engine.running) == 3
+    return sequence
+
+
+@pytest.mark.parametrize(
+    "state",
+    [waiting, in_prefill, in_decode, swapped, after_finish, forked],
+    ids=lambda f: f.__name__,
+)
+def test_abort_at_any_moment_gives_everything_back_once(state) -> None:
+    engine = scheduler(5, host=8, preemption_mode="swap", max_num_batched_tokens=6)
+    sequence = state(engine)
+    for _ in range(2):
+        engine.abort("a")
+        check_invariants(engine)
+        engine.finish(sequence.seq_id)
+        check_invariants(engine)
+    assert sequence.status is Status.FINISHED
+    assert not [other for other in engine.sequences.values() if other.request.request_id == "a"]
+    drain(engine)
+    engine.abort("never heard of")
+
+
+@pytest.mark.parametrize("name", ["waiting", "in_prefill", "in_decode"])
+def test_what_is_aborted_while_its_step_runs_holds_its_blocks_until_the_commit(name: str) -> None:
+    engine = scheduler(5, max_num_batched_tokens=6)
+    sequence = globals()[name](engine)
+    plan = engine.schedule()
+    held = list(sequence.table.blocks)
+    engine.abort("a")
+    check_invariants(engine)
+    assert held
+    assert not any(engine.blocks.pool.is_free(block) for block in held)
+    engine.commit(plan, made_up(plan))
+    check_invariants(engine)
+    assert all(engine.blocks.pool.is_free(block) for block in held)
+    assert step(engine).dropped == [sequence.seq_id]
+
+
+def test_the_completions_of_a_request_end_one_by_one() -> None:
+    engine = scheduler()
+    first = engine.add(request("a", length=5, max_tokens=6, n=3))
+    step(engine)
+    engine.finish(first.seq_id + 1)
+    check_invariants(engine)
+    assert tokens_of(step(engine)) == {first.seq_id: 1, first.seq_id + 2: 1}
+    drain(engine)
+
+
+# ---- chunks and seats -------------------------------------------------------------------------
+
+
+def test_the_threshold_limits_each_prompt_and_leaves_room_for_the_next() -> None:
+    engine = scheduler(max_num_batched_tokens=8, long_prefill_token_threshold=3)
+    for name in "abc":
+        engine.add(request(name, length=7, max_tokens=1))
+    assert tokens_of(step(engine)) == {0: 3, 1: 3, 2: 2}
+    assert tokens_of(step(engine)) == {0: 3, 1: 3, 2: 2}
+    assert tokens_of(step(engine)) == {0: 1, 1: 1, 2: 3}
+    assert (engine.has_work, engine.counters.num_prefill_tokens) == (False, 21)
+
+
+def test_without_chunks_a_prompt_is_computed_whole_or_waits() -> None:
+    engine = scheduler(enable_chunked_prefill=False, max_num_batched_tokens=16)
+    engine.add(request("a", length=10))
+    engine.add(request("b", length=7))
+    assert tokens_of(step(engine)) == {0: 10}
+    assert str(engine.record.blocked) == "no tokens: needs 7, has 6"
+    assert tokens_of(step(engine)) == {0: 1, 1: 7}
+    drain(engine)
+
+
+def test_a_prompt_for_n_completions_takes_n_seats_and_one_computation() -> None:
+    engine = scheduler(max_num_seqs=4)
+    engine.add(request("a", length=6, max_tokens=3))
+    engine.add(request("b", length=6, max_tokens=3, n=3))
+    engine.add(request("c", length=6, max_tokens=3))
+    plan = step(engine)
+    assert tokens_of(plan) == {0: 6, 1: 6}
+    assert [row.num_samples for row in plan.rows] == [1, 3]
+    assert str(engine.record.blocked) == "no seats: needs 1, has 0"
+    plan = step(engine)
+    assert tokens_of(plan) == {0: 1, 1: 1, 3: 1, 4: 1}
+    assert [new.sample_index for new in plan.new] == [1, 2]
+    assert len(plan.copies) == 2  # three share the partly filled block
+    drain(engine)
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def pressed(mode: str, cache: str | None = None, host: int = 8) -> tuple[Scheduler, Sequence]:
+    """Two sequences of 7 + 8 tokens in five blocks; the second has lost its blocks to the first.
+
+    Both hold two blocks. At position 8 each needs a third: the first takes the fifth block, the
+    second finds none and stalls. At position 12 the first needs another one and preempts it.
+    """
+    engine = scheduler(5, cache, host, preemption_mode=mode)
+    engine.add(request("a", length=7, max_tokens=8))
+    second = engine.add(request("b", length=7, max_tokens=8))
+    step(engine)
+    step(engine)
+    assert second.num_computed == 8
+    step(engine)
+    assert engine.record.stalled == [second.seq_id]
+    while not engine.record.preempted:
+        step(engine)
+    return engine, second
+
+
+def test_preemption_by_recompute_starts_again_and_counts_it() -> None:
+    engine, second = pressed("recompute")
+    assert engine.record.preempted == [(1, 0, "recompute", 8)]
+    assert (second.num_computed, second.table.blocks, second.num_preemptions) == (0, [], 1)
+    assert engine.record.num_waiting == 1
+    drain(engine)
+    assert (second.num_recomputed, engine.counters.num_recomputed_tokens) == (8, 8)
+    assert engine.counters.num_preemptions_recompute == 1
+    assert second.num_tokens == 15
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_what_a_preempted_sequence_finds_again_is_no_prefix_hit(cache: str) -> None:
+    engine, second = pressed("recompute", cache)
+    drain(engine)
+    assert second.num_recomputed < 8  # it found some of its own blocks again
+    assert engine.counters.num_recomputed_tokens == second.num_recomputed
+    assert engine.counters.num_cached_tokens == 0
+    assert engine.counters.num_prompt_tokens == 14
+    assert (second.report.cached, second.report.new) == (0, 4)
+
+
+def test_preemption_by_swap_computes_nothing_again() -> None:
+    engine, second = pressed("swap")
+    assert engine.record.preempted == [(1, 0, "swap", 8)]
+    assert second.is_swapped
+    assert second.num_computed == 8
+    plans = drain(engine)
+    (back,) = [plan for plan in plans if plan.swap_in]
+    assert [copy.source for copy in back.swap_in] == [0, 1]
+    assert [row.start for row in back.rows if row.seq_id == second.seq_id] == [8]
+    counters = engine.counters
+    assert (counters.num_preemptions_swap, counters.num_recomputed_tokens) == (1, 0)
+    assert counters.num_prefill_tokens + counters.num_decode_tokens == 2 * 14
+
+
+def test_swap_falls_back_to_recompute_when_host_memory_is_full() -> None:
+    engine, second = pressed("swap", host=1)
+    assert engine.record.preempted == [(1, 0, "recompute", 8)]
+    drain(engine)
+    assert (engine.counters.num_preemptions_swap, second.num_recomputed) == (0, 8)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_swap_runs_with_room_recompute_no_token(seed: int) -> None:
+    engine = scheduler(10, host=100, preemption_mode="swap")
+    random_run(engine, seed)
+    assert engine.counters.num_preemptions_swap > 0
+    assert engine.counters.num_recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("cache", [None, "hash", "radix"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_counters_account_for_every_token(seed: int, cache: str | None) -> None:
+    """Computed = what was needed once, less what was cached, plus what was computed again.
+
+    Completions of one request share their prompt, so it is needed once for all.
+    """
+    engine = scheduler(10, cache, max_num_batched_tokens=9)
+    added, add = [], engine.add
+    engine.add = lambda one: added.append(add(one)) or added[-1]
+    random_run(engine, seed)
+    needed = sum(
+        len(one.request.prompt_token_ids) + one.request.params.n * (one.request.max_tokens - 1)
+        for one in added
+    )
+    counters = engine.counters
+    assert counters.num_recomputed_tokens > 0
+    assert (counters.num_cached_tokens > 0) == (cache is not None)
+    assert counters.num_prefill_tokens + counters.num_decode_tokens >= (
+        needed - counters.num_cached_tokens
+    )
+    if cache is None:
+        assert counters.num_prefill_tokens + counters.num_decode_tokens == (
+            needed + counters.num_recomputed_tokens
+        )
+
+
+def test_the_watermark_keeps_blocks_free_for_those_who_run() -> None:
+    """10 blocks, 2 of them kept: after 5 were taken, only 3 of the other 5 are for admission."""
+    engine = scheduler(10, watermark=0.2)
+    engine.add(request("a", length=20, max_tokens=2))
+    engine.add(request("b", length=16, max_tokens=2))
+    step(engine)
+    assert str(engine.record.blocked) == "no blocks: needs 4, has 3"
+    drain(engine)
+
+
+def test_the_watermark_does_not_keep_the_only_request_out() -> None:
+    engine = scheduler(10, watermark=0.9)
+    engine.add(request("a", length=36, max_tokens=4))
+    assert len(step(engine).rows) == 1
+
+
+def test_chunks_to_come_are_not_promised_to_somebody_else() -> None:
+    """The first prompt needs 5 blocks and has 2 after its first chunk: 3 stay pledged to it."""
+    engine = scheduler(7, max_num_batched_tokens=8)
+    engine.add(request("a", length=20, max_tokens=1))
+    engine.add(request("b", length=12, max_tokens=1))
+    step(engine)
+    assert str(engine.record.blocked) == "no tokens: needs 1, has 0"
+    step(engine)
+    step(engine)
+    assert str(engine.record.blocked) == "no blocks: needs 3, has 2"
+    assert engine.counters.num_preemptions_recompute == 0
+    drain(engine)
+
+
+@pytest.mark.parametrize("cache", [None, "hash", "radix"])
+@pytest.mark.parametrize("seed", range(4))
+def test_reserve_max_never_preempts_and_watermark_runs_more_at_once(
+    seed: int, cache: str | None
+) -> None:
+    most = {}
+    for admission in ("reserve_max", "watermark"):
+        engine = scheduler(16, cache, max_num_seqs=16, admission=admission)
+        random_run(engine, seed)
+        most[admission] = engine.counters.max_num_running
+        preempted = engine.counters.num_preemptions_recompute
+        assert (preempted == 0) == (admission == "reserve_max")
+    assert most["reserve_max"] < most["watermark"]
+
+
+def test_a_request_that_wants_logprobs_of_its_prompt_reads_no_prefix() -> None:
+    engine = scheduler(cache="radix")
+    engine.add(request("a", prompt=range(9)))
+    drain(engine)
+    params = SamplingParams(prompt_logprobs=1)
+    again = engine.add(request("b", prompt=range(9), params=params))
+    assert step(engine).rows[0][:3] == (again.seq_id, 0, 9)
+    assert again.report.unread == 9
+    drain(engine)
+
+
+def test_a_partial_hit_that_does_not_fit_with_its_source_is_done_without() -> None:
+    """Block 0, two more for the rest of the prompt, and the source until it is copied would be
+    four of three blocks."""
+    engine = scheduler(3, "radix")
+    engine.add(request("a", prompt=[1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1))
+    drain(engine)
+    again = engine.add(request("b", prompt=[1, 2, 3, 4, 5, 6, 9, 9, 9], max_tokens=1))
+    (row,) = step(engine).rows
+    assert (row.start, row.num_tokens) == (4, 5)
+    assert again.report.cached == 4
+    assert engine.blocks.num_copies == 0
+
+
+# ---- records ----------------------------------------------------------------------------------
+
+
+def test_the_record_says_who_waits_for_how_many_blocks() -> None:
+    engine = scheduler(10)
+    engine.add(request("a", length=28, max_tokens=1))
+    late = engine.add(request("b", length=28, max_tokens=1))
+    step(engine)
+    record = engine.record
+    assert str(record.blocked) == "no blocks: needs 7, has 3"
+    assert (record.blocked.request_id, record.blocked.seq_id) == ("b", late.seq_id)
+    assert (record.admitted, record.num_running, record.num_waiting) == ([0], 1, 1)
+    assert (record.num_prefill_tokens, record.num_decode_tokens) == (28, 0)
+    assert record.num_free_blocks == 3
+
+
+def test_the_record_says_who_waits_for_a_seat_or_for_the_next_step() -> None:
+    engine = scheduler(max_num_seqs=1, max_num_batched_tokens=6)
+    engine.add(request("a"))
+    engine.add(request("b"))
+    step(engine)
+    assert str(engine.record.blocked) == "no seats: needs 1, has 0"
+    engine = scheduler(max_num_batched_tokens=4)
+    engine.add(request("a"))
+    engine.add(request("b"))
+    step(engine)
+    assert str(engine.record.blocked) == "no tokens: needs 1, has 0"
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    engine, second = pressed("recompute")
+    assert engine.record.admitted == []
+    assert engine.record.blocked is None
+    assert second.status is Status.WAITING
+
+
+def test_records_add_up_to_the_counters() -> None:
+    engine = scheduler(12, "hash")
+    rng = random.Random(2)
+    for number in range(30):
+        engine.add(random_request(rng, f"r{number}"))
+    records = []
+    while engine.has_work:
+        step(engine)
+        records.append(engine.record)
+    counters = engine.counters
+    assert sum(one.num_prefill_tokens for one in records) == counters.num_prefill_tokens
+    assert sum(one.num_decode_tokens for one in records) == counters.num_decode_tokens
+    preemptions = sum(len(one.preempted) for one in records)
+    assert preemptions == counters.num_preemptions_recompute > 0
+    assert [one.step for one in records] == list(range(1, counters.num_steps + 1))
+
+
+# ---- plans are plain data ---------------------------------------------------------------------
+
+
+def varied_plans() -> list[StepPlan]:
+    """New, decoding, forked, copied, swapped and dropped sequences."""
+    engine = scheduler(12, "radix", host=8, preemption_mode="swap", max_num_batched_tokens=10)
+    plans = random_run(engine, seed=3, count=40)
+    for what in ("dropped", "new", "swap_out", "copies", "swap_in", "rows"):
+        assert any(getattr(plan, what) for plan in plans), what
+    return plans
+
+
+def test_a_plan_is_json() -> None:
+    for plan in varied_plans():
+        back = json.loads(json.dumps(dataclasses.asdict(plan)))
+        assert [tuple(row[:5]) for row in back["rows"]] == [row[:5] for row in plan.rows]
+
+
+def test_a_plan_goes_to_another_process_and_comes_back_equal() -> None:
+    plans = varied_plans()
+    code = "import pickle, sys; i, o = sys.stdin.buffer, sys.stdout.buffer; "
+    code += "o.write(pickle.dumps(pickle.load(i)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, input=pickle.dumps(plans), capture_output=True
+    )
+    assert done.stderr == b""
+    assert pickle.loads(done.stdout) == plans
+
+
+def test_a_decode_step_without_new_blocks_is_small() -> None:
+    engine = scheduler(400, max_num_seqs=64, block_size=16, max_num_batched_tokens=8192)
+    for number in range(64):
+        engine.add(request(f"r{number}", length=65, max_tokens=10))
+    step(engine)
+    plan = step(engine)
+    assert len(plan.rows) == 64
+    assert [plan.new, plan.copies, plan.swap_in, plan.swap_out, plan.dropped] == [[]] * 5
+    assert all((row.blocks, row.num_kept) == ((), 5) for row in plan.rows)
+    rows = json.dumps(dataclasses.asdict(plan)["rows"])
+    assert len(rows) < 64 * 30  # characters; a table of 5 blocks a row would be more
+    assert len(pickle.dumps(plan)) < 64 * 40
