@@ -132,7 +132,9 @@ class BlockManager:
             # Others may reuse the source at once: a step copies before it writes.
             self.pool.release([copy.source])
             self.num_copies += 1
-        table.blocks += self.pool.allocate(max(self.blocks_for(end) - len(table.blocks), 0))
+        missing = self.blocks_for(end) - len(table.blocks)
+        if missing > 0:  # in one of block_size decode steps
+            table.blocks += self.pool.allocate(missing)
         return copy
 
     def _must_copy(self, table: BlockTable, start: int) -> bool:

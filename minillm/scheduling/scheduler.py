@@ -158,14 +158,14 @@ class Scheduler:
         always advances, or everything that advances holds what it needs.
         """
         start, pool = sequence.num_computed, self.blocks.pool
-        needed = self.blocks.num_needed(sequence.table, start, start + num_tokens)
-        while needed > pool.num_free:
+        if pool.num_free > num_tokens:  # a block for each token and one copy: never more
+            return True
+        # Counted anew each time: a victim that shared the last block spares the copy.
+        while self.blocks.num_needed(sequence.table, start, start + num_tokens) > pool.num_free:
             victim = self._victim(sequence)
             if victim is None:
                 return False
             self._preempt(victim, sequence, plan)
-            # A victim that shared the last block spares the copy.
-            needed = self.blocks.num_needed(sequence.table, start, start + num_tokens)
         return True
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
@@ -353,8 +353,8 @@ class Scheduler:
                 self.blocks.release(sequence.table)
                 continue
             end = row.start + row.num_tokens
-            again = min(end, sequence.furthest) - row.start
-            if again > 0:
+            if sequence.furthest > row.start:
+                again = min(end, sequence.furthest) - row.start
                 sequence.num_recomputed += again
                 self.counters.num_recomputed_tokens += again
             sequence.num_computed = end
