@@ -8,6 +8,8 @@ import random
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 
+import torch
+
 from minillm.cache.blocks import AccountingError
 from minillm.engine_args import EngineArgs
 from minillm.engine_setup import (
@@ -26,7 +28,7 @@ from minillm.live_request import LiveRequest
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import DTYPES, load_model
 from minillm.outputs import FinishReason
-from minillm.runner import Runner, StepResult
+from minillm.runner import Runner, StepResult, in_one_line
 from minillm.sampling_params import SamplingParams, validate_against_model
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
@@ -76,6 +78,23 @@ class Engine:
         if self._forward_pass is None:
             raise EngineDeadError("This engine is closed; make a new one.")
         return self._forward_pass
+
+    def allocated(self) -> dict[str, int]:
+        """Bytes that were really allocated, under the names of the memory plan's parts.
+
+        "activations" is the peak of a GPU's allocator beyond the rest; a CPU's does not tell.
+        """
+        runner = self.runner
+        tensors = [*runner.model.parameters(), *runner.model.buffers()]
+        sizes = {
+            "weights": sum(tensor.nbytes for tensor in tensors),
+            "kv_cache": runner.kv.num_bytes,
+            "swap_space": runner.host.num_bytes if runner.host else 0,
+        }
+        if self.device.type != "cpu":
+            peak = torch.get_device_module(self.device).max_memory_allocated(self.device)
+            sizes["activations"] = peak - sizes["weights"] - sizes["kv_cache"]
+        return sizes
 
     def close(self) -> None:
         """End all requests and give the memory back. Closing twice is fine."""
@@ -193,7 +212,11 @@ class Engine:
         """
         self.runner  # noqa: B018  (a closed engine says so)
         first = self.scheduler.add(request)
-        live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
+        try:
+            live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
+        except BaseException:
+            self.scheduler.abort(request.request_id)
+            raise
         self._live[request.request_id] = live
         return live
 
@@ -219,6 +242,8 @@ class Engine:
                 answers every further call with this error.
         """
         runner = self.runner
+        if not self._live:
+            return []
         try:
             plan = self.scheduler.schedule()
             if not plan.rows:
@@ -227,7 +252,7 @@ class Engine:
                 self._live[self.scheduler.sequences[seq_id].request.request_id].schedule()
             return self._commit(plan, runner.execute(plan))
         except Exception as error:
-            self._dead = f"The engine stopped: {type(error).__name__}: {error}"
+            self._dead = f"The engine stopped: {in_one_line(error)}"
             self._abandon("error", self._dead)
             raise EngineDeadError(self._dead) from error
         except BaseException:  # Ctrl-C, at any point of the step
@@ -237,17 +262,20 @@ class Engine:
     def _commit(self, plan: StepPlan, result: StepResult) -> list[LiveRequest]:
         """Tell the scheduler and the requests what came out of a step."""
         scheduler = self.scheduler
-        owners = [(row, scheduler.sequences[row.seq_id]) for row in plan.rows]
-        for row, _ in owners:
-            if not row.num_samples and row.seq_id in result.errors:
+        owners = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
+        for row, sequence in owners:
+            if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
+                # Before the commit, which would offer what it computed to others.
+                scheduler.blocks.forget(sequence.table)
                 scheduler.finish(row.seq_id)
         for fork in scheduler.commit(plan, result.token_ids):
             self._live[fork.request.request_id].sequences[fork.index] = fork
         touched = {}
         for row, sequence in owners:
-            live = self._live[sequence.request.request_id]
-            touched[live.request.request_id] = live
-            self._deliver(row, sequence, live, result)
+            live = self._live.get(sequence.request.request_id)
+            if live is not None and live.request is sequence.request:  # not aborted meanwhile
+                touched[live.request.request_id] = live
+                self._deliver(row, sequence, live, result)
         for request_id, live in touched.items():
             if live.finished:
                 del self._live[request_id]
@@ -257,12 +285,15 @@ class Engine:
         self, row: Row, sequence: ScheduledSequence, live: LiveRequest, result: StepResult
     ) -> None:
         """Hand one row's results to its request, and end what they complete."""
-        if row.seq_id in result.prompt_logprobs:
-            live.add_prompt_logprobs(*result.prompt_logprobs[row.seq_id])
+        prompt = result.prompt_logprobs.get(row.seq_id)
+        if prompt is not None and not live.add_prompt_logprobs(*prompt):
+            self.scheduler.abort(live.request.request_id)
+            return
         errors = result.errors.get(row.seq_id, {})
         if not row.num_samples:
             if errors:
-                live.end("error", errors[0])
+                for index in range(sequence.index, sequence.index + sequence.num_seats):
+                    live.end_completion(index, "error", errors[0])
             elif sequence.status is Status.FINISHED:  # it was to be computed only
                 live.end("length")
             return

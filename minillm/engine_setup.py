@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 2048
 GPU_BLOCK_SIZE = 16
-CPU_BLOCK_SIZE = 64
+CPU_BLOCK_SIZE = 32
 CPU_CACHE_SHARE = 0.25  # of what is left: a machine that one works at needs its memory
 
 

@@ -678,6 +678,21 @@ def test_a_plan_that_fits_shows_what_fits(cli: Any) -> None:
     assert max(map(len, shown.out.splitlines())) <= 80
 
 
+def test_a_loaded_plan_shows_what_was_allocated(base: Path, cli: Any) -> None:
+    argv = ("plan", str(base), "--load", "--max-num-seqs", "4")
+    shown, data = cli(*argv), json.loads(cli(*argv, "--json").out)
+    assert re.search(r"weights +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown.out)
+    stored = sum(t.nbytes for t in load_file(base / "model.safetensors").values())
+    planned, allocated = data["loaded"], data["allocated"]
+    value_bytes = 2 if planned["settings"]["dtype"] == "bfloat16" else 4
+    assert allocated["weights"] == pytest.approx(stored / 4 * value_bytes, rel=0.01)
+    assert allocated["kv_cache"] == pytest.approx(planned["kv_cache_bytes"], rel=0.05)
+    assert allocated["kv_cache"] <= planned["kv_cache_bytes"]
+    refused = cli("plan", str(base), "--load", "--hardware", "h100")
+    assert refused.code != 0
+    assert "leave out --hardware" in " ".join(refused.err.split())
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("24GiB", 24 * 2**30), ("24GB", 24_000_000_000), ("24g", 24_000_000_000),
@@ -720,7 +735,9 @@ def test_the_demonstration_writes_and_says_how_fast(base: Path, cli: Any) -> Non
     bound, ran = (float(row(shown.out, label).split()[0].replace(",", ""))
                   for label in ("so at best", "it ran at"))  # fmt: skip
     assert int(share[2]) == pytest.approx(100 * ran / bound, abs=1.5)
+    assert row(shown.out, "16 together").endswith("16 times as many")  # by that clock
     assert len(re.findall(r"\n  \S*minillm \w+ ", shown.out)) == 3
+    assert "make lab" in shown.out
     assert max(map(len, shown.out.partition("How fast")[2].splitlines())) <= 80
 
 
@@ -757,6 +774,16 @@ def test_the_bytes_of_the_demonstration_are_those_of_the_model(
     per_token = 2 * 2 * 2 * 8 * 4
     lengths = range(16 + demo.WARM_UP + 1, 16 + demo.WARM_UP + 1 + decoded.num_tokens)
     assert cached == pytest.approx(per_token * (sum(lengths) / len(lengths) + 1))
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_the_batch_of_the_demonstration_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(f"preset:{demo.BIG}", load_format="dummy", dtype="float32") as llm:
+        demo.decode_together(llm)
+        counters, pool = llm.engine.scheduler.counters, llm.engine.scheduler.blocks.pool
+    assert counters.max_num_running == demo.TOGETHER
+    assert counters.num_decode_tokens >= 16 * 25
+    assert pool.num_free == pool.num_blocks  # nothing is left behind
 
 
 # ---- the terminal ------------------------------------------------------------------------

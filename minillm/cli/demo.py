@@ -6,10 +6,12 @@ models. The second card therefore runs a model that must come from memory for ev
 
 import os
 import shutil
+import statistics
 import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ BIG = "smollm2-135m"
 CONTEXT = 1024  # longest context of the second card
 WARM_UP = 4  # tokens before the clock starts
 BUDGET = 2.5  # seconds of decoding
+TOGETHER = 16  # sequences of the batch that is shown beside the single one
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
     with terminal.progress(f"Building a model of {BIG}'s shape with random weights"):
         llm = LLM(f"preset:{BIG}", load_format="dummy", max_model_len=CONTEXT)
     with llm, terminal.progress(f"Decoding for {seconds(BUDGET)}"):
-        decoded = decode(llm)
-    show_card(llm, decoded, hardware, terminal)
+        decoded, together = decode(llm), decode_together(llm)
+    show_card(llm, decoded, together, hardware, terminal)
     show_next(terminal)
     return 0
 
@@ -101,7 +104,27 @@ def decode(llm: "LLM") -> DecodeRun:
     )
 
 
-def show_card(llm: "LLM", decoded: DecodeRun, hardware: Hardware, terminal: Terminal) -> None:
+def decode_together(llm: "LLM") -> float:
+    """Seconds per token with `TOGETHER` sequences in every step."""
+    engine = llm.engine
+    params = SamplingParams(temperature=0.0, max_tokens=CONTEXT // 2, ignore_eos=True)
+    for index in range(TOGETHER):
+        ids = [index, *range(15)]
+        engine.add(engine.make_request(f"together-{index}", None, ids, params))
+    times = [time.perf_counter()]
+    while len(times) <= WARM_UP or times[-1] - times[WARM_UP - 1] < BUDGET / 2:
+        if not engine.step():
+            break
+        times.append(time.perf_counter())
+    for index in range(TOGETHER):
+        engine.abort(f"together-{index}")
+    steps = [later - earlier for earlier, later in pairwise(times[WARM_UP - 1 :])]
+    return statistics.median(steps) / TOGETHER
+
+
+def show_card(
+    llm: "LLM", decoded: DecodeRun, together: float, hardware: Hardware, terminal: Terminal
+) -> None:
     """The roofline of decoding: what memory allows, what was reached, and their ratio."""
     engine = llm.engine
     cost = step_cost(engine.source.config, [1], [CONTEXT // 2], dtype=engine.dtype)
@@ -120,6 +143,8 @@ def show_card(llm: "LLM", decoded: DecodeRun, hardware: Hardware, terminal: Term
             ("so at best", rate(bound)),
             ("it ran at", f"{rate(decoded.seconds_per_token)} = "
              f"{amount(decoded.bandwidth, 'B/s')}"),
+            (f"{TOGETHER} together", f"{rate(together)}, "
+             f"{digits(decoded.seconds_per_token / together)} times as many"),
         ]
     )  # fmt: skip
     fraction = decoded.bandwidth / hardware.bandwidth
@@ -181,17 +206,18 @@ def busy(hardware: Hardware) -> str:
 
 
 def show_next(terminal: Terminal) -> None:
-    """Three things to type."""
+    """What to type next; the course is there in a checkout only."""
     program = program_name()
+    rows = [
+        (f'{program} generate "import os"', "continue your own text"),
+        (f"{program} info", "the models and this machine"),
+        (f"{program} plan preset:llama-3.1-70b", "what a 70B model would need"),
+    ]
+    if Path("notebooks", "lab.py").is_file():
+        rows.append(("make lab", "the course: measure all this yourself"))
     terminal.line()
     terminal.heading("Next")
-    terminal.rows(
-        [
-            (f'{program} generate "import os"', "continue your own text"),
-            (f"{program} info", "the models and this machine"),
-            (f"{program} plan preset:llama-3.1-70b", "what a 70B model would need"),
-        ]
-    )
+    terminal.rows(rows)
 
 
 def program_name() -> str:

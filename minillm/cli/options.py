@@ -15,7 +15,7 @@ from minillm.engine_args import EngineArgs
 from minillm.sampling_params import SamplingParams
 
 ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
-          "gpu_memory_utilization", "max_num_batched_tokens")  # fmt: skip
+          "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")  # fmt: skip
 SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "seed", "stop",
             "ignore_eos", "logprobs", "prompt_logprobs")  # fmt: skip
@@ -31,8 +31,10 @@ def add_engine_options(parser: ArgumentParser) -> None:
     group.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer from another folder")
     group.add_argument("--gpu-memory-utilization", metavar="X", type=float,
                        help="share of the free memory to use, on a CPU too (0.9)")  # fmt: skip
+    group.add_argument("--max-num-seqs", metavar="N", type=int,
+                       help="completions computed at once, at most (256)")  # fmt: skip
     group.add_argument("--max-num-batched-tokens", metavar="N", type=int,
-                       help="prompt tokens computed in one pass (2048)")  # fmt: skip
+                       help="tokens computed in one step, at most (2048)")  # fmt: skip
 
 
 def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
@@ -61,7 +63,7 @@ def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
 def as_options(message: str) -> str:
     """An error of the library in this command line's words: ``load_format='dummy'`` is
     ``--load-format dummy`` here. Names without an underscore are also English, or of a file."""
-    for name in (*ENGINE, *SAMPLING, "max_num_seqs", "kv_cache_dtype"):
+    for name in (*ENGINE, *SAMPLING, "kv_cache_dtype"):
         option = f"--{name.replace('_', '-')}"
         message = re.sub(rf"(?<![\w./'\"-]){name}=(['\"]?)([\w.]*\w)\1", rf"{option} \2", message)
         if "_" in name:

@@ -28,7 +28,7 @@ EXAMPLES = """\
 examples:
   minillm plan preset:llama-3.1-70b --hardware h100
   minillm plan preset:qwen3-8b --memory 24GiB --max-model-len 8192
-  minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16
+  minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16 --load
   minillm plan preset:deepseek-v3 --hardware h200 --json
 """
 UNITS: Mapping[str, float] = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
@@ -64,6 +64,8 @@ def add_options(parser: ArgumentParser) -> None:
                         help="prompt tokens computed in one pass (2048)")  # fmt: skip
     parser.add_argument("--gpu-memory-utilization", metavar="X", type=float, default=0.9,
                         help="share of the memory to use, on a CPU too (0.9)")  # fmt: skip
+    parser.add_argument("--load", action="store_true",
+                        help="load it here, and print what was really allocated")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
 
@@ -74,6 +76,10 @@ def run(args: Namespace, terminal: Terminal) -> int:
         check_length(args.max_model_len, config)
     for dtype in filter(None, (args.dtype, args.kv_cache_dtype)):
         dtype_bytes(dtype)
+    if args.load and (args.hardware or args.memory or args.kv_cache_dtype):
+        raise ConfigError(
+            "--load tries it on this machine; leave out --hardware, --memory and --kv-cache-dtype."
+        )
     place = find_place(args, terminal)
     plan = memory_plan(
         config,
@@ -85,11 +91,32 @@ def run(args: Namespace, terminal: Terminal) -> int:
         max_num_seqs=args.max_num_seqs,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
+    loaded = load(args, terminal) if args.load else None
     if args.json:
-        terminal.line(json.dumps(as_json(args.model, config, plan, place)))
+        terminal.line(json.dumps(as_json(args.model, config, plan, place, loaded)))
     else:
         show(args.model, config, plan, place, terminal)
+        if loaded is not None:
+            show_loaded(*loaded, terminal)
     return 0
+
+
+def load(args: Namespace, terminal: Terminal) -> tuple[MemoryPlan, dict[str, int]]:
+    """The plan of an engine that was really started here, and what it allocated."""
+    with terminal.progress("Loading"):
+        from minillm.llm import LLM
+
+        llm = LLM(
+            args.model,
+            dtype=args.dtype or "auto",
+            load_format="dummy" if args.model.startswith("preset:") else "auto",
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+        )
+    with llm:
+        return llm.plan(), llm.engine.allocated()
 
 
 def find_config(model: str) -> ModelConfig:
@@ -177,7 +204,13 @@ def predictions(
     ]
 
 
-def as_json(model: str, config: ModelConfig, plan: MemoryPlan, place: Place) -> dict[str, Any]:
+def as_json(
+    model: str,
+    config: ModelConfig,
+    plan: MemoryPlan,
+    place: Place,
+    loaded: tuple[MemoryPlan, dict[str, int]] | None = None,
+) -> dict[str, Any]:
     """The plan as plain data: bytes, seconds, operations."""
     speed = [] if place.hardware is None else predictions(config, plan, place.hardware)
     return {
@@ -189,6 +222,7 @@ def as_json(model: str, config: ModelConfig, plan: MemoryPlan, place: Place) -> 
             what: asdict(cost) | asdict(time) | {"seconds": time.seconds, "bound": time.bound}
             for what, _, cost, time in speed
         },
+        **({} if loaded is None else {"loaded": asdict(loaded[0]), "allocated": loaded[1]}),
     }
 
 
@@ -223,6 +257,24 @@ def show(
     if place.hardware is not None:
         terminal.line()
         show_speed(config, plan, place.hardware, terminal)
+
+
+def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Terminal) -> None:
+    """The engine's own plan beside what it took; on a CPU it leaves most of the memory free."""
+    planned = {
+        "weights": plan.weight_bytes,
+        "kv_cache": plan.kv_cache_bytes,
+        "activations": plan.activation_bytes,
+    }
+    rows = [
+        (name.replace("_", " "), size(planned[name]), size(num_bytes),
+         f"{round(num_bytes / planned[name] - 1, 3) + 0.0:+.1%}")
+        for name, num_bytes in allocated.items() if name in planned
+    ]  # fmt: skip
+    terminal.line()
+    terminal.table(("loaded here", "planned", "allocated", "difference"), rows)
+    blocks = plan.num_tokens // plan.settings.block_size
+    terminal.paragraph(f"The KV cache has {blocks:,} blocks of {plan.settings.block_size} tokens.")
 
 
 def cache_line(plan: MemoryPlan) -> str:
