@@ -1,0 +1,1 @@
+"""Measurements of the engine's parts: each is a command, prints a table, and ends with JSON."""
