@@ -35,12 +35,9 @@ class Completion:
         self._error: str | None = None
         self._cumulative = 0.0
         self._logprobs: list[Logprobs] = []
-        self._tokenizer = tokenizer
-        self._detokenizer = None
-        if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(
-                tokenizer, prompt_token_ids, params.skip_special_tokens
-            )
+        self._tokenizer, self._prompt_token_ids = tokenizer, prompt_token_ids
+        # Made with the first token: whoever waits needs none, and it may fail.
+        self._detokenizer: IncrementalDetokenizer | None = None
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
 
     @property
@@ -54,6 +51,10 @@ class Completion:
         if logprobs is not None:
             self._cumulative += logprobs[token_id].logprob
             self._logprobs.append(with_text(logprobs, self._tokenizer))
+        if self._detokenizer is None and self._tokenizer is not None and self.params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                self._tokenizer, self._prompt_token_ids, self.params.skip_special_tokens
+            )
         may_stop = len(self.token_ids) >= self.params.min_tokens
         ends = may_stop and token_id in self.stop_ids
         if self._detokenizer is not None and (not ends or self.params.include_stop_str_in_output):

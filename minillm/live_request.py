@@ -4,6 +4,7 @@ from time import perf_counter
 
 from minillm.completion import Completion, with_text
 from minillm.outputs import FinishReason, Logprobs, RequestMetrics, RequestOutput
+from minillm.runner import in_one_line
 from minillm.sampler import TokenLogprob
 from minillm.scheduling.request import Request, Sequence
 from minillm.text.tokenizer import Tokenizer
@@ -65,8 +66,7 @@ class LiveRequest:
         try:
             completion.append(token_id, logprobs)
         except Exception as error:  # a text that cannot be written must not end the others
-            name = type(error).__name__
-            completion.fail(f"The text of this completion failed: {name}: {error}")
+            completion.fail(f"The text of this completion failed: {in_one_line(error)}")
         return completion.finish_reason
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
@@ -78,16 +78,24 @@ class LiveRequest:
     def end_completion(self, index: int, reason: FinishReason, error: str | None = None) -> None:
         """End one completion; what was generated stays."""
         self.num_updates += 1
+        completion = self.completions[index]
         if error is not None:
-            self.completions[index].fail(error)
-        else:
-            self.completions[index].finish(reason)
+            completion.fail(error)
+            return
+        try:
+            completion.finish(reason)
+        except Exception as failure:
+            completion.fail(f"The text of this completion failed: {in_one_line(failure)}")
 
-    def add_prompt_logprobs(self, start: int, entries: list[dict[int, TokenLogprob]]) -> None:
-        """Those of prompt positions from `start`; positions that were computed again are known."""
-        if self.prompt_logprobs is not None:
-            for entry in entries[len(self.prompt_logprobs) - start :]:
-                self.prompt_logprobs.append(with_text(entry, self._tokenizer))
+    def add_prompt_logprobs(self, start: int, entries: list[dict[int, TokenLogprob]]) -> bool:
+        """Those of prompt positions from `start`; positions that were computed again are known.
+        Returns whether the request goes on."""
+        known = self.prompt_logprobs or [None]
+        try:
+            known += [with_text(each, self._tokenizer) for each in entries[len(known) - start :]]
+        except Exception as error:
+            self.end("error", f"The text of this prompt failed: {in_one_line(error)}")
+        return not self.finished
 
     def output(self) -> RequestOutput:
         """What there is so far."""

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
+from time import perf_counter
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -183,20 +184,32 @@ class LLM:
     ) -> list[LiveRequest]:
         """Run requests to their end, together with whatever else the engine has to do."""
         engine = self.engine
-        lives = [engine.add(request) for request in requests]
-        left = {request.request_id for request in requests}
+        engine.runner  # noqa: B018  (a closed engine says so, also when there is nothing to do)
+        lives: list[LiveRequest] = []
         try:
+            for request in requests:
+                lives.append(engine.add(request))
+            # A run of less than a second shows nothing.
             with tqdm(total=len(lives), desc=what, unit=unit, disable=not use_tqdm, delay=1) as bar:
-                while left:
-                    done = [live for live in engine.step() if live.finished]
-                    mine = left.intersection(live.request.request_id for live in done)
-                    left -= mine
-                    bar.update(len(mine))
+                self._advance({live.request.request_id for live in lives}, bar)
         finally:
             for live in lives:
                 if not live.finished:
                     engine.abort(live.request.request_id)
         return lives
+
+    def _advance(self, left: set[str], bar: tqdm) -> None:
+        """Steps until these requests have ended."""
+        start, num_tokens = perf_counter(), 0
+        while left and self.engine.has_work:
+            stepped = self.engine.step()
+            done = [x for x in stepped if x.finished and x.request.request_id in left]
+            left.difference_update(live.request.request_id for live in done)
+            num_tokens += sum(len(each.token_ids) for live in done for each in live.completions)
+            if num_tokens:
+                rate = num_tokens / (perf_counter() - start)
+                bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+            bar.update(len(done))
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         live, seen = self.engine.add(request), 0

@@ -88,10 +88,9 @@ class Runner:
     ):
         self.model, self.kv, self.host = model, kv, host
         self.device = model.embedding.weight.device
-        self._rows: dict[int, SequenceRow] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # [max_num_seqs, blocks of the longest sequence]; entries behind a table are old.
         self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int64, device=self.device)
+        self.reset()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -108,8 +107,8 @@ class Runner:
 
     def reset(self) -> None:
         """Forget all sequences."""
-        self._free_rows += [state.row for state in self._rows.values()]
-        self._rows = {}
+        self._rows: dict[int, SequenceRow] = {}
+        self._free_rows = list(range(len(self._tables) - 1, -1, -1))
 
     # ---- what changed --------------------------------------------------------------------
 
@@ -260,7 +259,12 @@ def last_tokens(rows: Sequence[Row]) -> list[int]:
 
 def described(error: Exception) -> str:
     """An error of ours as it is, another with its type, in one line."""
-    text = " ".join(str(error).split())
     if isinstance(error, MinillmError):
-        return text
-    return f"The model failed on this request: {type(error).__name__}: {text[:300]}"
+        return " ".join(str(error).split())
+    return f"The model failed on this request: {in_one_line(error)}"
+
+
+def in_one_line(error: Exception) -> str:
+    """Its type and the beginning of what it says."""
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -157,6 +157,12 @@ class BlockManager:
 
     # ---- letting go ----------------------------------------------------------------------
 
+    def forget(self, table: BlockTable) -> None:
+        """The contents may be wrong, so that nobody else must find them."""
+        for block in table.blocks:
+            if block in self.index:
+                self.index.forget(block)
+
     def release(self, table: BlockTable) -> None:
         """Give everything back."""
         self.pool.release(table.blocks)
