@@ -1,7 +1,9 @@
 """The benchmarks run, say what they measured, and measure what they say. No time is checked."""
 
-import io
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,15 +12,17 @@ from minillm.benchmarks.scheduler import Series, Workload, blocked_line, stateme
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.policies import POLICIES, WINDOW
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     """What the command prints in a hurry, and its JSON file."""
-    path, out = tmp_path_factory.mktemp("bench") / "result.json", io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stdout", out)
-        assert bench.main(["--quick", "--json", str(path)]) == 0
-    return out.getvalue(), json.loads(path.read_text())
+    path = tmp_path_factory.mktemp("bench") / "result.json"
+    command = [sys.executable, "-m", "minillm.benchmarks.scheduler", "--quick", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(path.read_text("utf-8"))
 
 
 def test_every_policy_and_both_indices_are_measured(quick: tuple[str, dict]) -> None:

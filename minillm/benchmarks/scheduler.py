@@ -285,7 +285,6 @@ def insert_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
     for _ in range(sizes.repeats):
         blocks = BlockManager(num_blocks, BLOCK_SIZE, kind)
         table = BlockTable(blocks=list(range(num_blocks)))
-        gc.collect()
         start = process_time()
         blocks.index_blocks(table, tokens, len(tokens))
         times.append(process_time() - start)
