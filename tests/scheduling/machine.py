@@ -1,0 +1,855 @@
+"""A scheduler, its block manager and a token oracle, driven by rules and checked after each.
+
+`World` has the rules and the checks. Two drivers call them with arguments from the same tables
+(`SETUPS`, `SPECS`, `EVENTS`): `SchedulerMachine`, whose failures Hypothesis shrinks, and
+`random_history`, a seeded `random.Random`, which is many times faster and so goes much further.
+
+    kind of `Broken`   promise
+    oracle             every token is what the prompt alone gives
+    accounting         every completion ends, once, for a known reason; nothing is left over
+    books              free + cached + held = total; references = tables; a full block stays full
+    written slot       what a plan writes is held by one table, and nobody can find it
+    eviction           the end of a sequence is evicted before its beginning
+    index              what can be found can be reached; the longest cached prefix is used
+    decode             a running sequence decodes in each step, or memory is short and it is said
+    progress           no plan is empty while there is work, and everything ends
+    limits             tokens per step, per sequence, seats; promises of the admission
+    order              nobody is admitted or preempted against the policy
+    swap               nothing is recomputed that host memory had room for
+    counters           they add up with the rows
+    refusal            a request that can never fit is refused, and changes nothing
+    runner             the plan tells a runner all it must know, and nothing twice
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from random import Random
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from minillm.cache.manager import BlockManager, BlockTable
+from minillm.errors import InvalidRequestError
+from minillm.sampling_params import SamplingParams
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.invariants import check_invariants
+from minillm.scheduling.plan import Counters, Row, StepPlan
+from minillm.scheduling.policies import POLICIES
+from minillm.scheduling.request import Request, Sequence
+from minillm.scheduling.scheduler import Scheduler
+from tests.scheduling.oracle import VOCABULARY, Broken, Expected, Runner, Sample, require, root
+
+# ---- what a history is made of: simple values first, because Hypothesis shrinks to them ----------
+
+SETUPS: Mapping[str, tuple[Any, ...]] = {
+    "prefix_cache": (None, "hash", "radix", "hash", "radix"),
+    "preemption_mode": ("recompute", "swap"),
+    "block_size": (4, 1, 2, 8),
+    "capacity": (48, 24, 16, 64, 96),  # tokens that the pool holds
+    "host": (3.0, 0.3, 3.0, 0.0),  # host blocks as a multiple of the device's
+    "max_num_seqs": (4, 8, 6, 2, 12, 1),
+    "spare_budget": (4, 0, 12, 64),  # tokens per step above one for each sequence
+    "threshold": (0, 3, 8),
+    "chunked": (True, True, False),
+    "policy": tuple(POLICIES),
+    "admission": ("watermark", "watermark", "reserve_max", "watermark"),
+    "watermark": (0.0, 0.01, 0.2),
+}
+SPECS: Mapping[str, tuple[Any, ...]] = {
+    "family": (0, 1, 2, 3),
+    "length": (1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 24, 33, 40),
+    "max_tokens": (1, 4, 8, 12, 0, 2, 20),
+    "n": (1, 1, 2, 3),
+    "salt": ("", "", "", "a"),
+    "priority": (0, 1, 2),
+    "wants_logprobs": (False, False, False, False, True),
+}
+EVENTS = ("abort", "finish", "fail")
+IMPOSSIBLE = ("long prompt", "many tokens", "many completions", "same id")
+WHICH = range(8)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine."""
+
+    prefix_cache: str | None
+    preemption_mode: str
+    block_size: int
+    capacity: int
+    host: float
+    max_num_seqs: int
+    spare_budget: int
+    threshold: int
+    chunked: bool
+    policy: str
+    admission: str
+    watermark: float
+
+    @property
+    def num_blocks(self) -> int:
+        return self.capacity // self.block_size
+
+    def config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_seqs + (self.spare_budget if self.chunked else 64),
+            long_prefill_token_threshold=self.threshold if self.chunked else 0,
+            enable_chunked_prefill=self.chunked,
+            policy=self.policy,
+            admission=self.admission,
+            watermark=self.watermark,
+            preemption_mode=self.preemption_mode,
+        )
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One request."""
+
+    family: int
+    length: int
+    max_tokens: int
+    n: int
+    salt: str
+    priority: int
+    wants_logprobs: bool
+
+
+def families() -> list[tuple[int, ...]]:
+    """Long prompts that agree at the start: none, 9 or 18 tokens of the first."""
+    rng = Random(5)
+    lines = [[rng.randrange(VOCABULARY) for _ in range(64)] for _ in range(4)]
+    for line, shared in zip(lines, (0, 9, 18, 0), strict=True):
+        line[:shared] = lines[0][:shared]
+    return [tuple(line) for line in lines]
+
+
+FAMILIES = families()
+ROOTS = frozenset(map(root, SPECS["salt"]))
+
+
+@lru_cache
+def params_of(n: int, wants_logprobs: bool) -> SamplingParams:
+    return SamplingParams(n=n, prompt_logprobs=1 if wants_logprobs else None)
+
+
+def blocks_for(num_tokens: int, size: int) -> int:
+    return (num_tokens + size - 1) // size
+
+
+def fits(request: Request, setup: Setup) -> bool:
+    """Whether the request, alone, could run to its end."""
+    size, n, prompt = setup.block_size, request.params.n, len(request.prompt_token_ids)
+    positions = prompt + max(request.max_tokens - 1, 0)
+    most = blocks_for(positions, size)
+    if setup.admission == "reserve_max":
+        needed = prompt // size + n * (most - prompt // size)
+    else:
+        needed = blocks_for(prompt, size) + n - 1
+    whole = setup.chunked or positions <= setup.config().max_num_batched_tokens
+    return n <= setup.max_num_seqs and max(needed, most) <= setup.num_blocks and whole
+
+
+@dataclass
+class Completion:
+    """What the world knows of one completion."""
+
+    expected: Expected
+    outputs: list[int] = field(default_factory=list)
+    ended: str | None = None
+
+    @property
+    def request(self) -> Request:
+        return self.expected.request
+
+
+@dataclass
+class Before:
+    """How things stood before a step."""
+
+    uncomputed: dict[int, int]
+    computed: dict[int, int]
+    swapped: set[int]
+    findable: set[int]
+    evicted: int
+    host_free: int
+    counters: Counters
+    first_timers: set[int]
+    num_sequences: int
+
+
+Name = tuple[str, int]  # of a completion: its request and its index
+
+
+class World:
+    """A scheduler, a runner, and what ought to come out."""
+
+    def __init__(self, setup: Setup, coverage: Counter[str]):
+        self.setup, self.coverage = setup, coverage
+        self.manager = BlockManager(
+            setup.num_blocks,
+            setup.block_size,
+            setup.prefix_cache,
+            int(setup.host * setup.num_blocks),
+        )
+        self.scheduler = Scheduler(setup.config(), self.manager)
+        host_blocks = self.manager.host.num_blocks
+        self.runner = Runner(setup.num_blocks, host_blocks, setup.block_size)
+        self.completions: dict[Name, Completion] = {}
+        self.alive: dict[Name, Completion] = {}
+        self.arrivals: dict[str, int] = {}
+        self.forked: set[str] = set()
+        self.furthest: dict[int, int] = {}
+        self.num_recomputed = 0
+        self.num_steps = 0  # that had work
+        self.num_refused = 0
+        self._tables: dict[int, list[int]] = {}
+        coverage["histories"] += 1
+
+    # ---- rules ---------------------------------------------------------------------------
+
+    def add(self, spec: Spec) -> None:
+        """A new request."""
+        self._add(FAMILIES[spec.family][: spec.length], spec)
+
+    def follow_up(self, which: int, spec: Spec) -> None:
+        """The next turn of a chat: a prompt that begins with an earlier one and its answer."""
+        name = self._pick(which, [name for name, one in self.completions.items() if one.ended])
+        if name is not None:
+            earlier = self.completions[name]
+            tokens = earlier.request.prompt_token_ids + tuple(earlier.outputs)
+            same = replace(spec, salt=earlier.request.cache_salt)
+            self._add(tokens + FAMILIES[3][: spec.length % 4 + 1], same)
+
+    def step(self) -> None:
+        """Schedule, compute, commit."""
+        self._step(None, 0, False)
+
+    def step_with(self, event: str, which: int, early: bool) -> None:
+        """A step during which a request is aborted, a text is complete, or a sample fails;
+        `early` is before the plan is carried out."""
+        self._step(event, which, early)
+
+    def abort(self, which: int) -> None:
+        """Abort a request between two steps."""
+        self._abort(self._pick(which, self.alive))
+        self._check_books()
+
+    def finish(self, which: int) -> None:
+        """End a running sequence between two steps."""
+        running = [name_of(sequence) for sequence in self.scheduler.running]
+        self._finish(self._pick(which, running))
+        self._check_books()
+
+    def impossible(self, kind: str) -> None:
+        """A request that must be refused."""
+        prompt, max_tokens, n, request_id = FAMILIES[0][:3], 2, 1, f"impossible {self.num_refused}"
+        if kind == "long prompt":
+            prompt = (1,) * (self.setup.capacity + 1)
+        elif kind == "many tokens":
+            max_tokens = self.setup.capacity
+        elif kind == "many completions":
+            n = self.setup.max_num_seqs + 1
+        else:
+            if not self.alive:
+                return
+            request_id = next(iter(self.alive))[0]
+        request = Request(request_id, prompt, params_of(n, False), max_tokens)
+        self._refused(request, numbers=kind != "same id")
+        self.coverage[f"refused: {kind}"] += 1
+
+    def drain(self) -> None:
+        """No more arrivals: everything ends, and nothing is left."""
+        longest = [len(one.request.prompt_token_ids) + 20 for one in self.alive.values()]
+        patience = 100 + 20 * sum(longest) + 20 * 20 * 3 * len(longest)
+        while self.scheduler.has_work:
+            patience -= 1
+            require(patience > 0, "progress", "this never ends")
+            self.step()
+        self.step()  # the runner hears of the last to go
+        require(not self.alive, "accounting", "never ended", list(self.alive))
+        require(not self.runner.rows, "runner", "rows are left", list(self.runner.rows))
+        pool, host = self.manager.pool, self.manager.host
+        require(pool.num_free == pool.num_blocks, "accounting", "device blocks are left")
+        require(host.num_free == host.num_blocks, "accounting", "host blocks are left")
+        for (request_id, index), completion in self.completions.items():
+            outputs, right = completion.outputs, completion.expected.first(len(completion.outputs))
+            require(outputs == right, "oracle", request_id, index, outputs, right)
+            if completion.ended == "length":
+                whole = len(outputs) == completion.request.max_tokens
+                require(whole, "accounting", request_id, index, "ended early")
+
+    # ---- how rules do it -----------------------------------------------------------------
+
+    def _pick(self, which: int, names: Iterable[Name]) -> Name | None:
+        names = list(names)
+        return names[which % len(names)] if names else None
+
+    def _add(self, prompt: tuple[int, ...], spec: Spec) -> None:
+        place = len(self.arrivals)
+        request = Request(
+            f"r{place}-{self.num_refused}",
+            prompt,
+            params_of(spec.n, spec.wants_logprobs),
+            spec.max_tokens,
+            seed=place,
+            priority=spec.priority,
+            cache_salt=spec.salt,
+        )
+        if not fits(request, self.setup):
+            self._refused(request, numbers=True)
+            return
+        sequence = self.scheduler.add(request)
+        self.arrivals[request.request_id] = place
+        self._know(name_of(sequence), request)
+        self._check_books()
+
+    def _refused(self, request: Request, numbers: bool) -> None:
+        self.num_refused += 1
+        before = self._everything()
+        try:
+            self.scheduler.add(request)
+        except InvalidRequestError as error:
+            told = not numbers or any(character.isdigit() for character in str(error))
+            require(told, "refusal", "no arithmetic", error)
+        else:
+            raise Broken("refusal", f"{request} was accepted")
+        require(self._everything() == before, "refusal", "it left traces")
+        self._check_books()
+
+    def _everything(self) -> tuple[Any, ...]:
+        scheduler, pool = self.scheduler, self.manager.pool
+        return (
+            [sequence.seq_id for sequence in scheduler.waiting],
+            [sequence.seq_id for sequence in scheduler.running],
+            list(scheduler.sequences),
+            scheduler.num_seats,
+            asdict(scheduler.counters),
+            list(pool.ref_counts),
+            free_order(self.manager),
+            len(self.manager.index),
+        )
+
+    def _know(self, name: Name, request: Request) -> Completion:
+        completion = Completion(Expected(request, name[1]))
+        self.completions[name] = self.alive[name] = completion
+        return completion
+
+    def _end(self, name: Name, reason: str) -> None:
+        self.alive.pop(name).ended = reason
+        self.coverage[f"ended: {reason}"] += 1
+
+    def _abort(self, name: Name | None) -> None:
+        if name is None:
+            return
+        self.scheduler.abort(name[0])
+        self.scheduler.abort(name[0])  # twice is fine
+        for other in [other for other in self.alive if other[0] == name[0]]:
+            self._end(other, "aborted")
+
+    def _finish(self, name: Name | None) -> None:
+        for sequence in list(self.scheduler.sequences.values()):
+            if name is not None and name_of(sequence) == name:
+                self.scheduler.finish(sequence.seq_id)
+                self.scheduler.finish(sequence.seq_id)
+                self._end(name, "finished")
+
+    def _interrupt(self, event: str | None, which: int, plan: StepPlan) -> None:
+        planned = [name_of(self.scheduler.in_flight[row.seq_id]) for row in plan.rows]
+        if event == "abort":  # whatever is in the plan, or one that waits
+            self._abort(self._pick(which, [*planned, *self.alive][: max(which, 1)]))
+            self.coverage["aborted in flight"] += bool(planned)
+        elif event == "finish":
+            self._finish(self._pick(which, planned))
+            self.coverage["finished in flight"] += bool(planned)
+        if event is not None:
+            self._check_books()
+
+    def _step(self, event: str | None, which: int, early: bool) -> None:
+        before, had_work = self._before(), self.scheduler.has_work
+        plan = self.scheduler.schedule()
+        self.num_steps += had_work
+        self.coverage["steps"] += had_work
+        self._check_plan(before, plan, had_work)
+        self._check_books()
+        self._cover(before, plan)
+        if early:
+            self._interrupt(event, which, plan)
+        samples = self.runner.execute(plan)
+        self._check_written(plan)
+        self._check_samples(samples)
+        if not early:
+            self._interrupt(event, which, plan)
+        sampled = {
+            seq_id: [drawn.fingerprint % VOCABULARY for drawn in several]
+            for seq_id, several in samples.items()
+        }
+        failed = {}
+        if event == "fail" and samples:
+            seq_id = list(samples)[which % len(samples)]
+            failed = {seq_id: which % len(samples[seq_id])}
+        self._commit(plan, samples, sampled, failed)
+
+    def _commit(
+        self,
+        plan: StepPlan,
+        samples: Mapping[int, list[Sample]],
+        sampled: dict[int, list[int]],
+        failed: Mapping[int, int],
+    ) -> None:
+        told: dict[int, list[int | None]] = {}
+        for seq_id, tokens in sampled.items():
+            place = failed.get(seq_id)
+            told[seq_id] = [None if i == place else token for i, token in enumerate(tokens)]
+        in_flight = dict(self.scheduler.in_flight)
+        for row in plan.rows:
+            name = name_of(in_flight[row.seq_id])
+            if name in self.alive:
+                self._account(row, name, samples.get(row.seq_id, []), told.get(row.seq_id, []))
+        self.scheduler.commit(plan, told)
+        for seq_id, (token, *_) in told.items():
+            if token is not None:
+                self.runner.append(seq_id, token)
+        self._check_commit()
+        self._check_books()
+        self._poison()
+
+    def _account(self, row: Row, name: Name, samples: list[Sample], told: list[int | None]) -> None:
+        """What the commit must do to the completions of one row."""
+        end, request = row.start + row.num_tokens, self.completions[name].request
+        known = max(self.furthest.get(row.seq_id, 0), 0)
+        self.num_recomputed += max(min(end, known) - row.start, 0)
+        self.furthest[row.seq_id] = max(known, end)
+        if len(samples) > 1:
+            self.forked.add(name[0])
+            self.coverage["forks"] += len(samples) - 1
+            for sample in samples[1:]:
+                self._know((name[0], sample.completion), request)
+        for sample, token in zip(samples, told, strict=True):
+            each = (name[0], sample.completion)
+            if token is None:
+                self._end(each, "failed")
+                continue
+            self.alive[each].outputs.append(token)
+            if len(self.alive[each].outputs) == request.max_tokens:
+                self._end(each, "length")
+        if not samples and request.max_tokens == 0 and end == len(request.prompt_token_ids):
+            self._end(name, "computed")
+
+    def _poison(self) -> None:
+        """Nobody may read a free block again, unless the index finds it."""
+        manager, runner = self.manager, self.runner
+        for pool, memory, index in (
+            (manager.pool, runner.device, manager.index),
+            (manager.host, runner.host, ()),
+        ):
+            stale = [
+                block
+                for block in range(pool.num_blocks)
+                if memory[block][0].value >= 0 and pool.is_free(block) and block not in index
+            ]
+            runner.poison(*((stale, ()) if memory is runner.device else ((), stale)))
+
+    # ---- promises, after any call --------------------------------------------------------
+
+    def _held(self) -> dict[int, BlockTable]:
+        held = {**self.scheduler.in_flight, **self.scheduler.sequences}
+        return {seq_id: sequence.table for seq_id, sequence in held.items()}
+
+    def _check_books(self) -> None:
+        check_invariants(self.scheduler)
+        pool, index, held = self.manager.pool, self.manager.index, self._held()
+        holders = Counter(block for table in held.values() for block in table.blocks)
+        free = [block for block in range(pool.num_blocks) if pool.is_free(block)]
+        cached = [block for block in free if block in index]
+        order = free_order(self.manager)
+        require(sorted(order) == free, "books", "the free list is not the free blocks")
+        require(len(free) == pool.num_free, "books", "free blocks")
+        require(len(free) + len(holders) == pool.num_blocks, "books", "free + held", holders)
+        for block in range(pool.num_blocks):
+            require(pool.ref_counts[block] == holders[block], "books", "references of", block)
+        for one in self.scheduler.waiting:
+            needed = blocks_for(one.num_computed, self.setup.block_size)
+            require(len(one.table.host_blocks) == needed, "books", one.seq_id, "waits with", needed)
+        alive = {name_of(sequence) for sequence in self.scheduler.sequences.values()}
+        require(alive == set(self.alive), "accounting", alive, set(self.alive))
+        seats = sum(self._seats(sequence) for sequence in self.scheduler.running)
+        require(seats <= self.setup.max_num_seqs, "limits", seats, "seats")
+        self._check_eviction(order, set(cached), held)
+        self._check_reachable()
+        self._tables = {seq_id: list(table.blocks) for seq_id, table in held.items()}
+
+    def _seats(self, sequence: Sequence) -> int:
+        forks = sequence.request.request_id not in self.forked
+        return 1 + forks * (sequence.request.params.n - 1)
+
+    def _check_eviction(self, order: list[int], cached: set[int], held: Mapping[int, Any]) -> None:
+        if not cached:
+            return
+        place = {block: index for index, block in enumerate(order)}
+        if self.setup.prefix_cache == "hash":
+            front = order[: len(order) - len(cached)]
+            require(not cached & set(front), "eviction", "uncached blocks are not used first")
+        # A block that two held is freed by the last of them, in the order of its table.
+        holders = Counter(block for blocks in self._tables.values() for block in blocks)
+        for seq_id, blocks in self._tables.items():
+            if seq_id in held and held[seq_id].blocks:
+                continue
+            own = (block for block in blocks if holders[block] == 1)
+            freed = [place[block] for block in own if block in cached]
+            require(freed == sorted(freed, reverse=True), "eviction", "beginning first", blocks)
+
+    def _check_reachable(self) -> None:
+        """A tree must not keep what no walk from its root reaches."""
+        if self.setup.prefix_cache != "radix":
+            return
+        device, index = self.runner.device, self.manager.index
+        ends = self._findable() | ROOTS
+        for block in range(len(device)):
+            if block in index:
+                reached = device[block][0].before in ends
+                require(reached, "index", f"block {block} is kept, but cannot be found")
+
+    def _findable(self) -> set[int]:
+        """What the findable blocks hold at their ends, which says what stands before it, too."""
+        index = self.manager.index
+        return {slots[-1].value for block, slots in enumerate(self.runner.device) if block in index}
+
+    # ---- promises of a plan --------------------------------------------------------------
+
+    def _before(self) -> Before:
+        scheduler, manager = self.scheduler, self.manager
+        return Before(
+            uncomputed={one.seq_id: one.num_uncomputed for one in scheduler.running},
+            computed={one.seq_id: one.num_computed for one in scheduler.sequences.values()},
+            swapped={one.seq_id for one in scheduler.waiting if one.table.host_blocks},
+            findable=self._findable(),
+            evicted=manager.pool.num_evicted,
+            host_free=manager.host.num_free,
+            counters=replace(scheduler.counters),
+            first_timers={one.seq_id for one in scheduler.waiting if one.report is None},
+            num_sequences=len(scheduler.sequences),
+        )
+
+    def _check_plan(self, before: Before, plan: StepPlan, had_work: bool) -> None:
+        rows = {row.seq_id: row for row in plan.rows}
+        require(bool(rows) == had_work, "progress", "an empty plan", self.scheduler.record)
+        require(len(rows) == len(plan.rows), "limits", "a sequence is in the plan twice")
+        self._check_limits(rows)
+        self._check_decode(before, rows)
+        self._check_order(before)
+        self._check_swap(before)
+        self._check_admissions(before, rows)
+        lengths = [row.num_tokens > 1 for row in plan.rows]
+        require(lengths == sorted(lengths), "order", "rows of one token come first")
+
+    def _check_limits(self, rows: Mapping[int, Row]) -> None:
+        config, record = self.scheduler.config, self.scheduler.record
+        total = sum(row.num_tokens for row in rows.values())
+        require(total <= config.max_num_batched_tokens, "limits", total, "tokens in a step")
+        done = record.num_prefill_tokens + record.num_decode_tokens
+        require(total == done, "counters", total, "tokens planned", done, "recorded")
+        limit = config.long_prefill_token_threshold or total
+        for seq_id, row in rows.items():
+            sequence = self.scheduler.sequences[seq_id]
+            left = sequence.num_tokens - row.start - row.num_tokens
+            require(row.start == sequence.num_computed, "limits", "starts elsewhere", row)
+            require(0 < row.num_tokens <= limit and left >= 0, "limits", "tokens of", row)
+            require(config.enable_chunked_prefill or not left, "limits", "chunked", row)
+            samples = self._seats(sequence) if not left and sequence.request.max_tokens else 0
+            require(row.num_samples == samples, "limits", "samples of", row)
+        if config.admission == "reserve_max":
+            require(not record.preempted, "limits", "reserved, but preempted", record)
+
+    def _check_decode(self, before: Before, rows: Mapping[int, Row]) -> None:
+        record = self.scheduler.record
+        preempted = {one.seq_id for one in record.preempted}
+        for seq_id, left in before.uncomputed.items():
+            seen = seq_id in rows or seq_id in record.stalled or seq_id in preempted
+            require(seen, "decode", f"{seq_id} runs, but is neither planned nor reported")
+            if left == 1 and seq_id in record.stalled:
+                short = preempted or self.manager.pool.num_free == 0
+                require(short, "decode", f"{seq_id} stalls beside free blocks")
+                require(not record.admitted, "decode", f"{seq_id} stalls behind arrivals")
+        for seq_id in record.stalled:
+            require(seq_id not in rows, "decode", f"{seq_id} is planned and stalled")
+        for seq_id in preempted:
+            require(seq_id not in rows, "decode", f"{seq_id} is planned and preempted")
+        lacking = bool(record.preempted or record.stalled)
+        require(not (lacking and record.admitted), "decode", "arrivals take what the running lack")
+
+    def _key(self, sequence: Sequence) -> tuple[float, ...]:
+        """The policies once more, in other words."""
+        request = sequence.request
+        arrival = self.arrivals[request.request_id]
+        first = {
+            "fcfs": 0.0,
+            "priority": float(request.priority),
+            "shortest_prefill_first": arrival + len(request.prompt_token_ids) / 16,
+            "longest_prefix_match": 0.0,
+        }[self.setup.policy]
+        return first, arrival, sequence.seq_id
+
+    def _check_order(self, before: Before) -> None:
+        scheduler, record = self.scheduler, self.scheduler.record
+        for seq_id in record.admitted:
+            one = scheduler.sequences[seq_id]
+            for other in scheduler.waiting:
+                if self.setup.policy == "longest_prefix_match":
+                    ahead = self.arrivals[one.request.request_id]
+                    ahead -= self.arrivals[other.request.request_id]
+                    require(ahead < max(one.num_tokens / 16, 1), "order", "overtakes by", ahead)
+                else:
+                    right = self._key(one) < self._key(other)
+                    require(right, "order", f"{seq_id} overtakes {other.seq_id}")
+                if other.arrival < one.arrival:
+                    self.coverage[f"re-ordered by {self.setup.policy}"] += 1
+        for preemption in record.preempted:
+            victim, winner = (
+                scheduler.sequences[preemption.seq_id],
+                scheduler.sequences[preemption.for_seq_id],
+            )
+            behind = self._key(victim) > self._key(winner)
+            require(behind, "order", f"{victim.seq_id} is preempted for one behind it")
+
+    def _check_swap(self, before: Before) -> None:
+        if self.setup.preemption_mode != "swap":
+            return
+        room = before.host_free
+        for seq_id, _, mode, num_tokens in self.scheduler.record.preempted:
+            needed = blocks_for(num_tokens, self.setup.block_size)
+            if mode == "swap":
+                require(needed <= room, "swap", "more than host memory holds")
+                room -= needed
+            else:
+                require(needed > room, "swap", f"{seq_id} was dropped, but {room} blocks are free")
+                self.coverage["host memory is full"] += self.manager.host.num_blocks > 0
+
+    def _check_admissions(self, before: Before, rows: Mapping[int, Row]) -> None:
+        scheduler, findable = self.scheduler, self._findable()
+        prompt_tokens = cached_tokens = 0
+        for seq_id in scheduler.record.admitted:
+            sequence, start = scheduler.sequences[seq_id], rows[seq_id].start
+            if seq_id in before.swapped:
+                require(start == before.computed[seq_id], "swap", f"{seq_id} lost its place")
+                continue
+            self._check_hit(sequence, start, before.findable, findable)
+            self.furthest[seq_id] = max(self.furthest.get(seq_id, 0), start)
+            if seq_id not in before.first_timers:
+                continue
+            prompt_tokens += len(sequence.request.prompt_token_ids)
+            cached_tokens += start
+            require(sequence.report is not None, "counters", "no report of", seq_id)
+            report = asdict(sequence.report)  # type: ignore[arg-type]
+            total = sum(report.values())
+            right = total == len(sequence.request.prompt_token_ids) and min(report.values()) >= 0
+            require(right and report["cached"] == start, "counters", "report", report)
+            self.coverage.update(f"report: {name}" for name, count in report.items() if count)
+        now, then = scheduler.counters, before.counters
+        changes = (
+            now.num_prompt_tokens - then.num_prompt_tokens,
+            now.num_cached_tokens - then.num_cached_tokens,
+        )
+        require(changes == (prompt_tokens, cached_tokens), "counters", "prefix hits", changes)
+
+    def _check_hit(self, sequence: Sequence, start: int, then: set[int], now: set[int]) -> None:
+        """The whole blocks of the longest findable prefix, no less and no more. Blocks may be
+        evicted during a step, so the truth is between what was findable before and after."""
+        size, expected = self.setup.block_size, self.completions[name_of(sequence)].expected
+        limit = sequence.num_tokens - 1
+        if sequence.request.params.prompt_logprobs is not None:
+            limit = 0
+        require(start <= limit, "index", f"{start} tokens reused, at most {limit} may be")
+        low, high = (self._longest(expected, limit, findable) for findable in (now, then))
+        require(low <= start // size <= high, "index", f"reused {start}, findable {low} to {high}")
+        exact = self.setup.prefix_cache == "radix" or start % size == 0
+        require(exact, "index", f"{start} tokens are not whole blocks")
+
+    def _longest(self, expected: Expected, limit: int, findable: set[int]) -> int:
+        size, count = self.setup.block_size, 0
+        while (count + 1) * size <= limit and expected.value((count + 1) * size - 1) in findable:
+            count += 1
+        return count
+
+    # ---- promises of carrying it out -----------------------------------------------------
+
+    def _check_written(self, plan: StepPlan) -> None:
+        holders = Counter(block for table in self._held().values() for block in table.blocks)
+        seen: set[tuple[int, int]] = set()
+        for row in plan.rows:
+            for slot in self.runner.slots(row):
+                block = slot[0]
+                require(slot not in seen, "written slot", slot, "is written twice")
+                require(holders[block] == 1, "written slot", slot, holders[block], "tables")
+                require(block not in self.manager.index, "written slot", slot, "is cached")
+                seen.add(slot)
+
+    def _check_samples(self, samples: Mapping[int, list[Sample]]) -> None:
+        for seq_id, several in samples.items():
+            row = self.runner.rows[seq_id]
+            for index, place, drawn in several:
+                name = (row.request.request_id, index)
+                completion = self.completions.get(name)
+                expected = completion.expected if completion else Expected(row.request, index)
+                right = drawn == expected.fingerprint(place)
+                require(right, "oracle", f"new token {place} of {name} read something else")
+
+    def _check_commit(self) -> None:
+        scheduler, size = self.scheduler, self.setup.block_size
+        for sequence in scheduler.sequences.values():
+            completion = self.completions[name_of(sequence)]
+            right = [*completion.request.prompt_token_ids, *completion.outputs]
+            require(sequence.token_ids == right, "oracle", "tokens of", sequence.seq_id)
+            self.furthest.setdefault(sequence.seq_id, sequence.num_computed)  # of a fork
+        for sequence in scheduler.running:
+            needed = blocks_for(sequence.num_computed, size)
+            held = len(sequence.table.blocks)
+            require(held == needed, "books", f"{sequence.seq_id} needs {needed}, holds {held}")
+        counted = scheduler.counters.num_recomputed_tokens
+        require(counted == self.num_recomputed, "counters", counted, self.num_recomputed)
+        if self.setup.preemption_mode == "swap" and not self.coverage_of_recompute:
+            require(not self.num_recomputed, "swap", "recomputed without need")
+
+    @property
+    def coverage_of_recompute(self) -> int:
+        """Preemptions that had to recompute."""
+        return self.scheduler.counters.num_preemptions_recompute
+
+    # ---- what was seen -------------------------------------------------------------------
+
+    def _cover(self, before: Before, plan: StepPlan) -> None:
+        scheduler, record, seen = self.scheduler, self.scheduler.record, self.coverage
+        now, then = scheduler.counters, before.counters
+        mode = self.setup.preemption_mode
+        count = now.num_preemptions_recompute - then.num_preemptions_recompute
+        seen["preempted: recompute"] += count * (mode == "recompute")
+        seen["preempted: swap"] += now.num_preemptions_swap - then.num_preemptions_swap
+        seen["mixed steps"] += now.num_mixed_steps - then.num_mixed_steps
+        seen["copies"] += len(plan.copies)
+        seen["swapped in"] += len(plan.swap_in)
+        seen["stalled"] += len(record.stalled)
+        seen["evicted"] += self.manager.pool.num_evicted - before.evicted
+        targets = {target for _, target in plan.copies}
+        seen["swapped out, then target of a copy"] += any(a in targets for a, _ in plan.swap_out)
+        freed = {source for source, _ in plan.copies}
+        seen["copied, then target of a swap"] += any(b in freed for _, b in plan.swap_in)
+        if record.blocked is not None:
+            seen[f"blocked: {record.blocked.what}"] += 1
+        for row in plan.rows:
+            left = scheduler.sequences[row.seq_id].num_tokens - row.start - row.num_tokens
+            seen["chunks"] += left > 0
+        for seq_id in record.admitted:
+            start = scheduler.sequences[seq_id].num_computed
+            again = seq_id not in before.first_timers
+            if seq_id in before.swapped:
+                continue
+            seen["resumed from a prefix"] += again and start > 0
+            seen["partial reuse"] += start % self.setup.block_size > 0
+
+    def close(self) -> None:
+        """Empty the engine, and add up."""
+        self.drain()
+        self.coverage["revived"] += self.manager.pool.num_revived
+
+
+def name_of(sequence: Sequence) -> Name:
+    return sequence.request.request_id, sequence.index
+
+
+def free_order(manager: BlockManager) -> list[int]:
+    """The free list, next one first: private, but its order is what LRU means."""
+    return list(manager.pool._free)
+
+
+# ---- two drivers ---------------------------------------------------------------------------------
+
+
+def pick_from(rng: Random, table: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    return {name: rng.choice(values) for name, values in table.items()}
+
+
+MIN_STEPS = 30  # of a history, each with work
+
+
+def random_history(seed: int, coverage: Counter[str], **fixed: Any) -> World:
+    """A history of at least `MIN_STEPS` steps, and its end; parts of the setup may be `fixed`."""
+    rng = Random(seed)
+    world = World(Setup(**{**pick_from(rng, SETUPS), **fixed}), coverage)
+    rules: dict[str, tuple[int, Callable[[], None]]] = {
+        "add": (30, lambda: world.add(Spec(**pick_from(rng, SPECS)))),
+        "follow_up": (
+            8,
+            lambda: world.follow_up(rng.choice(WHICH), Spec(**pick_from(rng, SPECS))),
+        ),
+        "step": (45, world.step),
+        "step_with": (
+            9,
+            lambda: world.step_with(rng.choice(EVENTS), rng.choice(WHICH), rng.random() < 0.5),
+        ),
+        "abort": (3, lambda: world.abort(rng.choice(WHICH))),
+        "finish": (3, lambda: world.finish(rng.choice(WHICH))),
+        "impossible": (2, lambda: world.impossible(rng.choice(IMPOSSIBLE))),
+        "drain": (1, world.drain),
+    }
+    names, weights = list(rules), [weight for weight, _ in rules.values()]
+    while world.num_steps < MIN_STEPS:
+        (name,) = rng.choices(names, weights)
+        coverage[f"rule {name}"] += 1
+        rules[name][1]()
+    world.close()
+    return world
+
+
+def drawn(make: Callable[..., Any], table: Mapping[str, tuple[Any, ...]]) -> st.SearchStrategy:
+    return st.builds(make, **{name: st.sampled_from(values) for name, values in table.items()})
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The same rules, chosen by Hypothesis."""
+
+    coverage: ClassVar[Counter[str]] = Counter()
+
+    @initialize(setup=drawn(Setup, SETUPS))
+    def begin(self, setup: Setup) -> None:
+        self.world = World(setup, self.coverage)
+
+    # Every rule is as likely as any other, so those that build something up do so several times.
+
+    @rule(specs=st.lists(drawn(Spec, SPECS), min_size=1, max_size=5))
+    def add(self, specs: list[Spec]) -> None:
+        for spec in specs:
+            self._do("add", spec)
+
+    @rule(which=st.sampled_from(WHICH), spec=drawn(Spec, SPECS))
+    def follow_up(self, which: int, spec: Spec) -> None:
+        self._do("follow_up", which, spec)
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._do("step")
+
+    @rule(event=st.sampled_from(EVENTS), which=st.sampled_from(WHICH), early=st.booleans())
+    def step_with(self, event: str, which: int, early: bool) -> None:
+        self._do("step_with", event, which, early)
+
+    @rule(how=st.sampled_from(("abort", "finish")), which=st.sampled_from(WHICH))
+    def end(self, how: str, which: int) -> None:
+        self._do(how, which)
+
+    @rule(kind=st.sampled_from(IMPOSSIBLE))
+    def impossible(self, kind: str) -> None:
+        self._do("impossible", kind)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self._do("drain")
+            self.world.close()
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        self.coverage[f"rule {name}"] += 1
+        getattr(self.world, name)(*arguments)

@@ -1,0 +1,219 @@
+"""A device without a model: its next token is a hash of all it reads through the block table.
+
+What a slot holds stands for keys and values, so it depends on all tokens up to its position:
+
+    slot(p) = f(slot(p - 1), token(p)),      slot(-1) = g(salt)
+    next token = h(slot(0), ..., slot(p), seed, index of the completion)
+
+`slot(p - 1)` is read back from memory too. Any mix-up of blocks, of their order, or of the time at
+which one is copied therefore changes a token. `Expected` computes the same from the prompt alone,
+without blocks and without a scheduler.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+from zlib import crc32
+
+from minillm.scheduling.plan import NewSequence, Row, StepPlan
+from minillm.scheduling.request import Request
+
+VOCABULARY = 5  # small, so that many sequences share the beginning of a block
+PRIME = 2**61 - 1
+FACTOR = 6364136223846793005
+
+
+class Slot(NamedTuple):
+    """What memory holds for one position, and what the position before it held."""
+
+    value: int
+    before: int
+
+
+def root(salt: str) -> int:
+    """What stands before the first position. Keys and values of two salts never agree."""
+    return crc32(salt.encode())
+
+
+def after(before: int, token: int) -> int:
+    """What a position holds."""
+    return (before * FACTOR + token + 1) % PRIME
+
+
+def fingerprint(values: Iterable[int], seed: int, index: int) -> int:
+    """What the logits are to a sampler; hashes of tuples of integers are the same everywhere."""
+    return hash((seed, index, *values))
+
+
+class Broken(AssertionError):
+    """A promise was broken; `kind` names the promise."""
+
+    def __init__(self, kind: str, message: object):
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+def require(condition: object, kind: str, *facts: object) -> None:
+    """Raise `Broken` unless the condition holds."""
+    if not condition:
+        raise Broken(kind, ", ".join(map(str, facts)))
+
+
+class Expected:
+    """The tokens of one completion, from its prompt alone."""
+
+    def __init__(self, request: Request, index: int):
+        self.request, self.index = request, index
+        self.tokens: list[int] = []
+        self.fingerprints: list[int] = []
+        self._values: list[int] = []
+        self._extend(request.prompt_token_ids)
+
+    def fingerprint(self, place: int) -> int:
+        """What new token number `place` is drawn from."""
+        while len(self.fingerprints) <= place:
+            drawn = fingerprint(self._values, self.request.seed, self.index)
+            self.fingerprints.append(drawn)
+            self.tokens.append(drawn % VOCABULARY)
+            self._extend(self.tokens[-1:])
+        return self.fingerprints[place]
+
+    def first(self, count: int) -> list[int]:
+        """The first new tokens."""
+        if count:
+            self.fingerprint(count - 1)
+        return self.tokens[:count]
+
+    def value(self, position: int) -> int:
+        """What a position must hold, of the prompt or of the new tokens asked for so far."""
+        return self._values[position]
+
+    def _extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            before = self._values[-1] if self._values else root(self.request.cache_salt)
+            self._values.append(after(before, token))
+
+
+@dataclass
+class RunnerRow:
+    """What a runner knows of a sequence: only what plans told it, and what it sampled."""
+
+    request: Request
+    index: int
+    token_ids: list[int]
+    table: list[int]
+
+
+class Sample(NamedTuple):
+    """One drawn token: of which completion, which of its tokens, and from what."""
+
+    completion: int
+    place: int
+    fingerprint: int
+
+
+# The order in which `StepPlan` must be carried out. A test of the tests changes it.
+ORDER = ("forget", "learn", "swap_out", "copies", "swap_in", "write")
+
+
+class Runner:
+    """Device memory, host memory, and persistent rows; `execute` carries out a plan."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int):
+        self.block_size = block_size
+        self._num_poisons = 0
+        self.device = [self._poison() for _ in range(num_blocks)]
+        self.host = [self._poison() for _ in range(num_host_blocks)]
+        self.rows: dict[int, RunnerRow] = {}
+        self.order = ORDER  # looked up now, so that a test may change it
+
+    def _poison(self) -> list[Slot]:
+        """Garbage that never repeats."""
+        self._num_poisons += 1
+        return [Slot(-self._num_poisons, -self._num_poisons)] * self.block_size
+
+    def poison(self, device: Iterable[int], host: Iterable[int]) -> None:
+        """Overwrite what nobody may read any more."""
+        for block in device:
+            self.device[block] = self._poison()
+        for block in host:
+            self.host[block] = self._poison()
+
+    def execute(self, plan: StepPlan) -> dict[int, list[Sample]]:
+        """One step; returns what each row with samples draws, and appends nothing."""
+        actions: dict[str, Callable[[StepPlan], None]] = {
+            "forget": self._forget,
+            "learn": self._learn,
+            "swap_out": lambda plan: self._move(plan.swap_out, self.device, self.host),
+            "copies": lambda plan: self._move(plan.copies, self.device, self.device),
+            "swap_in": lambda plan: self._move(plan.swap_in, self.host, self.device),
+            "write": self._write,
+        }
+        for name in self.order:
+            actions[name](plan)
+        return {row.seq_id: self._draw(row) for row in plan.rows if row.num_samples}
+
+    def append(self, seq_id: int, token: int) -> None:
+        """The runner keeps what it sampled, so that no later plan need tell it."""
+        self.rows[seq_id].token_ids.append(token)
+
+    def slots(self, row: Row) -> list[tuple[int, int]]:
+        """Block and offset of each position that a row writes."""
+        table, size = self.rows[row.seq_id].table, self.block_size
+        positions = range(row.start, row.start + row.num_tokens)
+        return [(table[position // size], position % size) for position in positions]
+
+    def _forget(self, plan: StepPlan) -> None:
+        for seq_id in plan.dropped:
+            require(seq_id in self.rows, "runner", f"{seq_id} is dropped, but has no row")
+            del self.rows[seq_id]
+
+    def _learn(self, plan: StepPlan) -> None:
+        for new in plan.new:
+            require(new.seq_id not in self.rows, "runner", f"{new.seq_id} is not new")
+            self.rows[new.seq_id] = self._row(new)
+        for row in plan.rows:
+            require(row.seq_id in self.rows, "runner", f"{row.seq_id} has no row")
+            self.rows[row.seq_id].table[row.num_kept :] = row.blocks
+            known = len(self.rows[row.seq_id].token_ids)
+            require(row.start + row.num_tokens <= known, "runner", f"{row} has unknown tokens")
+
+    def _row(self, new: NewSequence) -> RunnerRow:
+        return RunnerRow(new.request, new.sample_index, list(new.token_ids), [])
+
+    def _move(
+        self,
+        moves: Iterable[tuple[int, int]],
+        source: list[list[Slot]],
+        target: list[list[Slot]],
+    ) -> None:
+        """Gather all, then scatter all: as one call on a device does it."""
+        gathered = [(place, list(source[block])) for block, place in moves]
+        for place, contents in gathered:
+            target[place] = contents
+
+    def _write(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            known = self.rows[row.seq_id]
+            before = self._value(known.table, row.start - 1, known.request.cache_salt)
+            places = zip(self.slots(row), known.token_ids[row.start :], strict=False)
+            for (block, offset), token in places:
+                value = after(before, token)
+                self.device[block][offset] = Slot(value, before)
+                before = value
+
+    def _value(self, table: list[int], position: int, salt: str) -> int:
+        if position < 0:
+            return root(salt)
+        return self.device[table[position // self.block_size]][position % self.block_size].value
+
+    def _draw(self, row: Row) -> list[Sample]:
+        known, end = self.rows[row.seq_id], row.start + row.num_tokens
+        blocks = known.table[: -(-end // self.block_size)]
+        values = [slot.value for block in blocks for slot in self.device[block]][:end]
+        indices = range(row.num_samples) if row.num_samples > 1 else [known.index]
+        place = end - len(known.request.prompt_token_ids)
+        return [
+            Sample(index, place, fingerprint(values, known.request.seed, index))
+            for index in indices
+        ]

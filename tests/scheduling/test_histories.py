@@ -1,0 +1,116 @@
+"""Thousands of histories of a scheduler, its block pool and both prefix indices, all promises kept.
+
+See `machine.py` for the rules and the promises. Hypothesis chooses some of the histories, because
+it shrinks what fails; seeded random numbers choose most, because they cost less.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from minillm.scheduling.policies import POLICIES
+from tests.scheduling.machine import (
+    EVENTS,
+    IMPOSSIBLE,
+    MIN_STEPS,
+    SETUPS,
+    SPECS,
+    SchedulerMachine,
+    Setup,
+    Spec,
+    World,
+    random_history,
+)
+
+NUM_HISTORIES = 2000
+NUM_SHRINKABLE = 300
+RULES = ("add", "follow_up", "step", "step_with", "abort", "finish", "impossible", "drain")
+
+# What must have happened, and how often at least, or the histories show less than they claim.
+SEEN = {
+    **{f"rule {name}": 100 for name in RULES},
+    **{f"refused: {kind}": 50 for kind in IMPOSSIBLE},
+    **{f"blocked: {what}": 100 for what in ("seats", "tokens", "blocks")},
+    **{f"ended: {how}": 100 for how in ("length", "computed", "aborted", "finished", "failed")},
+    **{f"re-ordered by {name}": 10 for name in POLICIES if name != "fcfs"},
+    "preempted: recompute": 100,
+    "preempted: swap": 100,
+    "swapped in": 100,
+    "host memory is full": 20,
+    "resumed from a prefix": 100,
+    "copies": 1000,
+    "swapped out, then target of a copy": 1,
+    "revived": 1000,
+    "evicted": 1000,
+    "partial reuse": 500,
+    "forks": 1000,
+    "mixed steps": 1000,
+    "chunks": 1000,
+    "stalled": 100,
+    "aborted in flight": 500,
+    "finished in flight": 500,
+    "report: evicted": 100,
+    "report: salt": 100,
+    "report: last_token": 100,
+}
+SEEN_WHEN_SHRINKING = (
+    *(f"rule {name}" for name in RULES),
+    *("preempted: recompute", "preempted: swap", "copies", "revived", "forks", "partial reuse"),
+)
+
+
+def test_seeded_histories() -> None:
+    coverage: Counter[str] = Counter()
+    for seed in range(NUM_HISTORIES):
+        try:
+            world = random_history(seed, coverage)
+        except Exception as error:
+            error.add_note(f"history {seed}")
+            raise
+        assert world.num_steps >= MIN_STEPS
+    assert coverage["histories"] == NUM_HISTORIES
+    missing = {name: coverage[name] for name, least in SEEN.items() if coverage[name] < least}
+    assert not missing, coverage
+    assert not coverage["re-ordered by fcfs"]
+
+
+def test_histories_that_shrink() -> None:
+    SchedulerMachine.coverage.clear()
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=NUM_SHRINKABLE,
+            stateful_step_count=40,
+            derandomize=True,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    coverage = SchedulerMachine.coverage
+    assert coverage["histories"] >= NUM_SHRINKABLE
+    assert sum(coverage[f"rule {name}"] for name in RULES) >= MIN_STEPS * coverage["histories"]
+    assert not {name for name in SEEN_WHEN_SHRINKING if not coverage[name]}, coverage
+
+
+def simplest(table: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    return {name: values[0] for name, values in table.items()}
+
+
+def test_a_preempted_fork_counts_no_prefix_hits() -> None:
+    """Found by these histories: the second completion of a request had no report of its own, so
+    what it found again after a preemption counted as a hit, and its prompt a second time."""
+    setup = Setup(**{**simplest(SETUPS), "prefix_cache": "hash", "capacity": 24, "max_num_seqs": 2})
+    world = World(setup, Counter())
+    world.add(Spec(**{**simplest(SPECS), "length": 8, "n": 2, "max_tokens": 12}))
+    world.close()
+    counters = world.scheduler.counters
+    assert counters.num_preemptions_recompute > 0
+    assert (counters.num_prompt_tokens, counters.num_cached_tokens) == (8, 0)
+
+
+def test_events_are_all_known() -> None:
+    """A misspelt event would do nothing, and pass."""
+    assert set(EVENTS) == {"abort", "finish", "fail"}

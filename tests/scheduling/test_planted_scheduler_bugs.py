@@ -1,0 +1,55 @@
+"""Deliberate bugs are caught: each makes a short series of histories fail, in its own way."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from tests.scheduling.machine import random_history
+from tests.scheduling.planted_bugs import BUGS, Bug
+
+
+def first_failure(bug: Bug) -> tuple[int, str] | None:
+    """Which history fails, and how."""
+    coverage: Counter[str] = Counter()
+    for seed in range(bug.num_histories):
+        try:
+            random_history(seed, coverage, **bug.setup)
+        except Exception as error:
+            return seed, f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught_by_the_promise_it_breaks(
+    bug: Bug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug.apply(monkeypatch)
+    failure = first_failure(bug)
+    assert failure is not None, "nothing noticed"
+    assert re.search(bug.caught_by, failure[1]), failure
+
+
+BY_THE_LIBRARY = [bug for bug in BUGS if bug.caught_by.startswith("AccountingError")]
+
+
+@pytest.mark.parametrize("bug", BY_THE_LIBRARY, ids=lambda bug: bug.name)
+def test_what_the_library_checks_itself_is_caught_without_it(
+    bug: Bug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks of these tests stand alone: they share no code with `check_invariants`."""
+    monkeypatch.setattr("tests.scheduling.machine.check_invariants", lambda scheduler: None)
+    bug.apply(monkeypatch)
+    assert first_failure(bug) is not None, "nothing noticed"
+
+
+# One bug for each setup: that with the longest series.
+SETUPS = {
+    tuple(sorted(bug.setup.items())): bug for bug in sorted(BUGS, key=lambda bug: bug.num_histories)
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_the_same_histories_pass_without_a_bug(setup: tuple[tuple[str, object], ...]) -> None:
+    """So what fails above is the bug."""
+    assert first_failure(SETUPS[setup]) is None
