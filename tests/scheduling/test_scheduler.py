@@ -527,6 +527,18 @@ def test_what_a_preempted_sequence_finds_again_is_no_prefix_hit(cache: str) -> N
     assert (second.report.cached, second.report.new) == (0, 4)
 
 
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_prompts_without_a_common_token_have_no_hits_whatever_is_preempted(cache: str) -> None:
+    """Forks, too, find blocks again that they have computed or that their siblings hold."""
+    engine = scheduler(9, cache, max_num_seqs=6)
+    for number in range(12):
+        engine.add(request(f"r{number}", length=6, max_tokens=9, n=1 + number % 3))
+    drain(engine)
+    counters = engine.counters
+    assert counters.num_preemptions_recompute > 5
+    assert (counters.num_prompt_tokens, counters.num_cached_tokens) == (12 * 6, 0)
+
+
 def test_preemption_by_swap_computes_nothing_again() -> None:
     engine, second = pressed("swap")
     assert engine.record.preempted == [(1, 0, "swap", 8)]
