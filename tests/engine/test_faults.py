@@ -360,7 +360,7 @@ def test_a_completion_that_fails_after_its_preemption_ends_alone(folder, monkeyp
         whole = right[1][each.index]
         assert each.finish_reason == ("error" if each.index == index else "length")
         assert each.token_ids == (whole[: len(each.token_ids)] if each.index == index else whole)
-    assert hits == [0 if chunk == 7 else 1], "what was to fail did not"
+    assert set(hits) == {0 if chunk == 7 else 1}, "another step failed than was to fail"
     assert_idle(llm.engine)
 
 
