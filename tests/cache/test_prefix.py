@@ -176,6 +176,22 @@ def test_hash_a_collision_costs_a_miss_and_never_gives_a_wrong_hit() -> None:
     assert 20 not in index
 
 
+def test_hash_the_same_tokens_and_name_after_another_block_are_a_miss() -> None:
+    """Here not the texts before collide, but what follows them."""
+    index = OneByte(SIZE)
+    start, first = index.start(""), {}
+    for number in range(400):
+        before = index.name(start, (number, 0))
+        name = index.name(before, (7, 7))
+        if first.setdefault(name, (number, before))[1] != before:
+            break
+    one, other = first[name][0], number
+    put(index, [one, 0, 7, 7], [10, 11])
+    put(index, [other, 0], [20])
+    assert found(index, [one, 0, 7, 7]) == [10, 11]
+    assert found(index, [other, 0, 7, 7]) == [20]
+
+
 @pytest.mark.xfail(strict=True, reason="a name says which tokens came before, and is believed")
 @pytest.mark.parametrize("evict", [False, True], ids=["both cached", "one after the other"])
 def test_hash_a_collision_further_up_costs_a_miss(evict: bool) -> None:
