@@ -35,10 +35,10 @@ class Line:
         self.scheduler = Scheduler(config, BlockManager(1024, 4, cache), own)
         self.admitted: list[int] = []  # arrivals, in the order of service
 
-    def add(self, prompt: tuple[int, ...], priority: int = 0) -> Sequence:
+    def add(self, prompt: tuple[int, ...], priority: int = 0, max_tokens: int = 1) -> Sequence:
         name = str(self.scheduler._num_arrivals)
         return self.scheduler.add(
-            Request(name, prompt, SamplingParams(), 1, priority=priority, arrival=0.0)
+            Request(name, prompt, SamplingParams(), max_tokens, priority=priority, arrival=0.0)
         )
 
     def step(self) -> None:
@@ -109,6 +109,16 @@ def test_longest_prefix_match_looks_at_a_window_of_the_oldest() -> None:
     line.step()
     assert looked == [*range(1, WINDOW + 1), 1]  # and once more when the first is admitted
     assert line.admitted == [0, 1]
+
+
+def test_longest_prefix_match_looks_at_nobody_while_all_seats_are_taken() -> None:
+    line = Line("longest_prefix_match", "hash")
+    line.add(PREFIX, max_tokens=5)
+    line.step()  # the only seat is taken
+    line.add(prompt(8))
+    line.scheduler._match = None  # to call it would fail
+    line.scheduler.schedule()
+    assert str(line.scheduler.record.blocked) == "no seats: needs 1, has 0"
 
 
 # ---- bounds -----------------------------------------------------------------------------------

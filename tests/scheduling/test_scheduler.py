@@ -150,6 +150,16 @@ def test_every_position_is_computed_once_and_in_order(budget: int, cache: str | 
     assert engine.counters.num_recomputed_tokens == 0
 
 
+def test_rows_with_one_token_come_first_whoever_was_scheduled_first() -> None:
+    engine = scheduler()
+    for name, length in (("a", 5), ("b", 1), ("c", 3), ("d", 1)):
+        engine.add(request(name, length=length))
+    assert [(row.seq_id, row.num_tokens) for row in step(engine).rows] == [
+        (1, 1), (3, 1), (0, 5), (2, 3)
+    ]  # fmt: skip
+    drain(engine)
+
+
 # ---- the tests that would have caught the published bugs --------------------------------------
 
 
@@ -235,12 +245,13 @@ def test_a_stream_of_arrivals_never_starves_decode() -> None:
     assert engine.counters.num_mixed_steps == 30
 
 
-def test_one_long_prompt_never_starves_decode() -> None:
-    engine = scheduler(64, max_num_batched_tokens=8)
+@pytest.mark.parametrize("urgency", [0, -1], ids=["behind the others", "before the others"])
+def test_one_long_prompt_never_starves_decode(urgency: int) -> None:
+    engine = scheduler(64, policy="priority", max_num_batched_tokens=8)
     for name in "abc":
         engine.add(request(name, length=2, max_tokens=30))
     step(engine)
-    long = engine.add(request("long", length=50, max_tokens=1))
+    long = engine.add(request("long", length=50, max_tokens=1, priority=urgency))
     for _ in range(10):  # 50 tokens, 5 at a time beside the three
         assert tokens_of(step(engine)) == {0: 1, 1: 1, 2: 1, long.seq_id: 5}
     assert long.status is Status.FINISHED
