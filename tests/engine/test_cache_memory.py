@@ -1,0 +1,166 @@
+"""What the KV cache costs: by hand, by the formula, in the tensors, and in the process's memory."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from minillm import LLM, SamplingParams
+from minillm.cost import kv_bytes_per_token
+from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.presets import preset
+from tests.engine.families import FAMILIES
+from tests.models.tiny import Tiny
+
+# Bytes of one token in one layer, and over all layers, in float32. GQA keeps K and V of 2 heads of
+# 16 (qwen3_moe: 24) values; MLA keeps one latent of 32 values and one rotated key of 8.
+BY_HAND = {
+    "llama": (2 * 2 * 16 * 4, 512),
+    "qwen3_moe": (2 * 2 * 24 * 4, 768),
+    "deepseek_v2": ((32 + 8) * 4, 320),
+}
+# In bfloat16: layers x 2 (K and V) x KV heads x head size x 2 bytes, or layers x latent x 2 bytes.
+PRESETS_BY_HAND = {
+    "llama-2-7b": 32 * 2 * 32 * 128 * 2,
+    "llama-3.1-8b": 131_072,
+    "qwen3-0.6b": 28 * 2 * 8 * 128 * 2,
+    "smollm2-135m": 23_040,
+    "deepseek-v2-lite": 31_104,
+    "deepseek-v3": 61 * (512 + 64) * 2,
+}
+SHARE = 0.05
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    written: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in written:
+            tiny = FAMILIES[family]
+            assert isinstance(tiny, Tiny)
+            written[family] = tiny.write(tmp_path_factory.mktemp(family)).folder
+        return written[family]
+
+    return get
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Memory behind tensors, that of several views counted once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+def weight_tensors(llm: LLM) -> list[Tensor]:
+    """All that a loaded model keeps."""
+    model = llm.engine.runner.model
+    return [*model.parameters(), *model.buffers()]
+
+
+@pytest.mark.parametrize("family", BY_HAND)
+def test_bytes_per_token_are_those_counted_by_hand(folder_of, family):
+    layer, token = BY_HAND[family]
+    llm = LLM(folder_of(family), dtype="float32", block_size=8, num_gpu_blocks_override=50,
+              swap_space=2**-10)  # fmt: skip
+    config, runner = llm.engine.source.config, llm.engine.runner
+    spec = cache_spec(config)
+    assert spec == runner.kv.spec
+    assert spec.bytes_per_token(torch.float32) == layer
+    assert spec.bytes_per_token(torch.bfloat16) == layer // 2
+    assert kv_bytes_per_token(config, "float32") == token == llm.plan().kv_bytes_per_token
+    assert runner.kv.num_bytes == 50 * 8 * config.num_layers * layer == 50 * 8 * token
+    assert storage_bytes([runner.kv.key, runner.kv.value]) == runner.kv.num_bytes
+    assert llm.engine.scheduler.blocks.pool.num_blocks == 50
+    host_blocks = 2**20 // (8 * token)
+    assert runner.host.num_bytes == host_blocks * 8 * token
+    assert llm.engine.scheduler.blocks.host.num_blocks == host_blocks
+
+
+@pytest.mark.parametrize("name", PRESETS_BY_HAND)
+def test_bytes_per_token_of_real_models(name):
+    config, expected = preset(name), PRESETS_BY_HAND[name]
+    assert kv_bytes_per_token(config, "bfloat16") == expected
+    spec = cache_spec(config)
+    assert spec.bytes_per_token(torch.bfloat16) * config.num_layers == expected
+    kv = KVCache(spec, config.num_layers, 3, 16, torch.bfloat16, device="meta")
+    assert kv.num_bytes == 3 * 16 * expected
+
+
+@pytest.mark.parametrize("family", BY_HAND)
+def test_a_token_is_in_the_slots_that_were_counted_and_nowhere_else(folder_of, family):
+    llm = LLM(folder_of(family), dtype="float32", block_size=8, num_gpu_blocks_override=50,
+              max_model_len=64, enable_prefix_caching=False)  # fmt: skip
+    kv = llm.engine.runner.kv
+    kv.key.fill_(torch.nan)
+    kv.value.fill_(torch.nan)
+    llm.generate([[5] * 19], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), False)
+    computed = 19 + 2  # the last new token is never computed
+    tensors = [kv.key] if kv.spec.value_in_key else [kv.key, kv.value]
+    written = sum(int((~tensor.isnan()).sum()) for tensor in tensors)
+    assert written * 4 == computed * BY_HAND[family][1]
+
+
+@pytest.mark.parametrize("family", [*BY_HAND, "tiny"])
+def test_the_plan_is_within_five_percent_of_the_tensors(folder_of, family):
+    model = "tiny" if family == "tiny" else folder_of(family)
+    llm = LLM(model, dtype="float32", kv_cache_memory_bytes=3_000_000)
+    plan, kv = llm.plan(), llm.engine.runner.kv
+    assert storage_bytes(weight_tensors(llm)) == pytest.approx(plan.weight_bytes, rel=SHARE)
+    assert kv.num_bytes == plan.num_tokens * plan.kv_bytes_per_token
+    assert kv.num_bytes <= plan.kv_cache_bytes == 3_000_000
+    assert kv.num_bytes == pytest.approx(plan.kv_cache_bytes, rel=SHARE)
+
+
+MEASURE = """
+    import json, torch
+    from minillm import LLM, SamplingParams
+    import minillm.engine
+
+    def resident():
+        with open("/proc/self/status") as lines:
+            (line,) = (line for line in lines if line.startswith("VmRSS"))
+        return int(line.split()[1]) * 1024
+
+    with torch.inference_mode():  # what torch itself allocates when it is first used
+        (torch.ones(64, 64) @ torch.ones(64, 64)).softmax(-1)
+    before = resident()
+    llm = LLM("preset:smollm2-135m", load_format="dummy", device="cpu", dtype=DTYPE,
+              max_model_len=2048, kv_cache_memory_bytes=2**28)
+    loaded, runner, plan = resident(), llm.engine.runner, llm.plan()
+    runner.kv.key.fill_(0)
+    runner.kv.value.fill_(0)
+    touched = resident()
+    llm.generate([[1] * 100] * 8, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    print(json.dumps({
+        "plan": [plan.weight_bytes, plan.num_tokens * plan.kv_bytes_per_token],
+        "resident": [loaded - before, touched - loaded],
+        "running": resident() - touched,
+        "activations": plan.activation_bytes,
+    }))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_process_grows_by_what_was_planned(dtype):
+    code = textwrap.dedent(MEASURE).replace("DTYPE", repr(dtype))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    weights, cache = result["plan"]
+    assert result["resident"] == [
+        pytest.approx(weights, rel=SHARE),
+        pytest.approx(cache, rel=SHARE),
+    ]
+    assert sum(result["resident"]) == pytest.approx(weights + cache, rel=SHARE)
+    # A first step adds what the plan calls activations, which is an upper bound here: 800 of the
+    # 2,048 tokens that it counts with.
+    assert result["running"] < result["activations"]
