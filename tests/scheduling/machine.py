@@ -812,6 +812,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """The same rules, chosen by Hypothesis."""
 
     coverage: ClassVar[Counter[str]] = Counter()
+    world: World | None = None
 
     @initialize(setup=drawn(Setup, SETUPS))
     def begin(self, setup: Setup) -> None:
@@ -846,10 +847,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._do("impossible", kind)
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
+        if self.world is not None:
             self._do("drain")
             self.world.close()
 
     def _do(self, name: str, *arguments: Any) -> None:
         self.coverage[f"rule {name}"] += 1
-        getattr(self.world, name)(*arguments)
+        world, self.world = self.world, None  # after a failure there is nothing to tear down
+        getattr(world, name)(*arguments)
+        self.world = world

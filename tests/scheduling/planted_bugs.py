@@ -32,13 +32,13 @@ class Bug:
     caught_by: str
     apply: Callable[[Patch], None]
     setup: Mapping[str, Any] = field(default_factory=dict)
-    num_histories: int = 120  # that may pass before one fails
+    num_histories: int = 30  # that may pass before one fails
 
 
 BUGS: list[Bug] = []
 
 
-def bug(name: str, caught_by: str, num_histories: int = 120, **setup: Any) -> Any:
+def bug(name: str, caught_by: str, num_histories: int = 30, **setup: Any) -> Any:
     """Register a function that plants a bug."""
 
     def register(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
@@ -502,7 +502,7 @@ RARE = {"preemption_mode": "swap", "host": 3.0, "admission": "watermark", "water
 bug(
     "runner: swap out after the copies",
     "Broken: oracle",
-    300,
+    80,
     **RARE,
     prefix_cache=None,
     block_size=8,
@@ -512,7 +512,7 @@ bug(
 bug(
     "runner: swap in before the copies",
     "Broken: oracle",
-    300,
+    80,
     **RARE,
     prefix_cache="radix",
     block_size=2,

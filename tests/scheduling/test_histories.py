@@ -42,7 +42,6 @@ SEEN = {
     "host memory is full": 20,
     "resumed from a prefix": 100,
     "copies": 1000,
-    "swapped out, then target of a copy": 1,
     "revived": 1000,
     "evicted": 1000,
     "partial reuse": 500,
