@@ -470,8 +470,8 @@ class World:
         require(sorted(order) == free, "books", "the free list is not the free blocks")
         require(len(free) == pool.num_free, "books", "free blocks")
         require(len(free) + len(holders) == pool.num_blocks, "books", "free + held", holders)
-        for block in range(pool.num_blocks):
-            require(pool.ref_counts[block] == holders[block], "books", "references of", block)
+        references = [holders[block] for block in range(pool.num_blocks)]
+        require(pool.ref_counts == references, "books", pool.ref_counts, references)
         for one in self.scheduler.waiting:
             needed = blocks_for(one.num_computed, self.setup.block_size)
             require(len(one.table.host_blocks) == needed, "books", one.seq_id, "waits with", needed)
