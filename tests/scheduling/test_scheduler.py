@@ -54,9 +54,22 @@ def made_up(plan: StepPlan) -> dict[int, list[int]]:
     }
 
 
-def step(engine: Scheduler) -> StepPlan:
+def planned(engine: Scheduler) -> StepPlan:
+    """The next plan, after keeping block tables as a runner does: by what plans say has changed."""
     plan = engine.schedule()
     check_invariants(engine)
+    tables = vars(engine).setdefault("tables_of_runner", {})
+    for seq_id in plan.dropped:
+        del tables[seq_id]
+    for row in plan.rows:
+        table = tables.setdefault(row.seq_id, [])
+        table[row.num_kept :] = row.blocks
+        assert table == engine.in_flight[row.seq_id].table.blocks
+    return plan
+
+
+def step(engine: Scheduler) -> StepPlan:
+    plan = planned(engine)
     engine.commit(plan, made_up(plan))
     check_invariants(engine)
     return plan
@@ -122,7 +135,7 @@ def test_a_prompt_that_is_only_computed_has_no_sample() -> None:
 def test_a_failed_sample_ends_its_sequence_alone() -> None:
     engine = scheduler()
     bad, good = engine.add(request("a")), engine.add(request("b"))
-    plan = engine.schedule()
+    plan = planned(engine)
     engine.commit(plan, {bad.seq_id: [None], good.seq_id: [5]})
     check_invariants(engine)
     assert (bad.status, good.status) == (Status.FINISHED, Status.RUNNING)
@@ -433,7 +446,7 @@ def test_abort_at_any_moment_gives_everything_back_once(state) -> None:
 def test_what_is_aborted_while_its_step_runs_holds_its_blocks_until_the_commit(name: str) -> None:
     engine = scheduler(5, max_num_batched_tokens=6)
     sequence = globals()[name](engine)
-    plan = engine.schedule()
+    plan = planned(engine)
     held = list(sequence.table.blocks)
     engine.abort("a")
     check_invariants(engine)
@@ -548,6 +561,22 @@ def test_prompts_without_a_common_token_have_no_hits_whatever_is_preempted(cache
     counters = engine.counters
     assert counters.num_preemptions_recompute > 5
     assert (counters.num_prompt_tokens, counters.num_cached_tokens) == (12 * 6, 0)
+
+
+def test_who_is_in_this_step_already_is_not_preempted_in_it() -> None:
+    """Four blocks: d has two, and the urgent prompt two of the three that it needs."""
+    engine = scheduler(4, policy="priority", long_prefill_token_threshold=4)
+    behind = engine.add(request("d", length=3, max_tokens=12))
+    step(engine)
+    urgent = engine.add(request("urgent", length=12, max_tokens=1, priority=-1))
+    step(engine)
+    step(engine)
+    for _ in range(3):  # d computes 5, 6 and 7 in its second block
+        assert tokens_of(step(engine)) == {behind.seq_id: 1}
+        assert (engine.record.stalled, engine.record.preempted) == ([urgent.seq_id], [])
+    assert tokens_of(step(engine)) == {urgent.seq_id: 4}  # d, too, needs a block now: it loses
+    assert engine.record.preempted == [(behind.seq_id, urgent.seq_id, "recompute", 8)]
+    drain(engine)
 
 
 def test_preemption_by_swap_computes_nothing_again() -> None:
