@@ -16,7 +16,6 @@ from minillm import LLM, SamplingParams
 from minillm.forward_pass import Chunk
 from minillm.outputs import CompletionOutput, Logprobs, RequestOutput
 from minillm.sampler import SamplingRow, sample
-from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.request import Request
 from tests.models.tiny import Tiny
@@ -223,39 +222,6 @@ def generate(llm: LLM, jobs: list[Job]) -> list[RequestOutput]:
     """All of these together."""
     prompts = [list(job.ids) for job in jobs]
     return llm.generate(prompts, [job.params for job in jobs], use_tqdm=False)
-
-
-def check_claims(cell: Cell, run: Run) -> None:
-    """A run counts only if it did what the cell is there for."""
-    scheduler = run.llm.engine.scheduler
-    counters, outputs = scheduler.counters, [*run.first, *run.again]
-    assert counters.num_mixed_steps > 0
-    assert counters.max_num_running >= 8
-    longest_prompt = max(len(job.ids) for job in run.jobs)
-    if cell.chunk:
-        assert run.longest_row == cell.chunk
-    else:
-        assert run.longest_row > longest_prompt - BLOCK  # of which a radix tree may find some
-    hits = sum(output.metrics.num_cached_tokens for output in outputs)
-    assert hits == counters.num_cached_tokens
-    assert (hits > 0) == (cell.cache != "off")
-    if cell.cache != "off" and cell.pool == "ample":
-        found = run.again[AGAIN.index(LONG_PROMPT)].metrics.num_cached_tokens
-        assert longest_prompt - 1 - found < BLOCK
-    if cell.n > 1:
-        assert scheduler.blocks.num_copies > 0
-    preempted = counters.num_preemptions_recompute, counters.num_preemptions_swap
-    assert [count > 0 for count in preempted] == [cell.pool == "recompute", cell.pool == "swap"]
-    assert sum(output.metrics.num_preemptions for output in outputs) == sum(preempted)
-    again = sum(output.metrics.num_recomputed_tokens for output in outputs)
-    assert again == counters.num_recomputed_tokens
-    if cell.pool != "recompute":
-        assert again == 0
-    elif cell.cache == "off":
-        assert again > 0
-    assert (run.num_swapped_in > 0) == (cell.pool == "swap")
-    check_invariants(scheduler)
-    assert scheduler.blocks.pool.num_free == cell.num_blocks
 
 
 # ---- equal -----------------------------------------------------------------------------------

@@ -18,17 +18,21 @@ from minillm.cache.manager import BlockManager
 from minillm.errors import EngineDeadError
 from minillm.forward_pass import Chunk
 from minillm.runner import Runner, SequenceRow
+from minillm.scheduling.invariants import check_invariants
 from tests.engine.families import (
+    AGAIN,
+    BLOCK,
     CACHES,
     CHUNKS,
     COUNTS,
     FAMILIES,
+    LONG_PROMPT,
     MARGIN,
     MATRIX,
     POOLS,
     Cell,
     Reference,
-    check_claims,
+    Run,
     pairwise_cells,
     run_cell,
 )
@@ -85,6 +89,39 @@ def tally() -> Iterator[Counter[str]]:
     count: Counter[str] = Counter()
     yield count
     assert count["excused"] <= max(1, count["completions"] // 100), count
+
+
+def check_claims(cell: Cell, run: Run) -> None:
+    """A run counts only if it did what the cell is there for."""
+    scheduler = run.llm.engine.scheduler
+    counters, outputs = scheduler.counters, [*run.first, *run.again]
+    assert counters.num_mixed_steps > 0
+    assert counters.max_num_running >= 8
+    longest_prompt = max(len(job.ids) for job in run.jobs)
+    if cell.chunk:
+        assert run.longest_row == cell.chunk
+    else:
+        assert run.longest_row > longest_prompt - BLOCK  # of which a radix tree may find some
+    hits = sum(output.metrics.num_cached_tokens for output in outputs)
+    assert hits == counters.num_cached_tokens
+    assert (hits > 0) == (cell.cache != "off")
+    if cell.cache != "off" and cell.pool == "ample":
+        found = run.again[AGAIN.index(LONG_PROMPT)].metrics.num_cached_tokens
+        assert longest_prompt - 1 - found < BLOCK
+    if cell.n > 1:
+        assert scheduler.blocks.num_copies > 0
+    preempted = counters.num_preemptions_recompute, counters.num_preemptions_swap
+    assert [count > 0 for count in preempted] == [cell.pool == "recompute", cell.pool == "swap"]
+    assert sum(output.metrics.num_preemptions for output in outputs) == sum(preempted)
+    again = sum(output.metrics.num_recomputed_tokens for output in outputs)
+    assert again == counters.num_recomputed_tokens
+    if cell.pool != "recompute":
+        assert again == 0
+    elif cell.cache == "off":
+        assert again > 0
+    assert (run.num_swapped_in > 0) == (cell.pool == "swap")
+    check_invariants(scheduler)
+    assert scheduler.blocks.pool.num_free == cell.num_blocks
 
 
 def check_cell(family: str, cell: Cell, model_of, reference_of, tally: Counter[str]) -> None:
