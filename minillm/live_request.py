@@ -44,6 +44,7 @@ class LiveRequest:
         self._scheduled: float | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None
+        self._ended: float | None = None  # when the latest completion ended
 
     @property
     def finished(self) -> bool:
@@ -67,6 +68,8 @@ class LiveRequest:
             completion.append(token_id, logprobs)
         except Exception as error:  # a text that cannot be written must not end the others
             completion.fail(f"The text of this completion failed: {in_one_line(error)}")
+        if completion.finish_reason is not None:
+            self._ended = self._last_token
         return completion.finish_reason
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
@@ -78,6 +81,7 @@ class LiveRequest:
     def end_completion(self, index: int, reason: FinishReason, error: str | None = None) -> None:
         """End one completion; what was generated stays."""
         self.num_updates += 1
+        self._ended = perf_counter()
         completion = self.completions[index]
         if error is not None:
             completion.fail(error)
@@ -111,17 +115,18 @@ class LiveRequest:
         )
 
     def metrics(self) -> RequestMetrics:
-        """Times of the request up to its latest token, and what the cache did for it."""
-        now, arrival = perf_counter(), self.request.arrival
+        """Times of the request up to its end or to now, and what the cache did for it."""
+        arrival = self.request.arrival
+        end = self._ended if self.finished and self._ended is not None else perf_counter()
         first, last = self._first_token, self._last_token
         steps = max(len(completion.token_ids) for completion in self.completions) - 1
         report = self.sequences[0].report
         sequences = self.sequences.values()
         return RequestMetrics(
-            queue_time=(self._scheduled or now) - arrival,
+            queue_time=(self._scheduled or end) - arrival,
             ttft=None if first is None else first - arrival,
             tpot=(last - first) / steps if first and last and steps > 0 else None,
-            e2e=(last if self.finished and last else now) - arrival,
+            e2e=end - arrival,
             num_cached_tokens=report.cached if report else 0,
             num_recomputed_tokens=sum(sequence.num_recomputed for sequence in sequences),
             num_preemptions=sum(sequence.num_preemptions for sequence in sequences),

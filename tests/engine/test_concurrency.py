@@ -1,5 +1,6 @@
 """The synchronous interface with many requests at once: streams in turns, left early, or paused."""
 
+import dataclasses
 import gc
 import itertools
 import weakref
@@ -289,6 +290,22 @@ def test_metrics_are_consistent_with_the_counters_of_the_scheduler(folder, monke
         assert each.num_cached_tokens < len(output.prompt_token_ids)
         assert 0 <= each.queue_time < each.ttft < each.e2e
         assert each.tpot == pytest.approx((each.e2e - each.ttft) / 15)
+
+
+def test_the_clock_of_an_ended_request_stands_still(llm):
+    engine = llm.engine
+    failing = SamplingParams(allowed_token_ids=[256], min_tokens=2, max_tokens=3)
+    three = dataclasses.replace(failing, n=3)
+    params = {"ends": GREEDY, "fails": failing, "fails thrice": three, "aborted in line": GREEDY}
+    requests = [engine.make_request(name, None, FIRST, each) for name, each in params.items()]
+    some = [*map(engine.add, [engine.make_scoring_request("scores", FIRST), *requests])]
+    engine.abort("aborted in line")
+    while engine.has_work:
+        engine.step()
+    assert [live.metrics() for live in some] == [live.metrics() for live in some]
+    for live in some[:-1]:
+        assert 0 < live.metrics().queue_time < live.metrics().e2e
+    assert some[-1].metrics().queue_time == some[-1].metrics().e2e
 
 
 def test_metrics_of_one_token_and_of_none(llm):
