@@ -86,8 +86,8 @@ def gather_blocks(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
     num_blocks = -(-seq_len // cache.shape[2])
     if num_blocks == 1:
         return cache[int(block_table[0]), :, :seq_len]
-    blocks = cache.transpose(0, 1).index_select(1, block_table[:num_blocks])
-    return blocks.flatten(1, 2)[:, :seq_len]  # [Hkv, n * block_size, D] cut to S
+    blocks = cache.transpose(0, 1)[:, block_table[:num_blocks]]  # [Hkv, n, block_size, D]
+    return blocks.flatten(1, 2)[:, :seq_len]
 
 
 def paged_attention(
