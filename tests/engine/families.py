@@ -95,7 +95,7 @@ def jobs_of(llm: LLM, n: int) -> list[Job]:
     """15 requests of 1 to 150 tokens, and one for the second wave only. With n = 3 every second
     one is drawn three times.
 
-    Six begin with the same 40 tokens, which end on a block's border; two prompts come twice.
+    Six begin with the same 40 tokens, which end on a block's border; one prompt comes three times.
     """
     tokens = source_of_tokens(llm)
     cuts = iter(range(40, 600, 7))
