@@ -16,6 +16,7 @@ from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.errors import InvalidRequestError
+from minillm.scheduling.admission import Admission
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
@@ -28,7 +29,7 @@ from minillm.scheduling.plan import (
     StepPlan,
     StepRecord,
 )
-from minillm.scheduling.policies import ADMISSIONS, POLICIES, WINDOW, Policy
+from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.request import Key, Request, Sequence, Status
 
 Sampled = list[int | None]  # tokens of one row; None is a sample that failed
@@ -49,10 +50,7 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}  # all that are not finished, by seq_id
         self.record = StepRecord(0)
         self.counters = Counters()
-        self._admission = ADMISSIONS[config.admission]
-        self._headroom = 0
-        if config.admission == "watermark":
-            self._headroom = int(config.watermark * blocks.pool.num_blocks)
+        self.admission = Admission(config, blocks, self.policy)
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrivals = 0
         self._num_sequences = 0
@@ -204,76 +202,29 @@ class Scheduler:
             first = self.waiting[0]
             self.record.blocked = Blocked.of(first, "seats", first.num_seats, 0)
             return
-        pledged = sum(map(self._pledge, self.running))
+        pledged = sum(map(self.admission.pledge, self.running))
         num_admitted = 0
-        for sequence in self._queue():
-            blocked = self._obstacle(sequence, budget, pledged, plan)
-            if blocked is not None:
-                self.record.blocked = blocked
+        for sequence in self.admission.queue(self.waiting):
+            headroom = self.admission.headroom if self.running else 0
+            available = self.blocks.pool.num_free - pledged - headroom
+            seats = self.config.max_num_seqs - self.num_seats
+            decision = self.admission.decide(sequence, seats, budget, available)
+            if isinstance(decision, Blocked):
+                self.record.blocked = decision
                 break
+            if sequence.is_swapped:
+                plan.swap_in += self.blocks.swap_in(sequence.table)
+            else:
+                self._begin(sequence, decision)
+            self._start_running(sequence)
+            self._add_row(plan, sequence, self._chunk(sequence, budget))
             budget -= plan.rows[-1].num_tokens
-            pledged += self._pledge(sequence)
+            pledged += self.admission.pledge(sequence)
             num_admitted += 1
         if self.policy.reads_cache:
             self.waiting = [seq for seq in self.waiting if seq.status is Status.WAITING]
         else:
             del self.waiting[:num_admitted]
-
-    def _queue(self) -> list[Sequence]:
-        """Who is next; a policy that reads the cache orders the oldest ones anew."""
-        if not self.policy.reads_cache:
-            return self.waiting
-
-        def key(sequence: Sequence) -> Key:
-            cached = 0 if sequence.is_swapped else self._match(sequence).num_tokens
-            return self.policy.key(sequence.request, sequence.arrival, cached)
-
-        return sorted(self.waiting[:WINDOW], key=key)
-
-    def _pledge(self, sequence: Sequence) -> int:
-        """Free blocks that a running sequence was promised when it was admitted."""
-        target = self._admission(sequence, self.blocks.block_size)
-        return max(target - len(sequence.table.blocks), 0)
-
-    def _obstacle(
-        self, sequence: Sequence, budget: int, pledged: int, plan: StepPlan
-    ) -> Blocked | None:
-        """Admit a sequence, or say why not."""
-        seats = self.config.max_num_seqs - self.num_seats
-        if sequence.num_seats > seats:
-            return Blocked.of(sequence, "seats", sequence.num_seats, seats)
-        if budget == 0:
-            return Blocked.of(sequence, "tokens", 1, 0)
-        headroom = self._headroom if self.running else 0
-        available = self.blocks.pool.num_free - pledged - headroom
-        target = self._admission(sequence, self.blocks.block_size)
-        if sequence.is_swapped:
-            needed = max(target, len(sequence.table.host_blocks))
-            if needed > available:
-                return Blocked.of(sequence, "blocks", needed, available)
-            plan.swap_in += self.blocks.swap_in(sequence.table)
-        else:
-            match = self._match(sequence)
-            needed = self.blocks.cost_of(match, target)
-            if needed > available and match.partial is not None:
-                match = self.blocks.whole(match)  # its block and the copy do not fit both
-                needed = self.blocks.cost_of(match, target)
-            left = sequence.num_tokens - match.num_tokens
-            if left > budget and not self.config.enable_chunked_prefill:
-                return Blocked.of(sequence, "tokens", left, budget)
-            if needed > available:
-                return Blocked.of(sequence, "blocks", needed, available)
-            self._begin(sequence, match)
-        self._start_running(sequence)
-        self._add_row(plan, sequence, self._chunk(sequence, budget))
-        return None
-
-    def _match(self, sequence: Sequence) -> Match:
-        """Its cached start. The last token is computed in any case, because its logits choose the
-        next one; logprobs of a prompt need all of its logits."""
-        wants_all = sequence.request.params.prompt_logprobs is not None
-        limit = 0 if wants_all else sequence.num_tokens - 1
-        return self.blocks.match(sequence.token_ids, limit, sequence.request.cache_salt)
 
     def _begin(self, sequence: Sequence, match: Match) -> None:
         """Start a sequence from a prefix. Only the first time is that a hit: what a preempted
@@ -320,7 +271,7 @@ class Scheduler:
         sequence.num_sent = len(table.blocks)
         reaches_end = num_tokens == sequence.num_uncomputed and sequence.request.max_tokens > 0
         num_samples = sequence.num_seats if reaches_end else 0
-        blocks = tuple(table.blocks[kept:])
+        blocks = tuple(table.blocks[kept:]) if kept < len(table.blocks) else ()
         plan.rows.append(Row(sequence.seq_id, start, num_tokens, num_samples, kept, blocks))
         self.in_flight[sequence.seq_id] = sequence
         if start >= len(sequence.request.prompt_token_ids) and sequence.num_uncomputed == 1:
@@ -368,12 +319,15 @@ class Scheduler:
 
     def _extend(self, sequence: Sequence, tokens: Sampled) -> list[Sequence]:
         """Append the tokens; where there are several, the sequence becomes several."""
+        last = len(sequence.request.prompt_token_ids) + sequence.request.max_tokens
+        if len(tokens) == 1 and tokens[0] is not None and sequence.num_tokens + 1 < last:
+            sequence.token_ids.append(tokens[0])  # nearly always
+            return []
         together = [sequence]
         if sequence.num_forks:
             self.num_seats -= sequence.num_forks
             sequence.num_forks = 0
             together += [self._fork(sequence, index) for index in range(1, len(tokens))]
-        last = len(sequence.request.prompt_token_ids) + sequence.request.max_tokens
         for each, token in zip(together, tokens, strict=True):
             if token is not None:
                 each.token_ids.append(token)

@@ -16,6 +16,7 @@ from minillm.cache.hash_chain import HashChain
 from minillm.cache.manager import BlockCopy, BlockManager, BlockTable
 from minillm.cache.prefix import Match
 from minillm.cache.radix import RadixTree
+from minillm.scheduling.admission import Admission
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.request import Sequence, Status
 from minillm.scheduling.scheduler import Scheduler
@@ -148,7 +149,7 @@ def replace_policy(patch: Patch, policy: Policy) -> None:
 
 @bug("reserved blocks are given to arrivals", r"Broken: limits: reserved, but preempted")
 def no_pledge(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_pledge", lambda self, sequence: 0)
+    patch.setattr(Admission, "pledge", lambda self, sequence: 0)
 
 
 @bug("a preempted sequence keeps its place", r"AccountingError.*computed more than it holds")
@@ -376,20 +377,20 @@ def duplicate_freed_behind_the_runner(patch: Patch) -> None:
 
 @bug("a whole prompt is reused, its last token too", r"Broken: (index|limits)")
 def uncapped_hit(patch: Patch) -> None:
-    def match(self: Scheduler, sequence: Sequence) -> Match:
+    def match(self: Admission, sequence: Sequence) -> Match:
         tokens, salt = sequence.token_ids, sequence.request.cache_salt
         return self.blocks.match(tokens, len(tokens), salt)
 
-    patch.setattr(Scheduler, "_match", match)
+    patch.setattr(Admission, "match", match)
 
 
 @bug("prompt logprobs come from a cached prompt", r"Broken: index: \d+ tokens reused, at most 0")
 def logprobs_reuse(patch: Patch) -> None:
-    def match(self: Scheduler, sequence: Sequence) -> Match:
+    def match(self: Admission, sequence: Sequence) -> Match:
         tokens, salt = sequence.token_ids, sequence.request.cache_salt
         return self.blocks.match(tokens, len(tokens) - 1, salt)
 
-    patch.setattr(Scheduler, "_match", match)
+    patch.setattr(Admission, "match", match)
 
 
 def weak_name(self: HashChain, parent: bytes, token_ids: tuple[int, ...]) -> bytes:

@@ -102,8 +102,9 @@ def test_longest_prefix_match_looks_at_a_window_of_the_oldest() -> None:
     line.add(PREFIX)
     line.drain()
     looked = []
-    match = line.scheduler._match
-    line.scheduler._match = lambda sequence: looked.append(sequence.arrival) or match(sequence)
+    admission = line.scheduler.admission
+    match = admission.match
+    admission.match = lambda sequence: looked.append(sequence.arrival) or match(sequence)
     for _ in range(WINDOW + 50):
         line.add(prompt(8))
     line.step()
@@ -116,9 +117,33 @@ def test_longest_prefix_match_looks_at_nobody_while_all_seats_are_taken() -> Non
     line.add(PREFIX, max_tokens=5)
     line.step()  # the only seat is taken
     line.add(prompt(8))
-    line.scheduler._match = None  # to call it would fail
+    line.scheduler.admission.match = None  # to call it would fail
     line.scheduler.schedule()
     assert str(line.scheduler.record.blocked) == "no seats: needs 1, has 0"
+
+
+def test_longest_prefix_match_does_not_look_again_while_no_blocks_come_free() -> None:
+    """128 long prompts looked up in vain in every step would slow down those who run."""
+    config = SchedulerConfig(max_num_seqs=4, policy="longest_prefix_match", watermark=0)
+    scheduler = Scheduler(config, BlockManager(8, 4, "hash"))
+    looked = []
+    match = scheduler.admission.match
+    scheduler.admission.match = lambda sequence: looked.append(sequence.arrival) or match(sequence)
+    for index, (length, max_tokens) in enumerate([(4, 8), (30, 2), (24, 2), (8, 2)]):
+        params = SamplingParams()
+        scheduler.add(Request(str(index), prompt(length, 100 * index), params, max_tokens))
+    seen = []
+    while "1" in scheduler._requests:
+        looked.clear()
+        plan = scheduler.schedule()
+        scheduler.commit(plan, {row.seq_id: [0] * row.num_samples for row in plan.rows})
+        seen.append(looked[:])
+    # The second needs all eight blocks. The first runs alone for eight steps, and only the next
+    # in line is looked at until it ends; but for the step in which that is another than before.
+    assert seen[0] == [0, 1, 2, 3, 0, 1]
+    assert seen[1] == [1, 2, 3, 1]
+    assert seen[2:8] == [[1]] * 6
+    assert seen[8] == [1, 2, 3, 1, 2]
 
 
 # ---- bounds -----------------------------------------------------------------------------------
