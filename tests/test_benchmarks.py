@@ -10,7 +10,7 @@ import pytest
 from minillm.benchmarks import scheduler as bench
 from minillm.benchmarks.scheduler import Series, Workload, blocked_line, statement
 from minillm.scheduling.invariants import check_invariants
-from minillm.scheduling.policies import POLICIES, WINDOW
+from minillm.scheduling.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -143,16 +143,17 @@ def test_a_decode_step_has_decode_only_and_blocks_grow_evenly() -> None:
     assert max(grown) <= 4
 
 
-def test_the_blocked_line_looks_up_a_window_and_admits_nobody() -> None:
+def test_the_blocked_line_looks_up_one_prompt_and_admits_nobody() -> None:
     scheduler = blocked_line(4)
     looked = []
-    match = scheduler._match
-    scheduler._match = lambda sequence: looked.append(match(sequence)) or looked[-1]
+    admission = scheduler.admission
+    match = admission.match
+    admission.match = lambda sequence: looked.append(match(sequence)) or looked[-1]
     for _ in range(7):
         bench.commit(scheduler)
         assert scheduler.record.blocked.what == "blocks"
         assert (scheduler.record.admitted, scheduler.record.preempted) == ([], [])
-    assert len(looked) == 7 * (WINDOW + 1)
+    assert len(looked) == 7
     assert {one.num_tokens for one in looked} == {4 * 16}
 
 

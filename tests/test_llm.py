@@ -569,7 +569,7 @@ def test_arguments_that_lost_their_meaning_only_warn(folder):
 
 def test_too_much_cache_for_one_request_is_refused_with_the_arithmetic(folder):
     llm = LLM(folder, dtype="float32", kv_cache_memory_bytes=64 * 1024)
-    with pytest.raises(InvalidRequestError, match="17 prompt .* need 4 blocks of 32 .* has 2"):
+    with pytest.raises(InvalidRequestError, match=r"17 prompt .* need 4 blocks of 32 .* has 2"):
         llm.generate(PROMPT, SamplingParams(n=4, max_tokens=24))
     assert tokens_of(llm).finish_reason == "length"
 

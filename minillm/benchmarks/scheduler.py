@@ -215,7 +215,7 @@ def blocked_line(num_shared: int) -> Scheduler:
 
 
 def lookups_time(num_blocks: int, sizes: Sizes) -> float:
-    """A step that looks up a window of cached prompts and admits none of them."""
+    """A step with a window of cached prompts in line, of which none can be admitted."""
     scheduler = blocked_line(num_blocks)
     return median_time(lambda: commit(scheduler), sizes.repeats, 1)
 
@@ -231,7 +231,7 @@ def step_series(sizes: Sizes) -> Iterator[Task]:
     for name in POLICIES:
         in_line = partial(change_time, seats, policy=name, sizes=sizes)
         yield Task(f"{name}, {seats} running", "waiting", sizes.waiting, in_line)
-    lookups = f"longest_prefix_match, {WINDOW} prompts looked up"
+    lookups = f"longest_prefix_match, {WINDOW} prompts blocked"
     yield Task(lookups, "blocks", sizes.blocks[:-1], partial(lookups_time, sizes=sizes))
 
 

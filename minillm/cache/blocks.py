@@ -55,7 +55,16 @@ class BlockPool:
             if block in self._index:
                 self._index.forget(block)
                 self.num_evicted += 1
+        self.use_lost_first()
         return blocks
+
+    def use_lost_first(self) -> None:
+        """Free blocks that the index gave up by itself are worth nothing: to the front."""
+        lost = self._index.lost
+        while lost:
+            block = lost.pop()
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Hold blocks once more; a free one leaves the free list."""

@@ -114,6 +114,7 @@ class BlockManager:
             table.cursor = cursor
             table.name = self._history.record(table.name, tokens, table.salt)
             table.num_indexed += 1
+        self.pool.use_lost_first()
 
     # ---- growing -------------------------------------------------------------------------
 
@@ -162,6 +163,7 @@ class BlockManager:
         for block in table.blocks:
             if block in self.index:
                 self.index.forget(block)
+        self.pool.use_lost_first()
 
     def release(self, table: BlockTable) -> None:
         """Give everything back."""

@@ -26,7 +26,12 @@ class Match(NamedTuple):
 
 
 class PrefixIndex(Protocol):
-    """From token ids to the blocks that hold their keys and values."""
+    """From token ids to the blocks that hold their keys and values.
+
+    `lost` collects blocks that the index gave up by itself, for `BlockPool.use_lost_first`.
+    """
+
+    lost: list[int]
 
     def start(self, salt: str) -> Cursor:
         """The place before the first token. Prompts with different salts never share blocks."""
@@ -60,6 +65,9 @@ class PrefixIndex(Protocol):
 
 class NoPrefixCache:
     """Finds nothing and keeps nothing."""
+
+    def __init__(self) -> None:
+        self.lost: list[int] = []
 
     def start(self, salt: str) -> Cursor:
         """There is one place only."""

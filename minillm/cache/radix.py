@@ -54,6 +54,7 @@ class RadixTree:
 
     def __init__(self, block_size: int):
         self.block_size = block_size
+        self.lost: list[int] = []
         self._roots: dict[str, Node] = {}  # only those that have children
         self._nodes: dict[int, Node] = {}  # by block
 
@@ -101,10 +102,12 @@ class RadixTree:
         parent.remove(node)
         if parent.block == ROOT_BLOCK and not parent.children:
             del self._roots[parent.salt]
-        below = [node]
+        del self._nodes[block]
+        below = list(node.children.values())
         while below:
             gone = below.pop()
             del self._nodes[gone.block]
+            self.lost.append(gone.block)
             below += gone.children.values()
 
     def __contains__(self, block: int) -> bool:

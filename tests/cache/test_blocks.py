@@ -1,5 +1,7 @@
 """Blocks: which one is reused next, and books that notice when they do not add up."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from minillm.cache.blocks import AccountingError, BlockPool
@@ -8,12 +10,27 @@ from minillm.cache.blocks import AccountingError, BlockPool
 class Findable(set):
     """The least a prefix index must be for a pool: a set of blocks, which can be forgotten."""
 
+    def __init__(self, cached: Iterable[int]):
+        super().__init__(cached)
+        self.lost: list[int] = []
+
     def forget(self, block: int) -> None:
         self.remove(block)
 
 
 def pool_of(num_blocks: int, *cached: int) -> BlockPool:
     return BlockPool(num_blocks, Findable(cached))
+
+
+def test_a_free_block_that_the_index_lost_is_used_first() -> None:
+    pool = pool_of(4, 0, 1, 2)
+    pool.release(pool.allocate(1))
+    index = pool._index
+    index.remove(2)
+    index.lost.append(2)
+    pool.use_lost_first()
+    assert index.lost == []
+    assert pool.allocate(2) == [2, 0]  # and 0 is uncached since it was allocated
 
 
 # ---- the order of reuse -----------------------------------------------------------------------

@@ -6,8 +6,16 @@ import random
 import pytest
 import torch
 
+from minillm import LLM
+from minillm.forward_pass import Chunk
 from minillm.ops.truncation import truncate_row
-from minillm_exercises.chapters.ch02 import candidates, chi_square, panels, repeated_share
+from minillm_exercises.chapters.ch02 import (
+    candidates,
+    chi_square,
+    logprobs,
+    panels,
+    repeated_share,
+)
 from minillm_exercises.errors import ExerciseError
 
 LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
@@ -128,3 +136,11 @@ def test_panels_say_what_they_show(monkeypatch):
     assert list(thick.get_xdata()) == [1, 2, 3]
     assert list(thin.get_xdata()) == [3, 4]
     assert list(dotted.get_ydata()) == pytest.approx([50, 25, 12.5, 12.5])
+
+
+def test_the_logprobs_of_a_text_are_those_of_the_forward_pass() -> None:
+    llm, ids = LLM("tiny", dtype="float32"), [1, 40, 7, 300, 7]
+    by_hand = llm.engine.forward_pass
+    hidden, _ = by_hand.run([Chunk(0, 0, ids)], by_hand.allocate(1, len(ids)))
+    expected = by_hand.logits(hidden).double().log_softmax(-1)[range(4), ids[1:]]
+    assert logprobs(llm, ids) == pytest.approx(expected.tolist(), abs=1e-4)

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from minillm.cache.hash_chain import HashChain, Place
 from minillm.cache.manager import BlockManager, BlockTable
 from minillm.errors import InvalidRequestError
 from minillm.sampling_params import SamplingParams
@@ -491,9 +492,8 @@ class World:
         if not cached:
             return
         place = {block: index for index, block in enumerate(order)}
-        if self.setup.prefix_cache == "hash":
-            front = order[: len(order) - len(cached)]
-            require(not cached & set(front), "eviction", "uncached blocks are not used first")
+        front = order[: len(order) - len(cached)]
+        require(not cached & set(front), "eviction", "uncached blocks are not used first")
         # A block that two held is freed by the last of them, in the order of its table.
         holders = Counter(block for blocks in self._tables.values() for block in blocks)
         for seq_id, blocks in self._tables.items():
@@ -516,8 +516,16 @@ class World:
 
     def _findable(self) -> set[int]:
         """What the findable blocks hold at their ends, which says what stands before it, too."""
-        index = self.manager.index
-        return {slots[-1].value for block, slots in enumerate(self.runner.device) if block in index}
+        index, device = self.manager.index, self.runner.device
+        if not isinstance(index, HashChain):
+            return {slots[-1].value for block, slots in enumerate(device) if block in index}
+        # A chain may keep blocks whose predecessor it has forgotten.
+        reached: set[Place] = set()
+        for entry in sorted(index._entries.values(), key=lambda entry: entry.place):
+            if isinstance(entry.parent, str) or entry.parent in reached:
+                reached.add(entry.place)
+        entries = [entry for entry in index._entries.values() if entry.place in reached]
+        return {device[entry.block][-1].value for entry in entries}
 
     # ---- promises of a plan --------------------------------------------------------------
 

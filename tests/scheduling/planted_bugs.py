@@ -14,7 +14,7 @@ import pytest
 from minillm.cache.blocks import BlockPool
 from minillm.cache.hash_chain import HashChain
 from minillm.cache.manager import BlockCopy, BlockManager, BlockTable
-from minillm.cache.prefix import Match
+from minillm.cache.prefix import Match, NoPrefixCache
 from minillm.cache.radix import RadixTree
 from minillm.scheduling.admission import Admission
 from minillm.scheduling.policies import Policy
@@ -401,13 +401,13 @@ def weak_name(self: HashChain, parent: bytes, token_ids: tuple[int, ...]) -> byt
 @bug("names are believed without comparing tokens", r"Broken: (oracle|index)", prefix_cache="hash")
 def unverified_names(patch: Patch) -> None:
     def match(self: HashChain, token_ids: Any, limit: int, salt: str) -> Match:
-        size, cursor, blocks = self.block_size, self.start(salt), []
+        size, name, blocks = self.block_size, self.start(salt).name, []
         for end in range(size, limit + 1, size):
-            cursor = self.name(cursor, tuple(token_ids[end - size : end]))
-            if cursor not in self._entries:
+            name = self.name(name, tuple(token_ids[end - size : end]))
+            if name not in self._entries:
                 break
-            blocks.append(self._entries[cursor].block)
-        return Match(blocks, len(blocks) * size, cursor)
+            blocks.append(self._entries[name].block)
+        return Match(blocks, len(blocks) * size, name)
 
     patch.setattr(HashChain, "name", weak_name)
     patch.setattr(HashChain, "match", match)
@@ -416,22 +416,22 @@ def unverified_names(patch: Patch) -> None:
 @bug("the parent is not part of a name", r"Broken: (oracle|index)", prefix_cache="hash")
 def names_without_parents(patch: Patch) -> None:
     name, start = HashChain.name, HashChain.start
-    nobody = start(HashChain(1), "")
+    nobody = start(HashChain(1), "").name
     patch.setattr(HashChain, "name", lambda self, parent, ids: name(self, nobody, ids))
     patch.setattr(HashChain, "match", match_names_only)
 
 
 def match_names_only(self: HashChain, token_ids: Any, limit: int, salt: str) -> Match:
     """A walk that compares tokens, but not parents."""
-    size, cursor, blocks = self.block_size, self.start(salt), []
+    size, name, blocks = self.block_size, self.start(salt).name, []
     for end in range(size, limit + 1, size):
         tokens = tuple(token_ids[end - size : end])
-        cursor = self.name(cursor, tokens)
-        entry = self._entries.get(cursor)
+        name = self.name(name, tokens)
+        entry = self._entries.get(name)
         if entry is None or entry.token_ids != tokens:
             break
         blocks.append(entry.block)
-    return Match(blocks, len(blocks) * size, cursor)
+    return Match(blocks, len(blocks) * size, name)
 
 
 @bug("the hash chain ignores salts", r"Broken: (oracle|index)", prefix_cache="hash")
@@ -461,7 +461,7 @@ def never_forgotten(patch: Patch) -> None:
     allocate = BlockPool.allocate
 
     def keep(self: BlockPool, count: int) -> list[int]:
-        index, self._index = self._index, ()  # type: ignore[assignment]
+        index, self._index = self._index, NoPrefixCache()
         blocks = allocate(self, count)
         self._index = index
         return blocks

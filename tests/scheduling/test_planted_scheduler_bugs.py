@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 
+from minillm.cache.hash_chain import HashChain
 from tests.scheduling.machine import random_history
-from tests.scheduling.planted_bugs import BUGS, Bug
+from tests.scheduling.planted_bugs import BUGS, Bug, weak_name
 
 
 def first_failure(bug: Bug) -> tuple[int, str] | None:
@@ -53,3 +54,11 @@ SETUPS = {
 def test_the_same_histories_pass_without_a_bug(setup: tuple[tuple[str, object], ...]) -> None:
     """So what fails above is the bug."""
     assert first_failure(SETUPS[setup]) is None
+
+
+def test_names_of_one_byte_cost_misses_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain does not rest on its hash: with collisions everywhere no foreign block is read."""
+    monkeypatch.setattr(HashChain, "name", weak_name)
+    coverage: Counter[str] = Counter()
+    for seed in range(300):
+        random_history(seed, coverage, prefix_cache="hash")

@@ -12,6 +12,8 @@ from minillm_exercises.plots import COLOURS, figure, show
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from minillm import LLM
+
 FEWEST_EXPECTED = 5.0  # below this a count is too small for the chi-square law (Cochran, 1954)
 
 
@@ -123,6 +125,16 @@ def chi_square(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSqua
         cells.append((last_expected + expected, last_seen + seen))
     statistic = sum((n - e) ** 2 / e for e, n in cells)
     return ChiSquare(statistic, max(1, len(cells) - 1))
+
+
+def logprobs(llm: "LLM", ids: list[int]) -> list[float]:
+    """Log-probability of each token but the first, given those before it."""
+    from minillm import SamplingParams
+
+    params = SamplingParams(prompt_logprobs=0, max_tokens=1)
+    known = llm.generate(ids, params, use_tqdm=False)[0].prompt_logprobs
+    pairs = zip(ids[1:], (known or [])[1:], strict=True)
+    return [seen[token].logprob for token, seen in pairs if seen is not None]
 
 
 def repeated_share(token_ids: Sequence[int], length: int = 4) -> float:
