@@ -145,6 +145,7 @@ def test_a_decode_step_has_decode_only_and_blocks_grow_evenly() -> None:
 
 def test_the_blocked_line_looks_up_one_prompt_and_admits_nobody() -> None:
     scheduler = blocked_line(4)
+    bench.commit(scheduler)  # the last look at all of them: somebody else is the oldest now
     looked = []
     admission = scheduler.admission
     match = admission.match
