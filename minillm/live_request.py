@@ -130,4 +130,5 @@ class LiveRequest:
             num_cached_tokens=report.cached if report else 0,
             num_recomputed_tokens=sum(sequence.num_recomputed for sequence in sequences),
             num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
+            prefix=report,
         )

@@ -37,12 +37,39 @@ class CompletionOutput:
     error: str | None = None
 
 
+@dataclass(slots=True)
+class PrefixReport:
+    """Where the tokens of a prompt came from when it was first let in; adds up to its length.
+
+    Attributes:
+        cached: read from the prefix cache.
+        partial_block: not cached because they do not fill a block.
+        last_token: cached, but computed again because the first new token is sampled from the
+            logits of the last one (a whole block of them where only whole blocks can be shared).
+        evicted: once cached under this salt, and evicted since.
+        salt: cached under another salt only.
+        new: never seen, or too long ago to be remembered.
+        unread: the request or the engine reads no prefixes.
+    """
+
+    cached: int = 0
+    partial_block: int = 0
+    last_token: int = 0
+    evicted: int = 0
+    salt: int = 0
+    new: int = 0
+    unread: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Where the time of a request went, in seconds, and what the cache did for it.
 
     `ttft` is the time from arrival to the first token, `tpot` the mean time of the following
-    ones (None with fewer than two), `e2e` the time from arrival to now.
+    ones (None with fewer than two), `e2e` the time from arrival to the end, or to now.
+
+    `num_cached_tokens` of the prompt were read from the prefix cache, and `prefix` says why not
+    the rest. After a preemption `num_recomputed_tokens` were computed again.
     """
 
     queue_time: float = 0.0
@@ -52,6 +79,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
+    prefix: PrefixReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

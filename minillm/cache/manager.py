@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from minillm.cache.blocks import AccountingError, BlockPool
 from minillm.cache.hash_chain import HashChain
-from minillm.cache.misses import PrefixHistory, PrefixReport
+from minillm.cache.misses import PrefixHistory
 from minillm.cache.prefix import Cursor, Match, NoPrefixCache, PrefixIndex
 from minillm.cache.radix import RadixTree
+from minillm.outputs import PrefixReport
 
 
 class BlockCopy(NamedTuple):

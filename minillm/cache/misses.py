@@ -6,33 +6,10 @@ must not be shown to the sender of a request: that is what a salt hides.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from minillm.outputs import PrefixReport
 
 REMEMBERED_PER_BLOCK = 8  # names kept, as a multiple of the pool's blocks
-
-
-@dataclass(slots=True)
-class PrefixReport:
-    """Where the tokens of a prompt went at its first admission; the fields add up to its length.
-
-    Attributes:
-        cached: read from the prefix cache.
-        partial_block: not cached because they do not fill a block.
-        last_token: cached, but computed again because the first new token is sampled from the
-            logits of the last one (a whole block of them where only whole blocks can be shared).
-        evicted: once cached under this salt, and evicted since.
-        salt: cached under another salt only.
-        new: never seen, or too long ago to be remembered.
-        unread: the request or the engine reads no prefixes.
-    """
-
-    cached: int = 0
-    partial_block: int = 0
-    last_token: int = 0
-    evicted: int = 0
-    salt: int = 0
-    new: int = 0
-    unread: int = 0
 
 
 class PrefixHistory:

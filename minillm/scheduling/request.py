@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from minillm.cache.manager import BlockTable
-from minillm.cache.misses import PrefixReport
+from minillm.outputs import PrefixReport
 from minillm.sampling_params import SamplingParams
 
 Key = tuple[float, ...]  # places a sequence in line
