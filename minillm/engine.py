@@ -211,13 +211,15 @@ class Engine:
             InvalidRequestError: its id is in use.
         """
         self.runner  # noqa: B018  (a closed engine says so)
-        first = self.scheduler.add(request)
         try:
+            first = self.scheduler.add(request)
             live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
-        except BaseException:
-            self.scheduler.abort(request.request_id)
+            self._live[request.request_id] = live
+        except InvalidRequestError:  # the id belongs to another
             raise
-        self._live[request.request_id] = live
+        except BaseException:
+            self.abort(request.request_id)
+            raise
         return live
 
     def abort(self, request_id: str) -> None:

@@ -198,9 +198,10 @@ class Scheduler:
         """Move waiting sequences to `running` in order, until the next one does not fit."""
         if not self.waiting:
             return
-        if self.num_seats >= self.config.max_num_seqs:  # before anything is looked up or added up
-            first = self.waiting[0]
-            self.record.blocked = Blocked.of(first, "seats", first.num_seats, 0)
+        first, seats = self.waiting[0], self.config.max_num_seqs - self.num_seats
+        if not seats or not budget:  # before anything is looked up or added up
+            lacks = ("tokens", 1, 0) if seats else ("seats", first.num_seats, 0)
+            self.record.blocked = Blocked.of(first, *lacks)
             return
         pledged = sum(map(self.admission.pledge, self.running))
         num_admitted = 0
@@ -221,10 +222,10 @@ class Scheduler:
             budget -= plan.rows[-1].num_tokens
             pledged += self.admission.pledge(sequence)
             num_admitted += 1
-        if self.policy.reads_cache:
-            self.waiting = [seq for seq in self.waiting if seq.status is Status.WAITING]
-        else:
+        if not self.policy.reads_cache:
             del self.waiting[:num_admitted]
+        elif num_admitted:
+            self.waiting = [seq for seq in self.waiting if seq.status is Status.WAITING]
 
     def _begin(self, sequence: Sequence, match: Match) -> None:
         """Start a sequence from a prefix. Only the first time is that a hit: what a preempted

@@ -531,6 +531,22 @@ def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, set
     assert_idle(llm.engine)
 
 
+def test_ctrl_c_just_after_a_request_was_added_leaves_nothing_of_it(folder, expected, monkeypatch):
+    llm, add = engine(folder, monkeypatch), Scheduler.add
+
+    def added_and_interrupted(*args):
+        add(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "add", added_and_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, PLAIN, use_tqdm=False)
+    assert_idle(llm.engine)
+    outputs = llm.generate(PROMPTS, PLAIN, use_tqdm=False)
+    assert list(map(tokens, outputs)) == expected(all_params())
+
+
 def test_ctrl_c_again_and_again_costs_no_row(folder, expected, monkeypatch):
     llm = engine(folder, monkeypatch, max_num_seqs=2)
     for _ in range(5):

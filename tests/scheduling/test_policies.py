@@ -122,6 +122,17 @@ def test_longest_prefix_match_looks_at_nobody_while_all_seats_are_taken() -> Non
     assert str(line.scheduler.record.blocked) == "no seats: needs 1, has 0"
 
 
+def test_longest_prefix_match_looks_at_nobody_while_a_prompt_takes_the_whole_budget() -> None:
+    config = SchedulerConfig(2, max_num_batched_tokens=8, policy="longest_prefix_match")
+    scheduler = Scheduler(config, BlockManager(32, 4, "hash"))
+    scheduler.add(Request("long", prompt(30), SamplingParams(), 1))
+    scheduler.commit(scheduler.schedule(), {})
+    scheduler.add(Request("next", prompt(8, 100), SamplingParams(), 1))
+    scheduler.admission.match = None  # to call it would fail
+    scheduler.schedule()
+    assert str(scheduler.record.blocked) == "no tokens: needs 1, has 0"
+
+
 def test_longest_prefix_match_does_not_look_again_while_no_blocks_come_free() -> None:
     """128 long prompts looked up in vain in every step would slow down those who run."""
     config = SchedulerConfig(max_num_seqs=4, policy="longest_prefix_match", watermark=0)
