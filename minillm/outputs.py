@@ -45,7 +45,8 @@ class PrefixReport:
         cached: read from the prefix cache.
         partial_block: not cached because they do not fill a block.
         last_token: cached, but computed again because the first new token is sampled from the
-            logits of the last one (a whole block of them where only whole blocks can be shared).
+            logits of the last one (a whole block of them where only whole blocks can be shared),
+            or because there was no room for a copy of the block that begins with them.
         evicted: once cached under this salt, and evicted since.
         salt: cached under another salt only.
         new: never seen, or too long ago to be remembered.
@@ -96,6 +97,11 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[Logprobs | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens read from the prefix cache, where vLLM has it."""
+        return self.metrics.num_cached_tokens
 
 
 @dataclass(frozen=True, slots=True)

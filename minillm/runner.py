@@ -114,9 +114,7 @@ class Runner:
 
     def _update_rows(self, plan: StepPlan) -> None:
         for seq_id in plan.dropped:
-            state = self._rows.pop(seq_id, None)  # None after an interrupted step
-            if state is not None:
-                self._free_rows.append(state.row)
+            self._free_rows.append(self._rows.pop(seq_id).row)
         for new in plan.new:
             self._rows[new.seq_id] = SequenceRow.of(self._free_rows.pop(), new)
         changed = [row for row in plan.rows if row.blocks]

@@ -195,7 +195,7 @@ class BlockManager:
         return moves
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Compare the pools and the index with all tables there are.
+        """Compare the pools with all tables there are, and the tables with each other.
 
         Raises:
             AccountingError: the books do not add up; the message names the block.
