@@ -118,7 +118,9 @@ class EngineArgs:
                 f"device is {shown(self.device)}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'."
             )
         for name in COUNTS:
-            self._check_count(name)
+            if getattr(self, name) is not None:
+                # A sequence is a prompt of one token and a new one at least.
+                self._check_count(name, least=2 if name == "max_model_len" else 1)
         self._check_count("long_prefill_token_threshold", least=0)
         for name in ("scheduling_policy", "admission_policy"):
             if not isinstance(getattr(self, name), str):
@@ -143,7 +145,7 @@ class EngineArgs:
     def _check_count(self, name: str, least: int = 1) -> None:
         value = getattr(self, name)
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and least <= value < 2**63):
+        if not (whole and least <= value < 2**63):
             raise ConfigError(
                 f"{name} is {shown(value)}; it must be a whole number of at least {least}."
             )
@@ -163,7 +165,7 @@ class EngineArgs:
                 "kv_cache_memory_bytes and num_gpu_blocks_override both set the size of the KV "
                 "cache; give one of them."
             )
-        if self.enable_prefix_caching not in (None, True, False):
+        if not isinstance(self.enable_prefix_caching, bool | None):
             raise ConfigError(
                 f"enable_prefix_caching is {shown(self.enable_prefix_caching)}; it must be a bool."
             )
@@ -174,6 +176,11 @@ class EngineArgs:
                     f"prefix_cache={self.prefix_cache!r} needs prefix caching, which "
                     "enable_prefix_caching=False turns off; leave one of them out."
                 )
+        if self.scheduling_policy == "longest_prefix_match" and self.enable_prefix_caching is False:
+            raise ConfigError(
+                "scheduling_policy='longest_prefix_match' needs prefix caching, which "
+                "enable_prefix_caching=False turns off; leave one of them out."
+            )
         swap, number = self.swap_space, isinstance(self.swap_space, int | float)
         if isinstance(swap, bool) or not number or not 0 <= swap <= MOST_SWAP:
             raise ConfigError(

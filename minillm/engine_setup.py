@@ -115,18 +115,73 @@ def plan_memory(
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
     plan = with_cache_of(plan, cache_bytes(args, plan, device))
-    if plan.fits:
-        return plan.settings.max_model_len, plan
-    if args.max_model_len is not None or plan.num_tokens < 2:
+    if not plan.fits:
+        if args.max_model_len is not None or plan.num_tokens < 2:
+            raise ConfigError(why_it_does_not_fit(args, plan))
+        logger.warning("max_model_len is %d, which is what memory allows.", plan.num_tokens)
+        plan = shortened(plan)
+    check_swap_space(args, plan, device)
+    return plan.settings.max_model_len, plan
+
+
+def shortened(plan: MemoryPlan) -> MemoryPlan:
+    """The plan with sequences no longer than its cache."""
+    most = plan.num_tokens
+    shorter = (fit for fit in plan.combinations if fit.context < most)
+    return replace(
+        plan,
+        settings=replace(plan.settings, max_model_len=most),
+        shortfall_bytes=0,
+        combinations=(*shorter, BatchFit(most, 1)),
+        hints=(),
+    )
+
+
+def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
+    """The arithmetic, and what to change."""
+    settings = plan.settings
+    usable = plan.memory_bytes - plan.reserve_bytes
+    left = usable - plan.weight_bytes - plan.activation_bytes
+    rest = (
+        f"{plan.weight_bytes:,} bytes of weights, {plan.activation_bytes:,} of activations for "
+        f"{settings.max_num_batched_tokens:,} tokens in one step"
+    )
+    budget = f"only {usable:,} may be used ({settings.gpu_memory_utilization:g} of what is free)"
+    needed = ceil(settings.max_model_len / settings.block_size)
+    block = settings.block_size * plan.kv_bytes_per_token
+    given = args.num_gpu_blocks_override or args.kv_cache_memory_bytes
+    if given is None or left < needed * block:
         # The plan knows of options that this version's engine does not have yet.
         hints = [h for h in plan.hints if h.split("=")[0] not in NOT_BUILT_YET]
-        raise ConfigError(
-            f"{args.model} needs {plan.weight_bytes:,} bytes of weights and "
-            f"{plan.settings.max_model_len} x {plan.kv_bytes_per_token:,} of KV cache, which is "
-            f"{plan.shortfall_bytes:,} more than may be used; try {' or '.join(hints)}."
+        return (
+            f"{args.model} needs {rest} and {needed * block:,} of KV cache for one sequence of "
+            f"{settings.max_model_len:,}, and {budget}; try {' or '.join(hints)}."
         )
-    logger.warning("max_model_len is %d, which is what memory allows.", plan.num_tokens)
-    return plan.num_tokens, plan
+    name, least, most = "kv_cache_memory_bytes", needed * block, left
+    if args.num_gpu_blocks_override is not None:
+        name, least, most = "num_gpu_blocks_override", needed, left // block
+    if given > most:
+        return (
+            f"{name} is {given:,}; it must be at most {most:,}, because {args.model} also needs "
+            f"{rest}, and {budget}."
+        )
+    return (
+        f"{name} is {given:,}; it must be at least {least:,} for one sequence of max_model_len="
+        f"{settings.max_model_len} tokens, so raise it or lower max_model_len."
+    )
+
+
+def check_swap_space(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> None:
+    """Refuse what host memory does not have: it is not touched before it is needed, and then the
+    system would end the process."""
+    free = machine.available_memory_bytes()
+    if device.type == "cpu":  # there the model and its cache are in the same memory
+        free -= plan.weight_bytes + plan.activation_bytes + plan.kv_cache_bytes
+    if args.swap_space * 2**30 > max(free, 0):
+        raise ConfigError(
+            f"swap_space is {args.swap_space}; it must be at most {max(free, 0) / 2**30:.1f} "
+            "GiB, the memory that is free beside model and KV cache."
+        )
 
 
 def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int:
@@ -163,7 +218,7 @@ def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
             BatchFit(fit.context, num_blocks // ceil(fit.context / size))
             for fit in plan.combinations
         ),
-        hints=(f"kv_cache_memory_bytes={needed}",) if excess <= 0 else plan.hints,
+        hints=() if needed <= num_bytes and excess <= 0 else plan.hints,
     )
 
 

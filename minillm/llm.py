@@ -189,8 +189,10 @@ class LLM:
         try:
             for request in requests:
                 lives.append(engine.add(request))
-            # A run of less than a second shows nothing.
-            with tqdm(total=len(lives), desc=what, unit=unit, disable=not use_tqdm, delay=1) as bar:
+            # A run of less than a second shows nothing, a longer one a line per second, also while
+            # no request ends; a log file keeps all of them.
+            with tqdm(total=len(lives), desc=what, unit=unit, disable=not use_tqdm, delay=1,
+                      mininterval=1, miniters=0, dynamic_ncols=True) as bar:  # fmt: skip
                 self._advance({live.request.request_id for live in lives}, bar)
         finally:
             for live in lives:
@@ -200,12 +202,16 @@ class LLM:
 
     def _advance(self, left: set[str], bar: tqdm) -> None:
         """Steps until these requests have ended."""
-        start, num_tokens = perf_counter(), 0
+        start, counts = perf_counter(), dict.fromkeys(left, 0)
+        num_tokens = 0
         while left and self.engine.has_work:
-            stepped = self.engine.step()
-            done = [x for x in stepped if x.finished and x.request.request_id in left]
+            stepped = [x for x in self.engine.step() if x.request.request_id in left]
+            for live in stepped:
+                count = sum(len(each.token_ids) for each in live.completions)
+                num_tokens += count - counts[live.request.request_id]
+                counts[live.request.request_id] = count
+            done = [live for live in stepped if live.finished]
             left.difference_update(live.request.request_id for live in done)
-            num_tokens += sum(len(each.token_ids) for live in done for each in live.completions)
             if num_tokens:
                 rate = num_tokens / (perf_counter() - start)
                 bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
@@ -330,7 +336,8 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]
     if isinstance(prompt, Mapping):
         if not prompt or prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
             raise InvalidRequestError(
-                f"A prompt dict has 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}."
+                "A prompt dict has 'prompt' or 'prompt_token_ids', and 'cache_salt' if you like, "
+                f"not {shown(sorted(map(str, prompt)))}."
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if not isinstance(text, str | None):

@@ -682,6 +682,10 @@ def test_a_loaded_plan_shows_what_was_allocated(base: Path, cli: Any) -> None:
     argv = ("plan", str(base), "--load", "--max-num-seqs", "4")
     shown, data = cli(*argv), json.loads(cli(*argv, "--json").out)
     assert re.search(r"weights +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown.out)
+    said = " ".join(shown.out.split())
+    assert f"sequences of up to {data['loaded']['settings']['max_model_len']:,}." in said
+    unknown = "what the activations took is not known" in said
+    assert unknown != ("activations" in data["allocated"])
     stored = sum(t.nbytes for t in load_file(base / "model.safetensors").values())
     planned, allocated = data["loaded"], data["allocated"]
     value_bytes = 2 if planned["settings"]["dtype"] == "bfloat16" else 4

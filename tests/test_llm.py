@@ -519,12 +519,22 @@ BAD_ARGUMENTS = [
     ({"disable_log_stats": 1}, ValueError, "disable_log_stats"),
     ({"max_num_batched_tokens": 10**400}, ValueError, "max_num_batched_tokens"),
     ({"gpu_memory_utilization": 1e-320}, ValueError, "gpu_memory_utilization"),
-    ({"kv_cache_memory_bytes": 10**15}, ValueError, "more than may be used"),
+    ({"max_model_len": 1}, ValueError, "max_model_len is 1; .* at least 2"),
+    ({"kv_cache_memory_bytes": 10**15}, ValueError, "at most .* bytes of weights, .* may be used"),
+    ({"kv_cache_memory_bytes": 9, "max_model_len": 128}, ValueError, r"at least [\d,]+ .*or lower"),
+    ({"num_gpu_blocks_override": 10**12}, ValueError, "at most .* bytes of weights, .* may be"),
+    ({"max_num_batched_tokens": 10**9}, ValueError, "of activations .*max_num_batched_tokens="),
     ({"load_format": "pickle"}, ValueError, "pickle"),
     ({"gpu_memory_utilization": 1e-6}, ValueError, "bytes of weights"),
     ({"trust_remote_code": True}, UnsupportedFeatureError, "never runs code"),
     ({"quantization": "awq"}, UnsupportedFeatureError, "quantization='awq'"),
     ({"tensor_parallel_size": 2}, UnsupportedFeatureError, "tensor_parallel_size=2"),
+    (
+        {"enable_prefix_caching": False, "scheduling_policy": "longest_prefix_match"},
+        ValueError,
+        "leave one of them",
+    ),
+    ({"enable_prefix_caching": 1}, ValueError, "enable_prefix_caching is 1"),
     ({"enable_prefix_caching": "yes"}, ValueError, "enable_prefix_caching is 'yes'"),
     ({"enable_prefix_caching": False, "prefix_cache": "hash"}, ValueError, "leave one of them"),
     ({"prefix_cache": "trie"}, ValueError, "trie.*hash, radix"),
@@ -534,16 +544,18 @@ BAD_ARGUMENTS = [
     ({"block_size": 2.5}, ValueError, "block_size is 2.5"),
     ({"num_gpu_blocks_override": 0}, ValueError, "num_gpu_blocks_override is 0"),
     ({"num_gpu_blocks_override": 9, "kv_cache_memory_bytes": 9}, ValueError, "one of them"),
-    ({"num_gpu_blocks_override": 1, "max_model_len": 128}, ValueError, "kv_cache_memory_bytes="),
+    ({"num_gpu_blocks_override": 1, "max_model_len": 128}, ValueError, "at least 4 for one"),
     ({"swap_space": -1}, ValueError, "swap_space is -1"),
     ({"swap_space": math.nan}, ValueError, "swap_space is nan"),
     ({"swap_space": 1e-9}, ValueError, "less than one block"),
+    ({"swap_space": 10**6}, ValueError, "swap_space is 1000000; .*GiB, the memory that is free"),
     ({"preemption_mode": "swap"}, ValueError, "set swap_space"),
     ({"preemption_mode": "recompute", "swap_space": 1}, ValueError, "not used"),
     ({"preemption_mode": "drop"}, ValueError, "drop.*recompute, swap"),
     ({"scheduling_policy": "lifo"}, ValueError, "scheduling_policy is 'lifo'.*fcfs"),
     ({"scheduling_policy": ["fcfs"]}, ValueError, "scheduling_policy is"),
     ({"admission_policy": "hope"}, ValueError, "admission_policy is 'hope'.*watermark"),
+    ({"long_prefill_token_threshold": None}, ValueError, "long_prefill_token_threshold is None"),
     ({"long_prefill_token_threshold": -1}, ValueError, "long_prefill_token_threshold is -1"),
     (
         {"long_prefill_token_threshold": 8, "enable_chunked_prefill": False},
@@ -565,6 +577,64 @@ def test_bad_arguments_get_one_sentence(folder, arguments, error, message):
 def test_arguments_that_lost_their_meaning_only_warn(folder):
     with pytest.warns(UserWarning, match="use_v2_block_manager"):
         LLM(folder, use_v2_block_manager=True)
+
+
+def test_a_context_that_memory_shortens_is_that_of_the_plan(folder):
+    llm = LLM(folder, num_gpu_blocks_override=2)
+    plan = llm.plan()
+    assert plan.settings.max_model_len == llm.engine.max_model_len == 64
+    assert plan.fits
+    assert plan.hints == ()
+    assert plan.combinations[-1].context == 64
+
+
+def test_a_plan_that_fits_has_no_hints(folder):
+    assert LLM(folder, kv_cache_memory_bytes=10**6).plan().hints == ()
+
+
+def test_a_wrong_key_of_a_prompt_is_named_beside_the_right_ones(llm):
+    with pytest.raises(InvalidRequestError, match=r"'cache_salt' if you like.*'salt'"):
+        llm.generate({"prompt": "a", "salt": "b"}, GREEDY)
+
+
+def test_cached_tokens_are_where_vllm_has_them_too(folder):
+    llm = LLM(folder, block_size=8)
+    first, second = (llm.generate(PROMPT, GREEDY)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == second.metrics.num_cached_tokens == 16
+
+
+class Bar:
+    """A progress bar that remembers what it was told."""
+
+    def __init__(self, **options):
+        self.options, self.updates, self.texts = options, [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def set_postfix_str(self, text, refresh):
+        self.texts.append(text)
+
+    def update(self, count):
+        self.updates.append(count)
+
+
+def test_the_progress_bar_counts_tokens_before_a_request_ends(llm, monkeypatch):
+    bar, clock = Bar(), itertools.count()
+    monkeypatch.setattr("minillm.llm.tqdm", lambda **options: bar.options.update(options) or bar)
+    monkeypatch.setattr("minillm.llm.perf_counter", lambda: next(clock))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm.generate([PROMPT, PROMPT[:9]], params)
+    assert bar.options["total"] == sum(bar.updates) == 2
+    assert bar.options["miniters"] == 0  # else it stands still until as many end at once again
+    rates = [int(text.split()[0]) for text in bar.texts]  # one text per tick of the clock
+    assert len(rates) >= 8
+    assert 1 <= rates[0] <= 2
+    assert rates[-1] == round(16 / len(rates))
 
 
 def test_too_much_cache_for_one_request_is_refused_with_the_arithmetic(folder):

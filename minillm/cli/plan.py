@@ -273,8 +273,17 @@ def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Termin
     ]  # fmt: skip
     terminal.line()
     terminal.table(("loaded here", "planned", "allocated", "difference"), rows)
-    blocks = plan.num_tokens // plan.settings.block_size
-    terminal.paragraph(f"The KV cache has {blocks:,} blocks of {plan.settings.block_size} tokens.")
+    settings = plan.settings
+    text = (
+        f"The KV cache has {plan.num_tokens // settings.block_size:,} blocks of "
+        f"{settings.block_size} tokens, for sequences of up to {settings.max_model_len:,}."
+    )
+    if "activations" not in allocated:
+        text += (
+            " On a CPU it takes a quarter of what is left, or as much as --max-num-seqs sequences "
+            "can fill if that is less, and what the activations took is not known."
+        )
+    terminal.paragraph(text)
 
 
 def cache_line(plan: MemoryPlan) -> str:
