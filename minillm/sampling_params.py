@@ -6,7 +6,7 @@ The limits are there because a value comes from a stranger and reaches the engin
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, FrozenInstanceError, dataclass, field, fields
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -47,6 +47,28 @@ def refuse_unknown_arguments(cls: type[T]) -> type[T]:
         init(self, *args, **kwargs)
 
     cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
+    return cls
+
+
+class FrozenParamsError(InvalidRequestError, FrozenInstanceError):
+    """An assignment to frozen parameters; also the AttributeError that Python raises for it."""
+
+
+def explain_frozen(cls: type[T]) -> type[T]:
+    """Class decorator over a frozen dataclass: an assignment is answered with what to do."""
+    names = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+
+    def refuse(self: T, name: str, value: object) -> None:
+        if name not in names:
+            raise FrozenParamsError(
+                f"{cls.__name__} has no argument {shown(name)}.{did_you_mean(name, names)}"
+            )
+        raise FrozenParamsError(
+            f"{cls.__name__} cannot be changed, because a request must not change while it runs; "
+            f"use dataclasses.replace(params, {name}={shown(value)}), which makes another."
+        )
+
+    cls.__setattr__ = refuse  # type: ignore[method-assign, assignment]
     return cls
 
 
@@ -99,9 +121,13 @@ def _float(default: float, low: float, high: float, above: bool = False) -> Any:
 
 
 @refuse_unknown_arguments
+@explain_frozen
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """What one request asks of the sampler. The range of every number stands beside its default.
+
+    Frozen, because a request must not change while it runs: where a vLLM script assigns
+    ``params.max_tokens = 5``, write ``params = dataclasses.replace(params, max_tokens=5)``.
 
     Order of operations, as in vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`,
     penalties, temperature, `min_p`, then `top_k` and `top_p`. Reported log-probabilities are of

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 
@@ -64,6 +65,18 @@ def test_is_a_frozen_dataclass_that_travels():
         params.n = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
         SamplingParams(0.5)  # type: ignore[misc]
+
+
+def test_an_assignment_is_answered_with_the_way_to_change_a_copy():
+    params = SamplingParams(max_tokens=7)
+    with pytest.raises(InvalidRequestError) as caught:
+        params.max_tokens = 5  # type: ignore[misc]
+    assert isinstance(caught.value, AttributeError)
+    [call] = re.findall(r"use (dataclasses\.replace\(.*?\)),", str(caught.value))
+    assert eval(call).max_tokens == 5  # the message's own advice, followed
+    assert params.max_tokens == 7
+    with pytest.raises(AttributeError, match=r"no argument 'max_token'. Did you mean 'max_tokens'"):
+        params.max_token = 5  # type: ignore[attr-defined]
 
 
 def test_greedy_below_the_threshold_of_vllm():
