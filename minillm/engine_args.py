@@ -1,8 +1,8 @@
 """What an engine is asked to be: every constructor argument of `LLM`, checked where it is built."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +38,11 @@ PREEMPTION_MODES = ("recompute", "swap")
 MOST_SWAP = 2**20  # GiB; more is a typing error
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is an integer of Python's or numpy's; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 @refuse_unknown_arguments
 @dataclass(frozen=True)
 class EngineArgs:
@@ -52,10 +57,20 @@ class EngineArgs:
 
     At most `max_num_seqs` sequences run at once (256, or fewer for a small budget) and
     `max_num_batched_tokens` (2048) are computed per step; `long_prefill_token_threshold` limits
-    those of one prompt. `scheduling_policy` says who goes first, `admission_policy` whether a
-    request is let in when its prompt fits ("watermark") or only when its last token will, too
-    ("reserve_max"). When blocks run out, the last in line loses its own: to `swap_space` GiB of
-    host memory if there is any, else it is computed again (`preemption_mode`).
+    those of one prompt. `admission_policy` says whether a request is let in when its prompt fits
+    ("watermark") or only when its last token will, too ("reserve_max"). When blocks run out, the
+    last in line loses its own: to `swap_space` GiB of host memory if there is any, else it is
+    computed again (`preemption_mode`).
+
+    `scheduling_policy` says who goes first:
+
+    - "fcfs": first come, first served.
+    - "priority": the lowest `priority=` of `generate` first, however long the others wait.
+    - "shortest_prefill_first": short prompts first; 16 tokens more cost one place in the line.
+    - "longest_prefix_match": cached prompts first; 16 cached tokens gain one place in the line.
+
+    `enforce_eager` and `disable_log_stats` are checked and have no effect yet: every step runs
+    eagerly, and no statistics are logged.
 
     Raises:
         ConfigError: a value out of its range.
@@ -108,12 +123,13 @@ class EngineArgs:
             raise ConfigError(
                 f"tokenizer is {shown(self.tokenizer)}; it must be a folder or a name."
             )
-        # A torch.dtype prints as torch.float16.
+        # A torch.dtype prints as torch.float16, a torch.device as cuda:0.
+        object.__setattr__(self, "device", str(self.device))
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         self._check_choice("dtype", DTYPES)
         self._check_choice("load_format", LOAD_FORMATS)
-        if self.device not in ("auto", "cpu") and not str(self.device).startswith("cuda"):
+        if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
             raise ConfigError(
                 f"device is {shown(self.device)}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'."
             )
@@ -127,11 +143,12 @@ class EngineArgs:
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a name.")
         self._check_share()
         self._check_cache()
-        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if not whole or not 0 <= self.seed < 2**63:
+        seed = 0 if self.seed is None else self.seed
+        if not is_whole(seed) or not 0 <= seed < 2**63:
             raise ConfigError(
-                f"seed is {shown(self.seed)}; it must be an integer from 0 to {2**63 - 1}."
+                f"seed is {shown(seed)}; it must be an integer from 0 to {2**63 - 1}."
             )
+        object.__setattr__(self, "seed", int(seed))
         for name in ("enable_chunked_prefill", "enforce_eager", "disable_log_stats"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a bool.")
@@ -144,19 +161,20 @@ class EngineArgs:
 
     def _check_count(self, name: str, least: int = 1) -> None:
         value = getattr(self, name)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (whole and least <= value < 2**63):
+        if not (is_whole(value) and least <= value < 2**63):
             raise ConfigError(
                 f"{name} is {shown(value)}; it must be a whole number of at least {least}."
             )
+        object.__setattr__(self, name, int(value))
 
     def _check_share(self) -> None:
         share = self.gpu_memory_utilization
-        number = isinstance(share, int | float) and not isinstance(share, bool)
-        if not (number and math.isfinite(share) and 1e-9 <= share <= 1):
+        number = isinstance(share, Real) and not isinstance(share, bool)
+        if not (number and 1e-9 <= share <= 1):  # NaN is not
             raise ConfigError(
                 f"gpu_memory_utilization is {shown(share)}; it must be above 0 and at most 1."
             )
+        object.__setattr__(self, "gpu_memory_utilization", float(share))
 
     def _check_cache(self) -> None:
         """What belongs together: the cache's size, its prefixes, and what preemption does."""
@@ -170,7 +188,11 @@ class EngineArgs:
                 f"enable_prefix_caching is {shown(self.enable_prefix_caching)}; it must be a bool."
             )
         if self.prefix_cache is not None:
-            self._check_choice("prefix_cache", PREFIX_CACHES)
+            if self.prefix_cache not in PREFIX_CACHES:
+                raise ConfigError(
+                    f"prefix_cache is {shown(self.prefix_cache)}; it must be one of "
+                    f"{', '.join(PREFIX_CACHES)}, and enable_prefix_caching=False turns it off."
+                )
             if self.enable_prefix_caching is False:
                 raise ConfigError(
                     f"prefix_cache={self.prefix_cache!r} needs prefix caching, which "
@@ -181,11 +203,12 @@ class EngineArgs:
                 "scheduling_policy='longest_prefix_match' needs prefix caching, which "
                 "enable_prefix_caching=False turns off; leave one of them out."
             )
-        swap, number = self.swap_space, isinstance(self.swap_space, int | float)
+        swap, number = self.swap_space, isinstance(self.swap_space, Real)
         if isinstance(swap, bool) or not number or not 0 <= swap <= MOST_SWAP:
             raise ConfigError(
                 f"swap_space is {shown(swap)}; it must be a number of GiB from 0 to {MOST_SWAP:,}."
             )
+        object.__setattr__(self, "swap_space", int(swap) if is_whole(swap) else float(swap))
         if self.preemption_mode is not None:
             self._check_choice("preemption_mode", PREEMPTION_MODES)
             if self.preemption_mode == "swap" and not swap:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -511,6 +512,7 @@ BAD_ARGUMENTS = [
     ({"max_model_len": True}, ValueError, "True"),
     ({"gpu_memory_utilization": math.nan}, ValueError, "nan"),
     ({"gpu_memory_utilization": 1.5}, ValueError, "1.5"),
+    ({"gpu_memory_utilization": 10**400}, ValueError, "gpu_memory_utilization is 1000"),
     ({"seed": "x"}, ValueError, "seed"),
     ({"seed": 2**70}, ValueError, "seed"),
     ({"tokenizer": 5}, ValueError, "tokenizer is 5"),
@@ -562,6 +564,14 @@ BAD_ARGUMENTS = [
         ValueError,
         "leave one of them out",
     ),
+    ({"prefix_cache": "off"}, ValueError, "'off'; .* enable_prefix_caching=False turns it off"),
+    ({"tokenizer_mode": "slow"}, UnsupportedFeatureError, "tokenizer_mode='slow' .* one tokenizer"),
+    ({"skip_tokenizer_init": True}, UnsupportedFeatureError, "skip_tokenizer_init=True .* always"),
+    ({"revision": "v2"}, UnsupportedFeatureError, "revision='v2' .* folder"),
+    ({"download_dir": "x"}, UnsupportedFeatureError, "download_dir='x' .* HF_HUB_CACHE"),
+    ({"block_size": np.float64(16)}, ValueError, "block_size is"),
+    ({"block_size": np.bool_(True)}, ValueError, "block_size is"),
+    ({"device": torch.device("meta")}, ValueError, "device is 'meta'"),
     ({"speculative_config": {"method": "ngram"}}, UnsupportedFeatureError, "speculative_config"),
 ]
 
@@ -577,6 +587,31 @@ def test_bad_arguments_get_one_sentence(folder, arguments, error, message):
 def test_arguments_that_lost_their_meaning_only_warn(folder):
     with pytest.warns(UserWarning, match="use_v2_block_manager"):
         LLM(folder, use_v2_block_manager=True)
+
+
+def test_vllm_arguments_that_ask_for_nothing_are_taken_in_silence(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm = LLM(
+            folder, tokenizer_mode="auto", skip_tokenizer_init=False, revision=None,
+            download_dir=None, seed=None,
+        )  # fmt: skip
+    assert llm.engine.args == EngineArgs(folder)
+
+
+def test_numbers_of_numpy_and_a_torch_device_become_plain_values(folder):
+    plain = dict(
+        block_size=8, max_num_seqs=4, max_model_len=64, kv_cache_memory_bytes=2**20, seed=3,
+        long_prefill_token_threshold=4, swap_space=1, gpu_memory_utilization=0.5, device="cpu",
+    )  # fmt: skip
+    odd = {name: np.int64(value) for name, value in plain.items() if isinstance(value, int)}
+    args = EngineArgs(
+        folder, **odd, gpu_memory_utilization=np.float32(0.5), device=torch.device("cpu")
+    )
+    assert args == EngineArgs(folder, **plain)
+    assert {type(getattr(args, name)) for name in odd} == {int}
+    assert (type(args.gpu_memory_utilization), type(args.device)) == (float, str)
+    assert tokens_of(LLM(folder, dtype="float32", device=torch.device("cpu"))).token_ids
 
 
 def test_a_context_that_memory_shortens_is_that_of_the_plan(folder):
