@@ -217,8 +217,11 @@ class Engine:
             self._live[request.request_id] = live
         except InvalidRequestError:  # the id belongs to another
             raise
-        except BaseException:
+        except Exception:
             self.abort(request.request_id)
+            raise
+        except BaseException:  # Ctrl-C, anywhere in the scheduler's books
+            self._abandon("abort")
             raise
         return live
 

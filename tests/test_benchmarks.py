@@ -143,7 +143,7 @@ def test_a_decode_step_has_decode_only_and_blocks_grow_evenly() -> None:
     assert max(grown) <= 4
 
 
-def test_the_blocked_line_looks_up_one_prompt_and_admits_nobody() -> None:
+def test_the_blocked_line_looks_nobody_up_and_admits_nobody() -> None:
     scheduler = blocked_line(4)
     bench.commit(scheduler)  # the last look at all of them: somebody else is the oldest now
     looked = []
@@ -154,8 +154,7 @@ def test_the_blocked_line_looks_up_one_prompt_and_admits_nobody() -> None:
         bench.commit(scheduler)
         assert scheduler.record.blocked.what == "blocks"
         assert (scheduler.record.admitted, scheduler.record.preempted) == ([], [])
-    assert len(looked) == 7
-    assert {one.num_tokens for one in looked} == {4 * 16}
+    assert looked == []
 
 
 @pytest.mark.parametrize("kind", ["hash", "radix"])

@@ -78,7 +78,9 @@ class BlockManager:
         """Why the rest of a prompt was not found; `reads` is whether anybody looked."""
         if self.prefix_cache is None or not reads:
             return PrefixReport(unread=len(token_ids))
-        known = max(num_cached, self.index.match(token_ids, len(token_ids), salt).num_tokens)
+        known = num_cached
+        if len(token_ids) - num_cached <= self.block_size:  # the limit may have cut the match
+            known = max(known, self.index.match(token_ids, len(token_ids), salt).num_tokens)
         return self._history.explain(token_ids, num_cached, known, salt)
 
     def cost_of(self, match: Match, num_blocks: int) -> int:
@@ -92,12 +94,13 @@ class BlockManager:
         num_tokens = len(match.blocks) * self.block_size
         return match._replace(num_tokens=num_tokens, partial=None)
 
-    def adopt(self, table: BlockTable, match: Match) -> None:
-        """Begin an empty table with the blocks of a prefix."""
+    def adopt(self, table: BlockTable, match: Match, token_ids: Sequence[int]) -> None:
+        """Begin an empty table with the blocks of a prefix of `token_ids`."""
         blocks = match.blocks if match.partial is None else [*match.blocks, match.partial]
         self.pool.share(blocks)
         table.blocks = list(blocks)
-        table.cursor, table.num_indexed, table.name = None, 0, 0
+        table.cursor, table.num_indexed = match.cursor, len(match.blocks)
+        table.name = self._history.name(token_ids, len(match.blocks))
 
     def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make the blocks findable that are full now. Only tokens that are certain may be here."""
@@ -123,6 +126,13 @@ class BlockManager:
         """Free blocks that `grow` would take."""
         copies = self._must_copy(table, start)
         return max(self.blocks_for(end) - len(table.blocks), 0) + copies
+
+    def num_writable(self, table: BlockTable, start: int) -> int:
+        """Positions from `start` that could be written with the blocks that are free."""
+        blocks = self.pool.num_free - self._must_copy(table, start) + len(table.blocks)
+        if blocks < len(table.blocks):  # not even for the copy
+            return 0
+        return blocks * self.block_size - start
 
     def grow(self, table: BlockTable, start: int, end: int) -> BlockCopy | None:
         """Make positions `start` to `end` writable; returns the copy that must come first."""

@@ -34,6 +34,13 @@ class PrefixHistory:
             self._seen.popitem(last=False)
         return name
 
+    def name(self, token_ids: Sequence[int], num_blocks: int) -> int:
+        """The name of the first blocks of a text."""
+        size, name = self.block_size, 0
+        for end in range(size, num_blocks * size + 1, size):
+            name = hash((name, tuple(token_ids[end - size : end])))
+        return name
+
     def explain(
         self, token_ids: Sequence[int], num_cached: int, num_known: int, salt: str
     ) -> PrefixReport:

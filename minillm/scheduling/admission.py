@@ -1,11 +1,26 @@
 """Who is let in next, and whether there is room for it: seats, tokens of this step, blocks."""
 
+from dataclasses import dataclass
+
 from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.plan import Blocked
 from minillm.scheduling.policies import ADMISSIONS, WINDOW, Policy
 from minillm.scheduling.request import Key, Sequence, Status
+
+PATIENCE = 16  # steps
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Who lacked blocks, and how things stood then."""
+
+    blocked: Blocked
+    sequence: Sequence
+    oldest: Sequence | None
+    num_free: int
+    patience: int
 
 
 class Admission:
@@ -17,23 +32,31 @@ class Admission:
         if config.admission == "watermark":
             self.headroom = int(config.watermark * blocks.pool.num_blocks)
         self._target = ADMISSIONS[config.admission]
-        self._order: list[Sequence] = []  # of a policy that reads the cache, at the last look
-        self._oldest: Sequence | None = None  # who was first by arrival then
-        self._stuck_at: int | None = None  # free blocks when the next one lacked blocks
+        self._oldest: Sequence | None = None  # who was first by arrival at the last look
+        self._refusal: Refusal | None = None
+
+    def last_refusal(self, waiting: list[Sequence]) -> Blocked | None:
+        """The last answer "no blocks", while hardly anything could have changed it. To look up
+        long prompts in vain in every step would delay those who run; a prefix that somebody else
+        has cached meanwhile is noticed after `PATIENCE` steps."""
+        last = self._refusal
+        if (
+            last is None
+            or last.patience == 0
+            or last.sequence.status is not Status.WAITING
+            or last.oldest is not waiting[0]
+            or last.num_free < self.blocks.pool.num_free
+        ):
+            return None
+        last.patience -= 1
+        return last.blocked
 
     def queue(self, waiting: list[Sequence]) -> list[Sequence]:
-        """Who is next. A policy that reads the cache orders the oldest ones anew, but not while
-        the first one lacks blocks, no more are free and nobody older was preempted: looking up
-        long prompts in vain in every step would delay those who run."""
+        """Who is next; a policy that reads the cache orders the oldest ones anew."""
+        self._oldest = waiting[0]
         if not self.policy.reads_cache:
             return waiting
-        stuck = self._stuck_at is not None and self.blocks.pool.num_free <= self._stuck_at
-        if stuck and waiting[0] is self._oldest:
-            self._order = [seq for seq in self._order if seq.status is Status.WAITING]
-            if self._order:
-                return self._order[:1]
-        self._order, self._oldest = sorted(waiting[:WINDOW], key=self._key), waiting[0]
-        return self._order
+        return sorted(waiting[:WINDOW], key=self._key)
 
     def _key(self, sequence: Sequence) -> Key:
         cached = 0 if sequence.is_swapped else self.match(sequence).num_tokens
@@ -49,16 +72,18 @@ class Admission:
 
     def match(self, sequence: Sequence) -> Match:
         """Its cached start. The last token is computed in any case, because its logits choose the
-        next one; logprobs of a prompt need all of its logits."""
-        wants_all = sequence.request.params.prompt_logprobs is not None
-        limit = 0 if wants_all else sequence.num_tokens - 1
-        return self.blocks.match(sequence.token_ids, limit, sequence.request.cache_salt)
+        next one; logprobs of a prompt need all of its logits, once."""
+        request = sequence.request
+        wanted = request.params.prompt_logprobs is not None
+        needs_all = wanted and sequence.furthest < len(request.prompt_token_ids)
+        limit = 0 if needs_all else sequence.num_tokens - 1
+        return self.blocks.match(sequence.token_ids, limit, request.cache_salt)
 
     def decide(
         self, sequence: Sequence, seats: int, budget: int, available: int
     ) -> Match | Blocked:
         """The prefix to begin with (an empty one for a swapped sequence), or what is missing."""
-        self._stuck_at = None
+        self._refusal = None
         if sequence.num_seats > seats:
             return Blocked.of(sequence, "seats", sequence.num_seats, seats)
         if budget == 0:
@@ -76,6 +101,8 @@ class Admission:
         if left > budget and not self.config.enable_chunked_prefill:
             return Blocked.of(sequence, "tokens", left, budget)
         if needed > available:
-            self._stuck_at = self.blocks.pool.num_free
-            return Blocked.of(sequence, "blocks", needed, available)
+            blocked = Blocked.of(sequence, "blocks", needed, available)
+            num_free = self.blocks.pool.num_free
+            self._refusal = Refusal(blocked, sequence, self._oldest, num_free, PATIENCE)
+            return blocked
         return match

@@ -54,8 +54,8 @@ class StepPlan:
 class Blocked:
     """Why the next waiting sequence was not admitted; all others wait behind it.
 
-    `what` it lacks is "seats" (of `max_num_seqs`), "tokens" (of the step's budget) or "blocks".
-    When somebody was preempted or stalled, nobody is admitted and this is not filled in.
+    `what` it lacks is "seats" (of `max_num_seqs`), "tokens" (of the step's budget) or "blocks":
+    none at all in a step in which those who run were short of them.
     """
 
     seq_id: int

@@ -119,8 +119,10 @@ class Scheduler:
         self._dropped = []
         self.record = StepRecord(plan.step)
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
-        if not (self.record.preempted or self.record.stalled):
-            self._admit(plan, budget)
+        if self.waiting:
+            self.record.blocked = self._refusal(budget)
+            if self.record.blocked is None:
+                self._admit(plan, budget)
         plan.rows.sort(key=lambda row: row.num_tokens > 1)
         self._close(plan)
         return plan
@@ -135,8 +137,8 @@ class Scheduler:
         for sequence in (*decoding, *prefilling):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
-            num_tokens = self._chunk(sequence, budget)
-            if num_tokens and self._make_room(sequence, num_tokens, plan):
+            num_tokens = self._make_room(sequence, self._chunk(sequence, budget), plan)
+            if num_tokens:
                 self._add_row(plan, sequence, num_tokens)
                 budget -= num_tokens
             else:
@@ -148,23 +150,25 @@ class Scheduler:
         limit = self.config.long_prefill_token_threshold or budget
         return min(sequence.num_uncomputed, budget, limit)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
-        """Preempt from the end of the order until the blocks suffice.
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> int:
+        """Preempt from the end of the order until the blocks suffice; returns for how many tokens
+        they do.
 
         Only those behind `sequence` that are not in this step yet can be preempted. If that is
-        not enough it waits, with its blocks, for those that are in it. So the first in the order
-        always advances, or everything that advances holds what it needs.
+        not enough it computes what there is room for, or waits, with its blocks, for those that
+        are in the step. So the first in the order advances, or everything that advances holds
+        what it needs.
         """
         start, pool = sequence.num_computed, self.blocks.pool
         if pool.num_free > num_tokens:  # a block for each token and one copy: never more
-            return True
+            return num_tokens
         # Counted anew each time: a victim that shared the last block spares the copy.
         while self.blocks.num_needed(sequence.table, start, start + num_tokens) > pool.num_free:
             victim = self._victim(sequence)
             if victim is None:
-                return False
+                return min(num_tokens, self.blocks.num_writable(sequence.table, start))
             self._preempt(victim, sequence, plan)
-        return True
+        return num_tokens
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
         for other in reversed(self.running):
@@ -194,15 +198,19 @@ class Scheduler:
         victim.status = Status.WAITING
         enter(self.waiting, victim)
 
+    def _refusal(self, budget: int) -> Blocked | None:
+        """Why nobody can be admitted, if that is known before anything is looked up."""
+        first, seats = self.waiting[0], self.config.max_num_seqs - self.num_seats
+        if not seats:
+            return Blocked.of(first, "seats", first.num_seats, 0)
+        if not budget:
+            return Blocked.of(first, "tokens", 1, 0)
+        if self.record.preempted or self.record.stalled:
+            return Blocked.of(first, "blocks", self.admission.target(first), 0)
+        return self.admission.last_refusal(self.waiting) if self.running else None
+
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Move waiting sequences to `running` in order, until the next one does not fit."""
-        if not self.waiting:
-            return
-        first, seats = self.waiting[0], self.config.max_num_seqs - self.num_seats
-        if not seats or not budget:  # before anything is looked up or added up
-            lacks = ("tokens", 1, 0) if seats else ("seats", first.num_seats, 0)
-            self.record.blocked = Blocked.of(first, *lacks)
-            return
         pledged = sum(map(self.admission.pledge, self.running))
         num_admitted = 0
         for sequence in self.admission.queue(self.waiting):
@@ -237,7 +245,7 @@ class Scheduler:
             )
             self.counters.num_prompt_tokens += sequence.num_tokens
             self.counters.num_cached_tokens += match.num_tokens
-        self.blocks.adopt(sequence.table, match)
+        self.blocks.adopt(sequence.table, match, sequence.token_ids)
         sequence.num_computed = match.num_tokens
         sequence.furthest = max(sequence.furthest, match.num_tokens)
 

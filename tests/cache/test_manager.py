@@ -111,11 +111,11 @@ def test_a_hit_shares_the_blocks_and_costs_those_that_were_free(cache: str) -> N
     assert (match.blocks, match.num_tokens) == ([0, 1], 8)
     assert blocks.cost_of(match, 3) == 3  # one new block, and two that leave the free list
     first = BlockTable()
-    blocks.adopt(first, match)
+    blocks.adopt(first, match, TEXT)
     assert blocks.pool.num_revived == 2
     assert blocks.cost_of(match, 3) == 1  # now they are held: a second reader pays its own block
     second = BlockTable()
-    blocks.adopt(second, match)
+    blocks.adopt(second, match, TEXT)
     assert blocks.pool.ref_counts[:2] == [2, 2]
     blocks.check_invariants([first, second])
 
@@ -128,7 +128,8 @@ def test_a_partly_fitting_block_is_copied_and_stays_cached_as_it_was() -> None:
     assert (match.blocks, match.partial, match.num_tokens) == ([0], 1, 6)
     assert blocks.cost_of(match, 2) == 3  # block 0, the source, the copy
     table = BlockTable()
-    blocks.adopt(table, match)
+    blocks.adopt(table, match, [1, 2, 3, 4, 5, 6, 9, 9])
+    assert table.num_indexed == 1  # what is shared need not be offered again
     copy = blocks.grow(table, 6, 8)
     assert copy == BlockCopy(1, table.blocks[1])
     assert table.blocks[1] != 1

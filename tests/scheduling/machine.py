@@ -669,8 +669,9 @@ class World:
         evicted during a step, so the truth is between what was findable before and after."""
         size, expected = self.setup.block_size, self.completions[name_of(sequence)].expected
         limit = sequence.num_tokens - 1
-        if sequence.request.params.prompt_logprobs is not None:
-            limit = 0
+        request = sequence.request  # the logprobs of a prompt take one computation of all of it
+        if request.params.prompt_logprobs is not None:
+            limit *= sequence.furthest >= len(request.prompt_token_ids)
         require(start <= limit, "index", f"{start} tokens reused, at most {limit} may be")
         low, high = (self._longest(expected, limit, findable) for findable in (now, then))
         require(low <= start // size <= high, "index", f"reused {start}, findable {low} to {high}")

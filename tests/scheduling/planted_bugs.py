@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from minillm.cache.blocks import BlockPool
-from minillm.cache.hash_chain import HashChain
+from minillm.cache.hash_chain import Cursor, HashChain
 from minillm.cache.manager import BlockCopy, BlockManager, BlockTable
 from minillm.cache.prefix import Match, NoPrefixCache
 from minillm.cache.radix import RadixTree
@@ -64,7 +64,8 @@ def arrivals_first(patch: Patch) -> None:
     take = Scheduler._take_running
 
     def starve(self: Scheduler, plan: Any, budget: int) -> int:
-        self._admit(plan, budget)
+        if self.waiting:
+            self._admit(plan, budget)
         return 0 if plan.rows else take(self, plan, budget)
 
     patch.setattr(Scheduler, "_take_running", starve)
@@ -401,13 +402,14 @@ def weak_name(self: HashChain, parent: bytes, token_ids: tuple[int, ...]) -> byt
 @bug("names are believed without comparing tokens", r"Broken: (oracle|index)", prefix_cache="hash")
 def unverified_names(patch: Patch) -> None:
     def match(self: HashChain, token_ids: Any, limit: int, salt: str) -> Match:
-        size, name, blocks = self.block_size, self.start(salt).name, []
+        size, cursor, blocks = self.block_size, self.start(salt), []
         for end in range(size, limit + 1, size):
-            name = self.name(name, tuple(token_ids[end - size : end]))
+            name = self.name(cursor.name, tuple(token_ids[end - size : end]))
             if name not in self._entries:
                 break
+            cursor = Cursor(name, self._entries[name].place)
             blocks.append(self._entries[name].block)
-        return Match(blocks, len(blocks) * size, name)
+        return Match(blocks, len(blocks) * size, cursor)
 
     patch.setattr(HashChain, "name", weak_name)
     patch.setattr(HashChain, "match", match)
@@ -423,15 +425,16 @@ def names_without_parents(patch: Patch) -> None:
 
 def match_names_only(self: HashChain, token_ids: Any, limit: int, salt: str) -> Match:
     """A walk that compares tokens, but not parents."""
-    size, name, blocks = self.block_size, self.start(salt).name, []
+    size, cursor, blocks = self.block_size, self.start(salt), []
     for end in range(size, limit + 1, size):
         tokens = tuple(token_ids[end - size : end])
-        name = self.name(name, tokens)
+        name = self.name(cursor.name, tokens)
         entry = self._entries.get(name)
         if entry is None or entry.token_ids != tokens:
             break
+        cursor = Cursor(name, entry.place)
         blocks.append(entry.block)
-    return Match(blocks, len(blocks) * size, name)
+    return Match(blocks, len(blocks) * size, cursor)
 
 
 @bug("the hash chain ignores salts", r"Broken: (oracle|index)", prefix_cache="hash")

@@ -10,6 +10,7 @@ import pytest
 
 from minillm.cache.manager import BlockManager
 from minillm.sampling_params import SamplingParams
+from minillm.scheduling.admission import PATIENCE
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import (
     POLICIES,
@@ -149,12 +150,34 @@ def test_longest_prefix_match_does_not_look_again_while_no_blocks_come_free() ->
         plan = scheduler.schedule()
         scheduler.commit(plan, {row.seq_id: [0] * row.num_samples for row in plan.rows})
         seen.append(looked[:])
-    # The second needs all eight blocks. The first runs alone for eight steps, and only the next
-    # in line is looked at until it ends; but for the step in which that is another than before.
+    # The second needs all eight blocks. The first runs alone for eight steps, and nobody is looked
+    # at until it ends; but for the step in which another is the oldest than before.
     assert seen[0] == [0, 1, 2, 3, 0, 1]
     assert seen[1] == [1, 2, 3, 1]
-    assert seen[2:8] == [[1]] * 6
+    assert seen[2:8] == [[]] * 6
     assert seen[8] == [1, 2, 3, 1, 2]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "longest_prefix_match"])
+def test_who_lacks_blocks_is_looked_at_again_after_a_while(policy: str) -> None:
+    """Others may have cached its prefix meanwhile, which costs no blocks."""
+    config = SchedulerConfig(max_num_seqs=4, policy=policy, watermark=0)
+    scheduler = Scheduler(config, BlockManager(8, 8, "hash"))
+    looked = []
+    match = scheduler.admission.match
+    scheduler.admission.match = lambda sequence: looked.append(1) or match(sequence)
+    for index, (length, max_tokens) in enumerate([(4, 56), (60, 2)]):
+        name, tokens = str(index), prompt(length, 100 * index)
+        scheduler.add(Request(name, tokens, SamplingParams(), max_tokens))
+    seen = []
+    for _ in range(2 * PATIENCE + 6):
+        looked.clear()
+        plan = scheduler.schedule()
+        scheduler.commit(plan, {row.seq_id: [0] * row.num_samples for row in plan.rows})
+        assert scheduler.record.blocked.what == "blocks"
+        seen.append(bool(looked))
+    often = range(1, len(seen), PATIENCE + 1)  # the oldest is another in step 1
+    assert [step for step, look in enumerate(seen) if look] == [0, *often]
 
 
 # ---- bounds -----------------------------------------------------------------------------------

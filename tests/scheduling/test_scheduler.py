@@ -510,15 +510,17 @@ def test_a_prompt_for_n_completions_takes_n_seats_and_one_computation() -> None:
 # ---- memory -----------------------------------------------------------------------------------
 
 
-def pressed(mode: str, cache: str | None = None, host: int = 8) -> tuple[Scheduler, Sequence]:
+def pressed(
+    mode: str, cache: str | None = None, host: int = 8, **fields
+) -> tuple[Scheduler, Sequence]:
     """Two sequences of 7 + 8 tokens in five blocks; the second has lost its blocks to the first.
 
     Both hold two blocks. At position 8 each needs a third: the first takes the fifth block, the
     second finds none and stalls. At position 12 the first needs another one and preempts it.
     """
     engine = scheduler(5, cache, host, preemption_mode=mode)
-    engine.add(request("a", length=7, max_tokens=8))
-    second = engine.add(request("b", length=7, max_tokens=8))
+    engine.add(request("a", length=7, max_tokens=8, **fields))
+    second = engine.add(request("b", length=7, max_tokens=8, **fields))
     step(engine)
     step(engine)
     assert second.num_computed == 8
@@ -691,6 +693,16 @@ def test_a_request_that_wants_logprobs_of_its_prompt_reads_no_prefix() -> None:
     drain(engine)
 
 
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_delivered_logprobs_of_a_prompt_do_not_forbid_to_find_it_again(cache: str) -> None:
+    params = SamplingParams(prompt_logprobs=1)
+    engine, second = pressed("recompute", cache, params=params)
+    drain(engine)
+    assert second.report.unread == 7
+    assert second.num_recomputed < 8
+    assert engine.counters.num_cached_tokens == 0
+
+
 def test_a_partial_hit_that_does_not_fit_with_its_source_is_done_without() -> None:
     """Block 0, two more for the rest of the prompt, and the source until it is copied would be
     four of three blocks."""
@@ -736,8 +748,25 @@ def test_the_record_says_who_waits_for_a_seat_or_for_the_next_step() -> None:
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
     engine, second = pressed("recompute")
     assert engine.record.admitted == []
-    assert engine.record.blocked is None
+    assert str(engine.record.blocked) == "no blocks: needs 3, has 0"  # none for those who wait
     assert second.status is Status.WAITING
+
+
+def test_a_chunk_takes_the_blocks_there_are() -> None:
+    """The first in line is a long prompt; a decode takes the block it would need for its chunk."""
+    engine = scheduler(6, max_num_batched_tokens=12, watermark=0)
+    engine.add(request("a", length=4, max_tokens=9))
+    step(engine)
+    prompt = engine.add(request("b", length=16, max_tokens=1))
+    step(engine)
+    assert prompt.num_computed == 11  # 12 less the decode of a, in three of the four blocks left
+    thief = engine.blocks.pool.allocate(1)  # as if somebody had decoded into the last one
+    plan = engine.schedule()
+    assert [(row.seq_id, row.num_tokens) for row in plan.rows] == [(0, 1), (prompt.seq_id, 1)]
+    assert engine.record.stalled == []
+    engine.commit(plan, {0: [5]})
+    engine.blocks.pool.release(thief)
+    drain(engine)
 
 
 def test_records_add_up_to_the_counters() -> None:
