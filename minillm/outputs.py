@@ -41,6 +41,9 @@ class CompletionOutput:
 class PrefixReport:
     """Where the tokens of a prompt came from when it was first let in; adds up to its length.
 
+    `salt` says what a cache salt hides from others. Offline the sender of a request and the reader
+    of its report are the same person; a server must not pass the report on to the sender.
+
     Attributes:
         cached: read from the prefix cache.
         partial_block: not cached because they do not fill a block.

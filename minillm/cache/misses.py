@@ -1,7 +1,8 @@
 """Why a prompt was not found in the prefix cache: a memory of what was once cached.
 
-For operators and lessons only. It says whether *another* salt has cached the same tokens, so it
-must not be shown to the sender of a request: that is what a salt hides.
+A `RequestOutput` has the report, in `metrics.prefix`. It says whether *another* salt has cached the
+same tokens, which is what a salt hides: offline the sender of a request and the reader of its
+report are the same person, but a server must not pass the report on to the sender.
 """
 
 from collections import OrderedDict
