@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -18,7 +19,9 @@ from minillm import LLM, EngineArgs, SamplingParams, errors, machine
 from minillm.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
 from minillm.llm import list_prompts
 from minillm.sampler import SamplingRow, sample
+from minillm.scheduling.policies import POLICIES
 
+README = Path(__file__).resolve().parents[1] / "README.md"
 EOS = 256
 PROMPT = list(range(60, 77))
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -713,3 +716,24 @@ def test_engine_args_are_checked_without_loading():
     assert EngineArgs("tiny").dtype == "auto"
     with pytest.raises(ConfigError, match="model is ''"):
         EngineArgs("")
+
+
+def test_the_readme_runs_and_its_second_batch_reads_the_start_from_the_cache(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict = {}
+    exec("\n".join(blocks), names)
+    assert names["llm"].plan().kv_cache_bytes > 0
+    names["llm"].close()
+    outs = names["outs"]
+    assert len(outs) == 8
+    report = outs[0].metrics.prefix
+    assert outs[0].num_cached_tokens == report.cached >= len(outs[0].prompt_token_ids) // 2
+    said = capsys.readouterr().out
+    assert f"{report.cached} PrefixReport(cached={report.cached}, " in said
+    assert "Counters(num_steps=" in said
+    assert "StepRecord(step=" in said
+
+
+def test_every_scheduling_policy_has_its_line_in_the_docstring():
+    for name in POLICIES:
+        assert f'- "{name}": ' in EngineArgs.__doc__
