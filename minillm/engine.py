@@ -217,11 +217,11 @@ class Engine:
             self._live[request.request_id] = live
         except InvalidRequestError:  # the id belongs to another
             raise
-        except Exception:
-            self.abort(request.request_id)
-            raise
-        except BaseException:  # Ctrl-C, anywhere in the scheduler's books
-            self._abandon("abort")
+        except BaseException:
+            try:
+                self.abort(request.request_id)
+            except AccountingError:  # Ctrl-C in the middle of the scheduler's books
+                self._abandon("abort")
             raise
         return live
 

@@ -531,6 +531,23 @@ def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, set
     assert_idle(llm.engine)
 
 
+def test_ctrl_c_in_the_middle_of_the_books_leaves_nothing_of_a_request(
+    folder, expected, monkeypatch
+):
+    llm = engine(folder, monkeypatch)
+
+    def interrupted(line, sequence):
+        raise KeyboardInterrupt  # the sequence is booked, but in no line
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minillm.scheduling.scheduler.enter", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, PLAIN, use_tqdm=False)
+    assert_idle(llm.engine)
+    outputs = llm.generate(PROMPTS, PLAIN, use_tqdm=False)
+    assert list(map(tokens, outputs)) == expected(all_params())
+
+
 def test_ctrl_c_just_after_a_request_was_added_leaves_nothing_of_it(folder, expected, monkeypatch):
     llm, add = engine(folder, monkeypatch), Scheduler.add
 
