@@ -150,6 +150,12 @@ class LLM:
         lives = self._run(requests, "Scoring", "text", use_tqdm=True)
         return [self._score(text, live) for text, live in zip(listed, lives, strict=True)]
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, as before a measurement; True, as in vLLM."""
+        self.engine.runner  # noqa: B018  (a closed engine says so)
+        self.engine.scheduler.blocks.reset_prefix_cache()
+        return True
+
     def plan(self) -> MemoryPlan:
         """Where the engine's memory goes: weights, activations, KV cache."""
         return self.engine.memory

@@ -120,6 +120,13 @@ class BlockManager:
             table.num_indexed += 1
         self.pool.use_lost_first()
 
+    def reset_prefix_cache(self) -> None:
+        """Make nothing findable; who runs keeps its blocks."""
+        for block in range(self.pool.num_blocks):
+            if block in self.index:
+                self.index.forget(block)
+        self.pool.use_lost_first()
+
     # ---- growing -------------------------------------------------------------------------
 
     def num_needed(self, table: BlockTable, start: int, end: int) -> int:

@@ -503,3 +503,21 @@ def test_inference_mode_does_not_leak_out_of_a_stream(llm):
     next(stream)
     assert not torch.is_inference_mode_enabled()
     stream.close()
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_cached_prefixes_can_be_forgotten_also_while_somebody_reads_them(folder, kind):
+    llm = LLM(folder, dtype="float32", block_size=4, prefix_cache=kind)
+    prompt, params = list(range(20, 40)), SamplingParams(temperature=0, max_tokens=6)
+    expected, again = (llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(2))
+    assert again.metrics.num_cached_tokens >= 16
+    reader = llm.stream(prompt, params)
+    next(reader)
+    assert llm.reset_prefix_cache()
+    *_, last = reader
+    assert last.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert llm.reset_prefix_cache()
+    fresh = llm.generate(prompt, params, use_tqdm=False)[0]
+    assert fresh.metrics.num_cached_tokens == 0
+    assert fresh.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert_idle(llm.engine)
