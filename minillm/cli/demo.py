@@ -65,7 +65,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         hardware = measure(refresh=True, device=str(llm.engine.device))
     with terminal.progress(f"Building a model of {BIG}'s shape with random weights"):
         llm = LLM(f"preset:{BIG}", load_format="dummy", max_model_len=CONTEXT)
-    with llm, terminal.progress(f"Decoding for {seconds(BUDGET)}"):
+    with llm, terminal.progress(f"Decoding one sequence, then {TOGETHER}"):
         decoded, together = decode(llm), decode_together(llm)
     show_card(llm, decoded, together, hardware, terminal)
     show_next(terminal)
@@ -214,7 +214,7 @@ def show_next(terminal: Terminal) -> None:
         (f"{program} plan preset:llama-3.1-70b", "what a 70B model would need"),
     ]
     if Path("notebooks", "lab.py").is_file():
-        rows.append(("make lab", "the course: measure all this yourself"))
+        rows.append(("make lab", "the course: measure it all"))
     terminal.line()
     terminal.heading("Next")
     terminal.rows(rows)
