@@ -5,9 +5,7 @@ cache. How a time grows matters more than the time: a machine that is twice as f
 for one doubling only. So each time stands beside its growth: x, where it goes as size ** x.
 """
 
-import argparse
 import gc
-import json
 import math
 import platform
 import random
@@ -16,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from time import process_time
 from typing import NamedTuple
 
+from minillm.benchmarks.report import benchmark_parser, write_result
 from minillm.cache.manager import BlockManager, BlockTable, make_index
 from minillm.cache.prefix import PrefixIndex
 from minillm.cli.terminal import Terminal
@@ -358,22 +356,11 @@ def as_json(series: Sequence[Series]) -> dict[str, object]:
     }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minillm.benchmarks.scheduler",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON into FILE")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then print the table, what it says, and JSON."""
-    chosen, terminal = parser().parse_args(arguments), Terminal()
+    parser = benchmark_parser("scheduler", __doc__, EXAMPLES)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    chosen, terminal = parser.parse_args(arguments), Terminal()
     sizes = QUICK if chosen.quick else Sizes()
     steps = [task.run(terminal) for task in step_series(sizes)]
     prefixes = [task.run(terminal) for task in prefix_series(sizes)]
@@ -384,12 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.table(header, table(prefixes))
     for line in statement([*steps, *prefixes]):
         terminal.paragraph(line)
-    result = json.dumps(as_json([*steps, *prefixes]))
-    if chosen.json is None:
-        terminal.line(result)
-    else:
-        chosen.json.write_text(result + "\n", "utf-8")
-    terminal.flush()
+    write_result(as_json([*steps, *prefixes]), chosen.json, terminal)
     return 0
 
 

@@ -8,19 +8,17 @@ There are two kinds of runs: the embedded model behind the whole engine, and the
 over an oracle (`soak_oracle.py`), where every token is checked.
 """
 
-import argparse
 import gc
-import json
 import platform
 import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from minillm.benchmarks.report import benchmark_parser, write_result
 from minillm.benchmarks.soak_oracle import Job, Load, OracleSoak, Result, Soak, require
 from minillm.cli.terminal import Terminal
 from minillm.engine import Engine
@@ -166,13 +164,7 @@ def table(results: Sequence[Result]) -> list[list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all, then print the table, what it says, and JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minillm.benchmarks.soak",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON into FILE")
+    parser = benchmark_parser("soak", __doc__, EXAMPLES)
     parser.add_argument("--tiny", type=int, default=2_000, metavar="N", help="requests on tiny")
     parser.add_argument("--oracle", type=int, default=18_000, metavar="N", help="on the oracle")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
@@ -189,12 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.table(["", *(result.name for result in results)], table(results))
     terminal.paragraph(f"{preemptions:,} preemptions; every token of the oracle's was right.")
     report = {"benchmark": "soak", "machine": cpu_name(), "python": platform.python_version()}
-    text = json.dumps({**report, "runs": [asdict(result) for result in results]})
-    if chosen.json is None:
-        terminal.line(text)
-    else:
-        chosen.json.write_text(text + "\n", "utf-8")
-    terminal.flush()
+    result = {**report, "runs": [asdict(result) for result in results]}
+    write_result(result, chosen.json, terminal)
     return 0
 
 

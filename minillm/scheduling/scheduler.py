@@ -160,7 +160,7 @@ class Scheduler:
         what it needs.
         """
         start, pool = sequence.num_computed, self.blocks.pool
-        if pool.num_free > num_tokens:  # a block for each token and one copy: never more
+        if not num_tokens or pool.num_free > num_tokens:  # a block per token and a copy: never more
             return num_tokens
         # Counted anew each time: a victim that shared the last block spares the copy.
         while self.blocks.num_needed(sequence.table, start, start + num_tokens) > pool.num_free:
