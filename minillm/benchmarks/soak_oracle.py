@@ -10,6 +10,7 @@ import gc
 import random
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -124,7 +125,7 @@ class Result:
         return self.counters["num_preemptions_recompute"] + self.counters["num_preemptions_swap"]
 
 
-class Soak:
+class Soak(ABC):
     """Adds requests, aborts some, and steps, until all have ended; counts how they ended."""
 
     vocabulary = VOCABULARY
@@ -183,21 +184,21 @@ class Soak:
         require(all(pool.num_free == pool.num_blocks for pool in pools), "blocks are held")
 
     @property
+    @abstractmethod
     def scheduler(self) -> Scheduler:
         """Whose books are checked."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, job: Job) -> None:
         """Put a request in line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def abort(self, name: str) -> None:
         """End a request now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self) -> None:
         """Advance, and `end` what ended."""
-        raise NotImplementedError
 
 
 # ---- the scheduler alone, over an oracle ------------------------------------------------------

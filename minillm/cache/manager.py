@@ -86,8 +86,7 @@ class BlockManager:
     def cost_of(self, match: Match, num_blocks: int) -> int:
         """Free blocks that a table of `num_blocks` takes if it begins so: a hit in a free block
         takes that off the free list, and a partial hit needs its source until it is copied."""
-        held = match.blocks if match.partial is None else [*match.blocks, match.partial]
-        return max(num_blocks - len(match.blocks), 0) + sum(map(self.pool.is_free, held))
+        return max(num_blocks - len(match.blocks), 0) + sum(map(self.pool.is_free, match.held))
 
     def whole(self, match: Match) -> Match:
         """The match without its partial block."""
@@ -96,9 +95,8 @@ class BlockManager:
 
     def adopt(self, table: BlockTable, match: Match, token_ids: Sequence[int]) -> None:
         """Begin an empty table with the blocks of a prefix of `token_ids`."""
-        blocks = match.blocks if match.partial is None else [*match.blocks, match.partial]
-        self.pool.share(blocks)
-        table.blocks = list(blocks)
+        table.blocks = match.held
+        self.pool.share(table.blocks)
         table.cursor, table.num_indexed = match.cursor, len(match.blocks)
         table.name = self._history.name(token_ids, len(match.blocks))
 

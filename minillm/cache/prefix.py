@@ -24,6 +24,11 @@ class Match(NamedTuple):
     cursor: Cursor
     partial: int | None = None
 
+    @property
+    def held(self) -> list[int]:
+        """The blocks that a table beginning so holds: the partial one until it is copied."""
+        return list(self.blocks) if self.partial is None else [*self.blocks, self.partial]
+
 
 class PrefixIndex(Protocol):
     """From token ids to the blocks that hold their keys and values.
