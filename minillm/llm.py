@@ -1,12 +1,10 @@
 """`LLM`: the offline interface, with vLLM's names."""
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -14,29 +12,16 @@ from tqdm import tqdm
 from minillm.cost import MemoryPlan
 from minillm.engine import Engine
 from minillm.engine_args import EngineArgs
-from minillm.errors import InvalidRequestError, UnknownArgumentError, UnsupportedFeatureError
+from minillm.errors import InvalidRequestError, UnknownArgumentError
 from minillm.live_request import LiveRequest
 from minillm.outputs import RequestOutput, ScoreOutput
-from minillm.sampling_params import SamplingParams, check_int, shown
+from minillm.prompts import Prompt, list_params, list_priorities, list_prompts, split_prompt
+from minillm.sampling_params import SamplingParams
 from minillm.scheduling.request import Request
 from minillm.text.tokenizer import Tokenizer
+from minillm.vllm_arguments import without_meaningless
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-
-# Arguments that vLLM has or had, which mean nothing here, with the values that ask for nothing.
-WITHOUT_MEANING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {"use_v2_block_manager": (True, False), "trust_remote_code": (False,)}
-)
-# vLLM's arguments of which only the default works here: that default, and why there is no other.
-ONLY_DEFAULT: Mapping[str, tuple[Any, str]] = MappingProxyType(
-    {
-        "tokenizer_mode": ("auto", "there is one tokenizer, that of tokenizer.json"),
-        "skip_tokenizer_init": (False, "a model's tokenizer is always loaded, if it has one"),
-        "revision": (None, "give the folder of that revision as model"),
-        "download_dir": (None, "set the environment variable HF_HUB_CACHE instead"),
-    }
-)
 
 
 class LLM:
@@ -279,103 +264,3 @@ def exp_or_inf(value: float) -> float:
         return math.exp(value)
     except OverflowError:
         return math.inf
-
-
-def without_meaningless(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Drop vLLM's arguments that mean nothing here, with a warning unless they ask for nothing."""
-    for name, (default, reason) in ONLY_DEFAULT.items():
-        value = arguments.pop(name, default)
-        if value is not default and value != default:
-            raise UnsupportedFeatureError(f"{name}={shown(value)} is not supported: {reason}.")
-    for name, harmless in WITHOUT_MEANING.items():
-        if name in arguments:
-            value = arguments.pop(name)
-            if value not in harmless:
-                raise UnsupportedFeatureError(
-                    f"{name}={shown(value)} is not supported: minillm never runs code of a "
-                    "checkpoint."
-                )
-            warnings.warn(f"{name} has no meaning in minillm and is ignored.", stacklevel=3)
-    return arguments
-
-
-def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list of prompts. A list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
-        raise InvalidRequestError(
-            f"prompts is a {type(prompts).__name__}; it must be a string, a list of token ids, "
-            "a dict, or a list of these."
-        )
-    single = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
-    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
-
-
-def list_params(
-    params: SamplingParams | Sequence[SamplingParams], count: int
-) -> list[SamplingParams]:
-    """One `SamplingParams` for each of `count` prompts."""
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    each = list(params) if isinstance(params, Sequence) else [params]
-    if not all(isinstance(item, SamplingParams) for item in each):
-        raise InvalidRequestError(
-            f"sampling_params is a {type(params).__name__}; it must be a SamplingParams or "
-            "a list of them."
-        )
-    if len(each) != count:
-        raise InvalidRequestError(
-            f"There are {len(each)} sampling_params for {count} prompts; give one for all or "
-            "one per prompt."
-        )
-    return each
-
-
-def list_priorities(priority: Sequence[int] | None, count: int, policy: str) -> list[int]:
-    """One priority for each of `count` prompts."""
-    if priority is None:
-        return [0] * count
-    if policy != "priority":
-        raise InvalidRequestError(
-            f"priority has no effect with scheduling_policy={policy!r}; make the LLM with "
-            "scheduling_policy='priority'."
-        )
-    if isinstance(priority, str) or not isinstance(priority, Sequence) or len(priority) != count:
-        raise InvalidRequestError(
-            f"priority is {shown(priority)}; it must be a list with one integer per prompt "
-            f"({count})."
-        )
-    return [check_int("priority", each, -(2**31), 2**31 - 1) for each in priority]
-
-
-def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
-    """The text, the token ids and the cache salt of a prompt; ids, where given, are what counts."""
-    if isinstance(prompt, str):
-        return prompt, None, ""
-    if isinstance(prompt, Mapping):
-        if not prompt or prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
-            raise InvalidRequestError(
-                "A prompt dict has 'prompt' or 'prompt_token_ids', and 'cache_salt' if you like, "
-                f"not {shown(sorted(map(str, prompt)))}."
-            )
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if not isinstance(text, str | None):
-            raise InvalidRequestError(f"'prompt' is a {type(text).__name__}; it must be a string.")
-        salt = prompt.get("cache_salt", "")
-        if not isinstance(salt, str):
-            raise InvalidRequestError(
-                f"'cache_salt' is a {type(salt).__name__}; it must be a string."
-            )
-        return text, None if ids is None else token_list(ids), salt
-    return None, token_list(prompt), ""
-
-
-def token_list(ids: object) -> Sequence[int]:
-    """A list of token ids; what is in it is checked against the model later."""
-    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-        raise InvalidRequestError(
-            f"A prompt is a {type(ids).__name__}; it must be a string, a list of token ids or "
-            "a dict."
-        )
-    return ids

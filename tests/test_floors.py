@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     **dict.fromkeys(["config", "sampling_params", "outputs", "errors", "hardware"], 0),
     **dict.fromkeys(["engine_args", "machine", "parameters", "cost", "presets"], 0),
+    **dict.fromkeys(["prompts", "vllm_arguments", "async_engine_args"], 0),
     **dict.fromkeys(["ops", "linear_methods", "parallel"], 1),
     **dict.fromkeys(["layers"], 2),
     **dict.fromkeys(["models", "quantization"], 3),
     **dict.fromkeys(["scheduling", "cache", "text"], 4),
     **dict.fromkeys(["runner", "forward_pass", "sampler", "speculative", "graphs"], 5),
     **dict.fromkeys(["engine", "engine_setup", "completion", "live_request", "trace"], 6),
-    **dict.fromkeys(["llm", "async_engine"], 7),
+    **dict.fromkeys(["llm", "async_engine", "step_thread"], 7),
     **dict.fromkeys(["cli", "__main__", "serving"], 8),
     "": 9,  # minillm/__init__.py, which offers the names of every floor
 }
