@@ -7,6 +7,7 @@ add -> waiting -> [ schedule -> run -> commit -> text ] -> finished
 import random
 from collections.abc import Iterator, Sequence
 from numbers import Integral
+from time import perf_counter
 
 import torch
 
@@ -18,7 +19,6 @@ from minillm.engine_setup import (
     choose_dtype,
     end_tokens,
     limit_threads,
-    new_scheduler,
     open_tokenizer,
     plan_memory,
 )
@@ -34,6 +34,7 @@ from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence
+from minillm.trace.recorder import Trace, TraceSettings
 
 
 class Engine:
@@ -64,6 +65,7 @@ class Engine:
         self._forward_pass: ForwardPass | None = ForwardPass(model)
         self._runner: Runner | None = None
         self.scheduler, self._runner = build_core(args, model, self.memory, self.max_model_len)
+        self.trace = Trace(self._trace_settings())
 
     @property
     def runner(self) -> Runner:
@@ -95,6 +97,23 @@ class Engine:
             peak = torch.get_device_module(self.device).max_memory_allocated(self.device)
             sizes["activations"] = peak - sizes["weights"] - sizes["kv_cache"]
         return sizes
+
+    def _trace_settings(self) -> TraceSettings:
+        config, blocks = self.scheduler.config, self.scheduler.blocks
+        return TraceSettings(
+            model=self.source.name,
+            dtype=self.dtype,
+            device=str(self.device),
+            policy=config.policy,
+            admission=config.admission,
+            preemption=config.preemption_mode,
+            prefix_cache=blocks.prefix_cache,
+            block_size=blocks.block_size,
+            num_blocks=blocks.pool.num_blocks,
+            num_host_blocks=blocks.host.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
 
     def close(self) -> None:
         """End all requests and give the memory back. Closing twice is fine."""
@@ -227,10 +246,11 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is. Unknown or finished is fine."""
-        self.scheduler.abort(request_id)
+        now = perf_counter()
+        self.scheduler.abort(request_id, "abort", now)
         live = self._live.pop(request_id, None)
         if live is not None:
-            live.end("abort")
+            live.end("abort", now)
 
     @property
     def has_work(self) -> bool:
@@ -249,13 +269,22 @@ class Engine:
         runner = self.runner
         if not self._live:
             return []
+        started = perf_counter()
         try:
             plan = self.scheduler.schedule()
+            record = self.scheduler.record
+            record.started, record.planned = started, perf_counter()
+            self.trace.append(record)
             if not plan.rows:
                 raise AccountingError(f"Nothing can run, but {len(self._live)} requests wait.")
-            for seq_id in self.scheduler.record.admitted:
-                self._live[self.scheduler.sequences[seq_id].request.request_id].schedule()
-            return self._commit(plan, runner.execute(plan))
+            for seq_id in record.admitted:
+                owner = self.scheduler.sequences[seq_id].request.request_id
+                self._live[owner].schedule(record.planned)
+            result = runner.execute(plan)
+            record.computed = perf_counter()
+            touched = self._commit(plan, result, record.computed)
+            record.delivered = perf_counter()
+            return touched
         except Exception as error:
             self._dead = f"The engine stopped: {in_one_line(error)}"
             self._abandon("error", self._dead)
@@ -264,15 +293,16 @@ class Engine:
             self._abandon("abort")
             raise
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> list[LiveRequest]:
-        """Tell the scheduler and the requests what came out of a step."""
+    def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[LiveRequest]:
+        """Tell the scheduler and the requests what came out of a step; `now` is its time for all,
+        so that metrics and trace agree."""
         scheduler = self.scheduler
         owners = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
         for row, sequence in owners:
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
                 # Before the commit, which would offer what it computed to others.
                 scheduler.blocks.forget(sequence.table)
-                scheduler.finish(row.seq_id)
+                scheduler.finish(row.seq_id, "error")
         for fork in scheduler.commit(plan, result.token_ids):
             self._live[fork.request.request_id].sequences[fork.index] = fork
         touched = {}
@@ -280,42 +310,52 @@ class Engine:
             live = self._live.get(sequence.request.request_id)
             if live is not None and live.request is sequence.request:  # not aborted meanwhile
                 touched[live.request.request_id] = live
-                self._deliver(row, sequence, live, result)
+                self._deliver(row, sequence, live, result, now)
         for request_id, live in touched.items():
             if live.finished:
                 del self._live[request_id]
         return list(touched.values())
 
     def _deliver(
-        self, row: Row, sequence: ScheduledSequence, live: LiveRequest, result: StepResult
+        self,
+        row: Row,
+        sequence: ScheduledSequence,
+        live: LiveRequest,
+        result: StepResult,
+        now: float,
     ) -> None:
         """Hand one row's results to its request, and end what they complete."""
         prompt = result.prompt_logprobs.get(row.seq_id)
-        if prompt is not None and not live.add_prompt_logprobs(*prompt):
-            self.scheduler.abort(live.request.request_id)
+        if prompt is not None and not live.add_prompt_logprobs(*prompt, now):
+            self.scheduler.abort(live.request.request_id, "error")
             return
         errors = result.errors.get(row.seq_id, {})
         if not row.num_samples:
             if errors:
                 for index in range(sequence.index, sequence.index + sequence.num_seats):
-                    live.end_completion(index, "error", errors[0])
+                    live.end_completion(index, "error", now, errors[0])
             elif sequence.status is Status.FINISHED:  # it was to be computed only
-                live.end("length")
+                live.end("length", now)
             return
         logprobs = result.logprobs.get(row.seq_id, [None] * row.num_samples)
         for each, token in enumerate(result.token_ids[row.seq_id]):
             index = sequence.index + each
             if token is None:
-                live.end_completion(index, "error", errors[each])
-            elif live.append(index, token, logprobs[each]):
-                self.scheduler.finish(live.sequences[index].seq_id)
+                live.end_completion(index, "error", now, errors[each])
+            elif reason := live.append(index, token, logprobs[each], now):
+                self.scheduler.finish(live.sequences[index].seq_id, reason)
 
     def _abandon(self, reason: FinishReason, error: str | None = None) -> None:
         """End everything. The scheduler may have been interrupted anywhere, so it is replaced,
         and with it what it knew of cached prefixes."""
+        now = perf_counter()
         for live in self._live.values():
-            live.end(reason, error)
+            live.end(reason, now, error)
         self._live = {}
+        scheduler = self.scheduler
+        for seq_id, sequence in scheduler.sequences.items():
+            scheduler.log.end(sequence, reason, seq_id in scheduler.in_flight, now)
+        self.trace.append(scheduler.record)
         if self._runner is not None:
-            self.scheduler = new_scheduler(self.scheduler)
+            self.scheduler = scheduler.restarted()
             self._runner.reset()

@@ -31,6 +31,10 @@ class CheckpointError(MinillmError, ValueError):
     """A weight file is damaged, or its tensors do not fit the configuration."""
 
 
+class TraceFileError(MinillmError, ValueError):
+    """A file that should hold a trace does not, or is damaged."""
+
+
 class InvalidRequestError(MinillmError, ValueError):
     """A prompt or a sampling parameter that cannot be served."""
 

@@ -51,37 +51,40 @@ class LiveRequest:
         """Whether all completions have ended."""
         return all(completion.finish_reason for completion in self.completions)
 
-    def schedule(self) -> None:
-        """The request gets its first blocks now."""
+    def schedule(self, time: float) -> None:
+        """The request gets blocks; the first time counts."""
         if self._scheduled is None:
-            self._scheduled = perf_counter()
+            self._scheduled = time
 
     def append(
-        self, index: int, token_id: int, logprobs: dict[int, TokenLogprob] | None
+        self, index: int, token_id: int, logprobs: dict[int, TokenLogprob] | None, time: float
     ) -> FinishReason | None:
-        """Give a completion its next token; returns how that ended it, if it did."""
+        """Give a completion its next token, which was there at `time`; returns how that ended it,
+        if it did."""
         completion = self.completions[index]
-        self._last_token = perf_counter()
-        self._first_token = self._first_token or self._last_token
+        self._last_token = time
+        self._first_token = self._first_token or time
         self.num_updates += 1
         try:
             completion.append(token_id, logprobs)
         except Exception as error:  # a text that cannot be written must not end the others
             completion.fail(f"The text of this completion failed: {in_one_line(error)}")
         if completion.finish_reason is not None:
-            self._ended = self._last_token
+            self._ended = time
         return completion.finish_reason
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, time: float, error: str | None = None) -> None:
         """End what still runs."""
         for completion in self.completions:
             if completion.finish_reason is None:
-                self.end_completion(completion.index, reason, error)
+                self.end_completion(completion.index, reason, time, error)
 
-    def end_completion(self, index: int, reason: FinishReason, error: str | None = None) -> None:
+    def end_completion(
+        self, index: int, reason: FinishReason, time: float, error: str | None = None
+    ) -> None:
         """End one completion; what was generated stays."""
         self.num_updates += 1
-        self._ended = perf_counter()
+        self._ended = time
         completion = self.completions[index]
         if error is not None:
             completion.fail(error)
@@ -91,14 +94,16 @@ class LiveRequest:
         except Exception as failure:
             completion.fail(f"The text of this completion failed: {in_one_line(failure)}")
 
-    def add_prompt_logprobs(self, start: int, entries: list[dict[int, TokenLogprob]]) -> bool:
+    def add_prompt_logprobs(
+        self, start: int, entries: list[dict[int, TokenLogprob]], time: float
+    ) -> bool:
         """Those of prompt positions from `start`; positions that were computed again are known.
         Returns whether the request goes on."""
         known = self.prompt_logprobs or [None]
         try:
             known += [with_text(each, self._tokenizer) for each in entries[len(known) - start :]]
         except Exception as error:
-            self.end("error", f"The text of this prompt failed: {in_one_line(error)}")
+            self.end("error", time, f"The text of this prompt failed: {in_one_line(error)}")
         return not self.finished
 
     def output(self) -> RequestOutput:

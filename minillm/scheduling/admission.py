@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.plan import Blocked
 from minillm.scheduling.policies import ADMISSIONS, WINDOW, Policy
+from minillm.scheduling.record import Blocked
 from minillm.scheduling.request import Key, Sequence, Status
 
 PATIENCE = 16  # steps

@@ -20,16 +20,16 @@ from minillm.scheduling.admission import Admission
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
-from minillm.scheduling.plan import (
+from minillm.scheduling.plan import NewSequence, Row, StepPlan
+from minillm.scheduling.policies import POLICIES, Policy
+from minillm.scheduling.record import (
     Blocked,
     Counters,
-    NewSequence,
+    Forked,
+    Logbook,
     Preemption,
-    Row,
-    StepPlan,
     StepRecord,
 )
-from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.request import Key, Request, Sequence, Status
 
 Sampled = list[int | None]  # tokens of one row; None is a sample that failed
@@ -48,7 +48,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}  # all that are not finished, by seq_id
-        self.record = StepRecord(0)
+        self.log = Logbook()
         self.counters = Counters()
         self.admission = Admission(config, blocks, self.policy)
         self._requests: dict[str, list[Sequence]] = {}
@@ -57,6 +57,11 @@ class Scheduler:
         self.num_seats = 0  # taken by the running sequences and their forks to come
         self._dropped: list[int] = []
         self.in_flight: dict[int, Sequence] = {}  # rows of a plan that is not committed
+
+    @property
+    def record(self) -> StepRecord:
+        """What the last step did and why."""
+        return self.log.record
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -76,21 +81,26 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[request.request_id] = [sequence]
         enter(self.waiting, sequence)
+        self.log.add(sequence)
         return sequence
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: str = "abort", time: float | None = None) -> None:
         """End all sequences of a request, wherever they are. Unknown or finished is fine."""
         for sequence in list(self._requests.get(request_id, ())):
-            self.finish(sequence.seq_id)
+            self.finish(sequence.seq_id, reason, time)
 
-    def finish(self, seq_id: int) -> None:
+    def finish(self, seq_id: int, reason: str = "stop", time: float | None = None) -> None:
         """End one sequence: its text is complete, or it failed. Twice is fine.
 
         Its blocks are free at once, or, if a plan that is not committed uses them, at the commit.
+        `reason` and `time` are for the record; None is the time of the step's tokens.
         """
         sequence = self.sequences.pop(seq_id, None)
         if sequence is None:
+            if reason != "length":
+                self.log.correct(seq_id, reason)
             return
+        self.log.end(sequence, reason, seq_id in self.in_flight, time)
         if sequence.status is Status.RUNNING:
             self._stop_running(sequence)
         else:
@@ -108,6 +118,18 @@ class Scheduler:
         """Whether any sequence is not finished."""
         return bool(self.sequences)
 
+    def restarted(self) -> "Scheduler":
+        """One with the same limits, for when this one's books may be torn: it knows of no block
+        and no request. Numbers and counters go on, so that a trace tells the two apart."""
+        old = self.blocks
+        blocks = BlockManager(
+            old.pool.num_blocks, old.block_size, old.prefix_cache, old.host.num_blocks
+        )
+        scheduler = Scheduler(self.config, blocks, self.policy)
+        scheduler.log, scheduler.counters = self.log, self.counters
+        scheduler._num_sequences, scheduler._num_arrivals = self._num_sequences, self._num_arrivals
+        return scheduler
+
     # ---- one step: plan ------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
@@ -117,7 +139,7 @@ class Scheduler:
         self.counters.num_steps += 1
         plan = StepPlan(self.counters.num_steps, dropped=self._dropped)
         self._dropped = []
-        self.record = StepRecord(plan.step)
+        self.log.begin(plan)
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
         if self.waiting:
             self.record.blocked = self._refusal(budget)
@@ -142,7 +164,7 @@ class Scheduler:
                 self._add_row(plan, sequence, num_tokens)
                 budget -= num_tokens
             else:
-                self.record.stalled.append(sequence.seq_id)
+                self.record.stalled.append(self._why_stalled(sequence, budget))
         return budget
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
@@ -169,6 +191,13 @@ class Scheduler:
                 return min(num_tokens, self.blocks.num_writable(sequence.table, start))
             self._preempt(victim, sequence, plan)
         return num_tokens
+
+    def _why_stalled(self, sequence: Sequence, budget: int) -> Blocked:
+        if not budget:
+            return Blocked.of(sequence, "tokens", 1, 0)
+        start, pool = sequence.num_computed, self.blocks.pool
+        needed = self.blocks.num_needed(sequence.table, start, start + 1)
+        return Blocked.of(sequence, "blocks", needed, pool.num_free)
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
         for other in reversed(self.running):
@@ -316,6 +345,7 @@ class Scheduler:
             if sequence.furthest > row.start:
                 again = min(end, sequence.furthest) - row.start
                 sequence.num_recomputed += again
+                self.record.num_recomputed_tokens += again
                 self.counters.num_recomputed_tokens += again
             sequence.num_computed = end
             sequence.furthest = max(sequence.furthest, end)
@@ -323,7 +353,7 @@ class Scheduler:
             if row.num_samples:
                 forks += self._extend(sequence, sampled[row.seq_id])
             elif end == sequence.num_tokens:
-                self.finish(row.seq_id)  # a prompt that is only computed
+                self.finish(row.seq_id, "length")  # a prompt that is only computed
         return forks
 
     def _extend(self, sequence: Sequence, tokens: Sampled) -> list[Sequence]:
@@ -341,7 +371,7 @@ class Scheduler:
             if token is not None:
                 each.token_ids.append(token)
             if token is None or each.num_tokens >= last:
-                self.finish(each.seq_id)
+                self.finish(each.seq_id, "error" if token is None else "length")
         return together[1:]
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
@@ -353,6 +383,7 @@ class Scheduler:
         self.num_seats += 1
         enter(self.running, child)
         self._requests[parent.request.request_id].append(child)
+        self.record.forked.append(Forked(child.seq_id, parent.seq_id, index))
         return child
 
     def _new_sequence(self, request: Request, index: int, arrival: int, key: Key) -> Sequence:

@@ -37,8 +37,9 @@ from minillm.errors import InvalidRequestError
 from minillm.sampling_params import SamplingParams
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.invariants import check_invariants
-from minillm.scheduling.plan import Counters, Row, StepPlan
+from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.policies import POLICIES
+from minillm.scheduling.record import Counters
 from minillm.scheduling.request import Request, Sequence
 from minillm.scheduling.scheduler import Scheduler
 from tests.scheduling.oracle import VOCABULARY, Broken, Expected, Runner, Sample, require, root
@@ -576,14 +577,15 @@ class World:
     def _check_decode(self, before: Before, rows: Mapping[int, Row]) -> None:
         record = self.scheduler.record
         preempted = {one.seq_id for one in record.preempted}
+        stalled = {one.seq_id for one in record.stalled}
         for seq_id, left in before.uncomputed.items():
-            seen = seq_id in rows or seq_id in record.stalled or seq_id in preempted
+            seen = seq_id in rows or seq_id in stalled or seq_id in preempted
             require(seen, "decode", f"{seq_id} runs, but is neither planned nor reported")
-            if left == 1 and seq_id in record.stalled:
+            if left == 1 and seq_id in stalled:
                 short = preempted or self.manager.pool.num_free == 0
                 require(short, "decode", f"{seq_id} stalls beside free blocks")
                 require(not record.admitted, "decode", f"{seq_id} stalls behind arrivals")
-        for seq_id in record.stalled:
+        for seq_id in stalled:
             require(seq_id not in rows, "decode", f"{seq_id} is planned and stalled")
         for seq_id in preempted:
             require(seq_id not in rows, "decode", f"{seq_id} is planned and preempted")

@@ -81,7 +81,7 @@ def prefills_first(patch: Patch) -> None:
                     self._add_row(plan, sequence, num_tokens)
                     budget -= num_tokens
                 else:
-                    self.record.stalled.append(sequence.seq_id)
+                    self.record.stalled.append(self._why_stalled(sequence, budget))
         return budget
 
     patch.setattr(Scheduler, "_take_running", take)

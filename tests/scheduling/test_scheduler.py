@@ -86,6 +86,11 @@ def drain(engine: Scheduler, most: int = 1000) -> list[StepPlan]:
     return plans
 
 
+def stalled(engine: Scheduler) -> list[int]:
+    """Who ran, but got no row in the last step."""
+    return [each.seq_id for each in engine.record.stalled]
+
+
 def tokens_of(plan: StepPlan) -> dict[int, int]:
     return {row.seq_id: row.num_tokens for row in plan.rows}
 
@@ -525,7 +530,7 @@ def pressed(
     step(engine)
     assert second.num_computed == 8
     step(engine)
-    assert engine.record.stalled == [second.seq_id]
+    assert stalled(engine) == [second.seq_id]
     while not engine.record.preempted:
         step(engine)
     return engine, second
@@ -575,7 +580,7 @@ def test_who_is_in_this_step_already_is_not_preempted_in_it() -> None:
     step(engine)
     for _ in range(3):  # d computes 5, 6 and 7 in its second block
         assert tokens_of(step(engine)) == {behind.seq_id: 1}
-        assert (engine.record.stalled, engine.record.preempted) == ([urgent.seq_id], [])
+        assert (stalled(engine), engine.record.preempted) == ([urgent.seq_id], [])
     assert tokens_of(step(engine)) == {urgent.seq_id: 4}  # d, too, needs a block now: it loses
     assert engine.record.preempted == [(behind.seq_id, urgent.seq_id, "recompute", 8)]
     drain(engine)

@@ -1,0 +1,188 @@
+"""What a step did and why, for people: the raw material of traces, metrics and lessons.
+
+A plan tells the runner what changed; a record tells everybody else. Each event of a request is in
+exactly one record, so that whoever has all records can rebuild every block table, counter and time.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from minillm.cache.manager import BlockCopy
+from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Why a sequence could not go on: the next waiting one, behind which all others wait, or a
+    running one that got no row.
+
+    `what` it lacks is "seats" (of `max_num_seqs`), "tokens" (of the step's budget) or "blocks":
+    for those who wait, none at all in a step in which those who run were short of them.
+    """
+
+    seq_id: int
+    request_id: str
+    what: str
+    needed: int
+    available: int
+
+    @classmethod
+    def of(cls, sequence: Sequence, what: str, needed: int, available: int) -> "Blocked":
+        """The same about a given sequence."""
+        return cls(sequence.seq_id, sequence.request.request_id, what, needed, available)
+
+    def __str__(self) -> str:
+        return f"no {self.what}: needs {self.needed}, has {max(self.available, 0)}"
+
+
+class Added(NamedTuple):
+    """A request came, and `seq_id` is its first sequence; `arrival` is on the engine's clock."""
+
+    seq_id: int
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    num_completions: int
+    priority: int
+    arrival: float
+
+
+class Preemption(NamedTuple):
+    """Who lost its blocks, for whom, and whether they went to host memory ("swap") or not
+    ("recompute")."""
+
+    seq_id: int
+    for_seq_id: int
+    mode: str
+    num_tokens: int  # that were computed so far
+
+
+class Forked(NamedTuple):
+    """Completion number `completion` of a request parted from the first, over the same blocks."""
+
+    seq_id: int
+    parent_id: int
+    completion: int
+
+
+class Ended(NamedTuple):
+    """A sequence ended, with `num_tokens` new tokens; `time` None means when the tokens of its step
+    were there. `in_vain` says that its row of this step came to nothing."""
+
+    seq_id: int
+    reason: str
+    num_tokens: int
+    in_vain: bool
+    time: float | None
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step, with all that happened between the step before and the step after.
+
+    Times are in seconds on the clock of whoever drives the scheduler: the step `started`, was
+    `planned`, its tokens were `computed` (the model ran, and samples were drawn), and texts and
+    outputs were `delivered`. Token counts reconcile with the scheduler's counters.
+
+    Attributes:
+        added: requests that came since the step before.
+        rows, copies, swap_out, swap_in: those of the plan.
+        admitted: sequences that got their first blocks, or blocks again.
+        preempted: sequences that lost theirs.
+        stalled: running sequences that got no row, and why.
+        blocked: the next waiting sequence and why it was not admitted; all others wait behind it.
+        forked, ended: what the sampled tokens, or aborts until the next step, led to.
+        num_running, num_waiting, num_free_blocks: when the step was planned.
+    """
+
+    step: int
+    added: list[Added] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    swap_out: list[BlockCopy] = field(default_factory=list)
+    swap_in: list[BlockCopy] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)
+    preempted: list[Preemption] = field(default_factory=list)
+    stalled: list[Blocked] = field(default_factory=list)
+    blocked: Blocked | None = None
+    forked: list[Forked] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    started: float = 0.0
+    planned: float = 0.0
+    computed: float = 0.0
+    delivered: float = 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. Tokens reused after a preemption are no prefix hits."""
+
+    num_steps: int = 0
+    num_mixed_steps: int = 0  # with prefill and decode
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_prompt_tokens: int = 0  # of admitted requests
+    num_cached_tokens: int = 0  # of these, found in the prefix cache
+    num_preemptions_recompute: int = 0
+    num_preemptions_swap: int = 0
+    max_num_running: int = 0
+
+
+class Logbook:
+    """Sees to it that each event is in one record.
+
+    What happens after a step belongs to its record; a request that came after it, and whatever
+    became of it before the next step, belongs to the next.
+    """
+
+    def __init__(self) -> None:
+        self.record = StepRecord(0)
+        self._added: dict[int, Added] = {}  # since the last step, by seq_id
+        self._gone: list[Ended] = []  # of these
+
+    def begin(self, plan: StepPlan) -> None:
+        """Open the record of a plan that is about to be filled; it sees the plan's own lists."""
+        self.record = StepRecord(
+            plan.step,
+            list(self._added.values()),
+            plan.rows,
+            plan.copies,
+            plan.swap_out,
+            plan.swap_in,
+            ended=self._gone,
+        )
+        self._added, self._gone = {}, []
+
+    def add(self, sequence: Sequence) -> None:
+        """A request came."""
+        request = sequence.request
+        self._added[sequence.seq_id] = Added(
+            sequence.seq_id,
+            request.request_id,
+            len(request.prompt_token_ids),
+            request.max_tokens,
+            request.params.n,
+            request.priority,
+            request.arrival,
+        )
+
+    def end(self, sequence: Sequence, reason: str, in_vain: bool, time: float | None) -> None:
+        """A sequence ended, wherever it was."""
+        num_tokens = sequence.num_tokens - len(sequence.request.prompt_token_ids)
+        ended = self._gone if sequence.seq_id in self._added else self.record.ended
+        ended.append(Ended(sequence.seq_id, reason, num_tokens, in_vain, time))
+
+    def correct(self, seq_id: int, reason: str) -> None:
+        """Its last token by count was also the end of its text."""
+        ended = self.record.ended
+        for place, one in enumerate(ended):
+            if one.seq_id == seq_id:
+                ended[place] = one._replace(reason=reason)

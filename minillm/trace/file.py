@@ -1,0 +1,188 @@
+"""A trace as JSON lines: what engine it was, then one line per step.
+
+Fields that are empty or zero are left out, tuples are lists, so a step of one sequence takes about
+200 bytes. Every value is checked when a file is read: it may come from anywhere.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from minillm.cache.manager import BlockCopy
+from minillm.errors import TraceFileError
+from minillm.scheduling.plan import Row
+from minillm.scheduling.record import Added, Blocked, Ended, Forked, Preemption, StepRecord
+from minillm.trace.recorder import Trace, TraceSettings
+from minillm.trace.replay import RUNNING, SequenceState
+
+VERSION = 1
+# How each list of a record is made again from a list of lists.
+EVENTS: dict[str, Callable[..., Any]] = {
+    "added": Added,
+    "rows": lambda *row: Row(*row)._replace(blocks=tuple(row[5])),
+    "copies": BlockCopy,
+    "swap_out": BlockCopy,
+    "swap_in": BlockCopy,
+    "preempted": Preemption,
+    "stalled": Blocked,
+    "forked": Forked,
+    "ended": Ended,
+}
+NUMBERS = [f.name for f in fields(StepRecord) if f.type in (int, float)]
+
+
+def save_trace(trace: Trace, path: Path) -> None:
+    """Write a trace; what was in the file is replaced."""
+    header = {
+        "minillm_trace": VERSION,
+        **asdict(trace.settings),
+        "num_dropped": trace.num_dropped,
+        "before": [state_line(state) for state in trace.replay().sequences.values()],
+    }
+    with path.open("w", encoding="utf-8") as file:
+        for line in (header, *map(record_line, trace)):
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def record_line(record: StepRecord) -> dict[str, Any]:
+    """One step, without what is empty."""
+    line: dict[str, Any] = {name: getattr(record, name) for name in NUMBERS}
+    for name in EVENTS:
+        values = getattr(record, name)
+        line[name] = [blocked_list(each) for each in values] if name == "stalled" else values
+    line["admitted"] = record.admitted
+    line["blocked"] = record.blocked and blocked_list(record.blocked)
+    return {name: value for name, value in line.items() if value}
+
+
+def blocked_list(blocked: Blocked) -> list[Any]:
+    """A refusal as a list."""
+    return [getattr(blocked, field.name) for field in fields(Blocked)]
+
+
+def state_line(state: SequenceState) -> dict[str, Any]:
+    """A sequence that began before the first record."""
+    line = {f.name: getattr(state, f.name) for f in fields(state)}
+    return line | {"first": state.first and state.first.seq_id}
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a trace.
+
+    Raises:
+        TraceFileError: the file cannot be read, or is no trace; the message names the line.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise TraceFileError(f"{path} cannot be read: {reason}.") from error
+    if not lines:
+        raise TraceFileError(f"{path} is empty; a trace is what llm.trace.save(...) writes.")
+    trace, last = read_header(lines[0], path), 0
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            record = read_record(json.loads(line))
+            if record.step <= last:
+                raise ValueError(f"step {record.step} comes after step {last}")
+            last = record.step
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise TraceFileError(
+                f"{path}, line {number}, is not a step of a trace ({error}); "
+                "was the file cut off or edited?"
+            ) from error
+        trace.append(record)
+    return trace
+
+
+def read_header(line: str, path: Path) -> Trace:
+    """The first line; the trace has room for all that follow."""
+    try:
+        header = json.loads(line)
+        version = header.pop("minillm_trace")
+        num_dropped, before = header.pop("num_dropped"), header.pop("before")
+        if version != VERSION:
+            raise TraceFileError(
+                f"{path} is a trace of format {version}; this version reads format {VERSION}."
+            )
+        trace = Trace(read_settings(header), capacity=2**62)
+        trace.num_dropped = number(num_dropped)
+        trace.restore(read_states(before))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, TraceFileError):
+            raise
+        raise TraceFileError(
+            f"{path} is not a trace of minillm; llm.trace.save(...) writes one."
+        ) from error
+    return trace
+
+
+def read_settings(header: dict[str, Any]) -> TraceSettings:
+    """Only names that exist, and only values of their kinds."""
+    for name in ("block_size", "num_blocks", "num_host_blocks", "max_num_seqs"):
+        number(header[name] or 0)
+    if header["num_blocks"] > 2**24 or not all(
+        isinstance(header[name], str | None)
+        for name in ("model", "dtype", "device", "policy", "admission", "preemption")
+    ):
+        raise ValueError("settings")
+    return TraceSettings(**header)
+
+
+def read_record(line: dict[str, Any]) -> StepRecord:
+    """A step from its line."""
+    record = StepRecord(number(line.pop("step")))
+    for name, value in line.items():
+        if name in NUMBERS:
+            setattr(record, name, number(value))
+        elif name == "admitted":
+            record.admitted = [number(each) for each in value]
+        elif name == "blocked":
+            record.blocked = Blocked(*value)
+        elif name in EVENTS:
+            setattr(record, name, [EVENTS[name](*each) for each in value])
+        else:
+            raise ValueError(f"{name!r} is no field of a step")
+    check_events(record)
+    return record
+
+
+def check_events(record: StepRecord) -> None:
+    """Identifiers are numbers, names are texts: what draws them relies on it."""
+    for name in EVENTS:
+        for event in getattr(record, name):
+            if not isinstance(event, Added | Blocked):
+                number(event[0])
+    for added in record.added:
+        if not isinstance(added.request_id, str):
+            raise ValueError("a request_id is a text")
+        for each in (added.seq_id, *added[2:]):
+            number(each)
+    for row in record.rows:
+        for each in (*row[:5], *row.blocks):
+            number(each)
+
+
+def read_states(before: Iterable[dict[str, Any]]) -> list[SequenceState]:
+    """The sequences that ran when the first step was recorded."""
+    states: dict[int, SequenceState] = {}
+    lines = sorted(before, key=lambda line: line["index"])
+    for line in lines:
+        first = line.pop("first")
+        added = line.pop("added")
+        state = SequenceState(**line)
+        state.added = added and Added(*added)
+        if state.where not in ("waiting", "preempted", "swapped", RUNNING):
+            raise ValueError(state.where)
+        state.first = None if first is None else states.get(first)
+        states[state.seq_id] = state
+    return list(states.values())
+
+
+def number(value: Any) -> Any:
+    """A number as it is; anything else is an error."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is not a number")
+    return value

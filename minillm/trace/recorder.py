@@ -1,0 +1,176 @@
+"""`llm.trace`: the records of the last steps, for reading, saving and drawing.
+
+Recording is always on: a record is made of lists that the plan has anyway, so that it costs next to
+nothing, and old ones fall off, so that memory is bounded.
+"""
+
+import copy
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+from minillm.scheduling.record import StepRecord
+from minillm.trace.replay import Replay, RequestSummary, SequenceState, finished_requests
+
+# A row of a step is the unit, about 110 bytes; a record itself is worth eight.
+CAPACITY = 2**18  # 35 MB at most: 4,000 steps of 64 sequences, 29,000 steps of one
+RECORD_UNITS = 8
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """What engine was recorded. `clock` and `wall` are one moment on the engine's clock and in
+    seconds since 1970; a simulation has no model and no date."""
+
+    model: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    policy: str | None = None
+    admission: str | None = None
+    preemption: str | None = None
+    prefix_cache: str | None = None
+    block_size: int | None = None
+    num_blocks: int = 0
+    num_host_blocks: int = 0
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    clock: float | None = field(default_factory=time.perf_counter)
+    wall: float | None = field(default_factory=time.time)
+
+
+class Trace(Sequence[StepRecord]):
+    """A list of the last step records, the newest last.
+
+    >>> llm.trace[-1].blocked                      # why is the next request waiting?
+    >>> print(llm.trace.table(last=20))            # a text table
+    >>> llm.trace.save("run.jsonl")                # then: minillm trace view run.jsonl
+    >>> llm.trace.requests()                       # times and counts of finished requests
+
+    `num_dropped` older steps fell off; who ran at that time is still known.
+    """
+
+    def __init__(self, settings: TraceSettings | None = None, capacity: int = CAPACITY):
+        self.settings = settings or TraceSettings()
+        self.num_dropped = 0
+        self._capacity = capacity
+        self._units = 0
+        self._records: deque[StepRecord] = deque()
+        self._before = Replay()  # the state before the first record
+
+    def append(self, record: StepRecord) -> None:
+        """Add the record of a step; the one that is the last already is not added twice."""
+        if record.step < 1 or (self._records and self._records[-1] is record):
+            return
+        self._records.append(record)
+        self._units += units(record)
+        while self._units > self._capacity and len(self._records) > 1:
+            oldest = self._records.popleft()
+            self._units -= units(oldest)
+            self._before.apply(oldest)
+            self.num_dropped += 1
+
+    def clear(self) -> None:
+        """Forget all steps so far, as before a measurement."""
+        for record in self._records:
+            self._before.apply(record)
+        self.num_dropped += len(self._records)
+        self._records.clear()
+        self._units = 0
+
+    def restore(self, states: list[SequenceState]) -> None:
+        """Say who was there before the first record, for a trace that is read from a file."""
+        self._before.sequences = {state.seq_id: state for state in states}
+
+    def replay(self) -> Replay:
+        """The state before the first record, to be advanced by applying the records."""
+        return copy.deepcopy(self._before)
+
+    def requests(self) -> list[RequestSummary]:
+        """Requests that ended in the recorded steps: the numbers of their metrics."""
+        return finished_requests(self.replay(), list(self._records))
+
+    # ---- forms -------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON lines: the settings, then one line per step."""
+        from minillm.trace.file import save_trace
+
+        save_trace(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Trace":
+        """Read what `save` wrote; TraceFileError says what is wrong with a file."""
+        from minillm.trace.file import load_trace
+
+        return load_trace(Path(path))
+
+    def table(self, last: int | None = 40) -> str:
+        """The last steps as text, one line each; None takes all."""
+        from minillm.trace.table import step_table
+
+        return step_table(self, last)
+
+    def chrome_events(self) -> list[dict[str, Any]]:
+        """Events for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+        from minillm.trace.chrome import chrome_events
+
+        return chrome_events(self)
+
+    def save_chrome(self, path: str | Path) -> None:
+        """Write the events as a JSON file that Perfetto opens."""
+        from minillm.trace.chrome import save_chrome
+
+        save_chrome(self, Path(path))
+
+    def html(self) -> str:
+        """One self-contained page: requests and blocks over the steps, with every record."""
+        from minillm.trace.page import page
+        from minillm.trace.timeline import timeline
+
+        return page(timeline(self), self.settings.model or "trace")
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the page."""
+        Path(path).write_text(self.html(), "utf-8")
+
+    def figure(self, **options: Any) -> Any:
+        """The same drawing as a matplotlib figure; options are those of `trace.figure.figure`."""
+        from minillm.trace.figure import figure
+        from minillm.trace.timeline import timeline
+
+        return figure(timeline(self), **options)
+
+    def widget(self, **options: Any) -> Any:
+        """The page as a notebook widget; options are those of `trace.figure.widget`."""
+        from minillm.trace.figure import widget
+        from minillm.trace.timeline import timeline
+
+        return widget(timeline(self), **options)
+
+    # ---- a sequence --------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        return list(self._records)[index] if isinstance(index, slice) else self._records[index]
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(list(self._records))
+
+    def __repr__(self) -> str:
+        first, last = (self[0].step, self[-1].step) if self else (0, 0)
+        steps = f"steps {first:,} to {last:,}" if self else "no step yet"
+        return f"<Trace of {self.settings.model or 'a simulation'}: {steps}>"
+
+
+def units(record: StepRecord) -> int:
+    """What a record counts towards the capacity."""
+    return RECORD_UNITS + len(record.rows) + len(record.added)

@@ -1,0 +1,200 @@
+"""Who holds what, rebuilt from records alone: every block table, and the times of every request.
+
+A trace keeps only what changed. Playing it again, record by record, gives the state after each
+step; tests compare it with the scheduler's own books.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from minillm.scheduling.plan import Row
+from minillm.scheduling.record import Added, Ended, StepRecord
+
+# Where a sequence is: in line for the first time; in line after a preemption, with its blocks lost
+# or in host memory; or running.
+WAITING, PREEMPTED, SWAPPED, RUNNING = "waiting", "preempted", "swapped", "running"
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """One completion as far as the records tell.
+
+    `added` is its request's; None where that came before the first record. `first` is the first
+    completion of its request, None for that itself, and `num_open` counts there who has not ended.
+    `furthest` counts positions that were computed at least once, `num_cached` those of the prompt
+    that were found in the prefix cache. Times are on the engine's clock.
+    """
+
+    seq_id: int
+    added: Added | None = None
+    index: int = 0
+    first: "SequenceState | None" = None
+    num_open: int = 1
+    where: str = WAITING
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    furthest: int = 0
+    num_cached: int = 0
+    num_recomputed: int = 0
+    num_preemptions: int = 0
+    num_tokens: int = 0
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    before_last_token: float | None = None
+    end: str | None = None
+    ended: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Its request's id, where that is known."""
+        return self.added.request_id if self.added else f"sequence {self.seq_id}"
+
+    @property
+    def name(self) -> str:
+        """For people: the request's id, with a number for all completions but the first."""
+        return f"{self.request_id} #{self.index}" if self.index else self.request_id
+
+    def is_decode(self, row: Row) -> bool:
+        """Whether a row computes the one token that was sampled last, and samples the next."""
+        prompt = self.added.num_prompt_tokens if self.added else 0
+        return row.num_tokens == 1 and row.num_samples > 0 and row.start >= prompt
+
+    def num_again(self, row: Row) -> int:
+        """Positions of a row that were computed before."""
+        return max(min(row.start + row.num_tokens, self.furthest) - row.start, 0)
+
+
+class Replay:
+    """The sequences that are not finished, after the records that were applied."""
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, SequenceState] = {}
+
+    def holders(self, num_blocks: int) -> list[list[int]]:
+        """For each block, the ids of the sequences that hold it."""
+        holders: list[list[int]] = [[] for _ in range(num_blocks)]
+        for state in self.sequences.values():
+            for block in state.blocks:
+                holders[block].append(state.seq_id)
+        return holders
+
+    def apply(self, record: StepRecord) -> list[SequenceState]:
+        """Advance by one step; returns the sequences that ended."""
+        for added in record.added:
+            self.sequences[added.seq_id] = SequenceState(added.seq_id, added)
+        for preemption in record.preempted:
+            state = self.of(preemption.seq_id)
+            state.where = SWAPPED if preemption.mode == "swap" else PREEMPTED
+            state.blocks = []
+            state.num_preemptions += 1
+        ended = {one.seq_id: one for one in record.ended}
+        starts = {row.seq_id: row.start for row in record.rows}
+        for seq_id in record.admitted:
+            self._admit(self.of(seq_id), starts[seq_id], record.planned)
+        for row in record.rows:
+            state = self.of(row.seq_id)
+            state.where = RUNNING
+            state.blocks[row.num_kept :] = row.blocks
+            if row.seq_id not in ended or not ended[row.seq_id].in_vain:
+                self._compute(state, row, record.computed)
+        for seq_id, parent_id, index in record.forked:
+            self.sequences[seq_id] = self._fork(self.of(parent_id), seq_id, index)
+        return [self._end(self.of(one.seq_id), one, record) for one in record.ended]
+
+    def of(self, seq_id: int) -> SequenceState:
+        """The state of a sequence, a new one where its beginning was not recorded."""
+        return self.sequences.setdefault(seq_id, SequenceState(seq_id))
+
+    def _admit(self, state: SequenceState, start: int, time: float) -> None:
+        if state.where == WAITING:
+            state.num_cached = start
+            state.scheduled = time
+        state.furthest = max(state.furthest, start)
+
+    def _compute(self, state: SequenceState, row: Row, time: float) -> None:
+        end = row.start + row.num_tokens
+        state.num_recomputed += state.num_again(row)
+        state.num_computed, state.furthest = end, max(state.furthest, end)
+        if row.num_samples:
+            state.num_tokens += 1
+            state.before_last_token, state.last_token = state.last_token, time
+            state.first_token = state.first_token or time
+
+    def _fork(self, parent: SequenceState, seq_id: int, index: int) -> SequenceState:
+        child = SequenceState(seq_id, parent.added, index, parent, where=RUNNING)
+        child.blocks = list(parent.blocks)
+        parent.num_open += 1
+        child.num_computed = child.furthest = parent.num_computed
+        child.num_tokens, child.first_token = 1, parent.last_token
+        child.last_token = parent.last_token
+        return child
+
+    def _end(self, state: SequenceState, ended: Ended, record: StepRecord) -> SequenceState:
+        if ended.num_tokens < state.num_tokens:  # the last sample failed
+            state.last_token = state.before_last_token
+            state.num_tokens = ended.num_tokens
+            if not ended.num_tokens:
+                state.first_token = None
+        state.end = ended.reason
+        state.ended = record.computed if ended.time is None else ended.time
+        (state.first or state).num_open -= 1
+        del self.sequences[state.seq_id]
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """A finished request in the words of `RequestMetrics`, from records alone."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_tokens: tuple[int, ...]  # of each completion
+    ends: tuple[str, ...]
+    queue_time: float
+    ttft: float | None
+    tpot: float | None
+    e2e: float
+    num_cached_tokens: int
+    num_recomputed_tokens: int
+    num_preemptions: int
+
+
+def summarize(states: list[SequenceState], added: Added) -> RequestSummary:
+    """All completions of one request."""
+    states = sorted(states, key=lambda state: state.index)
+    ended = max(state.ended or 0.0 for state in states)
+    firsts = [state.first_token for state in states if state.first_token is not None]
+    lasts = [state.last_token for state in states if state.last_token is not None]
+    steps = max(state.num_tokens for state in states) - 1
+    return RequestSummary(
+        request_id=added.request_id,
+        num_prompt_tokens=added.num_prompt_tokens,
+        num_tokens=tuple(state.num_tokens for state in states),
+        ends=tuple(str(state.end) for state in states),
+        queue_time=(states[0].scheduled or ended) - added.arrival,
+        ttft=min(firsts) - added.arrival if firsts else None,
+        tpot=(max(lasts) - min(firsts)) / steps if firsts and steps > 0 else None,
+        e2e=ended - added.arrival,
+        num_cached_tokens=states[0].num_cached,
+        num_recomputed_tokens=sum(state.num_recomputed for state in states),
+        num_preemptions=sum(state.num_preemptions for state in states),
+    )
+
+
+def finished_requests(replay: Replay, records: Iterable[StepRecord]) -> list[RequestSummary]:
+    """Every request that ended in these records and whose beginning is known, in that order."""
+    ended: dict[int, list[SequenceState]] = {}  # by the first completion
+    summaries = []
+    for record in records:
+        done: dict[int, Added | None] = {}
+        for state in replay.apply(record):
+            first = state.first or state
+            ended.setdefault(first.seq_id, []).append(state)
+            if not first.num_open:
+                done[first.seq_id] = first.added
+        for seq_id, added in done.items():
+            together = ended.pop(seq_id)
+            if added is not None:
+                summaries.append(summarize(together, added))
+    return summaries
