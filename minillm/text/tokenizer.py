@@ -35,6 +35,8 @@ def _byte_alphabet() -> Mapping[str, int]:
 
 BYTE_OF: Mapping[str, int] = _byte_alphabet()
 
+LONG_TEXT = 2_000  # characters, which take milliseconds
+
 
 class Tokenizer:
     """A tokenizer of the ``tokenizers`` library with the rules of one checkpoint folder.
@@ -119,7 +121,19 @@ class Tokenizer:
         Raises:
             InvalidRequestError: not a string, or one with lone surrogates (not text).
         """
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            return self._encode_long(text, add_special_tokens)
         return self._encoding(text, add_special_tokens).ids
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The same as a batch of one, during which other Python threads can run."""
+        try:
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except Exception as error:
+            raise InvalidRequestError(
+                f"The text cannot be tokenized: {_why(text, error)}."
+            ) from error
+        return batch[0].ids
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not isinstance(text, str):

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
-from minillm.text.tokenizer import Tokenizer
+from minillm.text.tokenizer import LONG_TEXT, Tokenizer
 from tests.text.build import KINDS, TEXTS, byte_level, llama2, metaspace_first, write_folder
 
 
@@ -235,6 +235,21 @@ def test_a_text_that_is_no_string_is_refused(text: object) -> None:
 def test_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="character 2 is a lone surrogate"):
         Tokenizer(byte_level()).encode("ab\ud800")
+
+
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_text_has_the_ids_of_any_text(kind: str, add: bool, tmp_path: Path) -> None:
+    """It is encoded in another way, which lets other Python threads run."""
+    ours = Tokenizer.from_folder(write_folder(tmp_path, KINDS[kind]()))
+    text = " ".join(TEXTS) * (LONG_TEXT // 100)
+    assert len(text) > LONG_TEXT
+    assert ours.encode(text, add) == ours._encoding(text, add).ids
+
+
+def test_a_lone_surrogate_in_a_long_text_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=f"character {LONG_TEXT} is a lone surrogate"):
+        Tokenizer(byte_level()).encode("a" * LONG_TEXT + "\ud800")
 
 
 def test_missing_files(tmp_path: Path) -> None:
