@@ -3,10 +3,13 @@
 Importing this package is cheap: a name loads its module, and torch, when it is first used.
 """
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minillm.async_engine import AsyncLLMEngine
+    from minillm.async_engine_args import AsyncEngineArgs
     from minillm.engine_args import EngineArgs
     from minillm.errors import (
         CheckpointError,
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -40,12 +45,13 @@ __all__ = [
     "UnknownArgumentError",
     "UnsupportedFeatureError",
 ]
-_HOMES = ("llm", "engine_args", "sampling_params", "outputs", "errors")
+_HOMES = ("async_engine_args", "engine_args", "sampling_params", "outputs", "errors")
+_WITH_TORCH: Mapping[str, str] = {"LLM": "llm", "AsyncLLMEngine": "async_engine"}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for home in _HOMES if name == "LLM" else _HOMES[1:]:
+        for home in (_WITH_TORCH[name],) if name in _WITH_TORCH else _HOMES:
             module = import_module(f"minillm.{home}")
             if hasattr(module, name):
                 return getattr(module, name)

@@ -10,7 +10,12 @@ from minillm.sampling_params import shown
 
 # Arguments that vLLM has or had, which mean nothing here, with the values that ask for nothing.
 WITHOUT_MEANING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {"use_v2_block_manager": (True, False), "trust_remote_code": (False,)}
+    {
+        "use_v2_block_manager": (True, False),
+        "disable_log_requests": (True, False),
+        "enable_log_requests": (True, False),
+        "trust_remote_code": (False,),
+    }
 )
 # vLLM's arguments of which only the default works here: that default, and why there is no other.
 ONLY_DEFAULT: Mapping[str, tuple[Any, str]] = MappingProxyType(
@@ -33,9 +38,10 @@ def without_meaningless(arguments: dict[str, Any]) -> dict[str, Any]:
         if name in arguments:
             value = arguments.pop(name)
             if value not in harmless:
+                allowed = " or ".join(map(str, harmless))
+                why = "minillm never runs code of a checkpoint" * (name == "trust_remote_code")
                 raise UnsupportedFeatureError(
-                    f"{name}={shown(value)} is not supported: minillm never runs code of a "
-                    "checkpoint."
+                    f"{name}={shown(value)} is not supported: {why or f'it may be {allowed}'}."
                 )
             warnings.warn(f"{name} has no meaning in minillm and is ignored.", stacklevel=3)
     return arguments

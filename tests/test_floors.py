@@ -22,9 +22,11 @@ FLOORS = {
     **dict.fromkeys(["layers"], 2),
     **dict.fromkeys(["models", "quantization"], 3),
     **dict.fromkeys(["scheduling", "cache", "text"], 4),
-    **dict.fromkeys(["runner", "forward_pass", "sampler", "speculative", "graphs"], 5),
+    **dict.fromkeys(
+        ["runner", "forward_pass", "sampler", "speculative", "graphs", "deterministic"], 5
+    ),
     **dict.fromkeys(["engine", "engine_setup", "completion", "live_request", "trace"], 6),
-    **dict.fromkeys(["llm", "async_engine", "step_thread"], 7),
+    **dict.fromkeys(["llm", "async_engine", "request_stream", "step_thread"], 7),
     **dict.fromkeys(["cli", "__main__", "serving"], 8),
     "": 9,  # minillm/__init__.py, which offers the names of every floor
 }

@@ -1,0 +1,364 @@
+"""The one thread that steps an engine, and the tickets by which event loops follow their requests.
+
+    event loops (any number)                                     step thread
+    RequestStream -- enter, ready, leave, call -->  inbox  --> taken between two steps
+                  <-- receive(output or error) ---  one call_soon_threadsafe per loop and step
+
+Nothing is shared but the tickets and the inbox. An output is made only for a consumer who waits for
+one, or when it is the last: outputs are cumulative, so whoever is slow misses nothing, costs no
+memory and delays nobody. Whatever ends the thread, everybody who waits is told why.
+"""
+
+import asyncio
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import Any
+
+from minillm.engine import Engine
+from minillm.errors import EngineDeadError, InvalidRequestError
+from minillm.live_request import LiveRequest
+from minillm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minillm.scheduling.request import Request
+
+SHUT_DOWN = "This engine was shut down; make a new one."
+DRAINED = "This engine was told to drain, so it takes no new requests; make a new one."
+MOST_SECONDS_TO_STOP = 30.0  # how long `stop` waits for the step that runs
+MOST_BURIALS = 3  # a second kill, or no memory, may interrupt one
+Key = tuple[int, int]  # priority, arrival
+Result = RequestOutput | Exception
+
+
+class Ticket:
+    """One request between its stream and the step thread.
+
+    The stream sets `wanted` while its consumer waits, and the thread clears it when it answers.
+    `receive` runs in the event loop; `live` and `seen` belong to the step thread.
+    """
+
+    def __init__(self, request_id: str, key: Key, num_completions: int, prompt: str | None):
+        self.request_id, self.key = request_id, key
+        self.num_completions, self.prompt = num_completions, prompt
+        self.arrival = perf_counter()
+        self.loop = asyncio.get_running_loop()
+        self.request: Request | None = None  # None while a long text is tokenised
+        self.live: LiveRequest | None = None  # None while it waits outside the engine
+        self.seen = 0  # `live.num_updates` at the latest output
+        self.wanted = True
+        self.waiter: asyncio.Future[None] | None = None
+        self.result: Result | None = None  # the one that the consumer has not taken
+        self.ended = False  # the last result came, or nobody wants one any more
+
+    def receive(self, result: Result) -> None:
+        """The newest output, or the error that ends the stream. Runs in the event loop."""
+        if not self.ended:
+            self.ended = isinstance(result, Exception) or result.finished
+            self.result = result
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the consumer look. Runs in the event loop."""
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def never_begun(self) -> RequestOutput:
+        """The output of a request that was aborted before the engine had it."""
+        request, waited = self.request, perf_counter() - self.arrival
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(request.prompt_token_ids) if request else [],
+            outputs=[
+                CompletionOutput(index, "", [], finish_reason="abort")
+                for index in range(self.num_completions)
+            ],
+            finished=True,
+            metrics=RequestMetrics(queue_time=waited, e2e=waited),
+        )
+
+
+def ticket_key(ticket: Ticket) -> Key:
+    """Smaller keys go first."""
+    return ticket.key
+
+
+def deliver(results: Iterable[tuple[Ticket, Result]]) -> None:
+    """What one step has for one event loop, which runs this."""
+    for ticket, result in results:
+        ticket.receive(result)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Its type and the beginning of what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ")
+
+
+class StepThread:
+    """Owns an engine: nobody else may touch it but by `call`.
+
+    Public methods may be called from any thread; the others run in this one.
+    """
+
+    def __init__(self, engine: Engine, max_num_requests: int):
+        self.engine, self.max_num_requests = engine, max_num_requests
+        self.arrivals = count()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # put() is safe in __del__
+        self._open: set[Ticket | Future] = set()  # all that wait for an answer of this thread
+        self._tickets: dict[str, Ticket] = {}  # by id, those that wait outside and those held
+        self._line: list[Ticket] = []  # outside, sorted by key
+        self._held: dict[str, Ticket] = {}  # in the engine
+        self._drains: list[Future[None]] = []
+        self._draining = self._stopping = False
+        self._ended = False  # there will be no more steps
+        self._cause: BaseException | None = None  # of its end, if that was not `stop`
+        self._thread = threading.Thread(target=self._run, name="minillm-steps", daemon=True)
+        self._thread.start()
+
+    # ---- for any thread ------------------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run, in the engine or outside."""
+        return sum(isinstance(each, Ticket) for each in self._open.copy())
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why there will be no more steps, as a new error; None while there will."""
+        if not self._ended:
+            return None
+        cause, why = self._cause, SHUT_DOWN
+        if isinstance(cause, EngineDeadError):
+            why = str(cause)
+        elif cause is not None:
+            why = f"The engine's thread ended: {in_one_line(cause)}"
+        error = EngineDeadError(why)
+        error.__cause__ = cause
+        return error
+
+    @property
+    def failed(self) -> bool:
+        """Whether something else than `stop` ended it."""
+        return self._ended and self._cause is not None
+
+    def enter(self, ticket: Ticket) -> None:
+        """Put a request in line. Without a `request` it keeps its place until `ready`."""
+        self._send(partial(self._enter, ticket), ticket)
+
+    def ready(self, ticket: Ticket, request: Request | Exception) -> None:
+        """What became of a long text: a request, or why there is none."""
+        self._inbox.put(partial(self._ready, ticket, request))
+
+    def leave(self, ticket: Ticket) -> None:
+        """The consumer is gone: end the request, deliver nothing. Safe in ``__del__``."""
+        if not self._ended:
+            self._inbox.put(partial(self._leave, ticket))
+
+    def call(self, function: Callable[[], Any]) -> Future:
+        """Run a function between two steps; the future has its result or its error."""
+        future: Future = Future()
+        self._send(partial(self._call, function, future), future)
+        return future
+
+    def drain(self) -> "Future[None]":
+        """Take no new requests; the future is done when all others are."""
+        future: Future[None] = Future()
+        self._send(partial(self._drain, future), future)
+        return future
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> "Future[int]":
+        """End requests, all for None, each with a last output; how many there were."""
+        return self.call(partial(self._abort, request_ids))
+
+    def stop(self) -> None:
+        """End after the step that runs, and wait for that, but not for ever. Twice is fine."""
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        if threading.current_thread() is not self._thread:  # whose garbage the engine may be
+            self._thread.join(MOST_SECONDS_TO_STOP)
+
+    def _send(self, command: Callable[[], None], waiting: Ticket | Future) -> None:
+        # First into the set: the thread may die with a command in its hand.
+        self._open.add(waiting)
+        self._inbox.put(command)
+        if self._ended:
+            self._bury()
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # also SystemExit, or no memory: nobody may wait for ever
+            self._cause = error
+        self._ended = True
+        for _ in range(MOST_BURIALS):
+            with suppress(BaseException):
+                self._bury()
+                break
+        with suppress(Exception):  # its books may be damaged
+            self.engine.close()
+
+    def _serve(self) -> None:
+        while True:
+            self._take_commands(wait=not self.engine.has_work and self._next() is None)
+            if self._stopping:
+                return
+            self._drop_closed_loops()
+            self._admit()
+            if self.engine.has_work:
+                self.engine.step()
+                self._publish()
+            if self._drains and not self._tickets:
+                for future in self._drains:
+                    self._settle(future, None)
+                self._drains = []
+
+    def _take_commands(self, wait: bool) -> None:
+        """All that have come, at least one if there is nothing else to do."""
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except Empty:
+                return
+            command()
+            wait = False
+
+    def _bury(self) -> None:
+        """Tell everybody who waits that there will be no answer. Again and again is fine."""
+        for waiting in self._open.copy():
+            error = self.death or EngineDeadError(SHUT_DOWN)
+            if isinstance(waiting, Ticket):
+                with suppress(RuntimeError):  # its event loop is closed
+                    waiting.loop.call_soon_threadsafe(waiting.receive, error)
+            else:
+                with suppress(InvalidStateError):  # nobody waits any more
+                    waiting.set_exception(error)
+            self._open.discard(waiting)
+
+    # ---- commands ------------------------------------------------------------------------
+
+    def _enter(self, ticket: Ticket) -> None:
+        if self._draining:
+            self._refuse(ticket, EngineDeadError(DRAINED))
+        elif ticket.request_id in self._tickets:
+            self._refuse(
+                ticket,
+                InvalidRequestError(
+                    f"There is an unfinished request with the id {ticket.request_id!r} already."
+                ),
+            )
+        else:
+            self._tickets[ticket.request_id] = ticket
+            insort(self._line, ticket, key=ticket_key)
+
+    def _ready(self, ticket: Ticket, request: Request | Exception) -> None:
+        if not self._knows(ticket):
+            return
+        if isinstance(request, Request):
+            ticket.request = request
+        else:
+            self._forget(ticket)
+            self._refuse(ticket, request)
+
+    def _leave(self, ticket: Ticket) -> None:
+        if self._knows(ticket):
+            self._forget(ticket)
+            self.engine.abort(ticket.request_id)
+        self._open.discard(ticket)
+
+    def _abort(self, request_ids: Iterable[str] | None) -> int:
+        chosen = self._tickets if request_ids is None else request_ids
+        tickets = [self._tickets[each] for each in list(chosen) if each in self._tickets]
+        for ticket in tickets:
+            self.engine.abort(ticket.request_id)
+            live = ticket.live
+            self._forget(ticket)
+            self._refuse(ticket, ticket.never_begun() if live is None else live.output())
+        return len(tickets)
+
+    def _drain(self, future: "Future[None]") -> None:
+        self._draining = True
+        self._drains.append(future)
+
+    def _call(self, function: Callable[[], Any], future: Future) -> None:
+        try:
+            result = function()
+        except Exception as error:
+            with suppress(InvalidStateError):
+                future.set_exception(error)
+            self._open.discard(future)
+        else:
+            self._settle(future, result)
+
+    def _settle(self, future: Future, result: object) -> None:
+        with suppress(InvalidStateError):  # cancelled: nobody waits any more
+            future.set_result(result)
+        self._open.discard(future)
+
+    # ---- requests ------------------------------------------------------------------------
+
+    def _knows(self, ticket: Ticket) -> bool:
+        return self._tickets.get(ticket.request_id) is ticket
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.request_id]
+        if self._held.pop(ticket.request_id, None) is None:
+            del self._line[bisect_left(self._line, ticket.key, key=ticket_key)]
+
+    def _refuse(self, ticket: Ticket, result: Result) -> None:
+        """The last result of a request that is in no book."""
+        self._post(ticket.loop, [(ticket, result)])
+        self._open.discard(ticket)
+
+    def _post(self, loop: asyncio.AbstractEventLoop, results: list[tuple[Ticket, Result]]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: `_drop_closed_loops` sees to it
+            loop.call_soon_threadsafe(deliver, results)
+
+    def _drop_closed_loops(self) -> None:
+        closed = {loop for loop in {each.loop for each in self._held.values()} if loop.is_closed()}
+        for ticket in [each for each in self._held.values() if each.loop in closed]:
+            self._leave(ticket)
+
+    def _next(self) -> Ticket | None:
+        """Who may leave the line now. A text that is still tokenised keeps its place and lets
+        nobody pass."""
+        if not self._line or len(self._held) >= self.max_num_requests:
+            return None
+        return self._line[0] if self._line[0].request is not None else None
+
+    def _admit(self) -> None:
+        """Take from the line while there is room."""
+        while (ticket := self._next()) is not None and ticket.request is not None:
+            del self._line[0]
+            self._held[ticket.request_id] = ticket
+            try:
+                ticket.live = self.engine.add(ticket.request)
+            except InvalidRequestError as error:
+                self._forget(ticket)
+                self._refuse(ticket, error)
+
+    def _publish(self) -> None:
+        """Outputs for whoever waits for one, and the last ones for all."""
+        posts: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Result]]] = {}
+        ended = []
+        for ticket in self._held.values():
+            live = ticket.live
+            if live is None or live.num_updates == ticket.seen:
+                continue
+            finished = live.finished
+            if finished or ticket.wanted:
+                ticket.seen, ticket.wanted = live.num_updates, False
+                posts.setdefault(ticket.loop, []).append((ticket, live.output()))
+            if finished:
+                ended.append(ticket)
+        for loop, results in posts.items():
+            self._post(loop, results)
+        for ticket in ended:
+            self._forget(ticket)
+            self._open.discard(ticket)
