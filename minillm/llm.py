@@ -19,6 +19,7 @@ from minillm.prompts import Prompt, list_params, list_priorities, list_prompts, 
 from minillm.sampling_params import SamplingParams
 from minillm.scheduling.request import Request
 from minillm.text.tokenizer import Tokenizer
+from minillm.trace.recorder import Trace
 from minillm.vllm_arguments import without_meaningless
 
 Message = Mapping[str, Any]
@@ -45,6 +46,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None when its folder has none."""
         return self.engine.tokenizer
+
+    @property
+    def trace(self) -> Trace:
+        """The records of the last steps: who was computed, who waited and why, which blocks."""
+        return self.engine.trace
 
     def get_tokenizer(self) -> Tokenizer | None:
         """vLLM's name for `tokenizer`."""

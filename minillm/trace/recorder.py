@@ -82,7 +82,7 @@ class Trace(Sequence[StepRecord]):
 
     def restore(self, states: list[SequenceState]) -> None:
         """Say who was there before the first record, for a trace that is read from a file."""
-        self._before.sequences = {state.seq_id: state for state in states}
+        self._before = Replay(states)
 
     def replay(self) -> Replay:
         """The state before the first record, to be advanced by applying the records."""

@@ -65,42 +65,66 @@ class SequenceState:
         return max(min(row.start + row.num_tokens, self.furthest) - row.start, 0)
 
 
+@dataclass(slots=True)
+class ReplayedStep:
+    """What a record did: rows with the positions that were computed before, sequences that came by
+    forking or ended, and blocks that changed hands."""
+
+    rows: list[tuple[SequenceState, Row, int]] = field(default_factory=list)
+    forked: list[SequenceState] = field(default_factory=list)
+    ended: list[SequenceState] = field(default_factory=list)
+    blocks: set[int] = field(default_factory=set)
+
+
 class Replay:
-    """The sequences that are not finished, after the records that were applied."""
+    """The sequences that are not finished, after the records that were applied, and for each block
+    in use who holds it."""
 
-    def __init__(self) -> None:
-        self.sequences: dict[int, SequenceState] = {}
-
-    def holders(self, num_blocks: int) -> list[list[int]]:
-        """For each block, the ids of the sequences that hold it."""
-        holders: list[list[int]] = [[] for _ in range(num_blocks)]
+    def __init__(self, states: Iterable[SequenceState] = ()) -> None:
+        self.sequences = {state.seq_id: state for state in states}
+        self.holders: dict[int, list[int]] = {}
         for state in self.sequences.values():
             for block in state.blocks:
-                holders[block].append(state.seq_id)
-        return holders
+                self.holders.setdefault(block, []).append(state.seq_id)
 
-    def apply(self, record: StepRecord) -> list[SequenceState]:
-        """Advance by one step; returns the sequences that ended."""
+    def apply(self, record: StepRecord) -> ReplayedStep:
+        """Advance by one step."""
+        step = ReplayedStep()
         for added in record.added:
             self.sequences[added.seq_id] = SequenceState(added.seq_id, added)
         for preemption in record.preempted:
             state = self.of(preemption.seq_id)
             state.where = SWAPPED if preemption.mode == "swap" else PREEMPTED
-            state.blocks = []
             state.num_preemptions += 1
-        ended = {one.seq_id: one for one in record.ended}
+            self._hold(state, 0, (), step)
         starts = {row.seq_id: row.start for row in record.rows}
         for seq_id in record.admitted:
-            self._admit(self.of(seq_id), starts[seq_id], record.planned)
+            self._admit(self.of(seq_id), starts.get(seq_id, 0), record.planned)
+        in_vain = {one.seq_id for one in record.ended if one.in_vain}
         for row in record.rows:
             state = self.of(row.seq_id)
             state.where = RUNNING
-            state.blocks[row.num_kept :] = row.blocks
-            if row.seq_id not in ended or not ended[row.seq_id].in_vain:
+            if row.blocks or row.num_kept < len(state.blocks):
+                self._hold(state, row.num_kept, row.blocks, step)
+            step.rows.append((state, row, state.num_again(row)))
+            if row.seq_id not in in_vain:
                 self._compute(state, row, record.computed)
         for seq_id, parent_id, index in record.forked:
-            self.sequences[seq_id] = self._fork(self.of(parent_id), seq_id, index)
-        return [self._end(self.of(one.seq_id), one, record) for one in record.ended]
+            step.forked.append(self._fork(self.of(parent_id), seq_id, index, step))
+        step.ended += [self._end(self.of(one.seq_id), one, record, step) for one in record.ended]
+        return step
+
+    def _hold(
+        self, state: SequenceState, kept: int, blocks: Iterable[int], step: ReplayedStep
+    ) -> None:
+        """Its table is the first `kept` blocks, then these."""
+        for block in state.blocks[kept:]:
+            self.holders[block].remove(state.seq_id)
+            step.blocks.add(block)
+        state.blocks[kept:] = blocks
+        for block in state.blocks[kept:]:
+            self.holders.setdefault(block, []).append(state.seq_id)
+            step.blocks.add(block)
 
     def of(self, seq_id: int) -> SequenceState:
         """The state of a sequence, a new one where its beginning was not recorded."""
@@ -121,16 +145,21 @@ class Replay:
             state.before_last_token, state.last_token = state.last_token, time
             state.first_token = state.first_token or time
 
-    def _fork(self, parent: SequenceState, seq_id: int, index: int) -> SequenceState:
+    def _fork(
+        self, parent: SequenceState, seq_id: int, index: int, step: ReplayedStep
+    ) -> SequenceState:
         child = SequenceState(seq_id, parent.added, index, parent, where=RUNNING)
-        child.blocks = list(parent.blocks)
+        self.sequences[seq_id] = child
+        self._hold(child, 0, parent.blocks, step)
         parent.num_open += 1
         child.num_computed = child.furthest = parent.num_computed
         child.num_tokens, child.first_token = 1, parent.last_token
         child.last_token = parent.last_token
         return child
 
-    def _end(self, state: SequenceState, ended: Ended, record: StepRecord) -> SequenceState:
+    def _end(
+        self, state: SequenceState, ended: Ended, record: StepRecord, step: ReplayedStep
+    ) -> SequenceState:
         if ended.num_tokens < state.num_tokens:  # the last sample failed
             state.last_token = state.before_last_token
             state.num_tokens = ended.num_tokens
@@ -139,6 +168,7 @@ class Replay:
         state.end = ended.reason
         state.ended = record.computed if ended.time is None else ended.time
         (state.first or state).num_open -= 1
+        self._hold(state, 0, (), step)
         del self.sequences[state.seq_id]
         return state
 
@@ -188,7 +218,7 @@ def finished_requests(replay: Replay, records: Iterable[StepRecord]) -> list[Req
     summaries = []
     for record in records:
         done: dict[int, Added | None] = {}
-        for state in replay.apply(record):
+        for state in replay.apply(record).ended:
             first = state.first or state
             ended.setdefault(first.seq_id, []).append(state)
             if not first.num_open:

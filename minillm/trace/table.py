@@ -1,0 +1,55 @@
+"""A trace as a text table: one line per step, for a terminal or a log."""
+
+from collections.abc import Callable
+from typing import Any
+
+from minillm.scheduling.record import StepRecord
+from minillm.trace.recorder import Trace
+
+# Heading -> what stands below it.
+COLUMNS: dict[str, Callable[[StepRecord], str]] = {
+    "step": lambda r: f"{r.step:,}",
+    "ms": lambda r: f"{max(r.delivered - r.started, 0) * 1e3:.1f}",
+    "run": lambda r: f"{r.num_running}",
+    "wait": lambda r: f"{r.num_waiting}",
+    "prefill": lambda r: f"{r.num_prefill_tokens}",
+    "decode": lambda r: f"{r.num_decode_tokens}",
+    "again": lambda r: f"{r.num_recomputed_tokens}",
+    "free": lambda r: f"{r.num_free_blocks}",
+}
+
+
+def step_table(trace: Trace, last: int | None = 40) -> str:
+    """The last steps, one line each: counts, then what happened, in words."""
+    records = trace[:] if last is None else trace[max(len(trace) - last, 0) :]
+    rows = [[*COLUMNS, "events"]]
+    rows += [
+        [*(column(record) for column in COLUMNS.values()), events(record)] for record in records
+    ]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ).rstrip()
+
+
+def events(record: StepRecord) -> str:
+    """Who came, went, lost its blocks or waits, by sequence number."""
+    parts = [
+        ("new", [added.seq_id for added in record.added]),
+        ("admitted", record.admitted),
+        ("preempted", [f"{p.seq_id} for {p.for_seq_id} ({p.mode})" for p in record.preempted]),
+        ("stalled", [f"{b.seq_id} ({b})" for b in record.stalled]),
+        ("forked", [f"{f.seq_id} from {f.parent_id}" for f in record.forked]),
+        ("ended", [f"{e.seq_id} ({e.reason})" for e in record.ended]),
+    ]
+    texts = [f"{name} {shortened(ids)}" for name, ids in parts if ids]
+    if record.blocked is not None:
+        texts.append(f"{record.blocked.seq_id} waits: {record.blocked}")
+    return "; ".join(texts)
+
+
+def shortened(ids: Any, most: int = 6) -> str:
+    """The first few of a list."""
+    more = f" and {len(ids) - most:,} more" if len(ids) > most else ""
+    return ", ".join(map(str, ids[:most])) + more

@@ -1,0 +1,226 @@
+"""From records to a drawing: what each sequence was doing in each step, and who held each block.
+
+All drawings (the page, the widget, the figure, Perfetto's) are made of this one reduction. It is
+plain data, ready for JSON. A column is a recorded step; a sequence is a list of spans:
+
+    kind   what it did in these columns                      a, b
+    "w"    waited for the first time                         why (a place in `reasons`)
+    "x"    waited, after its blocks were taken               why
+    "o"    waited, with its blocks in host memory            why
+    "s"    ran, but got no row                               why
+    "p"    prefill, a span per step                          first position, number of tokens
+    "r"    the same, with positions computed before          first position, number of tokens
+    "d"    decode, one token per step                        first position
+"""
+
+from typing import Any
+
+from minillm.scheduling.plan import Row
+from minillm.scheduling.record import Blocked, StepRecord
+from minillm.trace.recorder import Trace, TraceSettings
+from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, SequenceState
+
+WAITING_KINDS = {WAITING: "w", PREEMPTED: "x", SWAPPED: "o"}
+BEHIND = "behind the next in line"
+META = ("model", "dtype", "device", "policy", "admission", "preemption", "prefix_cache",
+        "block_size", "num_blocks", "num_host_blocks", "max_num_seqs",
+        "max_num_batched_tokens")  # fmt: skip
+
+
+def timeline(trace: Trace) -> dict[str, Any]:
+    """The data of a drawing: meta, steps (columns of numbers), sequences, reasons, blocks.
+
+    Its size grows with what changed, not with steps times sequences.
+    """
+    records = trace[:]
+    zero = records[0].started if records else 0.0
+    drawing = Drawing(trace, zero)
+    for column, record in enumerate(records):
+        drawing.add(column, record)
+    drawing.close(len(records))
+    return {
+        "meta": meta(trace.settings, zero) | {"num_dropped": trace.num_dropped},
+        "steps": columns(records, zero) | {"blocked": drawing.blocked},
+        "sequences": drawing.sequences,
+        "reasons": list(drawing.reasons),
+        "blocks": drawing.blocks,
+    }
+
+
+def meta(settings: TraceSettings, zero: float) -> dict[str, Any]:
+    """What engine it was, and when it started."""
+    started = None
+    if settings.wall is not None and settings.clock is not None:
+        started = settings.wall + zero - settings.clock
+    return {name: getattr(settings, name) for name in META} | {"started": started}
+
+
+def columns(records: list[StepRecord], zero: float) -> dict[str, list[Any]]:
+    """What is drawn as curves. An interrupted step has no later times: its parts take 0 s."""
+    return {
+        "step": [r.step for r in records],
+        "start": [r.started - zero for r in records],
+        "plan": [max(r.planned - r.started, 0.0) for r in records],
+        "run": [max(r.computed - r.planned, 0.0) for r in records],
+        "deliver": [max(r.delivered - r.computed, 0.0) for r in records],
+        "prefill": [r.num_prefill_tokens for r in records],
+        "decode": [r.num_decode_tokens for r in records],
+        "recomputed": [r.num_recomputed_tokens for r in records],
+        "running": [r.num_running for r in records],
+        "waiting": [r.num_waiting for r in records],
+        "free": [r.num_free_blocks for r in records],
+        "copies": [len(r.copies) for r in records],
+        "swapped_out": [len(r.swap_out) for r in records],
+        "swapped_in": [len(r.swap_in) for r in records],
+    }
+
+
+class Drawing:
+    """Spans, refusals and blocks so far. Per step it touches only what changed or was computed."""
+
+    def __init__(self, trace: Trace, zero: float):
+        self.sequences: list[dict[str, Any]] = []
+        self.reasons: dict[str, int] = {}
+        self.blocked: list[list[int]] = []  # first and last column, sequence, reason
+        self.blocks: list[list[Any]] = [[] for _ in range(trace.settings.num_blocks)]
+        self._zero = zero
+        self._replay = trace.replay()
+        self._places: dict[int, int] = {}  # seq_id -> place in `sequences`
+        self._open: dict[int, list[Any]] = {}  # the span that each live sequence is in
+        self._explained: list[int] = []  # who waits for a reason of its own, until the next step
+        for state in self._replay.sequences.values():
+            self._enter(state, 0)
+            if state.where != RUNNING:
+                self._wait(0, state, BEHIND)
+        for block in self._replay.holders:
+            self._draw_block(0, block)
+
+    def add(self, column: int, record: StepRecord) -> None:
+        """Draw the next step."""
+        step = self._replay.apply(record)
+        states = self._replay.sequences | {state.seq_id: state for state in step.ended}
+        for added in record.added:
+            self._wait(column, states[added.seq_id], BEHIND)
+        for state, row, again in step.rows:
+            self._draw_row(column, state, row, again)
+        self._draw_reasons(column, record, states)
+        for state in step.forked:
+            self._enter(state, column)
+            if state.first is not None:  # what it was until here, it was as a part of the first
+                self._open[state.seq_id] = list(self._open[state.first.seq_id])
+        for state in step.ended:
+            line = self.sequences[self._places[state.seq_id]]
+            line |= {"end": state.end, "ended": column, "preemptions": state.num_preemptions}
+            self._close(state.seq_id, column)
+            del self._places[state.seq_id]
+        for block in step.blocks:
+            self._draw_block(column, block)
+
+    def close(self, num_columns: int) -> None:
+        """Those who have not ended are where they are up to the last column."""
+        for state in self._replay.sequences.values():
+            if state.seq_id in self._places:
+                line = self.sequences[self._places[state.seq_id]]
+                line["preemptions"] = state.num_preemptions
+                self._close(state.seq_id, num_columns - 1)
+
+    def _draw_row(self, column: int, state: SequenceState, row: Row, again: int) -> None:
+        if state.is_decode(row) and not again:
+            self._set(column, state, "d", row.start)
+        else:
+            self._set(column, state, "r" if again else "p", row.start, row.num_tokens)
+        if row.seq_id in self._places:
+            self.sequences[self._places[row.seq_id]]["cached"] = state.num_cached
+
+    def _draw_reasons(
+        self, column: int, record: StepRecord, states: dict[int, SequenceState]
+    ) -> None:
+        """Why those wait who do not compute. A reason of its own holds for one step."""
+        for seq_id in self._explained:
+            if seq_id in states and states[seq_id].where != RUNNING:
+                self._wait(column, states[seq_id], BEHIND)
+        self._explained = []
+        for preemption in record.preempted:
+            winner = states.get(preemption.for_seq_id)
+            name = winner.name if winner else f"sequence {preemption.for_seq_id}"
+            self._explain(column, states[preemption.seq_id], f"preempted for {name}")
+        for blocked in record.stalled:
+            if blocked.seq_id in states:
+                self._set(column, states[blocked.seq_id], "s", self._why(str(blocked)))
+        if record.blocked is not None and record.blocked.seq_id in states:
+            self._draw_blocked(column, record.blocked, states[record.blocked.seq_id])
+
+    def _draw_blocked(self, column: int, blocked: Blocked, state: SequenceState) -> None:
+        if not any(state.seq_id == seq_id for seq_id in self._explained):  # preempted just now
+            self._explain(column, state, str(blocked))
+        refusal = [self._places[state.seq_id], self._why(str(blocked))]
+        if self.blocked and self.blocked[-1][1] == column - 1 and self.blocked[-1][2:] == refusal:
+            self.blocked[-1][1] = column
+        else:
+            self.blocked.append([column, column, *refusal])
+
+    def _explain(self, column: int, state: SequenceState, reason: str) -> None:
+        self._wait(column, state, reason)
+        self._explained.append(state.seq_id)
+
+    def _wait(self, column: int, state: SequenceState, reason: str) -> None:
+        self._set(column, state, WAITING_KINDS.get(state.where, "w"), self._why(reason))
+
+    def _why(self, reason: str) -> int:
+        return self.reasons.setdefault(reason, len(self.reasons))
+
+    # ---- spans -----------------------------------------------------------------------------
+
+    def _set(self, column: int, state: SequenceState, kind: str, *values: int) -> None:
+        """From this column on, a sequence does this; a span is closed by what comes after it."""
+        seq_id = state.seq_id
+        if seq_id not in self._places:
+            self._enter(state, column)
+        span = self._open.get(seq_id)
+        if span is not None:
+            if kind == "d" == span[0] or (kind in "wxos" and [kind, *values] == [span[0], span[3]]):
+                return
+            self._close(seq_id, column - 1)
+        self._open[seq_id] = [kind, column, column, *values]
+
+    def _close(self, seq_id: int, column: int) -> None:
+        span = self._open.pop(seq_id, None)
+        if span is not None and span[1] <= column:  # else it was replaced within one column
+            span[2] = column
+            self.sequences[self._places[seq_id]]["spans"].append(span)
+
+    def _enter(self, state: SequenceState, column: int) -> None:
+        """Give a sequence its line."""
+        added = state.added
+        self._places[state.seq_id] = len(self.sequences)
+        self.sequences.append(
+            {
+                "id": state.seq_id,
+                "name": state.name,
+                "prompt": added.num_prompt_tokens if added else None,
+                "max": added.max_tokens if added else None,
+                "n": added.num_completions if added else 1,
+                "priority": added.priority if added else 0,
+                "arrival": added.arrival - self._zero if added else None,
+                "added": column,
+                "ended": None,
+                "end": None,
+                "cached": state.num_cached,
+                "preemptions": state.num_preemptions,
+                "parent": self._places.get(state.first.seq_id) if state.first else None,
+                "spans": [],
+            }
+        )
+
+    # ---- blocks ----------------------------------------------------------------------------
+
+    def _draw_block(self, column: int, block: int) -> None:
+        """Who holds a block from the end of this column on."""
+        holders = [self._places[seq_id] for seq_id in self._replay.holders.get(block, ())]
+        while len(self.blocks) <= block:  # a simulation need not say how many there are
+            self.blocks.append([])
+        changes = self.blocks[block]
+        if changes and changes[-1][0] == column:
+            changes.pop()
+        if holders != (changes[-1][1] if changes else []):
+            changes.append([column, holders])
