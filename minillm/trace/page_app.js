@@ -1,0 +1,350 @@
+"use strict";
+/* The page: layout, what is drawn when, and how keys and the pointer move the view and the cursor.
+ *
+ * One cursor (column, sequence, block) is what the details panel tells. The pointer moves it; a
+ * click, or any key, pins it; Escape lets it go. Moving it only moves two boxes over the canvases,
+ * so that hovering redraws nothing. A redraw waits for the next frame, however many events ask.
+ */
+
+const ROW_HEIGHTS = [1, 2, 3, 4, 6, 9, 12, 16, 20, 24];
+
+class App {
+  constructor(model) {
+    this.model = model;
+    this.words = new Words(model);
+    this.scale = new Scale(model);
+    this.sort = "arrival";
+    this.cursor = { column: null, sequence: null, block: null, pinned: false };
+    this.matches = new Set(); // sequences that the search has found
+    this.highlighted = null; // the sequence whose blocks are in the light
+    this.chosenHeight = null; // of the rows, if the reader has chosen one
+    this.frames = []; // milliseconds of the last redraws, for those who measure
+    this.plot = document.getElementById("plot");
+    this.still = matchMedia("(prefers-reduced-motion: reduce)");
+    this.night = matchMedia("(prefers-color-scheme: dark)");
+    this.gantt = new Gantt(this);
+    this.map = new BlockMap(this);
+    this.curves = new Curves(this);
+    this.details = new Details(this);
+    this._header();
+    this._restyle();
+    this.night.addEventListener("change", () => this._restyle());
+    new ResizeObserver(() => this.layout()).observe(this.plot);
+    this.controls = new Controls(this);
+    this.layout();
+    this.details.show();
+  }
+
+  _header() {
+    const { meta, steps, sequences } = this.model, sum = (values) => values.reduce((a, b) => a + b, 0);
+    const engine = [meta.model, meta.dtype, meta.device, meta.policy && `policy ${meta.policy}`,
+      meta.preemption && `preemption by ${meta.preemption}`, meta.prefix_cache && `prefix cache ${meta.prefix_cache}`,
+      meta.num_blocks && `${count(meta.num_blocks)} blocks${meta.block_size ? ` of ${plural(meta.block_size, "token")}` : ""}`,
+      meta.started && new Date(meta.started * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC",
+      meta.num_dropped && `the ${count(meta.num_dropped)} steps before were not kept`];
+    document.getElementById("engine").textContent = engine.filter(Boolean).map(plain).join(" \u00b7 ");
+    const requests = new Set(sequences.map((s) => s.id)).size, forked = sequences.length - requests;
+    const cached = sum(sequences.filter((s) => s.parent === null).map((s) => s.cached));
+    const totals = [
+      ["steps", count(this.model.numColumns)], [forked ? `requests, ${count(sequences.length)} sequences` : "requests", count(requests)],
+      ["tokens computed", count(sum(steps.prefill) + sum(steps.decode))], ["prompt tokens cached", count(cached)],
+      ["preemptions", count(sum(sequences.map((s) => s.preemptions)))], ["duration", seconds(this.model.duration)],
+    ];
+    for (const [label, value] of totals) {
+      document.getElementById("totals").append(element("div", element("dt", label), element("dd", value)));
+    }
+  }
+
+  _restyle() {
+    this.theme = new Theme(this.night.matches);
+    this.curves.colour(this.theme);
+    this._legends();
+    this.redraw();
+    this.details.show();
+  }
+
+  /** The legends are drawn with the very tiles and marks of the panels. */
+  _legends() {
+    const { theme } = this, ratio = window.devicePixelRatio || 1;
+    const swatch = (paint) => {
+      const canvas = element("canvas"), width = 26, height = 14;
+      Object.assign(canvas, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+      canvas.style.cssText = `width: ${width}px; height: ${height}px`;
+      paint(canvas.getContext("2d"), canvas.width, canvas.height);
+      canvas.setAttribute("aria-hidden", "true");
+      return canvas;
+    };
+    const tiled = (tileOf, codes) => swatch((context, width, height) => {
+      const raster = new Raster();
+      raster.resize(width, height);
+      raster.codes.fill(codes);
+      raster.row(0, height, (code) => tileOf(theme, code, height, ratio));
+      context.putImageData(raster.image, 0, 0);
+    });
+    const marked = (kind) => swatch((context) => {
+      context.scale(ratio, ratio);
+      drawMark(context, kind, 13, 7, 4, theme);
+    });
+    const entry = (picture, text) => element("li", picture, text);
+    const order = [PREFILL, DECODE, WAITING, PREEMPTED, SWAPPED, RECOMPUTED, STALLED];
+    document.getElementById("gantt-legend").replaceChildren(
+      ...order.map((code) => entry(tiled(stateTile, code), STATES[code].name)),
+      ...["arrival", "stop", "length", "abort", "error"].map((kind) => entry(marked(kind), kind)));
+    document.getElementById("blocks-legend").replaceChildren(
+      entry(tiled(blockTile, OWNED + 1), "held (colour: by which request)"), entry(tiled(blockTile, SHARED + 1), "shared, with the number of holders"),
+      entry(tiled(blockTile, USED), "free after use"), entry(swatch((context, width, height) => {
+        context.strokeStyle = css(theme.line);
+        context.lineWidth = 2;
+        context.strokeRect(0, 0, width, height);
+      }), "free, never used"));
+  }
+
+  // ---- layout and drawing --------------------------------------------------------------------
+
+  /** Share the height among the panels: as much as rows can use, and no panel too small to read. */
+  layout() {
+    this.ratio = window.devicePixelRatio || 1;
+    this.gutter = document.querySelector(".gutter").offsetWidth;
+    this.scale.width = Math.max(50, this.plot.clientWidth - this.gutter - this._scrollbar());
+    const others = [...this.plot.children].filter((child) => child.matches(".lane, .caption"));
+    const room = this.plot.clientHeight - others.reduce((sum, child) => sum + child.offsetHeight, 0) - 2;
+    const sequences = Math.max(1, this.model.sequences.length), blocks = Math.max(1, this.model.numBlocks);
+    const wanted = sequences * (this.chosenHeight ?? (sequences > 200 ? 12 : 20));
+    const low = Math.max(90, Math.min(blocks * 16, room * 0.4));
+    const high = Math.max(130, Math.min(wanted + 4, room - low));
+    const rest = Math.max(90, Math.min(blocks * 22, room - high));
+    const comfortable = Math.min(20, Math.max(12, high / sequences));
+    this.gantt.layout(high, this.chosenHeight ?? comfortable, sequences);
+    const least = 1 / this.ratio; // a row of the map is a device pixel at least
+    this.map.group = Math.max(1, Math.ceil((blocks * Math.max(least, 2)) / rest));
+    const rows = Math.ceil(blocks / this.map.group);
+    this.map.layout(rest, Math.min(22, Math.max(least, Math.floor((rest / rows) * this.ratio) / this.ratio)), rows);
+    const grouped = this.map.group > 1 ? `, ${this.map.group} per row` : "";
+    document.getElementById("blocks-title").textContent = `Blocks (${count(this.model.numBlocks)}${grouped})`;
+    document.getElementById("gantt-title").textContent = `Requests (${count(this.model.sequences.length)})`;
+    this.redraw();
+  }
+
+  /** Width of the scroll bar of a panel of rows, which the other panels leave free. */
+  _scrollbar() {
+    return Math.max(0, this.gantt.scroller.offsetWidth - this.gantt.scroller.clientWidth, this.map.scroller.offsetWidth - this.map.scroller.clientWidth);
+  }
+
+  /** A cleared canvas of the plot's width (and a gutter), scaled so that one unit is a CSS pixel. */
+  begin(id, gutter, height = null) {
+    const canvas = document.getElementById(id), { ratio } = this;
+    const tall = height ?? canvas.clientHeight, width = this.scale.width;
+    const pixels = [Math.round((width + gutter) * ratio), Math.round(tall * ratio)];
+    if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
+    if (height !== null) canvas.style.cssText = `width: ${width + gutter}px; height: ${tall}px`;
+    else canvas.style.cssText = `flex: none; width: ${width}px`;
+    const context = canvas.getContext("2d");
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, ...pixels);
+    context.scale(ratio, ratio);
+    return { context, width, height: tall };
+  }
+
+  /** A small text on the colour of the background. */
+  label(context, text, x, y, colour) {
+    context.font = `10px ${FONT}`;
+    context.textBaseline = "middle";
+    const wide = context.measureText(text).width;
+    context.fillStyle = css(this.theme.back);
+    context.globalAlpha = 0.8;
+    context.fillRect(x - 2, y - 6, wide + 4, 12);
+    context.globalAlpha = 1;
+    context.fillStyle = css(colour);
+    context.fillText(text, x, y + 0.5);
+  }
+
+  redraw() {
+    this._pending ??= requestAnimationFrame(() => {
+      this._pending = null;
+      this.draw();
+    });
+  }
+
+  draw() {
+    if (!this.model.numColumns || !this.ratio) return;
+    const started = performance.now(), columns = this.scale.columns(this.ratio);
+    this.curves.overview();
+    this.curves.ruler();
+    this.curves.draw(columns);
+    this.gantt.draw(columns);
+    this.map.draw(columns);
+    this.place();
+    this.frames.push(performance.now() - started);
+    if (this.frames.length > 500) this.frames.shift();
+  }
+
+  /** Put the cursor's box over its column, and the band over its row. */
+  place() {
+    const { column, sequence, pinned } = this.cursor, line = document.getElementById("cursor");
+    const { scale } = this, band = document.getElementById("band");
+    line.hidden = column === null;
+    if (column !== null) {
+      const from = Math.max(0, scale.x(scale.left(column))), to = Math.min(scale.width, scale.x(scale.right(column)));
+      line.hidden = to < 0 || from > scale.width;
+      line.classList.toggle("pinned", pinned);
+      line.style.cssText = `transform: translateX(${this.gutter + from}px); width: ${Math.max(2, to - from)}px; height: ${this.plot.scrollHeight}px`;
+    }
+    const row = sequence === null || !this.gantt.order ? -1 : this.rowOf(sequence), top = this.gantt.top(row);
+    const shown = Math.max(0, top), height = Math.min(top + this.gantt.rowHeight, this.gantt.height) - shown;
+    band.hidden = row < 0 || height <= 0;
+    band.style.cssText = `left: 0; width: ${this.gutter + scale.width}px; height: ${Math.max(height, 2)}px; transform: translateY(${this.gantt.scroller.offsetTop + shown}px)`;
+  }
+
+  rowOf(sequence) {
+    return this.model.order(this.sort).indexOf(sequence);
+  }
+
+  // ---- the view --------------------------------------------------------------------------------
+
+  /** Show a range of the axis, with a short movement unless the reader wants none. */
+  show(from, to, smooth = true) {
+    const { scale } = this, before = [scale.from, scale.to];
+    scale.show(from, to);
+    const after = [scale.from, scale.to];
+    cancelAnimationFrame(this._motion);
+    if (!smooth || this.still.matches) return this.redraw();
+    const began = performance.now();
+    const move = () => {
+      const share = Math.min(1, (performance.now() - began) / 140), eased = share * (2 - share);
+      [scale.from, scale.to] = before.map((value, i) => value + (after[i] - value) * eased);
+      if (share < 1) this._motion = requestAnimationFrame(move);
+      this.redraw();
+    };
+    move();
+  }
+
+  zoom(factor, x = null, smooth = true) {
+    const { scale } = this;
+    if (x === null) { // about the cursor, if that is in view
+      const { column } = this.cursor, at = column === null ? -1 : scale.x(scale.left(column));
+      x = at >= 0 && at <= scale.width ? at : scale.width / 2;
+    }
+    const about = scale.unit(x), least = scale.byTime ? scale.extent / this.model.numColumns : 4;
+    const span = Math.min(Math.max((scale.to - scale.from) * factor, least), scale.extent);
+    const from = about - (x / scale.width) * span;
+    this.show(from, from + span, smooth);
+  }
+
+  setByTime(byTime) {
+    this.scale.setByTime(byTime);
+    document.getElementById("by-steps").setAttribute("aria-pressed", String(!byTime));
+    document.getElementById("by-time").setAttribute("aria-pressed", String(byTime));
+    document.getElementById("ruler-title").textContent = byTime ? "Time" : "Step";
+    this.redraw();
+  }
+
+  setSort(sort) {
+    this.sort = sort;
+    document.getElementById("sort").value = sort;
+    if (this.cursor.sequence !== null) this.gantt.reveal(this.rowOf(this.cursor.sequence));
+    this.redraw();
+  }
+
+  /** Rows one size lower or higher. */
+  resizeRows(direction) {
+    const now = this.gantt.rowHeight, sizes = direction > 0 ? ROW_HEIGHTS : [...ROW_HEIGHTS].reverse();
+    const next = sizes.find((size) => (size - now) * direction > 0.5);
+    if (next === undefined) return;
+    this.chosenHeight = next;
+    this.layout();
+    if (this.cursor.sequence !== null) this.gantt.reveal(this.rowOf(this.cursor.sequence));
+  }
+
+  // ---- the cursor --------------------------------------------------------------------------------
+
+  /** Move the cursor. `change` has what differs; a cursor moved by a key or a click is pinned. */
+  move(change) {
+    const before = this.cursor, cursor = (this.cursor = { ...before, ...change });
+    if (["column", "sequence", "block", "pinned"].every((name) => before[name] === cursor[name])) return;
+    const light = cursor.sequence;
+    if (light !== this.highlighted || before.sequence !== cursor.sequence) {
+      this.highlighted = cursor.pinned || cursor.block !== null ? light : null;
+      this.redraw();
+    }
+    this._telling ??= requestAnimationFrame(() => {
+      this._telling = null;
+      this.place();
+      this.details.show();
+      this.curves.values(this.cursor.column);
+    });
+    if (cursor.pinned) this._say();
+  }
+
+  /** Tell screen readers, but not every step of a held key. */
+  _say() {
+    clearTimeout(this._saying);
+    this._saying = setTimeout(() => {
+      const { column, sequence, block } = this.cursor;
+      if (column !== null) document.getElementById("live").textContent = this.words.spoken(column, sequence, block);
+    }, 120);
+  }
+
+  /** Choose a sequence; the cursor goes to where it is, if it is not there at the cursor's step. */
+  select(sequence) {
+    let column = this.cursor.column ?? this.model.firstColumn(sequence);
+    column = Math.min(Math.max(column, this.model.firstColumn(sequence)), this.model.lastColumn(sequence));
+    this.move({ sequence, column, block: null, pinned: true });
+    this.reveal();
+  }
+
+  /** Bring the cursor into view. */
+  reveal() {
+    const { column, sequence } = this.cursor, { scale } = this;
+    if (sequence !== null) this.gantt.reveal(this.rowOf(sequence));
+    const from = scale.left(column), to = scale.right(column), span = scale.to - scale.from;
+    if (from < scale.from) this.show(from - span * 0.1, from + span * 0.9);
+    else if (to > scale.to) this.show(to - span * 0.9, to + span * 0.1);
+    this.redraw();
+  }
+
+  release() {
+    this.move({ sequence: null, block: null, pinned: false });
+    document.getElementById("live").textContent = "Released.";
+  }
+
+  /** Move the cursor by columns and rows, as the arrow keys do. */
+  step(columns, rows) {
+    const { scale, model, cursor } = this, order = model.order(this.sort);
+    const start = cursor.column ?? scale.columnAt(columns < 0 ? scale.to : scale.from);
+    const column = cursor.column === null && columns ? start : Math.min(Math.max(start + columns, 0), model.numColumns - 1);
+    let { sequence } = cursor;
+    if (rows && order.length) {
+      const row = sequence === null ? (rows > 0 ? this.gantt.firstRow - 1 : this.gantt.lastRow + 1) : this.rowOf(sequence);
+      sequence = order[Math.min(Math.max(row + rows, 0), order.length - 1)];
+    }
+    this.move({ column, sequence, block: rows ? null : cursor.block, pinned: true });
+    this.reveal();
+  }
+
+  /** To the next or previous preemption or refusal of the chosen sequence, or preemption of any. */
+  jump(direction) {
+    const { model, cursor } = this, { sequence } = cursor;
+    const columns = sequence === null ? [...model.preemptedAt.keys()].sort((a, b) => a - b) : model.events(sequence);
+    const at = cursor.column ?? -1;
+    const next = direction > 0 ? columns.find((column) => column > at) : columns.findLast((column) => column < at);
+    if (next === undefined) {
+      const what = sequence === null ? "preemption" : "preemption or refusal of this request";
+      document.getElementById("live").textContent = `No ${direction > 0 ? "later" : "earlier"} ${what}.`;
+      return;
+    }
+    this.move({ column: next, pinned: true, block: null });
+    this.reveal();
+  }
+
+  /** Find requests by a part of their name; the first one from the cursor on is chosen. */
+  search(text, direction = 0) {
+    const wanted = text.trim().toLowerCase(), order = this.model.order(this.sort);
+    const found = wanted ? order.filter((i) => this.model.sequences[i].name.toLowerCase().includes(wanted)) : [];
+    this.matches = new Set(found);
+    const at = found.indexOf(this.cursor.sequence);
+    const next = found.length ? (at < 0 ? 0 : (at + direction + found.length) % found.length) : -1;
+    document.getElementById("found").textContent = wanted ? (found.length ? `${next + 1} of ${count(found.length)}` : "none") : "";
+    if (next >= 0) this.select(found[next]);
+    this.redraw();
+  }
+}

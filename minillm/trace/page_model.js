@@ -1,0 +1,200 @@
+"use strict";
+/* The trace as the drawing needs it: flat arrays to scan, and searches by column.
+ *
+ * A column is one recorded step. Spans and changes of blocks are hundreds of thousands in a long
+ * trace, so they live in typed arrays, where a scan costs nanoseconds per entry.
+ */
+
+// What a sequence does in a column, by rising importance: where several share one pixel, the
+// highest code is drawn, so that a preemption of one step is visible in any zoom.
+const STATES = [
+  null,
+  { key: "d", name: "decode" },
+  { key: "w", name: "waiting" },
+  { key: "p", name: "prefill" },
+  { key: "r", name: "recomputed" },
+  { key: "s", name: "stalled" },
+  { key: "o", name: "swapped out" },
+  { key: "x", name: "preempted" },
+];
+const [DECODE, WAITING, PREFILL, RECOMPUTED, STALLED, SWAPPED, PREEMPTED] = [1, 2, 3, 4, 5, 6, 7];
+const isIdle = (code) => code === WAITING || code >= STALLED; // holds a reason, computes nothing
+const isPreempted = (code) => code >= SWAPPED;
+
+/** Index of the last entry of sorted `values[from..to)` that is at most `wanted`; from - 1 if none. */
+function lastAtMost(values, wanted, from = 0, to = values.length) {
+  while (from < to) {
+    const middle = (from + to) >> 1;
+    if (values[middle] <= wanted) from = middle + 1;
+    else to = middle;
+  }
+  return from - 1;
+}
+
+class Model {
+  constructor(data) {
+    this.meta = data.meta;
+    this.steps = data.steps;
+    this.reasons = data.reasons;
+    this.sequences = data.sequences;
+    this.numColumns = data.steps.step.length;
+    this.numBlocks = data.blocks.length;
+    this._clock();
+    this._spans();
+    this._blocks(data.blocks);
+    this._order = new Map();
+  }
+
+  /** Begin and end of each column in seconds. A short pause belongs to the step before it; a longer
+   * one, when there was nothing to do, stays empty. */
+  _clock() {
+    const { start, plan, run, deliver } = this.steps, n = this.numColumns;
+    this.begin = Float64Array.from(start);
+    this.end = new Float64Array(n);
+    for (let c = 0; c < n; c++) {
+      const took = plan[c] + run[c] + deliver[c], next = c + 1 < n ? start[c + 1] : Infinity;
+      this.end[c] = next - start[c] <= 2 * took ? next : start[c] + took;
+    }
+    this.duration = n ? this.end[n - 1] : 1;
+  }
+
+  _spans() {
+    const codes = Object.fromEntries(STATES.map((state, code) => [state && state.key, code]));
+    const total = this.sequences.reduce((sum, sequence) => sum + sequence.spans.length, 0);
+    this.offsets = new Int32Array(this.sequences.length + 1);
+    this.code = new Uint8Array(total);
+    for (const name of ["first", "last", "a", "b"]) this[name] = new Int32Array(total);
+    this.preemptedAt = new Map(); // column -> sequences that lost their place there
+    let at = 0;
+    this.sequences.forEach((sequence, index) => {
+      this.offsets[index] = at;
+      let before = 0;
+      for (const [kind, first, last, a, b] of sequence.spans) {
+        const code = codes[kind];
+        this.code[at] = code;
+        this.first[at] = first;
+        this.last[at] = last;
+        this.a[at] = a;
+        this.b[at++] = b || 0;
+        if (isPreempted(code) && !isPreempted(before)) {
+          if (!this.preemptedAt.has(first)) this.preemptedAt.set(first, []);
+          this.preemptedAt.get(first).push(index);
+        }
+        before = code;
+      }
+      sequence.spans = null; // the arrays have it now; half the memory of a long trace
+    });
+    this.offsets[this.sequences.length] = at;
+  }
+
+  _blocks(blocks) {
+    const total = blocks.reduce((sum, changes) => sum + changes.length, 0);
+    this.blockOffsets = new Int32Array(blocks.length + 1);
+    this.changed = new Int32Array(total); // column at whose end it changed
+    this.holders = new Array(total);
+    let at = 0;
+    blocks.forEach((changes, block) => {
+      this.blockOffsets[block] = at;
+      for (const [column, holders] of changes) {
+        this.changed[at] = column;
+        this.holders[at++] = holders;
+      }
+    });
+    this.blockOffsets[blocks.length] = at;
+  }
+
+  // ---- sequences ---------------------------------------------------------------------------
+
+  /** Index of the span of a sequence that covers a column, -1 if it was not there. */
+  spanAt(sequence, column) {
+    const from = this.offsets[sequence], to = this.offsets[sequence + 1];
+    const span = lastAtMost(this.first, column, from, to);
+    return span >= from && this.last[span] >= column ? span : -1;
+  }
+
+  firstColumn(sequence) {
+    const from = this.offsets[sequence];
+    return from < this.offsets[sequence + 1] ? this.first[from] : this.sequences[sequence].added;
+  }
+
+  lastColumn(sequence) {
+    const to = this.offsets[sequence + 1];
+    return to > this.offsets[sequence] ? this.last[to - 1] : this.sequences[sequence].added;
+  }
+
+  /** Columns and seconds that a sequence spent in each state: {code: {columns, seconds}}. */
+  stays(sequence) {
+    const found = {};
+    for (let s = this.offsets[sequence]; s < this.offsets[sequence + 1]; s++) {
+      const stay = (found[this.code[s]] ??= { columns: 0, seconds: 0 });
+      stay.columns += this.last[s] - this.first[s] + 1;
+      stay.seconds += this.end[this.last[s]] - this.begin[this.first[s]];
+    }
+    return found;
+  }
+
+  /** Columns where a sequence was preempted, or is refused for another reason than before. */
+  events(sequence) {
+    const columns = [];
+    for (let s = this.offsets[sequence]; s < this.offsets[sequence + 1]; s++) {
+      const same = s > this.offsets[sequence] && this.code[s - 1] === this.code[s] && this.a[s - 1] === this.a[s];
+      if (isIdle(this.code[s]) && !same) columns.push(this.first[s]);
+    }
+    return columns;
+  }
+
+  /** Sequence indices in the order of the rows. */
+  order(by) {
+    if (this._order.has(by)) return this._order.get(by);
+    const count = this.sequences.length, keys = new Float64Array(count);
+    for (let i = 0; i < count; i++) {
+      if (by === "end") keys[i] = this.sequences[i].ended ?? Infinity;
+      if (by === "preemptions") keys[i] = -this.sequences[i].preemptions;
+      if (by === "waiting") {
+        const stays = this.stays(i);
+        for (const code in stays) if (isIdle(+code)) keys[i] -= stays[code].seconds;
+      }
+    }
+    const order = Array.from(keys.keys()).sort((a, b) => keys[a] - keys[b] || a - b);
+    this._order.set(by, order);
+    return order;
+  }
+
+  // ---- steps -------------------------------------------------------------------------------
+
+  /** Who was next in line at a column and why it stayed there: [sequence, reason], or null. */
+  blockedAt(column) {
+    const runs = this.steps.blocked;
+    let from = 0, to = runs.length;
+    while (from < to) {
+      const middle = (from + to) >> 1;
+      if (runs[middle][0] <= column) from = middle + 1;
+      else to = middle;
+    }
+    const run = runs[from - 1];
+    return run && run[1] >= column ? [run[2], run[3]] : null;
+  }
+
+  /** All sequences that were there at a column, by state: {code: [[sequence, span], ...]}. */
+  presentAt(column) {
+    const present = {};
+    for (let sequence = 0; sequence < this.sequences.length; sequence++) {
+      const span = this.spanAt(sequence, column);
+      if (span >= 0) (present[this.code[span]] ??= []).push([sequence, span]);
+    }
+    return present;
+  }
+
+  columnAtTime(seconds) {
+    return Math.max(0, lastAtMost(this.begin, seconds));
+  }
+
+  // ---- blocks ------------------------------------------------------------------------------
+
+  /** Index of the change in force for a block as a column's step left it, -1 before the first. */
+  changeAt(block, column) {
+    const from = this.blockOffsets[block];
+    const change = lastAtMost(this.changed, column, from, this.blockOffsets[block + 1]);
+    return change >= from ? change : -1;
+  }
+}

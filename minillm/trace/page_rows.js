@@ -1,0 +1,355 @@
+"use strict";
+/* The two panels of rows: the Gantt (a row per sequence) and the block map (a row per block). */
+
+const FONT = "system-ui, 'DejaVu Sans', sans-serif";
+
+/** What both share: a canvas that stays in place while an empty box of the full height scrolls. */
+class Rows {
+  constructor(app, id) {
+    this.app = app;
+    this.canvas = document.getElementById(id);
+    this.scroller = document.getElementById(`${id}-scroll`);
+    this.extent = this.scroller.querySelector(".extent");
+    this.raster = new Raster();
+    this.rowHeight = 1; // CSS pixels, a multiple of a device pixel
+    this.scroller.addEventListener("scroll", () => app.redraw());
+  }
+
+  get scrollTop() {
+    return this.scroller.scrollTop;
+  }
+
+  /** The panel is `height` high and shows `count` rows of `rowHeight`. */
+  layout(height, rowHeight, count) {
+    const ratio = this.app.ratio;
+    this.rowHeight = Math.max(1, Math.round(rowHeight * ratio)) / ratio;
+    this.numRows = count;
+    this.height = Math.round(height);
+    this.scroller.style.height = `${this.height + 1}px`; // and its border
+    this.extent.style.height = `${Math.max(0, Math.ceil(count * this.rowHeight) - this.height)}px`;
+  }
+
+  rowAt(y) {
+    const row = Math.floor((y + this.scrollTop) / this.rowHeight);
+    return row >= 0 && row < this.numRows ? row : null;
+  }
+
+  reveal(row) {
+    const top = row * this.rowHeight, margin = Math.min(2 * this.rowHeight, this.height / 3);
+    if (top < this.scrollTop + margin) this.scroller.scrollTop = top - margin;
+    const bottom = top + this.rowHeight;
+    if (bottom > this.scrollTop + this.height - margin) this.scroller.scrollTop = bottom - this.height + margin;
+  }
+
+  /** Paint the rows in view; `codes(row)` fills the raster's codes, `tile(code, height)` paints. */
+  paint(columns, codes, tile) {
+    const { app, raster } = this, { ratio } = app;
+    const drawing = app.begin(this.canvas.id, app.gutter, this.height);
+    raster.resize(columns.pixels, Math.round(this.height * ratio));
+    raster.clear();
+    const height = Math.round(this.rowHeight * ratio), scrolled = Math.round(this.scrollTop * ratio);
+    this.firstRow = Math.floor(scrolled / height);
+    this.lastRow = Math.min(this.numRows - 1, Math.floor((scrolled + raster.height - 1) / height));
+    for (let row = this.firstRow; row <= this.lastRow; row++) {
+      raster.codes.fill(0);
+      codes(row);
+      raster.row(row * height - scrolled, height, (code) => tile(code, height));
+    }
+    drawing.context.putImageData(raster.image, Math.round(app.gutter * ratio), 0);
+    return drawing;
+  }
+
+  top(row) {
+    return row * this.rowHeight - this.scrollTop;
+  }
+}
+
+class Gantt extends Rows {
+  constructor(app) {
+    super(app, "gantt");
+  }
+
+  draw(columns) {
+    const { app } = this, { model, theme, ratio } = app;
+    this.order = model.order(app.sort);
+    const { context } = this.paint(columns, (row) => this._codes(this.order[row], columns),
+      (code, height) => stateTile(theme, code, height, ratio));
+    this._background(context);
+    if (this.rowHeight < 9) return;
+    for (let row = this.firstRow; row <= this.lastRow; row++) {
+      const sequence = this.order[row], top = this.top(row);
+      this._label(context, sequence, top);
+      if (this.rowHeight >= 15) this._texts(context, sequence, top, columns);
+      this._marks(context, sequence, top + this.rowHeight / 2);
+    }
+  }
+
+  /** One code per pixel for a sequence. A span narrower than a pixel still gets one, and what
+   * matters more wins; what is rare, and easily overlooked, gets two. */
+  _codes(sequence, columns) {
+    const { model } = this.app, { codes } = this.raster, { first, last, begin, end, pixels } = columns;
+    const from = Math.max(lastAtMost(model.first, first, model.offsets[sequence], model.offsets[sequence + 1]), model.offsets[sequence]);
+    const until = model.offsets[sequence + 1], wide = (end[0] - begin[0] || end[end.length - 1] - begin[begin.length - 1]) >= 5;
+    for (let span = from; span < until && model.first[span] <= last; span++) {
+      if (model.last[span] < first) continue;
+      const code = model.code[span], starts = model.first[span] >= first, ends = model.last[span] <= last;
+      const start = begin[starts ? model.first[span] - first : 0];
+      let stop = end[ends ? model.last[span] - first : last - first];
+      const least = code >= RECOMPUTED ? 2 : 1;
+      if (stop - start < least) stop = Math.min(start + least, pixels);
+      for (let x = start; x < stop && x < start + 2; x++) if (codes[x] < code || codes[x] >= DIVIDER) codes[x] = code;
+      if (stop > start + 2) codes.fill(code, start + 2, stop);
+      if (!wide) continue;
+      if (ends && (code === PREFILL || code === RECOMPUTED)) codes[stop - 1] = DIVIDER;
+      if (code === DECODE) this._ticks(model.first[span], model.last[span], columns);
+    }
+  }
+
+  /** A fine line between the steps of a decode, where a step is some pixels wide. */
+  _ticks(from, to, { first, last, begin, end }) {
+    for (let c = Math.max(from, first); c <= Math.min(to, last); c++) {
+      if (end[c - first] - begin[c - first] >= 5) this.raster.codes[end[c - first] - 1] = TICK;
+    }
+  }
+
+  /** Gutter and a faint line under each row. Drawn below what is there already. */
+  _background(context) {
+    const { app } = this;
+    context.globalCompositeOperation = "destination-over";
+    if (this.rowHeight >= 9) {
+      context.fillStyle = css(mix(app.theme.back, app.theme.line, 0.55));
+      for (let row = this.firstRow; row <= this.lastRow; row++) {
+        context.fillRect(0, this.top(row) + this.rowHeight - 1 / app.ratio, app.gutter + app.scale.width, 1 / app.ratio);
+      }
+    }
+    context.globalCompositeOperation = "source-over";
+  }
+
+  /** Name and colour (of its blocks) of a row. */
+  _label(context, sequence, top) {
+    const { app } = this, middle = top + this.rowHeight / 2;
+    const size = Math.min(12, this.rowHeight - 1.5), chosen = sequence === app.cursor.sequence;
+    context.fillStyle = css(app.theme.owner(sequence));
+    context.fillRect(14, middle - size * 0.35, size * 0.7, size * 0.7);
+    context.font = `${chosen ? "bold " : ""}${size}px ${FONT}`;
+    context.textBaseline = "middle";
+    context.fillStyle = css(app.theme.ink);
+    const found = app.matches.has(sequence);
+    if (found) {
+      context.fillStyle = css(mix(app.theme.back, rgb("#F0E442"), app.theme.dark ? 0.35 : 0.7));
+      context.fillRect(26, top + 1, app.gutter - 32, this.rowHeight - 2);
+      context.fillStyle = css(app.theme.ink);
+    }
+    context.fillText(fitted(context, app.model.sequences[sequence].name, app.gutter - 38), 28, middle + 0.5);
+  }
+
+  /** What a span says, where there is room for it. */
+  _texts(context, sequence, top, columns) {
+    const { app } = this, { model, scale, theme } = app, middle = top + this.rowHeight / 2 + 0.5;
+    const end = model.offsets[sequence + 1];
+    context.font = `10.5px ${FONT}`;
+    let span = Math.max(lastAtMost(model.first, columns.first, model.offsets[sequence], end), model.offsets[sequence]);
+    for (; span < end && model.first[span] <= columns.last; span++) {
+      const from = Math.max(0, scale.x(scale.left(model.first[span])));
+      const room = Math.min(scale.width, scale.x(scale.right(model.last[span]))) - from;
+      if (room < 22) continue;
+      const code = model.code[span], idle = isIdle(code);
+      if (idle && room < 90) continue;
+      let text = count(model.b[span]);
+      if (code === DECODE) text = plural(model.last[span] - model.first[span] + 1, "token");
+      if (idle) text = app.words.reason(model.a[span]);
+      const width = Math.min(context.measureText(text).width, room - 16), x = app.gutter + from + 6;
+      if (width < 6 || (!idle && context.measureText(text).width > room - 10)) continue;
+      const colour = theme.states[code];
+      if (idle || code === RECOMPUTED) {
+        context.fillStyle = css(idle ? theme.back : colour);
+        context.fillRect(x - 2, middle - 6.5, width + 4, 13);
+      }
+      context.fillStyle = idle ? css(theme.muted) : readable(colour);
+      context.fillText(idle ? fitted(context, text, width + 1) : text, x, middle);
+    }
+  }
+
+  /** Where a sequence arrived, and how it ended: a mark beside its bar. */
+  _marks(context, sequence, middle) {
+    const { app } = this, { model, scale, gutter, theme } = app, about = model.sequences[sequence];
+    const size = Math.min(4, this.rowHeight / 3.2);
+    const arrived = scale.byTime && about.arrival !== null ? about.arrival : scale.left(model.firstColumn(sequence));
+    const x = scale.x(arrived);
+    context.lineWidth = 1.4;
+    context.strokeStyle = context.fillStyle = css(theme.ink);
+    if (scale.byTime && arrived < model.begin[model.firstColumn(sequence)]) { // before the step began
+      const to = Math.min(scale.x(model.begin[model.firstColumn(sequence)]), scale.width);
+      context.fillStyle = css(theme.states[WAITING]);
+      if (to > Math.max(x, 0)) context.fillRect(gutter + Math.max(x, 0), middle - 1, to - Math.max(x, 0), 2);
+    }
+    if (x >= -1 && x <= scale.width) drawMark(context, "arrival", gutter + x, middle, size, theme);
+    const done = scale.x(scale.right(model.lastColumn(sequence)));
+    if (about.end && done >= 0 && done + 2 * size <= scale.width + 1) drawMark(context, about.end, gutter + done + size + 2, middle, size, theme);
+  }
+}
+
+/** The marks; the legend draws them with this, too. */
+function drawMark(context, kind, x, y, size, theme) {
+  context.strokeStyle = context.fillStyle = css(kind === "error" || kind === "abort" ? theme.alarm : theme.ink);
+  context.lineWidth = 1.4;
+  context.beginPath();
+  if (kind === "arrival") { // an upright bar with a small flag
+    context.moveTo(x, y - size * 1.6);
+    context.lineTo(x, y + size * 1.6);
+    context.stroke();
+    context.beginPath();
+    context.moveTo(x, y - size * 1.6);
+    context.lineTo(x + size * 1.3, y - size);
+    context.lineTo(x, y - size * 0.3);
+    context.fill();
+  } else if (kind === "stop") {
+    context.arc(x, y, size * 0.9, 0, 7);
+    context.fill();
+  } else if (kind === "length") {
+    context.fillRect(x - size * 0.85, y - size * 0.85, size * 1.7, size * 1.7);
+  } else if (kind === "abort") {
+    for (const sign of [1, -1]) {
+      context.moveTo(x - size * 0.9, y - sign * size * 0.9);
+      context.lineTo(x + size * 0.9, y + sign * size * 0.9);
+    }
+    context.lineWidth = 2;
+    context.stroke();
+  } else { // error: a diamond
+    context.moveTo(x, y - size * 1.25);
+    context.lineTo(x + size * 1.25, y);
+    context.lineTo(x, y + size * 1.25);
+    context.lineTo(x - size * 1.25, y);
+    context.fill();
+  }
+}
+
+/** A text cut to a width, isolated, so that a right-to-left name cannot reach out of its place. */
+function fitted(context, text, width) {
+  text = plain(text).slice(0, 200);
+  if (context.measureText(text).width <= width) return isolated(text);
+  let from = 0, to = text.length;
+  while (from < to) {
+    const middle = (from + to + 1) >> 1;
+    if (context.measureText(`${text.slice(0, middle)}\u2026`).width <= width) from = middle;
+    else to = middle - 1;
+  }
+  return isolated(`${text.slice(0, from)}\u2026`);
+}
+
+class BlockMap extends Rows {
+  constructor(app) {
+    super(app, "blocks");
+    this.group = 1; // blocks per row
+  }
+
+  draw(columns) {
+    const { app } = this, { theme, ratio } = app;
+    const { context, width } = this.paint(columns, (row) => this._codes(row, columns),
+      (code, height) => blockTile(theme, code, height, ratio));
+    this._scaleMarks(context);
+    if (this.rowHeight >= 11 && this.group === 1) {
+      for (let row = this.firstRow; row <= this.lastRow; row++) this._texts(context, row, columns, width);
+    }
+  }
+
+  /** The code of a change: who holds the block, and is it in the light? */
+  _code(change) {
+    if (change < 0) return 0;
+    const holders = this.app.model.holders[change], chosen = this.app.highlighted;
+    if (!holders.length) return USED;
+    const dim = chosen !== null && !holders.includes(chosen) ? DIM : 0;
+    const owner = dim || chosen === null ? holders[0] : chosen;
+    return (holders.length > 1 ? SHARED : OWNED) + (owner % HUES) + dim;
+  }
+
+  /** One code per pixel for the blocks of a row; of several the most telling: shared before held
+   * before used before free, and how many of them are held. */
+  _codes(row, columns) {
+    const { model } = this.app, { codes, counts } = this.raster, { first, last, begin, end } = columns;
+    const to = Math.min((row + 1) * this.group, model.numBlocks), several = this.group > 1;
+    if (several) counts.fill(0);
+    for (let block = row * this.group; block < to; block++) {
+      let change = model.changeAt(block, first), column = first;
+      const until = model.blockOffsets[block + 1];
+      while (column <= last) {
+        const following = change < 0 ? model.blockOffsets[block] : change + 1;
+        const stop = following < until ? Math.min(model.changed[following], last + 1) : last + 1;
+        const from = begin[column - first], code = this._code(change) | (several ? 192 : 0);
+        const up = Math.max(end[stop - 1 - first], from + ((code & 63) >= SHARED ? 1 : 0));
+        if (!several) codes.fill(code, from, up);
+        else this._merge(code, from, up);
+        change = following;
+        column = stop;
+      }
+    }
+    if (several) this._levels(to - row * this.group);
+  }
+
+  _merge(code, from, to) {
+    const { codes, counts } = this.raster, rank = blockRank(code);
+    if ((code & 63) === 0) return;
+    const held = (code & 63) >= OWNED ? 1 : 0;
+    for (let x = from; x < to; x++) {
+      counts[x] += held;
+      if (rank > blockRank(codes[x])) codes[x] = code;
+    }
+  }
+
+  /** Replace "full" by how many blocks of the row are held, in quarters. */
+  _levels(size) {
+    const { codes, counts } = this.raster;
+    for (let x = 0; x < codes.length; x++) {
+      if ((codes[x] & 63) < OWNED) codes[x] &= 63;
+      else codes[x] = (codes[x] & ~192) | ((Math.ceil((counts[x] / size) * LEVELS) - 1) << 6);
+    }
+  }
+
+  /** Number of holders of shared blocks, and the name of the only one, where there is room. */
+  _texts(context, row, columns, width) {
+    const { app } = this, { model, scale, theme } = app, until = model.blockOffsets[row + 1];
+    const middle = this.top(row) + this.rowHeight / 2;
+    context.font = `${Math.min(10.5, this.rowHeight - 3)}px ${FONT}`;
+    context.textBaseline = "middle";
+    let change = Math.max(model.changeAt(row, columns.first), model.blockOffsets[row]);
+    for (; change < until && model.changed[change] <= columns.last; change++) {
+      const holders = model.holders[change], shared = holders.length > 1;
+      if (!holders.length) continue;
+      const next = change + 1 < until ? model.changed[change + 1] : model.numColumns;
+      const from = Math.max(0, scale.x(scale.left(model.changed[change])));
+      const room = Math.min(scale.width, scale.x(scale.right(next - 1))) - from;
+      if (room < (shared ? 14 : 46)) continue;
+      const text = shared ? `\u00d7${holders.length}` : fitted(context, model.sequences[holders[0]].name, room - 8);
+      const wide = context.measureText(text).width, x = app.gutter + from + 4;
+      const dim = this._code(change) & DIM, colour = theme.owner(holders[0]);
+      if (dim) continue;
+      if (shared) {
+        context.fillStyle = css(theme.back);
+        context.fillRect(x - 2, middle - this.rowHeight / 2 + 1, wide + 4, this.rowHeight - 3);
+      }
+      context.fillStyle = shared ? css(theme.ink) : readable(colour);
+      context.fillText(text, x, middle + 0.5);
+    }
+  }
+
+  /** Numbers of the blocks beside the map. */
+  _scaleMarks(context) {
+    const { app } = this, each = Math.max(1, Math.ceil(13 / this.rowHeight));
+    const step = ticks(0, each * this.group, 1, 1).step;
+    context.font = `${Math.min(11, Math.max(9, this.rowHeight))}px ${FONT}`;
+    context.textBaseline = "middle";
+    context.textAlign = "right";
+    context.fillStyle = css(app.theme.muted);
+    for (let block = 0; block < app.model.numBlocks; block += step) {
+      const row = block / this.group, y = this.top(row) + Math.min(this.rowHeight, this.rowHeight / this.group) / 2;
+      if (y > -8 && y < this.height + 8) context.fillText(`${count(block)}`, app.gutter - 8, Math.max(y, 6));
+    }
+    context.textAlign = "left";
+  }
+}
+
+/** Order of what a row of several blocks shows. */
+function blockRank(code) {
+  const kind = code & 63;
+  return (kind >= SHARED ? 3 : kind >= OWNED ? 2 : kind) * 2 + (kind >= OWNED && !(code & DIM) ? 5 : 0);
+}

@@ -1,0 +1,85 @@
+"use strict";
+/* What the trace says, in words: for the details panel, the hover text and screen readers. */
+
+const count = (value) => value.toLocaleString("en-GB");
+const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+// A request's name is its user's text: no line breaks, and no effect on the text around it.
+const plain = (text) => text.replace(/[\u0000-\u001f\u007f-\u009f\u2028\u2029]/g, "\u00b7");
+const isolated = (text) => `\u2068${plain(text)}\u2069`;
+
+function seconds(value) {
+  const [scaled, unit] = value < 0.9995e-3 ? [value * 1e6, "\u00b5s"]
+    : value < 0.9995 ? [value * 1e3, "ms"] : [value, "s"];
+  const digits = scaled >= 99.95 ? 0 : scaled >= 9.995 ? 1 : 2;
+  return `${scaled.toLocaleString("en-GB", { maximumFractionDigits: digits })} ${unit}`;
+}
+
+function moment(value) { // a point on the clock, not a duration
+  return value < 1 && value > -1 ? seconds(value) : `${value.toFixed(3)} s`;
+}
+
+class Words {
+  constructor(model) {
+    this.model = model;
+  }
+
+  name(sequence) {
+    return isolated(this.model.sequences[sequence].name);
+  }
+
+  reason(index) {
+    return isolated(this.model.reasons[index] ?? "no reason recorded");
+  }
+
+  positions(start, number) {
+    return number === 1 ? `position ${count(start)}` : `positions ${count(start)}\u2013${count(start + number - 1)}`;
+  }
+
+  /** What a sequence did in a column. */
+  state(sequence, column) {
+    const model = this.model, span = model.spanAt(sequence, column);
+    if (span < 0) return this.absence(sequence, column);
+    const a = model.a[span], b = model.b[span];
+    switch (model.code[span]) {
+      case PREFILL: return `prefill of ${plural(b, "token")}, ${this.positions(a, b)}`;
+      case RECOMPUTED: return `recomputed ${plural(b, "token")} after a preemption, ${this.positions(a, b)}`;
+      case DECODE: return `decode of 1 token, ${this.positions(a + column - model.first[span], 1)}`;
+      case WAITING: return `waiting: ${this.reason(a)}`;
+      case STALLED: return `running, but stalled: ${this.reason(a)}`;
+      case SWAPPED: return `swapped out to host memory: ${this.reason(a)}`;
+      default: return `preempted, its blocks are gone: ${this.reason(a)}`;
+    }
+  }
+
+  absence(sequence, column) {
+    const { end } = this.model.sequences[sequence];
+    if (column < this.model.firstColumn(sequence)) return "not there yet";
+    return end ? `finished (${this.ending(end)})` : "no longer recorded";
+  }
+
+  ending(end) {
+    return { stop: "stop: it came to its end", length: "length: it reached its limit",
+      abort: "abort: its user gave it up", error: "error: it failed" }[end] ?? "not finished here";
+  }
+
+  block(block, column) {
+    const change = this.model.changeAt(block, column);
+    const holders = change < 0 ? [] : this.model.holders[change];
+    if (holders.length > 1) return `shared by ${count(holders.length)} sequences`;
+    if (holders.length) return `held by ${this.name(holders[0])}`;
+    return change < 0 ? "free, never used" : "free after use";
+  }
+
+  /** The record of a column in one breath, for the live region. */
+  spoken(column, sequence, block) {
+    const { step, running, waiting, free } = this.model.steps;
+    const parts = [`Step ${step[column]}.`];
+    if (sequence !== null) parts.push(`${this.name(sequence)}: ${this.state(sequence, column)}.`);
+    if (block !== null) parts.push(`Block ${block}: ${this.block(block, column)}.`);
+    parts.push(`${running[column]} running, ${waiting[column]} waiting, ${plural(free[column], "block")} free.`);
+    for (const victim of this.model.preemptedAt.get(column) ?? []) {
+      if (victim !== sequence) parts.push(`${this.name(victim)}: ${this.state(victim, column)}.`);
+    }
+    return parts.join(" ");
+  }
+}
