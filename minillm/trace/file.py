@@ -7,6 +7,7 @@ Fields that are empty or zero are left out, tuples are lists, so a step of one s
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from minillm.errors import TraceFileError
 from minillm.scheduling.plan import Row
 from minillm.scheduling.record import Added, Blocked, Ended, Forked, Preemption, StepRecord
 from minillm.trace.recorder import Trace, TraceSettings
-from minillm.trace.replay import RUNNING, SequenceState
+from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, SequenceState
 
 VERSION = 1
+MOST = 2**31  # of tokens, sequences, steps
+MOST_BLOCKS = 2**24
 # How each list of a record is made again from a list of lists.
 EVENTS: dict[str, Callable[..., Any]] = {
     "added": Added,
@@ -63,9 +66,12 @@ def blocked_list(blocked: Blocked) -> list[Any]:
 
 
 def state_line(state: SequenceState) -> dict[str, Any]:
-    """A sequence that began before the first record."""
+    """A sequence that began before the first record; the first completion of its request may have
+    ended meanwhile, but still counts the others."""
     line = {f.name: getattr(state, f.name) for f in fields(state)}
-    return line | {"first": state.first and state.first.seq_id}
+    first = state.first
+    counts = first and [first.seq_id, first.num_completions, first.num_open]
+    return line | {"first": counts}
 
 
 def load_trace(path: Path) -> Trace:
@@ -84,7 +90,7 @@ def load_trace(path: Path) -> Trace:
     trace, last = read_header(lines[0], path), 0
     for number, line in enumerate(lines[1:], 2):
         try:
-            record = read_record(json.loads(line))
+            record = read_record(json.loads(line), trace.settings.num_blocks or MOST_BLOCKS)
             if record.step <= last:
                 raise ValueError(f"step {record.step} comes after step {last}")
             last = record.step
@@ -122,8 +128,8 @@ def read_header(line: str, path: Path) -> Trace:
 def read_settings(header: dict[str, Any]) -> TraceSettings:
     """Only names that exist, and only values of their kinds."""
     for name in ("block_size", "num_blocks", "num_host_blocks", "max_num_seqs"):
-        number(header[name] or 0)
-    if header["num_blocks"] > 2**24 or not all(
+        counts(header[name] or 0)
+    if header["num_blocks"] > MOST_BLOCKS or not all(
         isinstance(header[name], str | None)
         for name in ("model", "dtype", "device", "policy", "admission", "preemption")
     ):
@@ -131,8 +137,8 @@ def read_settings(header: dict[str, Any]) -> TraceSettings:
     return TraceSettings(**header)
 
 
-def read_record(line: dict[str, Any]) -> StepRecord:
-    """A step from its line."""
+def read_record(line: dict[str, Any], num_blocks: int) -> StepRecord:
+    """A step from its line; every block must exist."""
     record = StepRecord(number(line.pop("step")))
     for name, value in line.items():
         if name in NUMBERS:
@@ -146,43 +152,63 @@ def read_record(line: dict[str, Any]) -> StepRecord:
         else:
             raise ValueError(f"{name!r} is no field of a step")
     check_events(record)
+    most = max((block for row in record.rows for block in row.blocks), default=0)
+    if most >= num_blocks:
+        raise ValueError(f"there is no block {most}")
     return record
 
 
 def check_events(record: StepRecord) -> None:
-    """Identifiers are numbers, names are texts: what draws them relies on it."""
-    for name in EVENTS:
-        for event in getattr(record, name):
-            if not isinstance(event, Added | Blocked):
-                number(event[0])
+    """Identifiers are counts, names are texts: what replays and draws them relies on it."""
     for added in record.added:
         if not isinstance(added.request_id, str):
             raise ValueError("a request_id is a text")
-        for each in (added.seq_id, *added[2:]):
-            number(each)
+        number(added.arrival)
+        counts(added.seq_id, *added[2:5])
     for row in record.rows:
-        for each in (*row[:5], *row.blocks):
-            number(each)
+        counts(*row[:5], *row.blocks)
+    for copies in (record.copies, record.swap_out, record.swap_in, record.forked):
+        for each in copies:
+            counts(*each)
+    for preemption in record.preempted:
+        counts(preemption.seq_id, preemption.for_seq_id, preemption.num_tokens)
+    for ended in record.ended:
+        counts(ended.seq_id, ended.num_tokens)
+        number(ended.time or 0.0)
+    counts(record.step, *record.admitted)
 
 
 def read_states(before: Iterable[dict[str, Any]]) -> list[SequenceState]:
     """The sequences that ran when the first step was recorded."""
     states: dict[int, SequenceState] = {}
-    lines = sorted(before, key=lambda line: line["index"])
-    for line in lines:
-        first = line.pop("first")
-        added = line.pop("added")
+    firsts: dict[int, SequenceState] = {}
+    for line in sorted(before, key=lambda line: number(line["index"])):
+        first, added = line.pop("first"), line.pop("added")
         state = SequenceState(**line)
+        counts(state.seq_id, *state.blocks)
         state.added = added and Added(*added)
-        if state.where not in ("waiting", "preempted", "swapped", RUNNING):
+        if state.where not in (WAITING, PREEMPTED, SWAPPED, RUNNING):
             raise ValueError(state.where)
-        state.first = None if first is None else states.get(first)
         states[state.seq_id] = state
+        if first is None:
+            firsts[state.seq_id] = state
+        else:
+            seq_id, num_completions, num_open = first
+            stub = SequenceState(seq_id, state.added)
+            stub.num_completions, stub.num_open = num_completions, num_open
+            state.first = firsts.setdefault(seq_id, stub)
     return list(states.values())
+
+
+def counts(*values: Any) -> None:
+    """Whole numbers from 0, small enough for what is made of them."""
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
+            raise ValueError(f"{value!r} is not a count below {MOST:,}")
 
 
 def number(value: Any) -> Any:
     """A number as it is; anything else is an error."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise ValueError(f"{value!r} is not a number")
     return value

@@ -20,7 +20,8 @@ class SequenceState:
     """One completion as far as the records tell.
 
     `added` is its request's; None where that came before the first record. `first` is the first
-    completion of its request, None for that itself, and `num_open` counts there who has not ended.
+    completion of its request, None for that itself; there `num_completions` counts all that there
+    are so far, and `num_open` those that have not ended.
     `furthest` counts positions that were computed at least once, `num_cached` those of the prompt
     that were found in the prefix cache. Times are on the engine's clock.
     """
@@ -29,6 +30,7 @@ class SequenceState:
     added: Added | None = None
     index: int = 0
     first: "SequenceState | None" = None
+    num_completions: int = 1
     num_open: int = 1
     where: str = WAITING
     blocks: list[int] = field(default_factory=list)
@@ -151,6 +153,7 @@ class Replay:
         child = SequenceState(seq_id, parent.added, index, parent, where=RUNNING)
         self.sequences[seq_id] = child
         self._hold(child, 0, parent.blocks, step)
+        parent.num_completions += 1
         parent.num_open += 1
         child.num_computed = child.furthest = parent.num_computed
         child.num_tokens, child.first_token = 1, parent.last_token
@@ -213,18 +216,19 @@ def summarize(states: list[SequenceState], added: Added) -> RequestSummary:
 
 
 def finished_requests(replay: Replay, records: Iterable[StepRecord]) -> list[RequestSummary]:
-    """Every request that ended in these records and whose beginning is known, in that order."""
+    """Every request whose beginning is known and whose completions all ended in these records, in
+    the order of their ends."""
     ended: dict[int, list[SequenceState]] = {}  # by the first completion
     summaries = []
     for record in records:
-        done: dict[int, Added | None] = {}
+        done = {}
         for state in replay.apply(record).ended:
             first = state.first or state
             ended.setdefault(first.seq_id, []).append(state)
             if not first.num_open:
-                done[first.seq_id] = first.added
-        for seq_id, added in done.items():
+                done[first.seq_id] = first
+        for seq_id, first in done.items():
             together = ended.pop(seq_id)
-            if added is not None:
-                summaries.append(summarize(together, added))
+            if first.added is not None and len(together) == first.num_completions:
+                summaries.append(summarize(together, first.added))
     return summaries

@@ -1,0 +1,206 @@
+"""The other forms of a trace: JSON lines and back, Perfetto's events, the text table."""
+
+import gc
+import json
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from minillm import SamplingParams
+from minillm.errors import TraceFileError
+from minillm.trace.chrome import NAMES
+from minillm.trace.recorder import RECORD_UNITS, Trace
+from minillm.trace.timeline import timeline
+from tests.engine.small import write_model
+from tests.trace.workload import HOST_GIB, engine, run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=["whole", "begins in the middle"])
+def trace(folder: Path, request: pytest.FixtureRequest) -> Trace:
+    with engine(folder, swap_space=HOST_GIB) as llm:
+        if request.param != "whole":
+            llm.engine.trace = Trace(llm.trace.settings, 300)
+        run(llm, 1, 40)
+        assert bool(llm.trace.num_dropped) == (request.param != "whole")
+        return llm.trace
+
+
+# ---- JSON lines -------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_read_again(trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    trace.save(path)
+    again = Trace.load(path)
+    assert list(again) == list(trace)
+    assert (again.settings, again.num_dropped) == (trace.settings, trace.num_dropped)
+    assert timeline(again) == timeline(trace)
+    assert again.requests() == trace.requests()
+    assert len(path.read_text().splitlines()) == 1 + len(trace)
+    again.save(tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == path.read_bytes()
+
+
+def test_hostile_request_ids_survive(folder: Path, tmp_path: Path) -> None:
+    names = ['</script><b>"', "\u2028\u202e", "x" * 5000, "\ud7ff\n"]
+    with engine(folder) as llm:
+        for name in names:
+            params = SamplingParams(max_tokens=2)
+            llm.engine.add(llm.engine.make_request(name, None, [1, 2], params))
+        while llm.engine.has_work:
+            llm.engine.step()
+        llm.trace.save(tmp_path / "run.jsonl")
+    again = Trace.load(tmp_path / "run.jsonl")
+    assert [one.request_id for one in again.requests()] == names
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda lines: [], "is empty"),
+        (lambda lines: ["{}"], "is not a trace of minillm"),
+        (lambda lines: ["[1]"], "is not a trace of minillm"),
+        (lambda lines: ["hello", *lines[1:]], "is not a trace of minillm"),
+        (lambda lines: [lines[0].replace('"minillm_trace":1', '"minillm_trace":99')], "format 99"),
+        (lambda lines: [lines[0].replace('"model"', '"modl"')], "is not a trace of minillm"),
+        (lambda lines: [lines[0].replace('"num_blocks":18', '"num_blocks":1e99')], "is not a tr"),
+        (lambda lines: [*lines[:-1], lines[-1][:-9]], "was the file cut off"),
+        (lambda lines: [lines[0], lines[3], lines[2]], "line 3, is not a step"),
+        (lambda lines: [lines[0], '{"step":1,"rows":[["a",0,1,1,0,[]]]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"rows":[[0,0,1,1,0,["x"]]]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"rows":[[0,0,1]]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"added":[[0,7,1,1,1,0,0.5]]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"color":"red"}'], "'color' is no field"),
+        (lambda lines: [lines[0], '{"step":1,"started":"noon"}'], "'noon' is not a number"),
+        (lambda lines: [lines[0], '{"step":1,"rows":[[0,0,1,1,0,[999999999]]]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"rows":[[0,0,1,1,0,[-1]]]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"started":NaN}'], "line 2"),
+        (lambda lines: [lines[0], "[" * 100_000], "line 2"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_sentence(
+    trace: Trace, tmp_path: Path, spoil, message: str
+) -> None:
+    path = tmp_path / "run.jsonl"
+    trace.save(path)
+    path.write_text("\n".join(spoil(path.read_text().splitlines())))
+    with pytest.raises(TraceFileError) as caught:
+        Trace.load(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(TraceFileError, match="cannot be read: No such file"):
+        Trace.load(tmp_path / "none.jsonl")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    with pytest.raises(TraceFileError, match="cannot be read: it is not text"):
+        Trace.load(tmp_path / "binary")
+    with pytest.raises(TraceFileError, match="cannot be read"):
+        Trace.load(tmp_path)
+
+
+# ---- Perfetto ---------------------------------------------------------------------------------
+
+
+def test_events_nest_and_do_not_overlap(trace: Trace, tmp_path: Path) -> None:
+    trace.save_chrome(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    times = [event["ts"] for event in events if event["ph"] != "M"]
+    assert times == sorted(times)
+    assert min(times) >= 0
+    lines: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X" and not event["name"].startswith("step "):
+            assert event["dur"] >= 0
+            place = lines.setdefault((event["pid"], event["tid"]), [])
+            place.append((event["ts"], event["ts"] + event["dur"]))
+    for spans in lines.values():
+        for (_, end), (start, _) in pairwise(spans):
+            assert start >= end - 0.01  # a hundredth of a microsecond: rounding
+    steps = [event for event in events if event["name"].startswith("step ")]
+    assert [event["name"] for event in steps] == [f"step {record.step}" for record in trace]
+    for event, record in zip(steps, trace, strict=True):
+        assert event["dur"] == pytest.approx((record.delivered - record.started) * 1e6, abs=0.01)
+        assert event["args"]["decode"] == record.num_decode_tokens
+    assert len(lines) == 1 + len(timeline(trace)["sequences"])
+    assert {e["name"] for e in events if e["ph"] == "X" and e["pid"] == 2} <= set(NAMES.values())
+    assert {e["name"] for e in events if e["ph"] == "C"} == {"sequences", "tokens", "blocks"}
+
+
+def test_every_line_has_its_name(trace: Trace) -> None:
+    named = [event["args"]["name"] for event in trace.chrome_events()
+             if event["name"] == "thread_name" and event["pid"] == 2]  # fmt: skip
+    assert named == [sequence["name"] for sequence in timeline(trace)["sequences"]]
+
+
+# ---- text -------------------------------------------------------------------------------------
+
+
+def test_the_table_has_a_line_per_step_and_says_who_waits(trace: Trace) -> None:
+    lines = trace.table(None).splitlines()
+    assert len(lines) == 1 + len(trace)
+    assert len(trace.table(5).splitlines()) == 6
+    for line, record in zip(lines[1:], trace, strict=True):
+        cells = line.split()
+        assert int(cells[0].replace(",", "")) == record.step
+        assert [int(cell) for cell in cells[2:8]] == [
+            record.num_running, record.num_waiting, record.num_prefill_tokens,
+            record.num_decode_tokens, record.num_recomputed_tokens, record.num_free_blocks,
+        ]  # fmt: skip
+        if record.blocked is not None:
+            assert f"{record.blocked.seq_id} waits: {record.blocked}" in line
+        for one in record.preempted:
+            assert f"{one.seq_id} for {one.for_seq_id} ({one.mode})" in line
+
+
+def test_a_trace_is_a_sequence(trace: Trace) -> None:
+    assert trace[-1] is list(trace)[-1]
+    assert trace[2:4] == list(trace)[2:4]
+    assert len(trace) > 10
+    assert f"steps {trace[0].step:,} to {trace[-1].step:,}" in repr(trace)
+    assert "no step yet" in repr(Trace())
+
+
+def test_clear_forgets_steps_but_not_who_runs(folder: Path) -> None:
+    with engine(folder) as llm:
+        core = llm.engine
+        core.add(
+            core.make_request("a", None, [1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+        )
+        core.step()
+        llm.trace.clear()
+        assert (len(llm.trace), llm.trace.num_dropped) == (0, 1)
+        while core.has_work:
+            core.step()
+        assert [one.request_id for one in llm.trace.requests()] == ["a"]
+        assert llm.trace.requests()[0].num_tokens == (8,)
+
+
+def test_the_memory_of_a_trace_is_bounded(folder: Path) -> None:
+    """However long it runs: a row of a step is about 110 bytes, a record without rows 900."""
+    room = {"max_num_seqs": 20, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 300}
+    with engine(folder, **room) as llm:
+        llm.engine.trace = Trace(llm.trace.settings, capacity=2_000)
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        tracemalloc.start()
+        try:
+            for _ in range(4):
+                llm.generate([[each, 2] for each in range(20)], params, use_tqdm=False)
+            gc.collect()
+            whole, _ = tracemalloc.get_traced_memory()
+            assert 2_000 // (40 + RECORD_UNITS) <= len(llm.trace) <= 2_000 // RECORD_UNITS
+            llm.trace.clear()
+            gc.collect()
+            used = whole - tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert 2_000 * 50 < used < 2_000 * 140, used

@@ -1,0 +1,219 @@
+"""A trace reconciles exactly: with the block pool after every step, with the counters, and with the
+metrics of every request."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from minillm import LLM, EngineDeadError, SamplingParams
+from minillm.live_request import LiveRequest
+from minillm.scheduling.record import StepRecord
+from minillm.scheduling.request import Status
+from minillm.trace.recorder import Trace
+from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING
+from tests.engine.small import make, write_model
+from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
+
+KINDS = [
+    {"prefix_cache": "hash"},
+    {"prefix_cache": "radix", "swap_space": HOST_GIB},
+    {"enable_prefix_caching": False, "scheduling_policy": "shortest_prefill_first"},
+    {"prefix_cache": "hash", "scheduling_policy": "longest_prefix_match", "swap_space": HOST_GIB},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=range(len(KINDS)))
+def worked(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, list[LiveRequest]]]:
+    """An engine after 60 requests, and what became of them."""
+    with engine(folder, **KINDS[request.param]) as llm:
+        yield llm, run(llm, request.param, 60)
+
+
+def test_the_workload_has_all_there_is(worked: tuple[LLM, list[LiveRequest]]) -> None:
+    """Else the other tests of this file would show little."""
+    llm, lives = worked
+    for what in ("added", "admitted", "preempted", "forked", "ended"):
+        assert any(getattr(record, what) for record in llm.trace), what
+    ends = {one.reason for record in llm.trace for one in record.ended}
+    assert ends == {"abort", "error", "length", "stop"}
+    assert {record.blocked.what for record in llm.trace if record.blocked} >= {"blocks", "tokens"}
+    assert any(one.in_vain for record in llm.trace for one in record.ended)
+    modes = {one.mode for record in llm.trace for one in record.preempted}
+    assert "recompute" in modes or llm.engine.args.swap_space
+    assert ("swap" in modes) == bool(llm.engine.args.swap_space)
+    assert llm.engine.scheduler.counters.num_recomputed_tokens or "recompute" not in modes
+    assert len(lives) >= 60
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_every_block_table_can_be_rebuilt_after_every_step(folder: Path, kind: int) -> None:
+    with engine(folder, **KINDS[kind]) as llm:
+        scheduler, trace = llm.engine.scheduler, llm.trace
+        replay, applied = trace.replay(), []
+
+        def compare() -> None:
+            if trace and trace[-1] not in applied:
+                replay.apply(trace[-1])
+                applied.append(trace[-1])
+            elif not trace:
+                return
+            known = dict(scheduler.sequences)
+            for added in scheduler.log._added:  # they belong to the next record
+                known.pop(added, None)
+            assert replay.sequences.keys() == known.keys()
+            for seq_id, sequence in known.items():
+                state = replay.sequences[seq_id]
+                assert state.blocks == sequence.table.blocks
+                assert state.num_computed == sequence.num_computed or state.where == PREEMPTED
+                assert state.furthest == sequence.furthest
+                assert (state.where == RUNNING) == (sequence.status is Status.RUNNING)
+                assert (state.where == SWAPPED) == sequence.is_swapped
+                assert state.where != WAITING or not sequence.num_preemptions
+            counts = [len(replay.holders.get(block, ())) for block in range(BLOCKS)]
+            assert counts == scheduler.blocks.pool.ref_counts
+
+        run(llm, kind, 40, after_step=compare)
+        assert len(applied) == len(trace)
+
+
+def test_records_add_up_to_every_counter(worked: tuple[LLM, list[LiveRequest]]) -> None:
+    llm, _ = worked
+    trace, counters = llm.trace, llm.engine.scheduler.counters
+    firsts = [s for record, s in states_admitted_first(trace)]
+
+    def total(name: str) -> int:
+        return sum(getattr(record, name) for record in trace)
+
+    modes = [one.mode for record in trace for one in record.preempted]
+    mixed = [record for record in trace if record.num_prefill_tokens and record.num_decode_tokens]
+    assert replace(counters) == type(counters)(
+        num_steps=len(trace),
+        num_mixed_steps=len(mixed),
+        num_prefill_tokens=total("num_prefill_tokens"),
+        num_decode_tokens=total("num_decode_tokens"),
+        num_recomputed_tokens=total("num_recomputed_tokens"),
+        num_prompt_tokens=sum(prompt for prompt, _ in firsts),
+        num_cached_tokens=sum(cached for _, cached in firsts),
+        num_preemptions_recompute=modes.count("recompute"),
+        num_preemptions_swap=modes.count("swap"),
+        max_num_running=max(record.num_running for record in trace),
+    )
+
+
+def states_admitted_first(trace: Trace) -> list[tuple[StepRecord, tuple[int, int]]]:
+    """For each first admission, the tokens of the prompt and those that were cached."""
+    prompts = {added.seq_id: added.num_prompt_tokens for record in trace for added in record.added}
+    found = []
+    for record in trace:
+        starts = {row.seq_id: row.start for row in record.rows}
+        for seq_id in record.admitted:
+            if seq_id in prompts:
+                found.append((record, (prompts.pop(seq_id), starts[seq_id])))
+    return found
+
+
+def test_a_replay_has_the_metrics_of_every_request(
+    worked: tuple[LLM, list[LiveRequest]],
+) -> None:
+    llm, lives = worked
+    summaries = {one.request_id: one for one in llm.trace.requests()}
+    assert summaries.keys() == {live.request.request_id for live in lives}
+    for live in lives:
+        output, one = live.output(), summaries[live.request.request_id]
+        metrics = output.metrics
+        for name in ("queue_time", "ttft", "tpot", "e2e", "num_cached_tokens",
+                     "num_recomputed_tokens", "num_preemptions"):  # fmt: skip
+            assert getattr(one, name) == getattr(metrics, name), (name, one, metrics)
+        assert one.num_prompt_tokens == len(output.prompt_token_ids)
+        lengths = tuple(len(each.token_ids) for each in output.outputs)
+        reasons = tuple(each.finish_reason for each in output.outputs)
+        if len(one.ends) < len(reasons):  # it ended before its completions parted
+            assert set(reasons) == set(one.ends)
+            assert set(lengths) == {0}
+        else:
+            assert (one.num_tokens, one.ends) == (lengths, reasons)
+
+
+def test_the_parts_of_a_step_follow_each_other(worked: tuple[LLM, list[LiveRequest]]) -> None:
+    llm, _ = worked
+    times = [
+        time
+        for record in llm.trace
+        for time in (record.started, record.planned, record.computed, record.delivered)
+    ]
+    assert times == sorted(times)
+    assert [record.step for record in llm.trace] == list(range(1, len(llm.trace) + 1))
+
+
+def test_a_bounded_trace_forgets_steps_but_not_who_runs(folder: Path) -> None:
+    with engine(folder) as llm:
+        whole = Trace(llm.trace.settings)
+        llm.engine.trace = Trace(llm.trace.settings, capacity=300)
+
+        def copy() -> None:
+            if llm.trace:
+                whole.append(llm.trace[-1])
+
+        run(llm, 7, 40, after_step=copy)
+        small = llm.trace
+        assert 0 < len(small) < len(whole)
+        assert small.num_dropped + len(small) == len(whole)
+        late = {one.request_id: one for one in small.requests()}
+        assert late
+        assert all(late[one.request_id] == one for one in whole.requests()[-len(late) :])
+        ends = [trace.replay() for trace in (small, whole)]
+        for trace, replay in zip((small, whole), ends, strict=True):
+            for record in trace:
+                replay.apply(record)
+        assert ends[0].holders.keys() <= ends[1].holders.keys()
+        assert not ends[0].sequences
+        assert not ends[1].sequences
+
+
+def test_a_failed_step_and_ctrl_c_are_in_the_trace(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(folder) as llm:
+        core = llm.engine
+
+        def interrupt(plan: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(core.runner, "execute", interrupt)
+        core.add(core.make_request("a", None, [1, 2, 3], SamplingParams(max_tokens=3)))
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+        assert [(one.reason, one.in_vain) for one in llm.trace[-1].ended] == [("abort", True)]
+        monkeypatch.undo()
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+        steps = [record.step for record in llm.trace]
+        assert steps == list(range(1, len(steps) + 1)), "numbers go on after an interruption"
+        ids = [added.seq_id for record in llm.trace for added in record.added]
+        assert ids == [0, 1]
+        monkeypatch.setattr(core.scheduler, "commit", None)
+        core.add(core.make_request("b", None, [1, 2, 3], SamplingParams(max_tokens=3)))
+        with pytest.raises(EngineDeadError):
+            core.step()
+        assert [one.reason for one in llm.trace[-1].ended] == ["error"]
+        assert [one.ends for one in llm.trace.requests()] == [("abort",), ("length",), ("error",)]
+
+
+def test_a_request_that_ends_before_its_first_step_is_not_lost(folder: Path) -> None:
+    with make(folder) as llm:
+        core = llm.engine
+        for name in "ab":
+            core.add(core.make_request(name, None, [1, 2, 3], SamplingParams(max_tokens=2)))
+        core.abort("b")
+        while core.has_work:
+            core.step()
+        assert {one.request_id: one.ends for one in llm.trace.requests()} == {
+            "a": ("length",),
+            "b": ("abort",),
+        }

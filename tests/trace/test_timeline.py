@@ -1,0 +1,174 @@
+"""The data of a drawing says in each step what the records and the block pool say."""
+
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm.trace.recorder import Trace
+from minillm.trace.timeline import BEHIND, timeline
+from tests.engine.small import write_model
+from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
+
+
+class Recorded:
+    """A trace, its drawing, and the reference counts of the pool after every step."""
+
+    def __init__(self, folder: Path, seed: int, capacity: int | None = None, **arguments: Any):
+        with engine(folder, **arguments) as llm:
+            if capacity is not None:
+                llm.engine.trace = Trace(llm.trace.settings, capacity)
+            self.counts: dict[int, list[int]] = {}
+
+            def look() -> None:
+                if llm.trace:
+                    pool = llm.engine.scheduler.blocks.pool
+                    self.counts[llm.trace[-1].step] = list(pool.ref_counts)
+
+            run(llm, seed, 50, after_step=look)
+            self.trace = llm.trace
+        self.data = timeline(self.trace)
+        self.spans = [
+            (sequence, *span) for sequence in self.data["sequences"] for span in sequence["spans"]
+        ]
+
+
+@pytest.fixture(scope="module", params=["recompute", "swap", "dropped"])
+def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Recorded:
+    folder = write_model(tmp_path_factory.mktemp("model"))
+    swap = {"swap_space": HOST_GIB, "prefix_cache": "radix"} if request.param == "swap" else {}
+    capacity = 400 if request.param == "dropped" else None
+    return Recorded(folder, 3, capacity, **swap)
+
+
+def test_the_spans_of_a_sequence_have_no_gaps(recorded: Recorded) -> None:
+    last_column = len(recorded.trace) - 1
+    for sequence in recorded.data["sequences"]:
+        spans = sequence["spans"]
+        assert spans, sequence
+        assert spans[0][1] == sequence["added"]
+        for one, other in pairwise(spans):
+            assert one[1] <= one[2] == other[1] - 1
+        end = last_column if sequence["ended"] is None else sequence["ended"]
+        assert spans[-1][2] == end
+
+
+def test_tokens_and_lines_of_each_step_are_those_of_its_record(recorded: Recorded) -> None:
+    forked = {  # in its first column a fork shows what the first completion computed for it
+        (sequence["id"], sequence["added"])
+        for sequence in recorded.data["sequences"]
+        if sequence["parent"] is not None and sequence["added"]
+    }
+    decode, prefill, again = Counter[int](), Counter[int](), Counter[int]()
+    waiting, running = Counter[int](), Counter[int]()
+    for sequence, kind, first, last, *values in recorded.spans:
+        for column in range(first, last + 1):
+            if (sequence["id"], column) in forked:
+                continue
+            if kind == "d":
+                decode[column] += 1
+            elif kind in "pr":
+                prefill[column] += values[1]
+                again[column] += kind == "r"
+            (waiting if kind in "wxo" else running)[column] += 1
+    for column, record in enumerate(recorded.trace):
+        total = record.num_prefill_tokens + record.num_decode_tokens
+        assert decode[column] + prefill[column] == total
+        assert decode[column] <= record.num_decode_tokens  # one that is computed again is "r"
+        assert bool(again[column]) == bool(record.num_recomputed_tokens) or record.ended
+        assert running[column] == len(record.rows) + len(record.stalled)
+        gone = sum(one.seq_id not in {row.seq_id for row in record.rows} for one in record.ended)
+        assert record.num_waiting <= waiting[column] <= record.num_waiting + gone
+    steps = recorded.data["steps"]
+    assert steps["prefill"] == [record.num_prefill_tokens for record in recorded.trace]
+    assert steps["free"] == [record.num_free_blocks for record in recorded.trace]
+    assert all(len(steps[name]) == len(recorded.trace) for name in steps if name != "blocked")
+
+
+def test_each_block_is_held_by_as_many_as_the_pool_counts(recorded: Recorded) -> None:
+    held = [0] * BLOCKS
+    changes: dict[int, list[tuple[int, list[int]]]] = {}
+    for block, line in enumerate(recorded.data["blocks"]):
+        for column, holders in line:
+            changes.setdefault(column, []).append((block, holders))
+    shared = 0
+    for column, record in enumerate(recorded.trace):
+        for block, holders in changes.get(column, ()):
+            held[block] = len(holders)
+            assert len(set(holders)) == len(holders)
+        assert held == recorded.counts[record.step]
+        shared += max(held) > 1
+    assert shared, "no block was ever shared"
+
+
+def test_reasons_are_those_of_the_records(recorded: Recorded) -> None:
+    data = recorded.data
+    named = {sequence["id"]: sequence for sequence in data["sequences"]}
+    refused = {}
+    for first, last, place, reason in data["steps"]["blocked"]:
+        for column in range(first, last + 1):
+            refused[column] = (data["sequences"][place]["id"], data["reasons"][reason])
+    for column, record in enumerate(recorded.trace):
+        if record.blocked is not None:
+            assert refused.pop(column) == (record.blocked.seq_id, str(record.blocked))
+        for one in record.preempted:
+            (span,) = [s for s in named[one.seq_id]["spans"] if s[1] <= column <= s[2]]
+            assert span[0] == ("o" if one.mode == "swap" else "x")
+            assert data["reasons"][span[3]] == f"preempted for {named[one.for_seq_id]['name']}"
+        for one in record.stalled:
+            (span,) = [s for s in named[one.seq_id]["spans"] if s[1] <= column <= s[2]]
+            assert (span[0], data["reasons"][span[3]]) == ("s", str(one))
+    assert not refused
+    assert BEHIND in data["reasons"]
+
+
+def test_ends_and_preemptions_are_told(recorded: Recorded) -> None:
+    ends = {one.seq_id: (column, one.reason) for column, record in enumerate(recorded.trace)
+            for one in record.ended}  # fmt: skip
+    counts = Counter(one.seq_id for record in recorded.trace for one in record.preempted)
+    before = {s.seq_id: s.num_preemptions for s in recorded.trace.replay().sequences.values()}
+    for sequence in recorded.data["sequences"]:
+        assert (sequence["ended"], sequence["end"]) == ends.get(sequence["id"], (None, None))
+        here = counts[sequence["id"]] + before.get(sequence["id"], 0)
+        assert sequence["preemptions"] == here
+
+
+def test_the_size_grows_with_what_changes_not_with_who_waits() -> None:
+    """Thousands who wait for thousands of steps are a span each."""
+    from minillm.cache.manager import BlockManager
+    from minillm.sampling_params import SamplingParams
+    from minillm.scheduling.config import SchedulerConfig
+    from minillm.scheduling.request import Request
+    from minillm.scheduling.scheduler import Scheduler
+
+    scheduler, trace = Scheduler(SchedulerConfig(max_num_seqs=2), BlockManager(64, 16)), Trace()
+    for number in range(200):
+        params = SamplingParams(max_tokens=50)
+        scheduler.add(Request(f"r{number}", tuple(range(8)), params, 50, arrival=0.0))
+    for _ in range(40):
+        plan = scheduler.schedule()
+        trace.append(scheduler.record)
+        scheduler.commit(plan, {row.seq_id: [1] * row.num_samples for row in plan.rows})
+    data = timeline(trace)
+    assert sum(len(sequence["spans"]) for sequence in data["sequences"]) < 2 * 40 + 2 * 200
+    assert len(data["reasons"]) < 10
+    assert data["meta"]["model"] is None
+
+
+def test_a_trace_needs_no_torch() -> None:
+    code = (
+        "import sys, minillm.trace.recorder, minillm.trace.timeline, minillm.trace.chrome, "
+        "minillm.trace.table, minillm.trace.file; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_empty_trace_is_an_empty_drawing() -> None:
+    data = timeline(Trace())
+    assert (data["sequences"], data["blocks"], data["steps"]["step"]) == ([], [], [])
+    assert Trace().table().splitlines()[0].endswith("events")
+    assert [event["ph"] for event in Trace().chrome_events()] == ["M"] * 3
