@@ -6,7 +6,9 @@
  * so that hovering redraws nothing. A redraw waits for the next frame, however many events ask.
  */
 
-const ROW_HEIGHTS = [1, 2, 3, 4, 6, 9, 12, 16, 20, 24];
+// Of the Gantt; 0 shows all sequences, several in a row if there are more than pixels.
+const ROW_HEIGHTS = [0, 2, 3, 4, 6, 9, 12, 16, 20, 24];
+const MANY = 300; // sequences: from here on the first view shows all rather than readable names
 
 class App {
   constructor(model) {
@@ -40,7 +42,7 @@ class App {
     const engine = [meta.model, meta.dtype, meta.device, meta.policy && `policy ${meta.policy}`,
       meta.preemption && `preemption by ${meta.preemption}`, meta.prefix_cache && `prefix cache ${meta.prefix_cache}`,
       meta.num_blocks && `${count(meta.num_blocks)} blocks${meta.block_size ? ` of ${plural(meta.block_size, "token")}` : ""}`,
-      meta.started && new Date(meta.started * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC",
+      meta.started && new Date(meta.started * 1000).toISOString().replace("T", " ").slice(0, 16) + " UTC",
       meta.num_dropped && `the ${count(meta.num_dropped)} steps before were not kept`];
     document.getElementById("engine").textContent = engine.filter(Boolean).map(plain).join(" \u00b7 ");
     const requests = new Set(sequences.map((s) => s.id)).size, forked = sequences.length - requests;
@@ -67,7 +69,7 @@ class App {
   _legends() {
     const { theme } = this, ratio = window.devicePixelRatio || 1;
     const swatch = (paint) => {
-      const canvas = element("canvas"), width = 26, height = 14;
+      const canvas = element("canvas"), width = 22, height = 14;
       Object.assign(canvas, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
       canvas.style.cssText = `width: ${width}px; height: ${height}px`;
       paint(canvas.getContext("2d"), canvas.width, canvas.height);
@@ -83,7 +85,7 @@ class App {
     });
     const marked = (kind) => swatch((context) => {
       context.scale(ratio, ratio);
-      drawMark(context, kind, 13, 7, 4, theme);
+      drawMark(context, kind, kind === "arrival" ? 14 : 11, 7, 4, theme);
     });
     const entry = (picture, text) => element("li", picture, text);
     const order = [PREFILL, DECODE, WAITING, PREEMPTED, SWAPPED, RECOMPUTED, STALLED];
@@ -109,19 +111,21 @@ class App {
     const others = [...this.plot.children].filter((child) => child.matches(".lane, .caption"));
     const room = this.plot.clientHeight - others.reduce((sum, child) => sum + child.offsetHeight, 0) - 2;
     const sequences = Math.max(1, this.model.sequences.length), blocks = Math.max(1, this.model.numBlocks);
-    const wanted = sequences * (this.chosenHeight ?? (sequences > 200 ? 12 : 20));
+    const chosen = this.chosenHeight ?? (sequences > MANY ? 0 : null);
     const low = Math.max(90, Math.min(blocks * 16, room * 0.4));
-    const high = Math.max(130, Math.min(wanted + 4, room - low));
+    const high = Math.max(130, Math.min(sequences * (chosen || (chosen === null ? 20 : 3)) + 4, room - low));
     const rest = Math.max(90, Math.min(blocks * 22, room - high));
-    const comfortable = Math.min(20, Math.max(12, high / sequences));
-    this.gantt.layout(high, this.chosenHeight ?? comfortable, sequences);
+    this.gantt.group = chosen === 0 ? Math.max(1, Math.ceil(sequences / Math.floor(high * this.ratio))) : 1;
+    const numRows = Math.ceil(sequences / this.gantt.group), fitting = Math.max(1, Math.floor((high / numRows) * this.ratio)) / this.ratio;
+    this.gantt.layout(high, chosen === 0 ? fitting : chosen ?? Math.min(20, Math.max(12, high / sequences)), numRows);
     const least = 1 / this.ratio; // a row of the map is a device pixel at least
-    this.map.group = Math.max(1, Math.ceil((blocks * Math.max(least, 2)) / rest));
+    this.map.group = Math.max(1, Math.ceil((blocks * Math.max(least, 1)) / rest));
     const rows = Math.ceil(blocks / this.map.group);
     this.map.layout(rest, Math.min(22, Math.max(least, Math.floor((rest / rows) * this.ratio) / this.ratio)), rows);
     const grouped = this.map.group > 1 ? `, ${this.map.group} per row` : "";
     document.getElementById("blocks-title").textContent = `Blocks (${count(this.model.numBlocks)}${grouped})`;
-    document.getElementById("gantt-title").textContent = `Requests (${count(this.model.sequences.length)})`;
+    const crowded = this.gantt.group > 1 ? `, ${this.gantt.group} per row` : "";
+    document.getElementById("gantt-title").textContent = `Requests (${count(this.model.sequences.length)}${crowded})`;
     this.redraw();
   }
 
@@ -132,7 +136,7 @@ class App {
 
   /** A cleared canvas of the plot's width (and a gutter), scaled so that one unit is a CSS pixel. */
   begin(id, gutter, height = null) {
-    const canvas = document.getElementById(id), { ratio } = this;
+    const canvas = document.getElementById(id), { ratio } = this; // a hidden one is no trouble
     const tall = height ?? canvas.clientHeight, width = this.scale.width;
     const pixels = [Math.round((width + gutter) * ratio), Math.round(tall * ratio)];
     if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
@@ -195,8 +199,9 @@ class App {
     band.style.cssText = `left: 0; width: ${this.gutter + scale.width}px; height: ${Math.max(height, 2)}px; transform: translateY(${this.gantt.scroller.offsetTop + shown}px)`;
   }
 
+  /** The row that a sequence is drawn in. */
   rowOf(sequence) {
-    return this.model.order(this.sort).indexOf(sequence);
+    return Math.floor(this.model.order(this.sort).indexOf(sequence) / this.gantt.group);
   }
 
   // ---- the view --------------------------------------------------------------------------------
@@ -207,6 +212,7 @@ class App {
     scale.show(from, to);
     const after = [scale.from, scale.to];
     cancelAnimationFrame(this._motion);
+    this._follow(...after);
     if (!smooth || this.still.matches) return this.redraw();
     const began = performance.now();
     const move = () => {
@@ -216,6 +222,17 @@ class App {
       this.redraw();
     };
     move();
+  }
+
+  /** Requests come one after the other, so a view of later steps may leave all rows in sight empty:
+   * then scroll to the first row that is not. */
+  _follow(from, to) {
+    const { model, gantt, scale } = this, order = model.order(this.sort);
+    const first = scale.columnAt(from), last = scale.columnAt(to);
+    const alive = (sequence) => model.firstColumn(sequence) <= last && model.lastColumn(sequence) >= first;
+    if (order.slice(gantt.firstRow * gantt.group, (gantt.lastRow + 1) * gantt.group).some(alive)) return;
+    const place = order.findIndex(alive);
+    if (place >= 0) gantt.scroller.scrollTop = Math.floor(place / gantt.group) * gantt.rowHeight;
   }
 
   zoom(factor, x = null, smooth = true) {
@@ -247,7 +264,8 @@ class App {
 
   /** Rows one size lower or higher. */
   resizeRows(direction) {
-    const now = this.gantt.rowHeight, sizes = direction > 0 ? ROW_HEIGHTS : [...ROW_HEIGHTS].reverse();
+    const now = this.chosenHeight === 0 ? 0 : this.gantt.group > 1 ? 0 : this.gantt.rowHeight;
+    const sizes = direction > 0 ? ROW_HEIGHTS : [...ROW_HEIGHTS].reverse();
     const next = sizes.find((size) => (size - now) * direction > 0.5);
     if (next === undefined) return;
     this.chosenHeight = next;
@@ -314,8 +332,9 @@ class App {
     const column = cursor.column === null && columns ? start : Math.min(Math.max(start + columns, 0), model.numColumns - 1);
     let { sequence } = cursor;
     if (rows && order.length) {
-      const row = sequence === null ? (rows > 0 ? this.gantt.firstRow - 1 : this.gantt.lastRow + 1) : this.rowOf(sequence);
-      sequence = order[Math.min(Math.max(row + rows, 0), order.length - 1)];
+      const { firstRow, lastRow, group } = this.gantt, outside = rows > 0 ? firstRow * group - 1 : (lastRow + 1) * group;
+      const place = sequence === null ? outside : order.indexOf(sequence);
+      sequence = order[Math.min(Math.max(place + rows, 0), order.length - 1)];
     }
     this.move({ column, sequence, block: rows ? null : cursor.block, pinned: true });
     this.reveal();

@@ -6,7 +6,7 @@ const KEYS = [
   ["+ \u2212 0", "zoom in, zoom out, show all"], ["Home End", "first and last step"],
   ["n p", "next and previous preemption or refusal of the chosen request (of any, if none is chosen)"],
   ["/", "find a request by name; Enter goes to the next"], ["z", "zoom to the chosen request"], ["t", "steps or wall-clock time"],
-  ["s", "another order of the rows"], ["[ ]", "lower or higher rows"], ["Esc", "release what is pinned"], ["?", "this help"],
+  ["s", "another order of the rows"], ["c", "show or hide the curves"], ["[ ]", "lower or higher rows"], ["Esc", "release what is pinned"], ["?", "this help"],
 ];
 const POINTER = [
   ["hover, click", "shows what is there; pins it"], ["drag", "moves; with Shift it zooms to what was dragged over"],
@@ -38,6 +38,7 @@ class Controls {
     on("show-all", () => app.show(0, app.scale.extent));
     on("rows-lower", () => app.resizeRows(-1));
     on("rows-higher", () => app.resizeRows(1));
+    on("curves-button", () => this._curves());
     on("help-button", () => document.getElementById("help").showModal());
     document.getElementById("sort").addEventListener("change", (event) => app.setSort(event.target.value));
     const search = document.getElementById("search");
@@ -58,7 +59,7 @@ class Controls {
     document.getElementById("help-text").append(
       element("p", "Every column is one step of the engine. A row of the upper panel is a request (or one of its completions): what it did in each step, and why it waited. A row of the lower panel is a block of the KV cache: who held it when the step was over."),
       list(KEYS, "kbd"), list(POINTER, "text"),
-      element("p", "Zoomed out, a pixel stands for many steps and shows the rarest thing in them: a preemption before a prefill, that before waiting and decode; of the curves, the highest value over a band down to the lowest."));
+      element("p", "Zoomed out, a pixel stands for many steps and shows the rarest thing in them: a preemption before a prefill, that before decode and waiting; of the curves, the highest value over a band down to the lowest."));
   }
 
   // ---- keys --------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class Controls {
     const moves = { ArrowLeft: () => app.step(-ten, 0), ArrowRight: () => app.step(ten, 0), ArrowUp: () => app.step(0, -ten), ArrowDown: () => app.step(0, ten),
       Home: () => app.step(-app.model.numColumns, 0), End: () => app.step(app.model.numColumns, 0) };
     const letters = { "+": () => app.zoom(0.5), "=": () => app.zoom(0.5), "-": () => app.zoom(2), 0: () => app.show(0, app.scale.extent),
-      n: () => app.jump(1), p: () => app.jump(-1), t: () => app.setByTime(!app.scale.byTime), s: () => this._nextSort(), z: () => this._toSequence(app.cursor.sequence),
+      n: () => app.jump(1), p: () => app.jump(-1), t: () => app.setByTime(!app.scale.byTime), s: () => this._nextSort(), c: () => this._curves(), z: () => this._toSequence(app.cursor.sequence),
       "[": () => app.resizeRows(-1), "]": () => app.resizeRows(1), "/": () => document.getElementById("search").focus(),
       "?": () => document.getElementById("help").showModal(), Escape: () => app.release() };
     const action = (arrows && moves[event.key]) || (!typing && letters[event.key]);
@@ -79,6 +80,13 @@ class Controls {
     event.preventDefault();
     this.tip.hidden = true;
     action();
+  }
+
+  /** Show or hide the curves, which leaves more room for the rows. */
+  _curves() {
+    const bare = this.app.plot.classList.toggle("bare");
+    document.getElementById("curves-button").setAttribute("aria-pressed", String(!bare));
+    this.app.layout();
   }
 
   _nextSort() {
@@ -106,7 +114,7 @@ class Controls {
     const y = event.clientY - target.getBoundingClientRect().top;
     if (found.panel === "gantt") {
       const row = app.gantt.rowAt(y);
-      if (row !== null) found.sequence = app.model.order(app.sort)[row] ?? null;
+      if (row !== null) found.sequence = app.gantt.sequenceAt(row, found.column);
     } else if (found.panel === "blocks" && found.column !== null) {
       const row = app.map.rowAt(y);
       if (row !== null) Object.assign(found, this._block(row, found.column));

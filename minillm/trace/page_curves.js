@@ -57,8 +57,12 @@ class Curves {
   _panel(panel, columns) {
     const { app } = this, { theme } = app, { context, width, height } = app.begin(panel.id, 0);
     const { low, high, used, top } = this._reduce(panel, columns);
-    const ceiling = top > 0 ? top * 1.12 : 1, y = (value) => height - 1 - (value / ceiling) * (height - 4);
-    this._grid(context, width, y, top, panel);
+    // A limit is shown unless it is so far above that the curve would be flat.
+    const highest = panel.limit && panel.limit < 3 * top ? Math.max(top, panel.limit) : panel.fill ? panel.limit : top;
+    const ceiling = highest > 0 ? highest * 1.14 : 1, y = (value) => height - 1 - (value / ceiling) * (height - 4);
+    const { values } = ticks(0, highest || 1, 2, panel.format === count ? 1 : 0), lines = values.filter(Boolean);
+    context.fillStyle = css(theme.line);
+    for (const value of lines) context.fillRect(0, Math.round(y(value)), width, 1);
     const scale = width / columns.pixels;
     const area = (lower, upper) => { // a filled shape between two step curves
       context.beginPath();
@@ -84,6 +88,11 @@ class Curves {
       this._line(context, high[index], used, scale, y, part, theme);
     });
     if (panel.limit) this._limit(context, width, y, panel, ceiling);
+    for (const value of lines) {
+      const text = panel.format(value);
+      context.font = `10px ${FONT}`;
+      app.label(context, text, width - 4 - context.measureText(text).width, Math.max(Math.round(y(value)), 7), theme.muted);
+    }
   }
 
   /** Lowest and highest value of each part in each pixel; of a stack, where it is highest. */
@@ -136,20 +145,6 @@ class Curves {
     context.setLineDash([]);
   }
 
-  _grid(context, width, y, top, panel) {
-    const { theme } = this.app;
-    if (!top) return;
-    context.font = "10px system-ui, 'DejaVu Sans', sans-serif";
-    context.textBaseline = "middle";
-    for (const value of ticks(0, top, 2, panel.format === count ? 1 : 0).values) {
-      if (!value) continue;
-      const at = Math.round(y(value)) + 0.5, text = panel.format(value);
-      context.fillStyle = css(theme.line);
-      context.fillRect(0, at, width, 1);
-      this.app.label(context, text, width - 4 - context.measureText(text).width, at, theme.muted);
-    }
-  }
-
   /** The dashed line of a limit, or, where that is far above, only its number. */
   _limit(context, width, y, panel, ceiling) {
     const { theme } = this.app, inside = panel.limit <= ceiling;
@@ -200,7 +195,7 @@ class Curves {
 
   ruler() {
     const { app } = this, { model, theme, scale } = app, { context, width, height } = app.begin("ruler", 0);
-    context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+    context.font = `11px ${FONT}`;
     context.textBaseline = "middle";
     // Steps are numbered from where the recording begins, so round numbers are not round columns.
     const shift = scale.byTime ? 0 : model.steps.step[0] ?? 0;

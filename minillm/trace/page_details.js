@@ -91,7 +91,7 @@ class Details {
 
   /** Who was there, in groups: first what is rare. */
   _present(section, column) {
-    const { model, words } = this.app, present = model.presentAt(column);
+    const { model } = this.app, present = model.presentAt(column);
     const lost = new Set(model.preemptedAt.get(column) ?? []);
     const now = [...(present[PREEMPTED] ?? []), ...(present[SWAPPED] ?? [])].filter(([sequence]) => lost.has(sequence));
     const still = (code) => (present[code] ?? []).filter(([sequence]) => !lost.has(sequence));
@@ -109,7 +109,6 @@ class Details {
       if (members.length > MOST_LISTED) list.append(element("li", `and ${count(members.length - MOST_LISTED)} more`));
       section.append(element("h3", `${title} (${count(members.length)})`), list);
     }
-    return words;
   }
 
   _ended(column) {
@@ -125,7 +124,7 @@ class Details {
     if (span < 0) return words.ending(model.sequences[sequence].end);
     const a = model.a[span], b = model.b[span], code = model.code[span];
     if (code === DECODE) return words.positions(a + column - model.first[span], 1);
-    if (isIdle(code)) return words.reason(a);
+    if (isIdle(code)) return words.reason(a, column);
     return `${plural(b, "token")}, ${words.positions(a, b)}`;
   }
 

@@ -9,15 +9,15 @@
 // highest code is drawn, so that a preemption of one step is visible in any zoom.
 const STATES = [
   null,
-  { key: "d", name: "decode" },
   { key: "w", name: "waiting" },
+  { key: "d", name: "decode" },
   { key: "p", name: "prefill" },
   { key: "r", name: "recomputed" },
   { key: "s", name: "stalled" },
   { key: "o", name: "swapped out" },
   { key: "x", name: "preempted" },
 ];
-const [DECODE, WAITING, PREFILL, RECOMPUTED, STALLED, SWAPPED, PREEMPTED] = [1, 2, 3, 4, 5, 6, 7];
+const [WAITING, DECODE, PREFILL, RECOMPUTED, STALLED, SWAPPED, PREEMPTED] = [1, 2, 3, 4, 5, 6, 7];
 const isIdle = (code) => code === WAITING || code >= STALLED; // holds a reason, computes nothing
 const isPreempted = (code) => code >= SWAPPED;
 
@@ -64,10 +64,14 @@ class Model {
     this.offsets = new Int32Array(this.sequences.length + 1);
     this.code = new Uint8Array(total);
     for (const name of ["first", "last", "a", "b"]) this[name] = new Int32Array(total);
+    // For the Gantt: the same without regard to reasons, which change far more often than states.
+    const bars = { code: [], first: [], last: [] };
+    this.barOffsets = new Int32Array(this.sequences.length + 1);
     this.preemptedAt = new Map(); // column -> sequences that lost their place there
     let at = 0;
     this.sequences.forEach((sequence, index) => {
       this.offsets[index] = at;
+      this.barOffsets[index] = bars.code.length;
       let before = 0;
       for (const [kind, first, last, a, b] of sequence.spans) {
         const code = codes[kind];
@@ -80,11 +84,15 @@ class Model {
           if (!this.preemptedAt.has(first)) this.preemptedAt.set(first, []);
           this.preemptedAt.get(first).push(index);
         }
+        if (code === before && isIdle(code)) bars.last[bars.last.length - 1] = last;
+        else bars.code.push(code), bars.first.push(first), bars.last.push(last);
         before = code;
       }
       sequence.spans = null; // the arrays have it now; half the memory of a long trace
     });
     this.offsets[this.sequences.length] = at;
+    this.barOffsets[this.sequences.length] = bars.code.length;
+    this.bars = { code: Uint8Array.from(bars.code), first: Int32Array.from(bars.first), last: Int32Array.from(bars.last) };
   }
 
   _blocks(blocks) {

@@ -6,6 +6,7 @@
  * pixels, however many spans are behind them, and a state's shape, hatch and colour are one thing.
  */
 
+const FONT = "system-ui, 'DejaVu Sans', sans-serif";
 const OKABE_ITO = ["#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"];
 const TILE = 16; // pixels; a power of two, so that `x & (TILE - 1)` wraps around
 
@@ -47,6 +48,7 @@ class Theme {
     const name = key * 4096 + height;
     let tile = this._tiles.get(name);
     if (!tile) {
+      height ||= TILE;
       tile = new Uint32Array(TILE * height);
       for (let y = 0; y < height; y++) {
         for (let x = 0; x < TILE; x++) {
@@ -66,7 +68,7 @@ const DIVIDER = 8, TICK = 9; // between two steps of prefill, and of decode
 
 /** How a state looks: each differs from all others in height, hatch or outline, not only in colour. */
 function stateTile(theme, code, height, ratio) {
-  const colour = theme.states[code], small = height < 8 * ratio;
+  const colour = theme.states[code === TICK ? DECODE : code] ?? theme.back, small = height < 8 * ratio;
   const gap = small ? 0 : Math.max(1, Math.round(height * 0.1)); // between rows
   const stripe = Math.max(1, Math.round(ratio)), period = ratio >= 1.5 ? 16 : 8;
   const dark = mix(colour, [0, 0, 0], 0.55);
@@ -103,22 +105,23 @@ function stateTile(theme, code, height, ratio) {
 
 // ---- the tiles of the block map --------------------------------------------------------------
 
+const LOOSE = 0; // the height of tiles for rows too low for a pattern of their own: it runs through them
 const HUES = 21, USED = 1, OWNED = 2, SHARED = OWNED + HUES, LEVELS = 4, DIM = 1024, OUTER = 2048;
-// A code is FREE (0), USED (free after use), OWNED + hue or SHARED + hue; + 64 * level, where rows
-// stand for several blocks (3: nearly all of them are held); + DIM, where others are highlighted.
+// A code is 0 (free), USED (free after use), OWNED + hue or SHARED + hue; + 64 * quarters of the row's
+// blocks that are not held, where a row has several; + DIM, where another sequence is highlighted.
 
 function blockTile(theme, code, height, ratio) {
-  const kind = code & 63, level = (code >> 6) & 3, dim = code & DIM;
-  const gap = height >= 6 * ratio ? Math.round(ratio) : 0;
-  const period = ratio >= 1.5 ? 16 : 8;
+  const kind = code & 63, missing = (code >> 6) & 3, dim = code & DIM;
+  const gap = height >= 6 * ratio ? Math.round(ratio) : 0; // none in loose tiles
+  const period = ratio >= 1.5 ? 16 : 8, thick = period * (height === LOOSE ? 0.26 : 0.4);
   return theme.tile(OUTER + code, height, (x, y) => {
-    if (kind === 0 || y >= height - gap) return null;
+    if (kind === 0 || (gap && y >= height - gap)) return null;
     if (kind === USED) return mix(theme.back, theme.muted, theme.dark ? 0.24 : 0.2);
     const shared = kind >= SHARED, hue = theme.owner(shared ? kind - SHARED : kind - OWNED);
-    const faded = mix(theme.back, hue, dim ? 0.22 : (level + 1) / LEVELS);
+    const faded = mix(theme.back, hue, dim ? 0.22 : 1 - missing / LEVELS);
     if (!shared) return faded;
     const hatch = mix(theme.dark ? [0, 0, 0] : [20, 24, 28], faded, dim ? 0.75 : 0);
-    return (x + y) % period < period * 0.4 ? hatch : faded;
+    return (x + y) % period < thick ? hatch : faded;
   });
 }
 
@@ -133,15 +136,17 @@ class Raster {
     this.image = new ImageData(Math.max(1, width), Math.max(1, height));
     this.pixels = new Uint32Array(this.image.data.buffer);
     this.codes = new Uint16Array(width);
-    this.counts = new Uint16Array(width);
+    this.held = new Int32Array(width + 1); // how many blocks of a row become held, or shared, here
+    this.shared = new Int32Array(width + 1);
   }
 
   clear() {
     this.pixels.fill(0);
   }
 
-  /** Paint one row of codes with its top at `top`; `tileOf(code)` gives the tile of `height`. */
-  row(top, height, tileOf) {
+  /** Paint one row of codes with its top at `top`; `tileOf(code)` gives the tile of `height`, or,
+   * if the pattern is `loose`, one that runs through all rows. */
+  row(top, height, tileOf, loose = false) {
     const { codes, pixels, width } = this;
     const from = Math.max(0, -top), to = Math.min(height, this.height - top);
     for (let x = 0; x < width;) {
@@ -151,7 +156,7 @@ class Raster {
       if (code) {
         const tile = tileOf(code);
         for (let y = from; y < to; y++) {
-          const line = (top + y) * width, pattern = y * TILE;
+          const line = (top + y) * width, pattern = (loose ? (top + y) & (TILE - 1) : y) * TILE;
           for (let i = x; i < end; i++) pixels[line + i] = tile[pattern + (i & (TILE - 1))];
         }
       }

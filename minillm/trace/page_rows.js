@@ -1,8 +1,6 @@
 "use strict";
 /* The two panels of rows: the Gantt (a row per sequence) and the block map (a row per block). */
 
-const FONT = "system-ui, 'DejaVu Sans', sans-serif";
-
 /** What both share: a canvas that stays in place while an empty box of the full height scrolls. */
 class Rows {
   constructor(app, id) {
@@ -41,19 +39,21 @@ class Rows {
     if (bottom > this.scrollTop + this.height - margin) this.scroller.scrollTop = bottom - this.height + margin;
   }
 
-  /** Paint the rows in view; `codes(row)` fills the raster's codes, `tile(code, height)` paints. */
-  paint(columns, codes, tile) {
+  /** Paint the rows in view; `codes(row)` fills the raster's codes, `tile(code, height)` paints.
+   * Rows lower than `least` get the pattern that runs through all of them. */
+  paint(columns, codes, tile, least = 0) {
     const { app, raster } = this, { ratio } = app;
     const drawing = app.begin(this.canvas.id, app.gutter, this.height);
     raster.resize(columns.pixels, Math.round(this.height * ratio));
     raster.clear();
     const height = Math.round(this.rowHeight * ratio), scrolled = Math.round(this.scrollTop * ratio);
+    const loose = height < least * ratio;
     this.firstRow = Math.floor(scrolled / height);
     this.lastRow = Math.min(this.numRows - 1, Math.floor((scrolled + raster.height - 1) / height));
     for (let row = this.firstRow; row <= this.lastRow; row++) {
       raster.codes.fill(0);
       codes(row);
-      raster.row(row * height - scrolled, height, (code) => tile(code, height));
+      raster.row(row * height - scrolled, height, (code) => tile(code, loose ? LOOSE : height), loose);
     }
     drawing.context.putImageData(raster.image, Math.round(app.gutter * ratio), 0);
     return drawing;
@@ -67,15 +67,29 @@ class Rows {
 class Gantt extends Rows {
   constructor(app) {
     super(app, "gantt");
+    this.group = 1; // sequences per row
+  }
+
+  /** The sequence that a row shows at a column: of several one that is there, the last by state. */
+  sequenceAt(row, column) {
+    const { model, sort } = this.app, inRow = model.order(sort).slice(row * this.group, (row + 1) * this.group);
+    const rank = (sequence) => {
+      const span = column === null ? -1 : model.spanAt(sequence, column);
+      return span < 0 ? 0 : model.code[span];
+    };
+    return inRow.sort((a, b) => rank(b) - rank(a))[0] ?? null;
   }
 
   draw(columns) {
     const { app } = this, { model, theme, ratio } = app;
     this.order = model.order(app.sort);
-    const { context } = this.paint(columns, (row) => this._codes(this.order[row], columns),
-      (code, height) => stateTile(theme, code, height, ratio));
+    const codes = (row) => {
+      const to = Math.min((row + 1) * this.group, this.order.length);
+      for (let place = row * this.group; place < to; place++) this._codes(this.order[place], columns, this.group > 1);
+    };
+    const { context } = this.paint(columns, codes, (code, height) => stateTile(theme, code, height, ratio));
     this._background(context);
-    if (this.rowHeight < 9) return;
+    if (this.rowHeight < 9 || this.group > 1) return;
     for (let row = this.firstRow; row <= this.lastRow; row++) {
       const sequence = this.order[row], top = this.top(row);
       this._label(context, sequence, top);
@@ -86,22 +100,24 @@ class Gantt extends Rows {
 
   /** One code per pixel for a sequence. A span narrower than a pixel still gets one, and what
    * matters more wins; what is rare, and easily overlooked, gets two. */
-  _codes(sequence, columns) {
-    const { model } = this.app, { codes } = this.raster, { first, last, begin, end, pixels } = columns;
-    const from = Math.max(lastAtMost(model.first, first, model.offsets[sequence], model.offsets[sequence + 1]), model.offsets[sequence]);
-    const until = model.offsets[sequence + 1], wide = (end[0] - begin[0] || end[end.length - 1] - begin[begin.length - 1]) >= 5;
-    for (let span = from; span < until && model.first[span] <= last; span++) {
-      if (model.last[span] < first) continue;
-      const code = model.code[span], starts = model.first[span] >= first, ends = model.last[span] <= last;
-      const start = begin[starts ? model.first[span] - first : 0];
-      let stop = end[ends ? model.last[span] - first : last - first];
-      const least = code >= RECOMPUTED ? 2 : 1;
+  _codes(sequence, columns, merge) {
+    const { model } = this.app, { bars } = model, { codes } = this.raster, { first, last, begin, end, pixels } = columns;
+    const from = model.barOffsets[sequence], until = model.barOffsets[sequence + 1];
+    const wide = (end[0] - begin[0] || end[end.length - 1] - begin[begin.length - 1]) >= 5;
+    for (let bar = Math.max(lastAtMost(bars.first, first, from, until), from); bar < until && bars.first[bar] <= last; bar++) {
+      if (bars.last[bar] < first) continue;
+      const code = bars.code[bar], starts = bars.first[bar] >= first, ends = bars.last[bar] <= last;
+      const start = begin[starts ? bars.first[bar] - first : 0];
+      let stop = end[ends ? bars.last[bar] - first : last - first];
+      const least = code >= PREFILL ? 2 * Math.round(this.app.ratio) : 1;
       if (stop - start < least) stop = Math.min(start + least, pixels);
-      for (let x = start; x < stop && x < start + 2; x++) if (codes[x] < code || codes[x] >= DIVIDER) codes[x] = code;
-      if (stop > start + 2) codes.fill(code, start + 2, stop);
+      // What stands there already is the wide end of a narrow span, unless it is less important.
+      const edge = merge ? stop : Math.min(stop, start + 4);
+      for (let x = start; x < edge; x++) if (codes[x] < code || codes[x] >= DIVIDER) codes[x] = code;
+      if (stop > edge) codes.fill(code, edge, stop);
       if (!wide) continue;
       if (ends && (code === PREFILL || code === RECOMPUTED)) codes[stop - 1] = DIVIDER;
-      if (code === DECODE) this._ticks(model.first[span], model.last[span], columns);
+      if (code === DECODE) this._ticks(bars.first[bar], bars.last[bar], columns);
     }
   }
 
@@ -194,14 +210,14 @@ function drawMark(context, kind, x, y, size, theme) {
   context.strokeStyle = context.fillStyle = css(kind === "error" || kind === "abort" ? theme.alarm : theme.ink);
   context.lineWidth = 1.4;
   context.beginPath();
-  if (kind === "arrival") { // an upright bar with a small flag
-    context.moveTo(x, y - size * 1.6);
-    context.lineTo(x, y + size * 1.6);
+  if (kind === "arrival") { // a pole with a flag, left of what follows
+    context.moveTo(x - 1, y - size * 1.5);
+    context.lineTo(x - 1, y + size * 1.5);
     context.stroke();
     context.beginPath();
-    context.moveTo(x, y - size * 1.6);
-    context.lineTo(x + size * 1.3, y - size);
-    context.lineTo(x, y - size * 0.3);
+    context.moveTo(x - 1, y - size * 1.5);
+    context.lineTo(x - 1 - size * 1.4, y - size * 0.9);
+    context.lineTo(x - 1, y - size * 0.2);
     context.fill();
   } else if (kind === "stop") {
     context.arc(x, y, size * 0.9, 0, 7);
@@ -241,14 +257,17 @@ class BlockMap extends Rows {
   constructor(app) {
     super(app, "blocks");
     this.group = 1; // blocks per row
+    const { holders } = app.model; // the code of each change while no sequence is in the light
+    this._plain = Uint16Array.from(holders, (held) => (held.length ? (held.length > 1 ? SHARED : OWNED) + (held[0] % HUES) : USED));
+    this._runs = [[], [], [], [], [], []]; // of the row being drawn, by rank: code, from, to, ...
   }
 
   draw(columns) {
     const { app } = this, { theme, ratio } = app;
     const { context, width } = this.paint(columns, (row) => this._codes(row, columns),
-      (code, height) => blockTile(theme, code, height, ratio));
+      (code, height) => blockTile(theme, code, height, ratio), 6);
     this._scaleMarks(context);
-    if (this.rowHeight >= 11 && this.group === 1) {
+    if (this.rowHeight >= 8 && this.group === 1) {
       for (let row = this.firstRow; row <= this.lastRow; row++) this._texts(context, row, columns, width);
     }
   }
@@ -256,52 +275,65 @@ class BlockMap extends Rows {
   /** The code of a change: who holds the block, and is it in the light? */
   _code(change) {
     if (change < 0) return 0;
-    const holders = this.app.model.holders[change], chosen = this.app.highlighted;
+    const chosen = this.app.highlighted;
+    if (chosen === null) return this._plain[change];
+    const holders = this.app.model.holders[change];
     if (!holders.length) return USED;
-    const dim = chosen !== null && !holders.includes(chosen) ? DIM : 0;
-    const owner = dim || chosen === null ? holders[0] : chosen;
+    const dim = holders.includes(chosen) ? 0 : DIM, owner = dim ? holders[0] : chosen;
     return (holders.length > 1 ? SHARED : OWNED) + (owner % HUES) + dim;
   }
 
-  /** One code per pixel for the blocks of a row; of several the most telling: shared before held
-   * before used before free, and how many of them are held. */
+  /** One code per pixel for the blocks of a row; of several the most telling one. The runs of all
+   * blocks are filled in order of rank, and held blocks are counted by where runs begin and end, so
+   * that the cost is that of the changes, not of blocks times pixels. */
   _codes(row, columns) {
-    const { model } = this.app, { codes, counts } = this.raster, { first, last, begin, end } = columns;
-    const to = Math.min((row + 1) * this.group, model.numBlocks), several = this.group > 1;
-    if (several) counts.fill(0);
-    for (let block = row * this.group; block < to; block++) {
-      let change = model.changeAt(block, first), column = first;
-      const until = model.blockOffsets[block + 1];
-      while (column <= last) {
-        const following = change < 0 ? model.blockOffsets[block] : change + 1;
-        const stop = following < until ? Math.min(model.changed[following], last + 1) : last + 1;
-        const from = begin[column - first], code = this._code(change) | (several ? 192 : 0);
-        const up = Math.max(end[stop - 1 - first], from + ((code & 63) >= SHARED ? 1 : 0));
-        if (!several) codes.fill(code, from, up);
-        else this._merge(code, from, up);
-        change = following;
-        column = stop;
+    const { codes, held, shared } = this.raster, to = Math.min((row + 1) * this.group, this.app.model.numBlocks);
+    for (const runs of this._runs) runs.length = 0;
+    held.fill(0);
+    shared.fill(0);
+    for (let block = to - 1; block >= row * this.group; block--) this._blockRuns(block, columns); // the first wins
+    for (const runs of this._runs) {
+      for (let i = 0; i < runs.length; i += 3) codes.fill(runs[i], runs[i + 1], runs[i + 2]);
+    }
+    if (this.group > 1) this._quarters(to - row * this.group);
+  }
+
+  /** The stretches of pixels in which a block has one code, by rank. */
+  _blockRuns(block, { first, last, begin, end, pixels }) {
+    const { model } = this.app, { held, shared } = this.raster, until = model.blockOffsets[block + 1];
+    let change = model.changeAt(block, first), column = first;
+    while (column <= last) {
+      const following = change < 0 ? model.blockOffsets[block] : change + 1;
+      const stop = following < until ? Math.min(model.changed[following], last + 1) : last + 1;
+      const code = this._code(change), from = begin[column - first];
+      let to = end[stop - 1 - first];
+      if ((code & 63) >= SHARED && to === from) to = Math.min(from + 1, pixels);
+      if (code && to > from) {
+        this._runs[blockRank(code)].push(code, from, to);
+        if ((code & 63) >= OWNED) {
+          held[from]++;
+          held[to]--;
+        }
+        if ((code & 63) >= SHARED) {
+          shared[from]++;
+          shared[to]--;
+        }
       }
-    }
-    if (several) this._levels(to - row * this.group);
-  }
-
-  _merge(code, from, to) {
-    const { codes, counts } = this.raster, rank = blockRank(code);
-    if ((code & 63) === 0) return;
-    const held = (code & 63) >= OWNED ? 1 : 0;
-    for (let x = from; x < to; x++) {
-      counts[x] += held;
-      if (rank > blockRank(codes[x])) codes[x] = code;
+      change = following;
+      column = stop;
     }
   }
 
-  /** Replace "full" by how many blocks of the row are held, in quarters. */
-  _levels(size) {
-    const { codes, counts } = this.raster;
-    for (let x = 0; x < codes.length; x++) {
-      if ((codes[x] & 63) < OWNED) codes[x] &= 63;
-      else codes[x] = (codes[x] & ~192) | ((Math.ceil((counts[x] / size) * LEVELS) - 1) << 6);
+  /** Say how much of a row is held, in quarters. It counts as shared if most of that is. */
+  _quarters(size) {
+    const { codes, held, shared } = this.raster;
+    for (let x = 0, numHeld = 0, numShared = 0; x < codes.length; x++) {
+      numHeld += held[x];
+      numShared += shared[x];
+      const kind = codes[x] & 63;
+      if (kind < OWNED) continue;
+      if (kind >= SHARED && 2 * numShared < numHeld) codes[x] -= HUES;
+      codes[x] |= (LEVELS - Math.min(LEVELS, Math.ceil((numHeld / size) * LEVELS))) << 6;
     }
   }
 
@@ -309,7 +341,7 @@ class BlockMap extends Rows {
   _texts(context, row, columns, width) {
     const { app } = this, { model, scale, theme } = app, until = model.blockOffsets[row + 1];
     const middle = this.top(row) + this.rowHeight / 2;
-    context.font = `${Math.min(10.5, this.rowHeight - 3)}px ${FONT}`;
+    context.font = `${Math.min(10.5, this.rowHeight + 1)}px ${FONT}`;
     context.textBaseline = "middle";
     let change = Math.max(model.changeAt(row, columns.first), model.blockOffsets[row]);
     for (; change < until && model.changed[change] <= columns.last; change++) {
@@ -318,14 +350,14 @@ class BlockMap extends Rows {
       const next = change + 1 < until ? model.changed[change + 1] : model.numColumns;
       const from = Math.max(0, scale.x(scale.left(model.changed[change])));
       const room = Math.min(scale.width, scale.x(scale.right(next - 1))) - from;
-      if (room < (shared ? 14 : 46)) continue;
+      if (room < (shared ? 18 : 46) || (!shared && this.rowHeight < 11)) continue;
       const text = shared ? `\u00d7${holders.length}` : fitted(context, model.sequences[holders[0]].name, room - 8);
       const wide = context.measureText(text).width, x = app.gutter + from + 4;
       const dim = this._code(change) & DIM, colour = theme.owner(holders[0]);
       if (dim) continue;
       if (shared) {
         context.fillStyle = css(theme.back);
-        context.fillRect(x - 2, middle - this.rowHeight / 2 + 1, wide + 4, this.rowHeight - 3);
+        context.fillRect(x - 2, middle - this.rowHeight / 2, wide + 4, this.rowHeight - 1);
       }
       context.fillStyle = shared ? css(theme.ink) : readable(colour);
       context.fillText(text, x, middle + 0.5);
@@ -348,8 +380,10 @@ class BlockMap extends Rows {
   }
 }
 
-/** Order of what a row of several blocks shows. */
+/** Order of what a row of several blocks shows: 0 free, 1 used, 2 held, 3 shared; what is in the light
+ * of a chosen sequence comes before all that is dimmed. */
 function blockRank(code) {
   const kind = code & 63;
-  return (kind >= SHARED ? 3 : kind >= OWNED ? 2 : kind) * 2 + (kind >= OWNED && !(code & DIM) ? 5 : 0);
+  if (kind < OWNED) return kind;
+  return (kind >= SHARED ? 3 : 2) + (code & DIM ? 0 : 2);
 }

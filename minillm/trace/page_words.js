@@ -18,6 +18,9 @@ function moment(value) { // a point on the clock, not a duration
   return value < 1 && value > -1 ? seconds(value) : `${value.toFixed(3)} s`;
 }
 
+// The reason of all who are not next in line; who that is, is said once per step.
+const BEHIND = "behind the next in line";
+
 class Words {
   constructor(model) {
     this.model = model;
@@ -27,8 +30,11 @@ class Words {
     return isolated(this.model.sequences[sequence].name);
   }
 
-  reason(index) {
-    return isolated(this.model.reasons[index] ?? "no reason recorded");
+  /** A reason; in a column, for those behind another, also who that is and what it lacks. */
+  reason(index, column = null) {
+    const text = this.model.reasons[index] ?? "no reason recorded";
+    const blocked = text === BEHIND && column !== null ? this.model.blockedAt(column) : null;
+    return blocked ? `behind ${this.name(blocked[0])} (${this.reason(blocked[1])})` : isolated(text);
   }
 
   positions(start, number) {
@@ -44,10 +50,10 @@ class Words {
       case PREFILL: return `prefill of ${plural(b, "token")}, ${this.positions(a, b)}`;
       case RECOMPUTED: return `recomputed ${plural(b, "token")} after a preemption, ${this.positions(a, b)}`;
       case DECODE: return `decode of 1 token, ${this.positions(a + column - model.first[span], 1)}`;
-      case WAITING: return `waiting: ${this.reason(a)}`;
-      case STALLED: return `running, but stalled: ${this.reason(a)}`;
-      case SWAPPED: return `swapped out to host memory: ${this.reason(a)}`;
-      default: return `preempted, its blocks are gone: ${this.reason(a)}`;
+      case WAITING: return `waiting: ${this.reason(a, column)}`;
+      case STALLED: return `running, but stalled: ${this.reason(a, column)}`;
+      case SWAPPED: return `swapped out to host memory: ${this.reason(a, column)}`;
+      default: return `preempted, its blocks are gone: ${this.reason(a, column)}`;
     }
   }
 
