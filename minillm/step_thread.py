@@ -125,7 +125,8 @@ class StepThread:
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run, in the engine or outside."""
-        return sum(isinstance(each, Ticket) for each in self._open.copy())
+        tickets = [each for each in self._open.copy() if isinstance(each, Ticket)]
+        return sum(not ticket.ended for ticket in tickets)
 
     @property
     def death(self) -> EngineDeadError | None:

@@ -1,0 +1,248 @@
+"""Whatever ends the step thread of an AsyncLLMEngine, everybody who waits is told at once."""
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm import AsyncLLMEngine, async_engine
+from minillm.engine import Engine
+from minillm.errors import EngineDeadError
+from minillm.live_request import LiveRequest
+from minillm.scheduling.scheduler import Scheduler
+from minillm.step_thread import StepThread
+from tests.async_small import GREEDY, LIMIT, LONG, Gate, collect, last, make_async, run
+from tests.engine.small import write_model
+
+PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("byte-model"))
+
+
+class Planted(Exception):
+    """Thrown by the tests only."""
+
+
+Kill = Callable[[AsyncLLMEngine, pytest.MonkeyPatch], None]
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*args: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def inject(engine: AsyncLLMEngine) -> None:
+    """An exception out of nowhere, as a debugger or a library may throw it."""
+    ident = ctypes.c_ulong(engine._steps._thread.ident)
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
+
+
+def in_the_scheduler(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "schedule", raising(Planted("planted")))
+
+
+def in_the_step(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine._engine, "step", raising(MemoryError("planted")))
+
+
+def in_the_books(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    """In the middle of a step's commit."""
+    patch.setattr(Scheduler, "commit", raising(SystemExit("planted")))
+
+
+def in_an_output(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LiveRequest, "output", raising(MemoryError("planted")))
+
+
+def in_a_command(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepThread, "_enter", raising(MemoryError("planted")))
+    entering = engine.generate(PROMPTS[7], LONG, "the last straw")
+    asyncio.get_running_loop().create_task(read_dead(entering))
+
+
+def between_steps(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepThread, "_drop_closed_loops", raising(SystemExit("planted")))
+
+
+def from_outside(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    inject(engine)
+
+
+def and_at_the_first_burial(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    """Killed again while it tells the first one."""
+    bury, calls = StepThread._bury, []
+
+    def killed(steps: StepThread) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise SystemExit("again")
+        bury(steps)
+
+    patch.setattr(StepThread, "_bury", killed)
+    in_the_step(engine, patch)
+
+
+def and_cannot_be_closed(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine._engine, "close", raising(Planted("its books are damaged")))
+    in_the_step(engine, patch)
+
+
+KILLS: dict[str, tuple[Kill, str]] = {
+    "schedule": (in_the_scheduler, "The engine stopped: Planted: planted"),
+    "step": (in_the_step, "The engine's thread ended: MemoryError: planted"),
+    "commit": (in_the_books, "The engine's thread ended: SystemExit: planted"),
+    "output": (in_an_output, "The engine's thread ended: MemoryError: planted"),
+    "command": (in_a_command, "The engine's thread ended: MemoryError: planted"),
+    "between": (between_steps, "The engine's thread ended: SystemExit: planted"),
+    "injected": (from_outside, "The engine's thread ended: SystemExit"),
+    "twice": (and_at_the_first_burial, "The engine's thread ended: MemoryError: planted"),
+    "not closed": (and_cannot_be_closed, "The engine's thread ended: MemoryError: planted"),
+}
+
+
+async def read_dead(stream: Any) -> EngineDeadError:
+    """What ends the stream, which has no last output."""
+    outputs = []
+
+    async def read() -> None:
+        async for output in stream:
+            outputs.append(output)
+
+    with pytest.raises(EngineDeadError) as caught:
+        await read()
+    assert not any(output.finished for output in outputs)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    return caught.value
+
+
+async def every_call(engine: AsyncLLMEngine) -> list[EngineDeadError]:
+    """All that can be asked of an engine, which is dead."""
+    calls = (
+        last(engine.generate(PROMPTS[0], GREEDY, "new")),
+        engine.abort("0"),
+        engine.abort("unknown"),
+        engine.drain(),
+        engine.drain(0),
+        engine.check_health(),
+        engine.reset_prefix_cache(),
+    )
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, EngineDeadError) for result in results), results
+    return results
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_killed_thread_tells_everybody(folder, monkeypatch, kill):
+    engine = make_async(folder, max_num_requests=3, max_num_seqs=2)
+    gate, (strike, message) = Gate(engine, monkeypatch), KILLS[kill]
+    release = threading.Event()
+    make_request = Engine.make_request
+
+    def slow(self: Engine, request_id: str, *rest: Any) -> Any:
+        assert request_id != "tokenising" or release.wait(LIMIT)
+        return make_request(self, request_id, *rest)
+
+    monkeypatch.setattr(Engine, "make_request", slow)
+    monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
+
+    async def main() -> None:
+        # Running, queued, outside, tokenising; one that nobody reads at the moment, and a drain.
+        streams = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[:5])]
+        streams.append(engine.generate("long", LONG, "tokenising"))
+        gate.pace = asyncio.get_running_loop()
+        unread = engine.generate(PROMPTS[6], LONG, "unread")
+        await anext(unread)
+        waiting = [asyncio.create_task(read_dead(stream)) for stream in streams]
+        await asyncio.sleep(0)
+        gate.pace = None
+        gate.shut()
+        await gate.reached()
+        waiting.append(asyncio.create_task(dead_call(engine.drain())))
+        with monkeypatch.context() as patch:
+            strike(engine, patch)
+            await asyncio.sleep(0)
+            gate.open()
+            errors = [await asyncio.wait_for(task, LIMIT) for task in waiting]
+        errors.append(await read_dead(unread))
+        release.set()
+        errors += await every_call(engine)
+        engine._steps._thread.join(LIMIT)
+        assert not engine._steps._thread.is_alive()
+        assert {str(error) for error in errors} == {message}
+        assert len({id(error) for error in errors}) == len(errors), "an error was shared"
+        assert (engine.is_running, engine.errored) == (False, True)
+        assert str(engine.dead_error) == message
+        assert engine.dead_error.__cause__ is not None
+        assert engine.num_unfinished == 0
+        engine.shutdown()
+        assert (engine.is_running, engine.errored) == (False, True)
+
+    run(main())
+
+
+async def dead_call(call: Any) -> EngineDeadError:
+    with pytest.raises(EngineDeadError) as caught:
+        await call
+    return caught.value
+
+
+def test_a_thread_that_is_killed_while_idle_tells_the_next_one(folder):
+    """It is noticed with the next command, which the thread has already taken."""
+    engine = make_async(folder)
+
+    async def main() -> None:
+        await last(engine.generate(PROMPTS[0], GREEDY, "a"))
+        inject(engine)
+        results = await asyncio.gather(
+            *(last(engine.generate(p, GREEDY, str(i))) for i, p in enumerate(PROMPTS)),
+            engine.reset_prefix_cache(),
+            return_exceptions=True,
+        )
+        assert {str(result) for result in results} == {"The engine's thread ended: SystemExit"}
+
+    run(main())
+
+
+def test_a_kill_at_any_moment_leaves_nobody_waiting(folder):
+    """Struck wherever the thread happens to be, again and again."""
+
+    async def one(pause: float) -> None:
+        engine = make_async(folder, max_num_requests=4)
+        tasks = [
+            asyncio.create_task(last(engine.generate(p, LONG, str(i))))
+            for i, p in enumerate(PROMPTS)
+        ]
+        await asyncio.sleep(pause)
+        inject(engine)
+        await asyncio.wait_for(asyncio.wait(tasks), LIMIT)
+        for task in tasks:
+            ended = task.exception() or task.result()
+            assert isinstance(ended, EngineDeadError) or ended.finished
+        assert await asyncio.gather(engine.drain(), return_exceptions=True) != [True]
+
+    for step in range(25):
+        run(one(step * 0.001))
+
+
+def test_two_engines_die_alone(folder):
+    engine, other = make_async(folder), make_async(folder)
+
+    async def main() -> None:
+        reader = asyncio.create_task(last(other.generate(PROMPTS[0], LONG, "a")))
+        inject(engine)
+        with pytest.raises(EngineDeadError):
+            await collect(engine.generate(PROMPTS[0], LONG, "a"))
+        assert len((await reader).outputs[0].token_ids) == LONG.max_tokens
+        other.shutdown()
+
+    run(main())
