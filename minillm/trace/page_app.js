@@ -7,7 +7,7 @@
  */
 
 // Of the Gantt; 0 shows all sequences, several in a row if there are more than pixels.
-const ROW_HEIGHTS = [0, 2, 3, 4, 6, 9, 12, 16, 20, 24];
+const ROW_HEIGHTS = [0, 1, 2, 3, 4, 6, 9, 12, 16, 20, 24];
 const MANY = 300; // sequences: from here on the first view shows all rather than readable names
 
 class App {
@@ -20,6 +20,7 @@ class App {
     this.matches = new Set(); // sequences that the search has found
     this.highlighted = null; // the sequence whose blocks are in the light
     this.chosenHeight = null; // of the rows, if the reader has chosen one
+    this.grown = 0; // the height that follows the view, where there are many
     this.frames = []; // milliseconds of the last redraws, for those who measure
     this.plot = document.getElementById("plot");
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -111,9 +112,10 @@ class App {
     const others = [...this.plot.children].filter((child) => child.matches(".lane, .caption"));
     const room = this.plot.clientHeight - others.reduce((sum, child) => sum + child.offsetHeight, 0) - 2;
     const sequences = Math.max(1, this.model.sequences.length), blocks = Math.max(1, this.model.numBlocks);
-    const chosen = this.chosenHeight ?? (sequences > MANY ? 0 : null);
+    const chosen = this.chosenHeight ?? (sequences > MANY ? this.grown : null);
+    const generous = this.chosenHeight ?? (sequences > MANY ? 3 : 20); // the panel keeps its height while rows grow
     const low = Math.max(90, Math.min(blocks * 16, room * 0.4));
-    const high = Math.max(130, Math.min(sequences * (chosen || (chosen === null ? 20 : 3)) + 4, room - low));
+    const high = Math.max(130, Math.min(sequences * (generous || 3) + 4, room - low));
     const rest = Math.max(90, Math.min(blocks * 22, room - high));
     this.gantt.group = chosen === 0 ? Math.max(1, Math.ceil(sequences / Math.floor(high * this.ratio))) : 1;
     const numRows = Math.ceil(sequences / this.gantt.group), fitting = Math.max(1, Math.floor((high / numRows) * this.ratio)) / this.ratio;
@@ -224,15 +226,26 @@ class App {
     move();
   }
 
-  /** Requests come one after the other, so a view of later steps may leave all rows in sight empty:
-   * then scroll to the first row that is not. */
+  /** Requests come one after the other, so a view of some steps concerns some rows. If all rows in
+   * sight are empty, scroll to the first that is not; and rows that nobody has sized, of too many
+   * sequences to read them all, grow as far as those in the view leave room. */
   _follow(from, to) {
     const { model, gantt, scale } = this, order = model.order(this.sort);
     const first = scale.columnAt(from), last = scale.columnAt(to);
     const alive = (sequence) => model.firstColumn(sequence) <= last && model.lastColumn(sequence) >= first;
-    if (order.slice(gantt.firstRow * gantt.group, (gantt.lastRow + 1) * gantt.group).some(alive)) return;
     const place = order.findIndex(alive);
-    if (place >= 0) gantt.scroller.scrollTop = Math.floor(place / gantt.group) * gantt.rowHeight;
+    if (place < 0) return;
+    let moved = !order.slice(gantt.firstRow * gantt.group, (gantt.lastRow + 1) * gantt.group).some(alive);
+    if (this.chosenHeight === null && order.length > MANY) {
+      const number = order.findLastIndex(alive) - place + 1;
+      const height = ROW_HEIGHTS.findLast((size) => size <= 16 && size * number <= gantt.height);
+      if (height !== this.grown) {
+        this.grown = height;
+        this.layout();
+        moved = true;
+      }
+    }
+    if (moved) gantt.scroller.scrollTop = Math.floor(place / gantt.group) * gantt.rowHeight;
   }
 
   zoom(factor, x = null, smooth = true) {
@@ -264,7 +277,7 @@ class App {
 
   /** Rows one size lower or higher. */
   resizeRows(direction) {
-    const now = this.chosenHeight === 0 ? 0 : this.gantt.group > 1 ? 0 : this.gantt.rowHeight;
+    const now = this.chosenHeight === 0 || this.gantt.group > 1 ? 0 : this.gantt.rowHeight;
     const sizes = direction > 0 ? ROW_HEIGHTS : [...ROW_HEIGHTS].reverse();
     const next = sizes.find((size) => (size - now) * direction > 0.5);
     if (next === undefined) return;

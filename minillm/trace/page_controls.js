@@ -40,6 +40,7 @@ class Controls {
     on("rows-higher", () => app.resizeRows(1));
     on("curves-button", () => this._curves());
     on("help-button", () => document.getElementById("help").showModal());
+    on("help-close", () => document.getElementById("help").close());
     document.getElementById("sort").addEventListener("change", (event) => app.setSort(event.target.value));
     const search = document.getElementById("search");
     search.addEventListener("input", () => app.search(search.value));

@@ -156,6 +156,7 @@ class Model {
     if (this._order.has(by)) return this._order.get(by);
     const count = this.sequences.length, keys = new Float64Array(count);
     for (let i = 0; i < count; i++) {
+      if (by === "arrival") keys[i] = this.sequences[i].parent ?? i; // completions stay together
       if (by === "end") keys[i] = this.sequences[i].ended ?? Infinity;
       if (by === "preemptions") keys[i] = -this.sequences[i].preemptions;
       if (by === "waiting") {

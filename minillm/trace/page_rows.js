@@ -189,17 +189,17 @@ class Gantt extends Rows {
   /** Where a sequence arrived, and how it ended: a mark beside its bar. */
   _marks(context, sequence, middle) {
     const { app } = this, { model, scale, gutter, theme } = app, about = model.sequences[sequence];
-    const size = Math.min(4, this.rowHeight / 3.2);
+    const size = Math.min(4, this.rowHeight / 3.2), forked = about.parent !== null; // it never arrived
     const arrived = scale.byTime && about.arrival !== null ? about.arrival : scale.left(model.firstColumn(sequence));
     const x = scale.x(arrived);
     context.lineWidth = 1.4;
     context.strokeStyle = context.fillStyle = css(theme.ink);
-    if (scale.byTime && arrived < model.begin[model.firstColumn(sequence)]) { // before the step began
+    if (!forked && scale.byTime && arrived < model.begin[model.firstColumn(sequence)]) { // before the step began
       const to = Math.min(scale.x(model.begin[model.firstColumn(sequence)]), scale.width);
       context.fillStyle = css(theme.states[WAITING]);
       if (to > Math.max(x, 0)) context.fillRect(gutter + Math.max(x, 0), middle - 1, to - Math.max(x, 0), 2);
     }
-    if (x >= -1 && x <= scale.width) drawMark(context, "arrival", gutter + x, middle, size, theme);
+    if (!forked && x >= -1 && x <= scale.width) drawMark(context, "arrival", gutter + x, middle, size, theme);
     const done = scale.x(scale.right(model.lastColumn(sequence)));
     if (about.end && done >= 0 && done + 2 * size <= scale.width + 1) drawMark(context, about.end, gutter + done + size + 2, middle, size, theme);
   }

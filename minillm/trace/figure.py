@@ -1,0 +1,391 @@
+"""A trace as a static figure, for notebooks and print, and the page as a notebook widget.
+
+The figure shows what the page shows: colours are Okabe and Ito's, and every state also has a height
+and a hatch of its own, so that it survives a grey printer. Drawing libraries are imported when a
+function is called: the engine does not need them.
+"""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
+from minillm.trace.page import page
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class State(NamedTuple):
+    """How a kind of span is drawn."""
+
+    name: str
+    colour: str
+    height: float  # of a row
+    hatch: str
+
+
+# Later ones are drawn over earlier ones: what is rare must not be hidden.
+STATES: Mapping[str, State] = {
+    "w": State("waiting", "#8A95A0", 0.16, ""),
+    "d": State("decode", "#009E73", 0.5, ""),
+    "p": State("prefill", "#0072B2", 0.84, ""),
+    "r": State("recomputed", "#D55E00", 0.84, "////"),
+    "s": State("stalled", "#F0E442", 0.84, "||||"),
+    "o": State("swapped out", "#CC79A7", 0.44, "...."),
+    "x": State("preempted", "#E69F00", 0.44, "xxxx"),
+}
+IDLE = "wsox"  # their spans also end where only the reason changes, which no figure shows
+ENDS: Mapping[str, str] = {"stop": "o", "length": "s", "abort": "x", "error": "D"}
+OWNERS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+CURVES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "queue": ("sequences", (("running", "#009E73"), ("waiting", "#D55E00"))),
+    "budget": ("tokens",
+               (("decode", "#009E73"), ("prefill", "#0072B2"), ("recomputed", "#D55E00"))),
+    "free": ("free blocks", (("free", "#0072B2"),)),
+    "time": ("ms", (("plan", "#E69F00"), ("run", "#0072B2"), ("deliver", "#CC79A7"))),
+}  # fmt: skip
+STACKED = ("budget", "time")
+PANELS = ("gantt", *CURVES, "blocks")
+DEFAULT_PANELS = ("gantt", "queue", "budget", "blocks")
+MOST_ROWS = 150  # of the Gantt; more cannot be told apart on paper
+MOST_PIXELS = 1200  # of the block map, to each side
+FREE, USED = (255, 255, 255), (222, 225, 229)
+STYLE: Mapping[str, Any] = {"font.size": 9, "hatch.linewidth": 0.5, "axes.spines.top": False,
+         "axes.spines.right": False, "legend.frameon": False}  # fmt: skip
+
+
+def figure(
+    data: dict[str, Any],
+    panels: Sequence[str] = DEFAULT_PANELS,
+    width: float = 10.0,
+    height: float | None = None,
+    rows: int = MOST_ROWS,
+    title: str | None = None,
+) -> "Figure":
+    """A matplotlib figure of what `timeline.timeline` made of a trace.
+
+    Args:
+        data: the timeline.
+        panels: from above: "gantt", "queue", "budget", "free", "time", "blocks".
+        width, height: in inches; the height fits the rows by default.
+        rows: sequences that the Gantt shows at most; the first ones by arrival.
+        title: stands above it.
+
+    Raises:
+        ConfigError: there is no such panel.
+        UnsupportedFeatureError: matplotlib is not installed.
+    """
+    check_panels(panels)
+    plt = need("matplotlib.pyplot", "A figure needs matplotlib")
+    shown = min(len(data["sequences"]), rows)
+    heights = [panel_height(name, shown, data) for name in panels]
+    with plt.rc_context(dict(STYLE)):
+        size = (width, height or sum(heights) + 0.7 + 0.3 * bool(title))
+        fig, axes = plt.subplots(
+            len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained",
+            gridspec_kw={"height_ratios": heights},
+        )  # fmt: skip
+        for name, ax in zip(panels, axes[:, 0], strict=True):
+            draw_panel(ax, name, data, rows)
+        finish(fig, axes[:, 0], data, title, width)
+    plt.close(fig)  # a notebook shows what a cell returns; pyplot would show it once more
+    return fig
+
+
+def check_panels(panels: Sequence[str]) -> None:
+    """Refuse an unknown panel, and none at all."""
+    if isinstance(panels, str) or not panels:
+        raise ConfigError(f"panels is {panels!r}; it must be names such as ('gantt', 'budget').")
+    for name in panels:
+        if name not in PANELS:
+            hint = did_you_mean(str(name), PANELS)
+            raise ConfigError(f"There is no panel {name!r}; choose from {', '.join(PANELS)}.{hint}")
+
+
+def need(module: str, what: str) -> Any:
+    """Import a library of the course."""
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UnsupportedFeatureError(
+            f'{what}, which is not installed; pip install "minillm-course[course]" brings it.'
+        ) from error
+
+
+def panel_height(name: str, rows: int, data: dict[str, Any]) -> float:
+    """Inches: as much as rows need to be read, and not more than a page has."""
+    if name == "gantt":
+        return max(1.2, min(rows * (0.2 if rows <= 15 else 0.15), 9.0) + 0.2)
+    if name == "blocks":
+        return min(max(1.4, len(data["blocks"]) * 0.09), 3.4)
+    return 1.1
+
+
+def draw_panel(ax: "Axes", name: str, data: dict[str, Any], rows: int) -> None:
+    """One panel by its name."""
+    if name == "gantt":
+        draw_gantt(ax, data, rows)
+    elif name == "blocks":
+        draw_blocks(ax, data)
+    else:
+        draw_curves(ax, name, data)
+
+
+def finish(fig: "Figure", axes: Any, data: dict[str, Any], title: str | None, width: float) -> None:
+    """What all panels share: the axis of steps, the legend of the Gantt above, the title."""
+    numbers = data["steps"]["step"]
+    axes[-1].set_xlabel("step")
+    axes[-1].set_xlim(0, max(len(numbers), 1))
+    if numbers and numbers[0] != 1:
+        first = numbers[0]
+        axes[-1].xaxis.set_major_formatter(lambda column, _: f"{column + first:,.0f}")
+    handles, labels = [], []
+    for ax in fig.axes:
+        if ax.get_label() in ("gantt", "blocks"):
+            more = ax.get_legend_handles_labels()
+            handles += more[0]
+            labels += more[1]
+    if handles:
+        fig.legend(handles, labels, loc="outside upper center", handlelength=1.8, fontsize=8,
+                   ncols=max(2, min(len(labels), int(width * 0.85))))  # fmt: skip
+    if title:
+        axes[0].set_title(title, loc="left", parse_math=False)
+
+
+# ---- the Gantt --------------------------------------------------------------------------------
+
+
+def draw_gantt(ax: "Axes", data: dict[str, Any], rows: int) -> None:
+    """A row per sequence, a polygon per span, marks for arrivals and ends."""
+    from matplotlib.collections import PolyCollection
+
+    shown = in_rows(data["sequences"])[:rows]
+    for order, (kind, state) in enumerate(STATES.items()):
+        boxes = [
+            box(first, last + 1, row - state.height / 2, row + state.height / 2)
+            for row, sequence in enumerate(shown)
+            for first, last in bars(sequence["spans"], kind)
+        ]
+        if boxes:
+            edge = "#22282E" if state.hatch else state.colour
+            ax.add_collection(
+                PolyCollection(boxes, facecolor=state.colour, hatch=state.hatch, label=state.name,
+                               edgecolor=edge, linewidth=0.4, zorder=2 + order / 10, gid=kind)
+            )  # fmt: skip
+    draw_marks(ax, shown)
+    ax.set_label("gantt")
+    ax.set_ylim(max(len(shown), 1) - 0.4, -0.6)
+    each = 1 if len(shown) <= 40 else 5 if len(shown) <= 100 else 10
+    ax.set_yticks(range(0, len(shown), each))
+    size = 8 if len(shown) <= 40 else 7
+    ax.set_yticklabels([short(sequence["name"]) for sequence in shown[::each]], fontsize=size,
+                       parse_math=False)  # fmt: skip
+    ax.grid(axis="x", color="#dddddd", linewidth=0.6)
+    ax.set_axisbelow(True)
+    if len(shown) < len(data["sequences"]):
+        ax.set_title(f"the first {len(shown):,} of {len(data['sequences']):,} sequences",
+                     fontsize=8, loc="right")  # fmt: skip
+
+
+def in_rows(sequences: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sequences by arrival, completions of a request together."""
+    keys = [(s["parent"] if s["parent"] is not None else i, i) for i, s in enumerate(sequences)]
+    return [sequences[index] for _, index in sorted(keys)]
+
+
+def bars(spans: list[list[Any]], kind: str) -> list[tuple[int, int]]:
+    """First and last column of each bar of one kind."""
+    found: list[tuple[int, int]] = []
+    for name, first, last, *_ in spans:
+        if name != kind:
+            continue
+        if kind in IDLE and found and found[-1][1] == first - 1:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((first, last))
+    return found
+
+
+def box(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:
+    """The corners of a rectangle."""
+    return [(left, bottom), (right, bottom), (right, top), (left, top)]
+
+
+def draw_marks(ax: "Axes", shown: list[dict[str, Any]]) -> None:
+    """Arrivals, left of the first span, and ends by their reason, right of the last one."""
+    from matplotlib.transforms import ScaledTranslation
+
+    size = 18 if len(shown) <= 40 else 9
+    marks: dict[str, list[tuple[float, int]]] = {name: [] for name in ("arrival", *ENDS)}
+    for row, sequence in enumerate(shown):
+        if sequence["spans"] and sequence["parent"] is None:
+            marks["arrival"].append((sequence["spans"][0][1], row))
+        if sequence["spans"] and sequence["end"] in ENDS:
+            marks[sequence["end"]].append((sequence["spans"][-1][2] + 1, row))
+    figure = ax.get_figure(root=True)
+    for name, places in marks.items():
+        if places and figure is not None:
+            aside = (-0.8 if name == "arrival" else 4) / 72  # inches
+            xs, ys = zip(*places, strict=True)
+            colour = "#D55E00" if name in ("abort", "error") else "#1B1F24"
+            ax.scatter(xs, ys, size, colour, marker=ENDS.get(name, "|"), label=name, zorder=4,
+                       linewidths=1.0, clip_on=False, gid=name,
+                       transform=ax.transData + ScaledTranslation(aside, 0, figure.dpi_scale_trans),
+                       )  # fmt: skip
+
+
+def short(name: str, most: int = 24) -> str:
+    """A name that fits beside a row, without line breaks."""
+    name = "".join(letter if letter.isprintable() else "·" for letter in name)
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+# ---- curves -----------------------------------------------------------------------------------
+
+
+def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
+    """Curves over the steps, stacked where they are parts of a whole, and the limit they have."""
+    import numpy as np
+
+    unit, parts = CURVES[name]
+    values = {part: np.asarray(data["steps"][part], float) for part, _ in parts}
+    if name == "budget":  # a recomputed token is one of prefill, too
+        values["prefill"] = np.maximum(values["prefill"] - values["recomputed"], 0)
+    edges = np.arange(len(data["steps"]["step"]) + 1)
+    below = np.zeros(max(len(edges) - 1, 0))
+    for (part, colour), dash in zip(parts, ("-", "--", ":"), strict=False):
+        curve = values[part] * (1e3 if name == "time" else 1)
+        if name in STACKED:
+            ax.stairs(below + curve, edges, baseline=below, fill=True, color=colour, label=part)
+            below = below + curve
+        else:
+            ax.stairs(curve, edges, baseline=None, color=colour, linestyle=dash, label=part,
+                      linewidth=1.3)  # fmt: skip
+    limit = {"budget": "max_num_batched_tokens", "free": "num_blocks"}.get(name)
+    if limit and data["meta"][limit]:
+        ax.axhline(data["meta"][limit], color="black", linestyle=(0, (5, 3)), linewidth=1,
+                   label="limit" if name == "budget" else "blocks")  # fmt: skip
+    ax.set_label(name)
+    ax.set_ylim(bottom=0)
+    ax.margins(y=0.12)
+    ax.set_ylabel(unit)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, handlelength=1.4)
+
+
+# ---- the block map ----------------------------------------------------------------------------
+
+
+def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
+    """Who held which block when a step was over: a colour per sequence, hatched where shared."""
+    from matplotlib.collections import PolyCollection
+
+    num_columns, num_blocks = len(data["steps"]["step"]), len(data["blocks"])
+    ax.set_label("blocks")
+    ax.set_ylabel("block")
+    if num_columns and num_blocks:
+        ax.imshow(block_image(data), aspect="auto", interpolation="nearest", origin="upper",
+                  extent=(0, num_columns, num_blocks, 0), zorder=1)  # fmt: skip
+    shared = shared_runs(data)
+    if shared:
+        boxes = [box(run.first, run.last, run.block, run.end) for run in shared]
+        hatch = "//////" if num_blocks <= 64 else "////////"
+        ax.add_collection(PolyCollection(boxes, facecolor="none", edgecolor="#15191D", hatch=hatch,
+                                         linewidth=0, zorder=2, gid="shared",
+                                         label="shared block"))  # fmt: skip
+    if num_blocks <= 48:
+        count_holders(ax, shared, num_columns)
+    ax.set_ylim(max(num_blocks, 1), 0)
+
+
+def count_holders(ax: "Axes", shared: list["SharedRun"], num_columns: int) -> None:
+    """The number of holders on shared stretches that are long enough."""
+    for run in shared:
+        if run.last - run.first >= max(num_columns, 1) / 40:
+            ax.text(run.first, (run.block + run.end) / 2, f" ×{run.holders}", fontsize=6.5,
+                    va="center", zorder=3, clip_on=True,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})  # fmt: skip
+
+
+class SharedRun(NamedTuple):
+    """Neighbouring blocks with as many holders from `first` to before `last`."""
+
+    block: int
+    end: int
+    first: int
+    last: int
+    holders: int
+
+
+def block_runs(changes: list[list[Any]], num_columns: int) -> list[tuple[int, int, list[int]]]:
+    """First column, column behind the last, and holders, from the first change of a block on."""
+    ends = [column for column, _ in changes[1:]] + [num_columns]
+    return [
+        (column, end, holders)
+        for (column, holders), end in zip(changes, ends, strict=True)
+        if end > column
+    ]
+
+
+def shared_runs(data: dict[str, Any]) -> list[SharedRun]:
+    """All shared stretches of the block map."""
+    num_columns = len(data["steps"]["step"])
+    runs: list[SharedRun] = []
+    above: dict[tuple[int, int, int], int] = {}  # those that end at this block, by place in `runs`
+    for block, changes in enumerate(data["blocks"]):
+        here = {}
+        for first, last, holders in block_runs(changes, num_columns):
+            if len(holders) > 1:
+                key = (first, last, len(holders))
+                here[key] = above.get(key, len(runs))
+                if here[key] == len(runs):
+                    runs.append(SharedRun(block, block + 1, *key))
+                runs[here[key]] = runs[here[key]]._replace(end=block + 1)
+        above = here
+    return runs
+
+
+def block_image(data: dict[str, Any]) -> Any:
+    """[blocks, columns, 3] bytes; of a large pool and a long trace every n-th block and step."""
+    import numpy as np
+
+    num_columns, num_blocks = len(data["steps"]["step"]), len(data["blocks"])
+    down, across = -(-num_blocks // MOST_PIXELS), -(-num_columns // MOST_PIXELS)
+    image = np.full((-(-num_blocks // down), -(-num_columns // across), 3), FREE, np.uint8)
+    for block in range(0, num_blocks, down):
+        for first, last, holders in block_runs(data["blocks"][block], num_columns):
+            colour = owner_colour(holders[0]) if holders else USED
+            image[block // down, -(-first // across) : -(-last // across)] = colour
+    return image
+
+
+def owner_colour(sequence: int) -> tuple[int, int, int]:
+    """Seven hues, each plain, lighter and darker, as on the page."""
+    code, turn = OWNERS[sequence % 7], sequence // 7 % 3
+    target, share = ((0, 0.0), (255, 0.45), (0, 0.38))[turn]
+    red, green, blue = (int(code[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (round(v + (target - v) * share) for v in (red, green, blue))
+    return red, green, blue
+
+
+# ---- the widget -------------------------------------------------------------------------------
+
+
+def widget(data: dict[str, Any], height: int = 720, title: str = "trace") -> Any:
+    """The page as an ipywidgets.HTML: a frame of its own, so that two of them on one notebook, and
+    the notebook itself, cannot disturb each other.
+
+    Raises:
+        UnsupportedFeatureError: ipywidgets is not installed.
+    """
+    widgets = need("ipywidgets", "A widget needs ipywidgets")
+    frame = (
+        f'<iframe srcdoc="{html.escape(page(data, title))}" sandbox="allow-scripts" '
+        f'title="Trace viewer: {html.escape(title)}" '
+        f'style="width: 100%; height: {int(height)}px; border: 1px solid #8888; '
+        'border-radius: 6px; display: block"></iframe>'
+    )
+    return widgets.HTML(value=frame)
