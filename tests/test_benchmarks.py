@@ -165,3 +165,22 @@ def test_the_index_of_a_lookup_knows_the_text_and_its_siblings(kind: str) -> Non
     assert index.match(tokens, len(tokens), "").blocks == [0, 1, 2, 3]
     almost = index.match(tokens, len(tokens) - 1, "")
     assert almost.num_tokens == (63 if kind == "radix" else 48)
+
+
+def test_the_trace_benchmark_says_what_recording_costs(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    command = [sys.executable, "-m", "minillm.benchmarks.trace", "--quick", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text("utf-8"))
+    assert [one["running"] for one in result["recording"]] == [1, 4]
+    for one in result["recording"]:
+        assert 0 < one["recording"] < one["step"]
+        assert one["share"] == one["recording"] / one["step"]
+    assert (
+        f"At most {max(one['share'] for one in result['recording']):.2%} of a step" in done.stdout
+    )
+    assert {form["name"] for form in result["forms"]} == {
+        "JSON lines, saved", "JSON lines, read", "page (minillm trace view)", "Chrome events",
+    }  # fmt: skip
+    assert all(form["bytes"] > 1_000 for form in result["forms"])

@@ -126,6 +126,17 @@ def test_reasons_are_those_of_the_records(recorded: Recorded) -> None:
     assert BEHIND in data["reasons"]
 
 
+def test_a_reason_of_its_own_holds_for_its_step_only(recorded: Recorded) -> None:
+    for sequence, kind, first, last, reason, *_ in recorded.spans:
+        if kind not in "wxo" or recorded.data["reasons"][reason] == BEHIND:
+            continue
+        for column in range(first, last + 1):
+            record = recorded.trace[column]
+            refused = record.blocked is not None and record.blocked.seq_id == sequence["id"]
+            preempted = sequence["id"] in {one.seq_id for one in record.preempted}
+            assert refused or preempted, (sequence["name"], column)
+
+
 def test_ends_and_preemptions_are_told(recorded: Recorded) -> None:
     ends = {one.seq_id: (column, one.reason) for column, record in enumerate(recorded.trace)
             for one in record.ended}  # fmt: skip
