@@ -19,7 +19,6 @@ NOT_BUILT_YET: Mapping[str, Any] = MappingProxyType(
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "speculative_config": None,
-        "deterministic": False,
     }
 )
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
@@ -35,6 +34,7 @@ COUNTS = (
 )
 PREFIX_CACHES = ("hash", "radix")
 PREEMPTION_MODES = ("recompute", "swap")
+FLAGS = ("enable_chunked_prefill", "enforce_eager", "deterministic", "disable_log_stats")
 MOST_SWAP = 2**20  # GiB; more is a typing error
 
 
@@ -68,6 +68,11 @@ class EngineArgs:
     - "priority": the lowest `priority=` of `generate` first, however long the others wait.
     - "shortest_prefill_first": short prompts first; 16 tokens more cost one place in the line.
     - "longest_prefix_match": cached prompts first; 16 cached tokens gain one place in the line.
+
+    `deterministic` gives a request bitwise the same logprobs alone and in any batch, in any chunks,
+    with a cached prefix and after preemption, on one machine with one version of torch and one
+    number of threads; other machines may round otherwise. Tokens are computed in tiles of a fixed
+    number of rows, which costs time (``python -m minillm.benchmarks.deterministic`` says how much).
 
     `enforce_eager` and `disable_log_stats` are checked and have no effect yet: every step runs
     eagerly, and no statistics are logged.
@@ -149,7 +154,7 @@ class EngineArgs:
                 f"seed is {shown(seed)}; it must be an integer from 0 to {2**63 - 1}."
             )
         object.__setattr__(self, "seed", int(seed))
-        for name in ("enable_chunked_prefill", "enforce_eager", "disable_log_stats"):
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a bool.")
 

@@ -6,10 +6,11 @@ from math import ceil
 
 import torch
 
-from minillm import machine
+from minillm import machine, ops
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
 from minillm.cost import BatchFit, MemoryPlan, memory_plan
+from minillm.deterministic import TiledDecoder
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, ModelNotFoundError
 from minillm.layers.kv_cache import KVCache, cache_spec
@@ -251,10 +252,12 @@ def build_core(
     prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
     blocks = BlockManager(plan.num_tokens // size, size, prefix_cache, num_host_blocks)
     weight, shape = model.embedding.weight, (cache_spec(model.config), model.config.num_layers)
-    kv = KVCache(*shape, blocks.pool.num_blocks, size, weight.dtype, weight.device)
+    attention = ops.tiled_attention if args.deterministic else ops.paged_attention
+    kv = KVCache(*shape, blocks.pool.num_blocks, size, weight.dtype, weight.device, attention)
     host = KVCache(*shape, num_host_blocks, size, weight.dtype) if num_host_blocks else None
     longest = blocks.blocks_for(max_model_len)
-    return Scheduler(config, blocks), Runner(model, kv, host, config.max_num_seqs, longest)
+    runs = TiledDecoder(model) if args.deterministic else model
+    return Scheduler(config, blocks), Runner(runs, kv, host, config.max_num_seqs, longest)
 
 
 def new_scheduler(old: Scheduler) -> Scheduler:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from minillm.deterministic import TiledDecoder
 from minillm.errors import MinillmError
 from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
@@ -84,9 +85,16 @@ class Runner:
     """
 
     def __init__(
-        self, model: Decoder, kv: KVCache, host: KVCache | None, max_num_seqs: int, max_blocks: int
+        self,
+        model: Decoder | TiledDecoder,
+        kv: KVCache,
+        host: KVCache | None,
+        max_num_seqs: int,
+        max_blocks: int,
     ):
         self.model, self.kv, self.host = model, kv, host
+        # Whether the rows of a step may share anything but exact operations.
+        self.row_by_row = isinstance(model, TiledDecoder)
         self.device = model.embedding.weight.device
         # [max_num_seqs, blocks of the longest sequence]; entries behind a table are old.
         self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int64, device=self.device)
@@ -213,6 +221,7 @@ class Runner:
                 for state, row in zip(states, rows, strict=True)
                 for each in range(row.num_samples)
             ],
+            self.row_by_row,
         )
         at = 0
         for state, row in zip(states, rows, strict=True):
@@ -244,6 +253,7 @@ class Runner:
                     hidden[start : start + len(targets)],
                     self._tensor(targets, torch.int64),
                     wanted,
+                    row_by_row=self.row_by_row,
                 )
                 result.prompt_logprobs[row.seq_id] = row.start + 1, entries
             except Exception as error:

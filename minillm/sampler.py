@@ -80,12 +80,14 @@ class SampledBatch:
     failed: dict[int, str]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledBatch:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False) -> SampledBatch:
     """Choose one token per row.
 
     Args:
         logits: [K, V] in any floating-point type; not changed.
         rows: K descriptions.
+        row_by_row: whether each row is drawn and described alone, so that not even the rounding of
+            a sum can depend on the number of rows. What is exact is done for all at once.
 
     A row's token depends on that row alone: its logits, parameters, seed, sample index and
     position, and not on the other rows or on how many there are.
@@ -99,11 +101,12 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledBatch:
             groups.setdefault(_chooser(row.params, raw.shape[1]), []).append(index)
     token_ids = [NO_TOKEN] * len(rows)
     for choose, group in groups.items():
-        for members in _chunks(group, raw):
+        exact = choose is _choose_best
+        for members in _chunks(group, raw, alone=row_by_row and not exact):
             chosen = choose(_select(edited, members), [rows[index] for index in members])
             for index, token in zip(members, chosen.tolist(), strict=True):
                 token_ids[index] = token
-    return SampledBatch(token_ids, _row_logprobs(raw, rows, token_ids), failed)
+    return SampledBatch(token_ids, _row_logprobs(raw, rows, token_ids, row_by_row), failed)
 
 
 def _chooser(params: SamplingParams, vocab_size: int) -> Chooser:
@@ -145,10 +148,10 @@ def _draw(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return (scaled + to_gumbel(words)).argmax(dim=-1)
 
 
-def _chunks(members: list[int], logits: Tensor) -> Iterator[list[int]]:
+def _chunks(members: list[int], logits: Tensor, alone: bool) -> Iterator[list[int]]:
     """Parts of `members`, so that the memory of a step does not grow with the batch."""
     values = CHUNK_VALUES_CPU if logits.device.type == "cpu" else CHUNK_VALUES_GPU
-    rows = max(1, values // logits.shape[1])
+    rows = 1 if alone else max(1, values // logits.shape[1])
     return (members[start : start + rows] for start in range(0, len(members), rows))
 
 
@@ -310,6 +313,7 @@ def token_logprobs(
     targets: Tensor,
     top_k: int,
     chunk_rows: int = 64,
+    row_by_row: bool = False,
 ) -> list[dict[int, TokenLogprob]]:
     """Log-probabilities of given tokens (a prompt's), `chunk_rows` rows of logits at a time.
 
@@ -321,6 +325,7 @@ def token_logprobs(
         hidden: [T, d]; row t predicts `targets[t]`.
         targets: int64 [T].
         top_k: how many of the most probable tokens to report beside each target.
+        row_by_row: as in `sample`.
 
     Raises:
         InvalidRequestError: the model's logits contain NaN or infinity.
@@ -331,12 +336,12 @@ def token_logprobs(
         for message in _failures(logits, logits).values():
             raise InvalidRequestError(message)
         part = targets[start : start + chunk_rows]
-        result += _describe(logits, part, [top_k] * len(part))
+        result += _describe(logits, part, [top_k] * len(part), row_by_row)
     return result
 
 
 def _row_logprobs(
-    raw: Tensor, rows: Sequence[SamplingRow], token_ids: list[int]
+    raw: Tensor, rows: Sequence[SamplingRow], token_ids: list[int], row_by_row: bool
 ) -> list[dict[int, TokenLogprob] | None]:
     """Log-probabilities of the chosen tokens, for the rows that ask and did not fail."""
     counts = {
@@ -348,19 +353,25 @@ def _row_logprobs(
     if counts:
         members = list(counts)
         chosen = torch.tensor([token_ids[index] for index in members], device=raw.device)
-        described = _describe(_select(raw, members), chosen, list(counts.values()))
+        described = _describe(_select(raw, members), chosen, list(counts.values()), row_by_row)
         for index, entry in zip(members, described, strict=True):
             result[index] = entry
     return result
 
 
 def _describe(
-    logits: Tensor, targets: Tensor, top_k: Sequence[int]
+    logits: Tensor, targets: Tensor, top_k: Sequence[int], row_by_row: bool
 ) -> list[dict[int, TokenLogprob]]:
     """For each row of float32 logits [T, V]: the target, then its `top_k` best tokens.
 
     A token in both places has the same float in both: evaluation harnesses compare with ``==``.
     """
+    if row_by_row and len(logits) > 1:
+        return [
+            entry
+            for row, target, k in zip(logits, targets, top_k, strict=True)
+            for entry in _describe(row[None].clone(), target[None], [k], row_by_row)
+        ]
     peak = logits.amax(dim=-1, keepdim=True)
     total = (logits - peak).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
     normaliser = total.log().float()  # [T, 1]

@@ -15,7 +15,8 @@ from minillm.engine_args import EngineArgs
 from minillm.sampling_params import SamplingParams
 
 ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
-          "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")  # fmt: skip
+          "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
+          "deterministic")  # fmt: skip
 SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "seed", "stop",
             "ignore_eos", "logprobs", "prompt_logprobs")  # fmt: skip
@@ -35,6 +36,8 @@ def add_engine_options(parser: ArgumentParser) -> None:
                        help="completions computed at once, at most (256)")  # fmt: skip
     group.add_argument("--max-num-batched-tokens", metavar="N", type=int,
                        help="tokens computed in one step, at most (2048)")  # fmt: skip
+    group.add_argument("--deterministic", action="store_true", default=None,
+                       help="the same bits alone and in any batch; slower")  # fmt: skip
 
 
 def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:

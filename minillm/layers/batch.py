@@ -20,7 +20,7 @@ class Batch:
 
     input_ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64, position of each token in its sequence
-    slot_mapping: Tensor  # [N] int64, block * block_size + offset
+    slot_mapping: Tensor  # [N] int64, block * block_size + offset; rows behind it are padding
     query_start: Tensor  # [B + 1] int32
     seq_lens: Tensor  # [B] int32
     block_tables: Tensor  # [B, M] int64

@@ -4,7 +4,7 @@ A layer sees two calls, `write` and `attend`, so that another device, page layou
 the trainer, can bring its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,13 @@ class AttentionBackend(Protocol):
         ...
 
 
+# The arguments of `ops.paged_attention`.
+AttentionOp = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None],
+    Tensor,
+]
+
+
 class KVCache:
     """Paged keys and values of all layers, head-major: [blocks, Hkv, block_size, D] per layer.
 
@@ -72,8 +79,10 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        attention: AttentionOp | None = None,
     ):
         self.spec = spec
+        self.attention = attention or ops.paged_attention
         self.block_size = block_size
         shape = (num_layers, num_blocks, spec.num_kv_heads, block_size)
         self.key = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
@@ -84,6 +93,9 @@ class KVCache:
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
+        count = len(batch.slot_mapping)
+        if count < len(key):  # what is behind is padding
+            key, value = key[:count], value if value is None else value[:count]
         blocks = batch.slot_mapping // self.block_size
         offsets = batch.slot_mapping % self.block_size
         self.key[layer][blocks, :, offsets] = key
@@ -94,7 +106,7 @@ class KVCache:
         self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
     ) -> Tensor:
         """Causal attention of query [N, H, Dk] over its sequences -> [N, H, Dv]."""
-        return ops.paged_attention(
+        return self.attention(
             query,
             self.key[layer],
             self.value[layer],

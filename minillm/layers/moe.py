@@ -1,6 +1,6 @@
 """Mixture of experts: a router, stacked experts, and a shared MLP beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,18 +58,23 @@ class Router(nn.Module):
             yield f"{self.prefix}gate.e_score_correction_bias", self.bias
 
 
+# x [N, d], gate_up, down, weights [N, k], ids [N, k] -> [N, d]
+ExpertsMethod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
 class Experts(nn.Module):
-    """All experts of a layer in two stacked tensors."""
+    """All experts of a layer in two stacked tensors; `method` is how tokens pass through them."""
 
     def __init__(self, prefix: str, hidden_size: int, moe: MoEConfig, names: ExpertNames):
         super().__init__()
         self.prefix, self.names, size = prefix, names, moe.intermediate_size
         self.gate_up = empty_parameter(moe.num_experts, 2 * size, hidden_size)
         self.down = empty_parameter(moe.num_experts, hidden_size, size)
+        self.method: ExpertsMethod = ops.moe_experts
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """[N, d], [N, k], [N, k] -> [N, d]"""
-        return ops.moe_experts(x, self.gate_up, self.down, weights, ids)
+        return self.method(x, self.gate_up, self.down, weights, ids)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Each checkpoint name with the view of this layer that holds it."""

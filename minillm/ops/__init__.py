@@ -1,5 +1,6 @@
 """One function per operation. Backends hide behind these names; the engine calls nothing else."""
 
+from minillm_kernels.batch_invariant import tiled_attention, tiled_moe_experts
 from minillm_kernels.reference import (
     causal_attention,
     moe_experts,
@@ -18,4 +19,6 @@ __all__ = [
     "rms_norm",
     "rotate",
     "silu_mul",
+    "tiled_attention",
+    "tiled_moe_experts",
 ]
