@@ -4,6 +4,8 @@ import json
 import math
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,8 @@ from minillm.cli.options import (
     sampling_params,
 )
 from minillm.cli.terminal import Terminal, digits, plural, seconds
-from minillm.errors import InvalidRequestError
+from minillm.cli.trace import TRACE_START, check_replaceable
+from minillm.errors import InvalidRequestError, TraceFileError
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.sampling_params import SamplingParams
 
@@ -47,6 +50,8 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", default="tiny",
                         help="embedded name, folder, hub id or preset:NAME (tiny)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--trace", metavar="FILE",
+                        help="save what the engine did, for 'minillm trace view FILE'")  # fmt: skip
     add_sampling_options(parser, temperature=0.0, top_p=1.0, max_tokens=128)
     more = parser.add_argument_group("several completions, and probabilities (see --json)")
     more.add_argument("--n", metavar="N", type=int, help="completions of the prompt (1)")
@@ -59,6 +64,8 @@ def add_options(parser: ArgumentParser) -> None:
 def run(args: Namespace, terminal: Terminal) -> int:
     """Generate, and return the exit code."""
     arguments, params = engine_arguments(args), sampling_params(args)
+    if args.trace is not None:  # a wrong name must not cost the whole run
+        check_replaceable(Path(args.trace), TRACE_START, "no trace")
     prompt = read_prompt(args, terminal)
     with terminal.progress("Starting"):
         from minillm.llm import LLM
@@ -68,17 +75,32 @@ def run(args: Namespace, terminal: Terminal) -> int:
                 f"{args.model} has no tokenizer.json, so a text cannot be used; give token ids: "
                 "--prompt-ids 1,2,3."
             )
-        if args.json or params.n > 1:
-            (output,) = llm.generate([prompt], params, use_tqdm=False)
-            write = write_json if args.json else write_completions
-            write(output, llm, terminal)
-        else:
-            output = stream(llm, prompt, params, terminal, echo=terminal.interactive)
-        terminal.remark(summary(output, params))
+        with saved_trace(llm, args.trace, terminal):
+            if args.json or params.n > 1:
+                (output,) = llm.generate([prompt], params, use_tqdm=False)
+                write = write_json if args.json else write_completions
+                write(output, llm, terminal)
+            else:
+                output = stream(llm, prompt, params, terminal, echo=terminal.interactive)
+            terminal.remark(summary(output, params))
     failed = [completion.error for completion in output.outputs if completion.error]
     for message in failed:
         terminal.remark(f"error: {as_options(message)}")
     return 1 if failed else 0
+
+
+@contextmanager
+def saved_trace(llm: "LLM", name: str | None, terminal: Terminal) -> Iterator[None]:
+    """Save the trace at the end, also of a run that fails or is interrupted: then it matters."""
+    try:
+        yield
+    finally:
+        if name is not None:
+            try:
+                llm.trace.save(name)
+            except OSError as error:
+                raise TraceFileError(f"{name!r} cannot be written: {error.strerror}.") from error
+            terminal.remark(f"trace of {plural(len(llm.trace), 'step')} in {name}")
 
 
 def read_prompt(args: Namespace, terminal: Terminal) -> Any:

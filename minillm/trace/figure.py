@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
+from minillm.trace.figure_blocks import box, draw_blocks, shown_blocks
 from minillm.trace.page import page
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ STATES: Mapping[str, State] = {
 }
 IDLE = "wsox"  # their spans also end where only the reason changes, which no figure shows
 ENDS: Mapping[str, str] = {"stop": "o", "length": "s", "abort": "x", "error": "D"}
-OWNERS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 CURVES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "queue": ("sequences", (("running", "#009E73"), ("waiting", "#D55E00"))),
     "budget": ("tokens",
@@ -50,8 +50,6 @@ STACKED = ("budget", "time")
 PANELS = ("gantt", *CURVES, "blocks")
 DEFAULT_PANELS = ("gantt", "queue", "budget", "blocks")
 MOST_ROWS = 150  # of the Gantt; more cannot be told apart on paper
-MOST_PIXELS = 1200  # of the block map, to each side
-FREE, USED = (255, 255, 255), (222, 225, 229)
 STYLE: Mapping[str, Any] = {"font.size": 9, "hatch.linewidth": 0.5, "axes.spines.top": False,
          "axes.spines.right": False, "legend.frameon": False}  # fmt: skip
 
@@ -121,7 +119,7 @@ def panel_height(name: str, rows: int, data: dict[str, Any]) -> float:
     if name == "gantt":
         return max(1.2, min(rows * (0.2 if rows <= 15 else 0.15), 9.0) + 0.2)
     if name == "blocks":
-        return min(max(1.4, len(data["blocks"]) * 0.09), 3.4)
+        return min(max(1.4, len(shown_blocks(data["blocks"])) * 0.09), 3.4)
     return 1.1
 
 
@@ -210,11 +208,6 @@ def bars(spans: list[list[Any]], kind: str) -> list[tuple[int, int]]:
     return found
 
 
-def box(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:
-    """The corners of a rectangle."""
-    return [(left, bottom), (right, bottom), (right, top), (left, top)]
-
-
 def draw_marks(ax: "Axes", shown: list[dict[str, Any]]) -> None:
     """Arrivals, left of the first span, and ends by their reason, right of the last one."""
     from matplotlib.transforms import ScaledTranslation
@@ -274,101 +267,6 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
     ax.margins(y=0.12)
     ax.set_ylabel(unit)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, handlelength=1.4)
-
-
-# ---- the block map ----------------------------------------------------------------------------
-
-
-def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
-    """Who held which block when a step was over: a colour per sequence, hatched where shared."""
-    from matplotlib.collections import PolyCollection
-
-    num_columns, num_blocks = len(data["steps"]["step"]), len(data["blocks"])
-    ax.set_label("blocks")
-    ax.set_ylabel("block")
-    if num_columns and num_blocks:
-        ax.imshow(block_image(data), aspect="auto", interpolation="nearest", origin="upper",
-                  extent=(0, num_columns, num_blocks, 0), zorder=1)  # fmt: skip
-    shared = shared_runs(data)
-    if shared:
-        boxes = [box(run.first, run.last, run.block, run.end) for run in shared]
-        hatch = "//////" if num_blocks <= 64 else "////////"
-        ax.add_collection(PolyCollection(boxes, facecolor="none", edgecolor="#15191D", hatch=hatch,
-                                         linewidth=0, zorder=2, gid="shared",
-                                         label="shared block"))  # fmt: skip
-    if num_blocks <= 48:
-        count_holders(ax, shared, num_columns)
-    ax.set_ylim(max(num_blocks, 1), 0)
-
-
-def count_holders(ax: "Axes", shared: list["SharedRun"], num_columns: int) -> None:
-    """The number of holders on shared stretches that are long enough."""
-    for run in shared:
-        if run.last - run.first >= max(num_columns, 1) / 40:
-            ax.text(run.first, (run.block + run.end) / 2, f" ×{run.holders}", fontsize=6.5,
-                    va="center", zorder=3, clip_on=True,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})  # fmt: skip
-
-
-class SharedRun(NamedTuple):
-    """Neighbouring blocks with as many holders from `first` to before `last`."""
-
-    block: int
-    end: int
-    first: int
-    last: int
-    holders: int
-
-
-def block_runs(changes: list[list[Any]], num_columns: int) -> list[tuple[int, int, list[int]]]:
-    """First column, column behind the last, and holders, from the first change of a block on."""
-    ends = [column for column, _ in changes[1:]] + [num_columns]
-    return [
-        (column, end, holders)
-        for (column, holders), end in zip(changes, ends, strict=True)
-        if end > column
-    ]
-
-
-def shared_runs(data: dict[str, Any]) -> list[SharedRun]:
-    """All shared stretches of the block map."""
-    num_columns = len(data["steps"]["step"])
-    runs: list[SharedRun] = []
-    above: dict[tuple[int, int, int], int] = {}  # those that end at this block, by place in `runs`
-    for block, changes in enumerate(data["blocks"]):
-        here = {}
-        for first, last, holders in block_runs(changes, num_columns):
-            if len(holders) > 1:
-                key = (first, last, len(holders))
-                here[key] = above.get(key, len(runs))
-                if here[key] == len(runs):
-                    runs.append(SharedRun(block, block + 1, *key))
-                runs[here[key]] = runs[here[key]]._replace(end=block + 1)
-        above = here
-    return runs
-
-
-def block_image(data: dict[str, Any]) -> Any:
-    """[blocks, columns, 3] bytes; of a large pool and a long trace every n-th block and step."""
-    import numpy as np
-
-    num_columns, num_blocks = len(data["steps"]["step"]), len(data["blocks"])
-    down, across = -(-num_blocks // MOST_PIXELS), -(-num_columns // MOST_PIXELS)
-    image = np.full((-(-num_blocks // down), -(-num_columns // across), 3), FREE, np.uint8)
-    for block in range(0, num_blocks, down):
-        for first, last, holders in block_runs(data["blocks"][block], num_columns):
-            colour = owner_colour(holders[0]) if holders else USED
-            image[block // down, -(-first // across) : -(-last // across)] = colour
-    return image
-
-
-def owner_colour(sequence: int) -> tuple[int, int, int]:
-    """Seven hues, each plain, lighter and darker, as on the page."""
-    code, turn = OWNERS[sequence % 7], sequence // 7 % 3
-    target, share = ((0, 0.0), (255, 0.45), (0, 0.38))[turn]
-    red, green, blue = (int(code[at : at + 2], 16) for at in (1, 3, 5))
-    red, green, blue = (round(v + (target - v) * share) for v in (red, green, blue))
-    return red, green, blue
 
 
 # ---- the widget -------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class App {
       meta.started && new Date(meta.started * 1000).toISOString().replace("T", " ").slice(0, 16) + " UTC",
       meta.num_dropped && `the ${count(meta.num_dropped)} steps before were not kept`];
     document.getElementById("engine").textContent = engine.filter(Boolean).map(plain).join(" \u00b7 ");
-    const requests = new Set(sequences.map((s) => s.id)).size, forked = sequences.length - requests;
+    const requests = sequences.filter((s) => s.parent === null).length, forked = sequences.length - requests;
     const cached = sum(sequences.filter((s) => s.parent === null).map((s) => s.cached));
     const totals = [
       ["steps", count(this.model.numColumns)], [forked ? `requests, ${count(sequences.length)} sequences` : "requests", count(requests)],
@@ -109,23 +109,27 @@ class App {
     this.ratio = window.devicePixelRatio || 1;
     this.gutter = document.querySelector(".gutter").offsetWidth;
     this.scale.width = Math.max(50, this.plot.clientWidth - this.gutter - this._scrollbar());
+    this.plot.style.removeProperty("--more");
     const others = [...this.plot.children].filter((child) => child.matches(".lane, .caption"));
     const room = this.plot.clientHeight - others.reduce((sum, child) => sum + child.offsetHeight, 0) - 2;
-    const sequences = Math.max(1, this.model.sequences.length), blocks = Math.max(1, this.model.numBlocks);
+    const sequences = Math.max(1, this.model.sequences.length), blocks = Math.max(1, this.map.shown.length);
     const chosen = this.chosenHeight ?? (sequences > MANY ? this.grown : null);
     const generous = this.chosenHeight ?? (sequences > MANY ? 3 : 20); // the panel keeps its height while rows grow
     const low = Math.max(90, Math.min(blocks * 16, room * 0.4));
-    const high = Math.max(130, Math.min(sequences * (generous || 3) + 4, room - low));
-    const rest = Math.max(90, Math.min(blocks * 22, room - high));
+    const wanted = sequences * (generous || 3) + 4, high = Math.max(Math.min(130, wanted), Math.min(wanted, room - low));
+    const rest = Math.max(Math.min(90, blocks * 22 + 2), Math.min(blocks * 22 + 2, room - high));
     this.gantt.group = chosen === 0 ? Math.max(1, Math.ceil(sequences / Math.floor(high * this.ratio))) : 1;
     const numRows = Math.ceil(sequences / this.gantt.group), fitting = Math.max(1, Math.floor((high / numRows) * this.ratio)) / this.ratio;
     this.gantt.layout(high, chosen === 0 ? fitting : chosen ?? Math.min(20, Math.max(12, high / sequences)), numRows);
     const least = 1 / this.ratio; // a row of the map is a device pixel at least
     this.map.group = Math.max(1, Math.ceil((blocks * Math.max(least, 1)) / rest));
     const rows = Math.ceil(blocks / this.map.group);
+    const spare = this.plot.clientHeight < 500 ? 0 : Math.min(Math.max((room - high - rest) / 4, 0), 60); // for the curves
+    this.plot.style.setProperty("--more", `${Math.floor(spare)}px`);
     this.map.layout(rest, Math.min(22, Math.max(least, Math.floor((rest / rows) * this.ratio) / this.ratio)), rows);
     const grouped = this.map.group > 1 ? `, ${this.map.group} per row` : "";
-    document.getElementById("blocks-title").textContent = `Blocks (${count(this.model.numBlocks)}${grouped})`;
+    const { numBlocks } = this.model, number = blocks < numBlocks ? `${count(blocks)} used of ${count(numBlocks)}` : numBlocks ? count(numBlocks) : "not recorded";
+    document.getElementById("blocks-title").textContent = `Blocks (${number}${grouped})`;
     const crowded = this.gantt.group > 1 ? `, ${this.gantt.group} per row` : "";
     document.getElementById("gantt-title").textContent = `Requests (${count(this.model.sequences.length)}${crowded})`;
     this.redraw();

@@ -118,16 +118,16 @@ class Controls {
       if (row !== null) found.sequence = app.gantt.sequenceAt(row, found.column);
     } else if (found.panel === "blocks" && found.column !== null) {
       const row = app.map.rowAt(y);
-      if (row !== null) Object.assign(found, this._block(row, found.column));
+      if (row !== null && app.map.shown.length) Object.assign(found, this._block(row, found.column));
     }
     return found;
   }
 
   /** Of the blocks of a row the one that it shows, and its first holder. */
   _block(row, column) {
-    const { map, model } = this.app, to = Math.min((row + 1) * map.group, model.numBlocks);
-    let block = row * map.group, best = -1;
-    for (let candidate = block; candidate < to; candidate++) {
+    const { map, model } = this.app, first = row * map.group;
+    let block = map.shown[first], best = -1;
+    for (const candidate of map.shown.slice(first, first + map.group)) {
       const rank = blockRank(map._code(model.changeAt(candidate, column)));
       if (rank > best) [block, best] = [candidate, rank];
     }

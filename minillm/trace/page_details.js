@@ -141,7 +141,7 @@ class Details {
       ["prompt", plural(about.prompt, "token")],
       ["\u2013 of these cached", about.cached ? count(about.cached) : null],
       ["new tokens, at most", count(about.max)], ["priority", about.priority || null],
-      ["arrived", about.arrival === null ? null : `at ${moment(about.arrival)}`],
+      ["arrived", about.arrival === null ? null : `${about.arrival < 0 ? "" : "at "}${moment(about.arrival)}`],
       ["steps", `${count(steps.step[first])}\u2013${count(steps.step[last])}`], ["end", done],
       ["preemptions", about.preemptions ? count(about.preemptions) : null],
     ]));

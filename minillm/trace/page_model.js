@@ -200,6 +200,13 @@ class Model {
 
   // ---- blocks ------------------------------------------------------------------------------
 
+  /** The blocks that are worth a row: all, or, where most were never used, only those that were. */
+  shownBlocks() {
+    const all = Array.from({ length: this.numBlocks }, (_, block) => block);
+    const used = all.filter((block) => this.blockOffsets[block + 1] > this.blockOffsets[block]);
+    return used.length && 2 * used.length < all.length ? used : all;
+  }
+
   /** Index of the change in force for a block as a column's step left it, -1 before the first. */
   changeAt(block, column) {
     const from = this.blockOffsets[block];

@@ -76,7 +76,8 @@ function stateTile(theme, code, height, ratio) {
   return theme.tile(code, height, (x, y) => {
     if (small) { // no room for shapes; a waiting row is still paler than all that works
       if (code === WAITING) return mix(theme.back, colour, 0.55);
-      return code === DIVIDER || code === TICK ? theme.back : colour;
+      if (code === TICK) return mix(colour, theme.back, 0.2);
+      return colour; // a divider's is the background
     }
     switch (code) {
       case DECODE: return inside(y, 0.62) ? colour : null;

@@ -257,6 +257,7 @@ class BlockMap extends Rows {
   constructor(app) {
     super(app, "blocks");
     this.group = 1; // blocks per row
+    this.shown = app.model.shownBlocks();
     const { holders } = app.model; // the code of each change while no sequence is in the light
     this._plain = Uint16Array.from(holders, (held) => (held.length ? (held.length > 1 ? SHARED : OWNED) + (held[0] % HUES) : USED));
     this._runs = [[], [], [], [], [], []]; // of the row being drawn, by rank: code, from, to, ...
@@ -287,11 +288,11 @@ class BlockMap extends Rows {
    * blocks are filled in order of rank, and held blocks are counted by where runs begin and end, so
    * that the cost is that of the changes, not of blocks times pixels. */
   _codes(row, columns) {
-    const { codes, held, shared } = this.raster, to = Math.min((row + 1) * this.group, this.app.model.numBlocks);
+    const { codes, held, shared } = this.raster, to = Math.min((row + 1) * this.group, this.shown.length);
     for (const runs of this._runs) runs.length = 0;
     held.fill(0);
     shared.fill(0);
-    for (let block = to - 1; block >= row * this.group; block--) this._blockRuns(block, columns); // the first wins
+    for (let place = to - 1; place >= row * this.group; place--) this._blockRuns(this.shown[place], columns); // the first wins
     for (const runs of this._runs) {
       for (let i = 0; i < runs.length; i += 3) codes.fill(runs[i], runs[i + 1], runs[i + 2]);
     }
@@ -339,11 +340,11 @@ class BlockMap extends Rows {
 
   /** Number of holders of shared blocks, and the name of the only one, where there is room. */
   _texts(context, row, columns, width) {
-    const { app } = this, { model, scale, theme } = app, until = model.blockOffsets[row + 1];
+    const { app } = this, { model, scale, theme } = app, block = this.shown[row], until = model.blockOffsets[block + 1];
     const middle = this.top(row) + this.rowHeight / 2;
     context.font = `${Math.min(10.5, this.rowHeight + 1)}px ${FONT}`;
     context.textBaseline = "middle";
-    let change = Math.max(model.changeAt(row, columns.first), model.blockOffsets[row]);
+    let change = Math.max(model.changeAt(block, columns.first), model.blockOffsets[block]);
     for (; change < until && model.changed[change] <= columns.last; change++) {
       const holders = model.holders[change], shared = holders.length > 1;
       if (!holders.length) continue;
@@ -372,9 +373,9 @@ class BlockMap extends Rows {
     context.textBaseline = "middle";
     context.textAlign = "right";
     context.fillStyle = css(app.theme.muted);
-    for (let block = 0; block < app.model.numBlocks; block += step) {
-      const row = block / this.group, y = this.top(row) + Math.min(this.rowHeight, this.rowHeight / this.group) / 2;
-      if (y > -8 && y < this.height + 8) context.fillText(`${count(block)}`, app.gutter - 8, Math.max(y, 6));
+    for (let place = 0; place < this.shown.length; place += step) {
+      const row = place / this.group, y = this.top(row) + Math.min(this.rowHeight, this.rowHeight / this.group) / 2;
+      if (y > -8 && y < this.height + 8) context.fillText(count(this.shown[place]), app.gutter - 8, Math.max(y, 6));
     }
     context.textAlign = "left";
   }

@@ -15,7 +15,8 @@ function seconds(value) {
 }
 
 function moment(value) { // a point on the clock, not a duration
-  return value < 1 && value > -1 ? seconds(value) : `${value.toFixed(3)} s`;
+  if (value < 0) return `${seconds(-value)} before the first step`; // a request waits before it runs
+  return value < 1 ? seconds(value) : `${value.toFixed(3)} s`;
 }
 
 // The reason of all who are not next in line; who that is, is said once per step.

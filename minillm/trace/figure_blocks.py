@@ -1,0 +1,120 @@
+"""The block map of the figure: who held which block when a step was over."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OWNERS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+MOST_PIXELS = 1200  # of the block map, to each side
+FREE, USED = (255, 255, 255), (222, 225, 229)
+
+
+class SharedRun(NamedTuple):
+    """Neighbouring blocks with as many holders from `first` to before `last`."""
+
+    block: int
+    end: int
+    first: int
+    last: int
+    holders: int
+
+
+def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
+    """Who held which block when a step was over: a colour per sequence, hatched where shared."""
+    from matplotlib.collections import PolyCollection
+
+    shown = shown_blocks(data["blocks"])
+    data = data | {"blocks": [data["blocks"][block] for block in shown]}
+    num_columns, num_blocks = len(data["steps"]["step"]), len(shown)
+    ax.set_label("blocks")
+    ax.set_ylabel("block")
+    if shown and shown[-1] != num_blocks - 1:
+        ax.yaxis.set_major_formatter(
+            lambda y, _: f"{shown[int(y)]}" if y in range(len(shown)) else ""
+        )
+        ax.set_ylabel("blocks in use")
+    if num_columns and num_blocks:
+        ax.imshow(block_image(data), aspect="auto", interpolation="nearest", origin="upper",
+                  extent=(0, num_columns, num_blocks, 0), zorder=1)  # fmt: skip
+    shared = shared_runs(data)
+    if shared:
+        boxes = [box(run.first, run.last, run.block, run.end) for run in shared]
+        hatch = "//////" if num_blocks <= 64 else "////////"
+        ax.add_collection(PolyCollection(boxes, facecolor="none", edgecolor="#15191D", hatch=hatch,
+                                         linewidth=0, zorder=2, gid="shared",
+                                         label="shared block"))  # fmt: skip
+    if num_blocks <= 48:
+        count_holders(ax, shared, num_columns)
+    ax.set_ylim(max(num_blocks, 1), 0)
+
+
+def shown_blocks(blocks: list[list[Any]]) -> list[int]:
+    """All blocks, or, where most were never used, only those that were."""
+    used = [block for block, changes in enumerate(blocks) if changes]
+    return used if used and 2 * len(used) < len(blocks) else list(range(len(blocks)))
+
+
+def count_holders(ax: "Axes", shared: list[SharedRun], num_columns: int) -> None:
+    """The number of holders on shared stretches that are long enough."""
+    for run in shared:
+        if run.last - run.first >= max(num_columns, 1) / 40:
+            ax.text(run.first, (run.block + run.end) / 2, f" ×{run.holders}", fontsize=6.5,
+                    va="center", zorder=3, clip_on=True,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})  # fmt: skip
+
+
+def block_runs(changes: list[list[Any]], num_columns: int) -> list[tuple[int, int, list[int]]]:
+    """First column, column behind the last, and holders, from the first change of a block on."""
+    ends = [column for column, _ in changes[1:]] + [num_columns]
+    return [
+        (column, end, holders)
+        for (column, holders), end in zip(changes, ends, strict=True)
+        if end > column
+    ]
+
+
+def shared_runs(data: dict[str, Any]) -> list[SharedRun]:
+    """All shared stretches of the block map."""
+    num_columns = len(data["steps"]["step"])
+    runs: list[SharedRun] = []
+    above: dict[tuple[int, int, int], int] = {}  # those that end at this block, by place in `runs`
+    for block, changes in enumerate(data["blocks"]):
+        here = {}
+        for first, last, holders in block_runs(changes, num_columns):
+            if len(holders) > 1:
+                key = (first, last, len(holders))
+                here[key] = above.get(key, len(runs))
+                if here[key] == len(runs):
+                    runs.append(SharedRun(block, block + 1, *key))
+                runs[here[key]] = runs[here[key]]._replace(end=block + 1)
+        above = here
+    return runs
+
+
+def block_image(data: dict[str, Any]) -> Any:
+    """[blocks, columns, 3] bytes; of a large pool and a long trace every n-th block and step."""
+    import numpy as np
+
+    num_columns, num_blocks = len(data["steps"]["step"]), len(data["blocks"])
+    down, across = -(-num_blocks // MOST_PIXELS), -(-num_columns // MOST_PIXELS)
+    image = np.full((-(-num_blocks // down), -(-num_columns // across), 3), FREE, np.uint8)
+    for block in range(0, num_blocks, down):
+        for first, last, holders in block_runs(data["blocks"][block], num_columns):
+            colour = owner_colour(holders[0]) if holders else USED
+            image[block // down, -(-first // across) : -(-last // across)] = colour
+    return image
+
+
+def owner_colour(sequence: int) -> tuple[int, int, int]:
+    """Seven hues, each plain, lighter and darker, as on the page."""
+    code, turn = OWNERS[sequence % 7], sequence // 7 % 3
+    target, share = ((0, 0.0), (255, 0.45), (0, 0.38))[turn]
+    red, green, blue = (int(code[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (round(v + (target - v) * share) for v in (red, green, blue))
+    return red, green, blue
+
+
+def box(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:
+    """The corners of a rectangle."""
+    return [(left, bottom), (right, bottom), (right, top), (left, top)]
