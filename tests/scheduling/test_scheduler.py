@@ -531,6 +531,7 @@ def pressed(
     assert second.num_computed == 8
     step(engine)
     assert stalled(engine) == [second.seq_id]
+    assert str(engine.record.stalled[0]) == "no blocks: needs 1, has 0"
     while not engine.record.preempted:
         step(engine)
     return engine, second
@@ -748,6 +749,19 @@ def test_the_record_says_who_waits_for_a_seat_or_for_the_next_step() -> None:
     engine.add(request("b"))
     step(engine)
     assert str(engine.record.blocked) == "no tokens: needs 1, has 0"
+
+
+def test_the_record_says_why_a_running_sequence_got_no_row() -> None:
+    """Two completions decode, and the chunk of b uses up what is left for c."""
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 4, "long_prefill_token_threshold": 2}
+    engine = scheduler(20, **limits)
+    engine.add(request("a", length=1, n=2))
+    engine.add(request("b", length=12))
+    late = engine.add(request("c", length=12))
+    assert tokens_of(step(engine)) == {0: 1, 1: 2, 2: 1}
+    step(engine)
+    assert stalled(engine) == [late.seq_id]
+    assert str(engine.record.stalled[0]) == "no tokens: needs 1, has 0"
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
