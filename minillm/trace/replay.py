@@ -29,7 +29,7 @@ class SequenceState:
     seq_id: int
     added: Added | None = None
     index: int = 0
-    first: "SequenceState | None" = None
+    first: "SequenceState | None" = field(default=None, compare=False, repr=False)
     num_completions: int = 1
     num_open: int = 1
     where: str = WAITING
