@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trace(folder: Path, request: pytest.FixtureRequest) -> Trace:
     with engine(folder, swap_space=HOST_GIB) as llm:
         if request.param != "whole":
-            llm.engine.trace = Trace(llm.trace.settings, 300)
+            llm.engine.trace = Trace(llm.trace.settings, 400)
         run(llm, 1, 40)
         assert bool(llm.trace.num_dropped) == (request.param != "whole")
         return llm.trace
