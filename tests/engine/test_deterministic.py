@@ -1,0 +1,360 @@
+"""Deterministic mode: bit for bit what a request gets alone, whatever is done to it.
+
+Twelve cells, in which any two settings meet, go round all models; the whole matrix is slow.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams, deterministic, ops, runner
+from minillm.deterministic import (
+    TILES,
+    TiledDecoder,
+    find_tiles,
+    model_outputs,
+    product_outputs,
+    spans,
+)
+from minillm.errors import ConfigError
+from minillm.layers.moe import Experts
+from minillm.linear_methods import PlainLinearMethod
+from minillm.models.decoder import Decoder
+from tests.engine.bitwise import (
+    DTYPES,
+    FAMILIES,
+    MATRIX,
+    MODELS,
+    PAIRWISE,
+    Cell,
+    Job,
+    Reference,
+    everything,
+    generate,
+    jobs,
+    open_engine,
+    run_cell,
+)
+
+FAST = [(*MODELS[place % len(MODELS)], cell) for place, cell in enumerate(PAIRWISE)]
+SLOW = [(*model, cell) for model in MODELS for cell in MATRIX if (*model, cell) not in FAST]
+
+
+def named(cells: list[tuple[str, str, Cell]]) -> list:
+    return [pytest.param(*each, id="-".join(map(str, each))) for each in cells]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family; written when first asked for."""
+    written: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in written:
+            written[family] = FAMILIES[family].write(tmp_path_factory.mktemp(family)).folder
+        return written[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def reference_of(model_of: Callable[[str], Path]) -> Callable[[str, str], Reference]:
+    """What each request gets alone, computed once per model."""
+    known: dict[tuple[str, str], Reference] = {}
+
+    def get(family: str, dtype: str) -> Reference:
+        if (family, dtype) not in known:
+            known[family, dtype] = Reference(model_of(family), dtype)
+        return known[family, dtype]
+
+    return get
+
+
+def decoder_of(llm: LLM) -> Decoder:
+    model = llm.engine.runner.model
+    return model.model if isinstance(model, TiledDecoder) else model
+
+
+# ---- the matrix -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "dtype", "cell"), named(FAST))
+def test_every_bit_is_as_alone(family, dtype, cell, model_of, reference_of):
+    outputs = run_cell(cell.open(model_of(family), dtype), cell)
+    assert not reference_of(family, dtype).differences(outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype", "cell"), named(SLOW))
+def test_every_bit_is_as_alone_in_every_cell(family, dtype, cell, model_of, reference_of):
+    outputs = run_cell(cell.open(model_of(family), dtype), cell)
+    assert not reference_of(family, dtype).differences(outputs)
+
+
+def test_with_the_mode_off_a_bit_differs(model_of):
+    """Else all of this would show nothing."""
+    folder, listed = model_of("llama"), jobs()
+    alone = open_engine(folder, "float32", deterministic=False)
+    one_by_one = [everything(generate(alone, [job])[0]) for job in listed]
+    cell = Cell(7, "off", "ample")
+    outputs = run_cell(cell.open(folder, "float32", deterministic=False), cell)
+    assert [everything(output) for _, output in outputs] != one_by_one
+    tokens = [output.outputs[0].token_ids for _, output in outputs]  # only bits: not the text
+    assert tokens == [generate(alone, [job])[0].outputs[0].token_ids for job in listed]
+
+
+# ---- batches ----------------------------------------------------------------------------------
+
+
+def wide_jobs(count: int) -> list[Job]:
+    """Short requests, every second one drawn."""
+    return [
+        Job(
+            [3 + (7 * place + i) % 120 for i in range(1 + place % 19)],
+            SamplingParams(temperature=place % 2, seed=place, max_tokens=5, logprobs=5,
+                           prompt_logprobs=1 if place % 5 == 0 else None, ignore_eos=True),
+        )
+        for place in range(count)
+    ]  # fmt: skip
+
+
+def check_batches(model: Path, dtype: str, sizes: tuple[int, ...]) -> None:
+    llm, listed = open_engine(model, dtype, max_num_seqs=64), wide_jobs(64)
+    alone = [everything(generate(llm, [job])[0]) for job in listed]
+    for turn, size in enumerate(sizes):
+        chosen = [(place * 5 + turn * 11) % 64 for place in range(size)]
+        before = llm.engine.scheduler.counters.max_num_running
+        outputs = generate(llm, [listed[place] for place in chosen])
+        assert llm.engine.scheduler.counters.max_num_running == max(before, size)
+        assert [everything(output) for output in outputs] == [alone[place] for place in chosen]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("qwen3_moe", "float32")])
+def test_batches_of_2_to_64(family, dtype, model_of):
+    check_batches(model_of(family), dtype, (2, 3, 8, 17, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), MODELS)
+def test_batches_of_every_size_to_64(family, dtype, model_of):
+    check_batches(model_of(family), dtype, tuple(range(2, 65)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_every_row_of_a_batch_of_64(family, dtype, model_of):
+    """The same request in all of 61 rows, between others."""
+    llm, job = open_engine(model_of(family), dtype, max_num_seqs=64), wide_jobs(8)[7]
+    alone = everything(generate(llm, [job])[0])
+    outputs = generate(llm, [*wide_jobs(2), *[job] * 61, wide_jobs(3)[2]])
+    assert llm.engine.scheduler.counters.max_num_running == 64
+    assert all(everything(output) == alone for output in outputs[2:63])
+
+
+def test_another_thread_and_another_engine_give_the_same_bits(model_of, reference_of):
+    reference, results = reference_of("llama", "float32"), []
+    llm, job = open_engine(model_of("llama"), "float32", block_size=16), jobs()[3]
+    thread = threading.Thread(target=lambda: results.extend(generate(llm, [job])))
+    thread.start()
+    thread.join()
+    assert [everything(output) for output in results] == [reference.numbers[3]]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.4)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_the_same_model(family, dtype, tolerance, model_of):
+    """The first logprobs with the mode on and off agree as far as rounding goes."""
+    job = Job(jobs()[3].ids, SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0))
+    rows = []
+    for mode in (True, False):
+        llm = open_engine(model_of(family), dtype, deterministic=mode)
+        prompt = generate(llm, [job])[0].prompt_logprobs
+        rows.append([next(iter(entry.values())).logprob for entry in prompt[1:]])
+    error = (torch.tensor(rows[0]) - torch.tensor(rows[1])).abs()
+    assert error.max() < tolerance
+
+
+# ---- tiles ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiles", [(1,), (8,), (16,), (8, 16, 32), (16, 128)])
+def test_spans_cover_all_rows_in_order(tiles):
+    for num_rows in range(1, 300):
+        found = list(spans(num_rows, tiles))
+        assert [row for start, stop, _ in found for row in range(start, stop)] == [*range(num_rows)]
+        assert all(0 < stop - start <= size and size in tiles for start, stop, size in found)
+        assert sum(size for *_, size in found) <= num_rows + max(tiles[0] - 1, 32)
+
+
+def test_a_tile_is_filled_with_copies_of_its_last_row(model_of):
+    llm, seen = open_engine(model_of("llama"), "float32"), []
+    tiled = llm.engine.runner.model
+    tiled.tiles = (16,)
+    forward = tiled.model.forward
+    tiled.model.forward = lambda batch, kv: seen.append(batch) or forward(batch, kv)
+    generate(llm, [Job(list(range(3, 22)), SamplingParams(max_tokens=1))])
+    assert [batch.input_ids.tolist() for batch in seen] == [[*range(3, 19)], [19, 20] + [21] * 14]
+    assert [batch.positions.tolist()[:4] for batch in seen] == [[0, 1, 2, 3], [16, 17, 18, 18]]
+    assert [len(batch.slot_mapping) for batch in seen] == [16, 3]
+    assert [batch.seq_lens.tolist() for batch in seen] == [[16], [19]]
+
+
+# ---- the probe --------------------------------------------------------------------------------
+
+
+def test_the_probe_takes_all_sizes_that_agree_with_16(model_of):
+    llm = open_engine(model_of("llama"), "float32")
+    tiles = llm.engine.runner.model.tiles
+    assert set(tiles) <= set(TILES) or tiles == (1,)
+    assert find_tiles(decoder_of(llm)) == tiles
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
+    """A product that is changed behind the model's back."""
+    apply = PlainLinearMethod.apply
+    monkeypatch.setattr(
+        PlainLinearMethod, "apply", lambda self, x, w, b: change(apply(self, x, w, b), x, w)
+    )
+
+
+def last_bit(out: torch.Tensor) -> torch.Tensor:
+    """The next number up, which is the smallest difference there is."""
+    return torch.nextafter(out, torch.full_like(out, torch.inf))
+
+
+@pytest.mark.parametrize(("row", "expected"), [(1, (1,)), (9, (8,)), (20, (8, 16))])
+def test_a_product_that_depends_on_the_row_excludes_tiles(
+    row, expected, model_of, monkeypatch, caplog
+):
+    llm = open_engine(model_of("llama"), "float32", deterministic=False)
+    assert set(expected) <= {1, *find_tiles(decoder_of(llm))}
+
+    def change(out, x, w):
+        if len(out) > row:
+            out[row, 0] = last_bit(out[row, 0])
+        return out
+
+    plant(monkeypatch, change)
+    caplog.set_level("INFO")
+    assert find_tiles(decoder_of(llm)) == expected
+    assert "does not use tiles of" in caplog.text
+    assert f"uses tiles of {' or '.join(map(str, expected))} rows" in caplog.text
+
+
+def test_sizes_with_other_bits_are_not_used_together(model_of, monkeypatch):
+    llm = open_engine(model_of("llama"), "float32", deterministic=False)
+    plant(monkeypatch, lambda out, x, w: last_bit(out) if len(out) == 32 else out)
+    assert 32 not in find_tiles(decoder_of(llm))
+    assert 16 in find_tiles(decoder_of(llm))
+
+
+def in_two_halves(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Another order of the same sum, in float32 as kernels do it."""
+    if len(x) <= 16:
+        return out
+    half = x.shape[1] // 2
+    parts = [x[:, part].float() @ w[:, part].float().T for part in (slice(half), slice(half, None))]
+    return (parts[0] + parts[1]).to(x.dtype)
+
+
+def test_another_order_of_sums_shows_in_half_precision_too(model_of, monkeypatch):
+    llm = open_engine(model_of("llama"), "bfloat16", deterministic=False)
+    model = decoder_of(llm)
+    plant(monkeypatch, in_two_halves)
+    differ = [
+        any(not torch.equal(one[0], other[0]) for one, other in zip(f(16), f(32), strict=True))
+        for f in (partial(product_outputs, model), partial(model_outputs, model))
+    ]
+    assert differ == [True, False]  # and the model itself would not have shown it
+    assert 32 not in find_tiles(model)
+
+
+def test_what_the_probe_runs_has_all_the_model_s_products(model_of):
+    llm = open_engine(model_of("deepseek_v2"), "bfloat16", deterministic=False)
+    model = decoder_of(llm)
+    shapes = {(shape, dtype) for shape, dtype in deterministic.product_shapes(model)}
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            dtype = torch.float32 if "router" in name else torch.bfloat16
+            assert (tuple(weight.shape[-2:]), dtype) in shapes, name
+    assert ((4, 32, 16), torch.bfloat16) in shapes  # queries absorbed, per head
+    assert ((4, 12, 32), torch.bfloat16) in shapes
+    for weight, x in (deterministic.cancelling(*each, "cpu") for each in shapes):
+        assert weight.any()
+        assert torch.einsum("...oi,n...i->n...o", weight.double(), x.double()).abs().max() < 1e-12
+
+
+# ---- what would go wrong ----------------------------------------------------------------------
+
+
+def bits_survive(model: Path, dtype: str = "float32") -> bool:
+    """A small matrix: alone, among others, in chunks."""
+    listed = jobs()
+    alone = open_engine(model, dtype)
+    numbers = [everything(generate(alone, [job])[0]) for job in listed]
+    for arguments in ({}, {"long_prefill_token_threshold": 7}):
+        outputs = generate(open_engine(model, dtype, **arguments), listed)
+        if [everything(output) for output in outputs] != numbers:
+            return False
+    return True
+
+
+def unpadded(num_rows, tiles):
+    for start in range(0, num_rows, 16):
+        stop = min(start + 16, num_rows)
+        yield start, stop, stop - start
+
+
+def untiled_attention(q, *others):
+    """The usual attention, which knows nothing of padding."""
+    count = int(others[2][-1])
+    out = ops.paged_attention(q[:count], *others)
+    return torch.cat([out, out[-1:].expand(len(q) - count, -1, -1)])
+
+
+def routed_only(x, gate_up, down, weights, ids):
+    return ops.moe_experts(x, gate_up, down, weights, ids)
+
+
+PLANTED = {
+    "tiles are not padded": ("llama", (deterministic, "spans", unpadded)),
+    "logits are not tiled": (
+        "llama",
+        (TiledDecoder, "logits", lambda self, hidden: self.model.logits(hidden)),
+    ),
+    "attention over what is there": ("llama", (ops, "tiled_attention", untiled_attention)),
+    "experts over routed rows only": ("qwen3_moe", (ops, "tiled_moe_experts", routed_only)),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug, model_of, monkeypatch):
+    family, (owner, name, broken) = PLANTED[bug]
+    monkeypatch.setattr(owner, name, broken)
+    assert not bits_survive(model_of(family))
+
+
+def test_every_expert_of_the_engine_s_model_is_tiled(model_of):
+    for mode, method in ((True, ops.tiled_moe_experts), (False, ops.moe_experts)):
+        llm = open_engine(model_of("qwen3_moe"), "float32", deterministic=mode)
+        experts = [m for m in decoder_of(llm).modules() if isinstance(m, Experts)]
+        assert experts
+        assert all(each.method is method for each in experts)
+        assert llm.engine.runner.kv.attention is (
+            ops.tiled_attention if mode else ops.paged_attention
+        )
+        assert llm.engine.runner.row_by_row is mode
+        assert isinstance(llm.engine.runner, runner.Runner)
+
+
+# ---- the option -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_it_is_a_bool(value, model_of):
+    with pytest.raises(ConfigError, match=r"deterministic is .*; it must be a bool"):
+        LLM(model_of("llama"), deterministic=value)
