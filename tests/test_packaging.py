@@ -64,7 +64,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def belongs_in_wheel(path: Path) -> bool:
-    """Code, typing markers, web pages and embedded models do; notes for readers of the repository do not."""
+    """Code, typing markers, web pages and embedded models do; notes for the repository do not."""
     return path.is_file() and (
         path.suffix in (".py", ".html", ".css", ".js")
         or path.name == "py.typed"

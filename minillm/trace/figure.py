@@ -85,10 +85,10 @@ def figure(
             len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained",
             gridspec_kw={"height_ratios": heights},
         )  # fmt: skip
+        plt.close(fig)  # a notebook shows what a cell returns; pyplot would show it once more
         for name, ax in zip(panels, axes[:, 0], strict=True):
             draw_panel(ax, name, data, rows)
         finish(fig, axes[:, 0], data, title, width)
-    plt.close(fig)  # a notebook shows what a cell returns; pyplot would show it once more
     return fig
 
 
@@ -249,8 +249,8 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
     if name == "budget":  # a recomputed token is one of prefill, too
         values["prefill"] = np.maximum(values["prefill"] - values["recomputed"], 0)
     edges = np.arange(len(data["steps"]["step"]) + 1)
-    below = np.zeros(max(len(edges) - 1, 0))
-    for (part, colour), dash in zip(parts, ("-", "--", ":"), strict=False):
+    below = np.zeros(len(edges) - 1)
+    for (part, colour), dash in zip(parts if len(below) else (), ("-", "--", ":"), strict=False):
         curve = values[part] * (1e3 if name == "time" else 1)
         if name in STACKED:
             ax.stairs(below + curve, edges, baseline=below, fill=True, color=colour, label=part)
@@ -266,7 +266,8 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
     ax.set_ylim(bottom=0)
     ax.margins(y=0.12)
     ax.set_ylabel(unit)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, handlelength=1.4)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, handlelength=1.4)
 
 
 # ---- the widget -------------------------------------------------------------------------------

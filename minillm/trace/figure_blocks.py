@@ -24,12 +24,12 @@ def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
     """Who held which block when a step was over: a colour per sequence, hatched where shared."""
     from matplotlib.collections import PolyCollection
 
-    shown = shown_blocks(data["blocks"])
+    shown, num_all = shown_blocks(data["blocks"]), len(data["blocks"])
     data = data | {"blocks": [data["blocks"][block] for block in shown]}
     num_columns, num_blocks = len(data["steps"]["step"]), len(shown)
     ax.set_label("blocks")
     ax.set_ylabel("block")
-    if shown and shown[-1] != num_blocks - 1:
+    if len(shown) < num_all:
         ax.yaxis.set_major_formatter(
             lambda y, _: f"{shown[int(y)]}" if y in range(len(shown)) else ""
         )
@@ -69,7 +69,7 @@ def block_runs(changes: list[list[Any]], num_columns: int) -> list[tuple[int, in
     ends = [column for column, _ in changes[1:]] + [num_columns]
     return [
         (column, end, holders)
-        for (column, holders), end in zip(changes, ends, strict=True)
+        for (column, holders), end in zip(changes, ends, strict=False)  # a free block has no change
         if end > column
     ]
 

@@ -260,7 +260,8 @@ class BlockMap extends Rows {
     this.shown = app.model.shownBlocks();
     const { holders } = app.model; // the code of each change while no sequence is in the light
     this._plain = Uint16Array.from(holders, (held) => (held.length ? (held.length > 1 ? SHARED : OWNED) + (held[0] % HUES) : USED));
-    this._runs = [[], [], [], [], [], []]; // of the row being drawn, by rank: code, from, to, ...
+    this._runs = Array.from({ length: 6 }, () => new Int32Array(3072)); // of a row, by rank: code, from, to, ...
+    this._numRuns = new Int32Array(6);
   }
 
   draw(columns) {
@@ -289,12 +290,16 @@ class BlockMap extends Rows {
    * that the cost is that of the changes, not of blocks times pixels. */
   _codes(row, columns) {
     const { codes, held, shared } = this.raster, to = Math.min((row + 1) * this.group, this.shown.length);
-    for (const runs of this._runs) runs.length = 0;
+    this._numRuns.fill(0);
     held.fill(0);
     shared.fill(0);
     for (let place = to - 1; place >= row * this.group; place--) this._blockRuns(this.shown[place], columns); // the first wins
-    for (const runs of this._runs) {
-      for (let i = 0; i < runs.length; i += 3) codes.fill(runs[i], runs[i + 1], runs[i + 2]);
+    for (let rank = 1; rank < this._runs.length; rank++) {
+      const runs = this._runs[rank], length = this._numRuns[rank];
+      for (let i = 0; i < length; i += 3) {
+        const code = runs[i], to = runs[i + 2];
+        for (let x = runs[i + 1]; x < to; x++) codes[x] = code; // most are short
+      }
     }
     if (this.group > 1) this._quarters(to - row * this.group);
   }
@@ -310,7 +315,7 @@ class BlockMap extends Rows {
       let to = end[stop - 1 - first];
       if ((code & 63) >= SHARED && to === from) to = Math.min(from + 1, pixels);
       if (code && to > from) {
-        this._runs[blockRank(code)].push(code, from, to);
+        this._push(blockRank(code), code, from, to);
         if ((code & 63) >= OWNED) {
           held[from]++;
           held[to]--;
@@ -323,6 +328,21 @@ class BlockMap extends Rows {
       change = following;
       column = stop;
     }
+  }
+
+  /** Note a run. Arrays of numbers that only ever grow, because a frame notes 100,000 of them. */
+  _push(rank, code, from, to) {
+    const at = this._numRuns[rank];
+    if (at + 3 > this._runs[rank].length) {
+      const larger = new Int32Array(2 * this._runs[rank].length);
+      larger.set(this._runs[rank]);
+      this._runs[rank] = larger;
+    }
+    const runs = this._runs[rank];
+    runs[at] = code;
+    runs[at + 1] = from;
+    runs[at + 2] = to;
+    this._numRuns[rank] = at + 3;
   }
 
   /** Say how much of a row is held, in quarters. It counts as shared if most of that is. */

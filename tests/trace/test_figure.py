@@ -1,0 +1,243 @@
+"""The figure has a patch for each span, and the widget holds the page."""
+
+import html
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.trace.figure import ENDS, IDLE, STATES, figure, widget
+from minillm.trace.figure_blocks import FREE, USED, block_image, owner_colour, shared_runs
+from minillm.trace.page import page
+from tests.trace.simulation import data
+
+
+@pytest.fixture(scope="module", params=["recompute", "swap"])
+def drawing(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return data(30, 24, mode=request.param, pause=4, seed=2)
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    assert plt.get_fignums() == []  # a notebook would show it twice
+
+
+def ax_of(fig: Figure, name: str) -> Any:
+    (ax,) = (ax for ax in fig.axes if ax.get_label() == name)
+    return ax
+
+
+def patches(fig: Figure, panel: str) -> dict[str, PolyCollection]:
+    """The collections of a panel by their gid."""
+    found = ax_of(fig, panel).collections
+    return {c.get_gid(): c for c in found if isinstance(c, PolyCollection)}
+
+
+def bars(sequence: dict[str, Any]) -> Iterator[str]:
+    """The kind of each bar: idle spans that differ in their reason only are one."""
+    for kind, spans in groupby(sequence["spans"], lambda span: span[0]):
+        yield from [kind] * (1 if kind in IDLE else len(list(spans)))
+
+
+def test_there_is_a_patch_for_each_span(drawing: dict[str, Any]) -> None:
+    expected = Counter(kind for sequence in drawing["sequences"] for kind in bars(sequence))
+    drawn = {kind: len(c.get_paths()) for kind, c in patches(figure(drawing), "gantt").items()}
+    assert drawn == expected
+    assert {"w", "d", "p"} < set(drawn)
+    assert set(drawn) & {"x", "o"}
+
+
+def test_patches_cover_the_columns_of_their_spans(drawing: dict[str, Any]) -> None:
+    def columns(kind: str) -> int:
+        spans = [span for s in drawing["sequences"] for span in s["spans"] if span[0] == kind]
+        return sum(last - first + 1 for _, first, last, *_ in spans)
+
+    for kind, collection in patches(figure(drawing), "gantt").items():
+        widths = [path.get_extents().width for path in collection.get_paths()]
+        assert round(sum(widths)) == columns(kind)
+
+
+def test_states_differ_without_colour() -> None:
+    looks = [(state.height, state.hatch) for state in STATES.values()]
+    assert len(set(looks)) == len(looks)
+    assert len({state.colour for state in STATES.values()}) == len(looks)
+
+
+def test_marks_say_who_came_and_how_each_ended(drawing: dict[str, Any]) -> None:
+    drawn = {c.get_gid(): len(c.get_offsets()) for c in ax_of(figure(drawing), "gantt").collections}
+    expected = Counter(s["end"] for s in drawing["sequences"])
+    expected["arrival"] = sum(s["parent"] is None for s in drawing["sequences"])
+    for name in ("arrival", *ENDS):
+        assert drawn.get(name, 0) == expected[name]
+
+
+def test_completions_stand_below_their_request(drawing: dict[str, Any]) -> None:
+    labels = [label.get_text() for label in ax_of(figure(drawing), "gantt").get_yticklabels()]
+    assert sorted(labels) == sorted(s["name"] for s in drawing["sequences"])
+    for above, below in pairwise(labels):
+        if "#" in below:
+            assert above.split(" #")[0] == below.split(" #")[0]
+
+
+def test_any_name_is_a_label() -> None:
+    names = ("$x^$ \\frac{", "a\nb", "x" * 300, "</script>", "שלום")
+    fig = figure(data(5, 24, names=names))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a font without a letter
+        fig.canvas.draw()
+    labels = [label.get_text() for label in ax_of(fig, "gantt").get_yticklabels()]
+    assert {"$x^$ \\frac{", "a·b", "x" * 23 + "…"} <= set(labels)
+
+
+def test_curves_are_the_columns(drawing: dict[str, Any]) -> None:
+    fig, steps = figure(drawing, panels=("queue", "budget", "free", "time")), drawing["steps"]
+    stairs = {
+        (name, patch.get_label()): patch.get_data()
+        for name in ("queue", "budget", "free", "time")
+        for patch in ax_of(fig, name).patches
+    }
+    assert list(stairs["queue", "waiting"].values) == steps["waiting"]
+    assert list(stairs["free", "free"].values) == steps["free"]
+    total = np.add(steps["prefill"], steps["decode"])
+    assert list(stairs["budget", "recomputed"].values) == list(total)  # the top of the stack
+    took = np.add(np.add(steps["plan"], steps["run"]), steps["deliver"])
+    np.testing.assert_allclose(stairs["time", "deliver"].values, took * 1e3)
+    limits = [line.get_ydata()[0] for line in ax_of(fig, "budget").lines]
+    assert limits == [drawing["meta"]["max_num_batched_tokens"]]
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+
+
+def holders(drawing: dict[str, Any], block: int, column: int) -> list[int] | None:
+    """Who holds a block when a step is over; None: nobody ever has."""
+    before = [names for at, names in drawing["blocks"][block] if at <= column]
+    return before[-1] if before else None
+
+
+def test_the_block_map_shows_the_owner_of_every_block(drawing: dict[str, Any]) -> None:
+    image = block_image(drawing)
+    assert image.shape == (len(drawing["blocks"]), len(drawing["steps"]["step"]), 3)
+    for block, row in enumerate(image):
+        for column, pixel in enumerate(row):
+            held = holders(drawing, block, column)
+            expected = FREE if held is None else owner_colour(held[0]) if held else USED
+            assert tuple(pixel) == expected, (block, column)
+
+
+def test_shared_stretches_are_hatched(drawing: dict[str, Any]) -> None:
+    cells = {
+        (block, column, run.holders)
+        for run in shared_runs(drawing)
+        for block in range(run.block, run.end)
+        for column in range(run.first, run.last)
+    }
+    expected = {
+        (block, column, len(held))
+        for block in range(len(drawing["blocks"]))
+        for column in range(len(drawing["steps"]["step"]))
+        if len(held := holders(drawing, block, column) or []) > 1
+    }
+    assert cells == expected
+    assert expected
+    collection = patches(figure(drawing), "blocks")["shared"]
+    assert len(collection.get_paths()) == len(shared_runs(drawing))
+    assert collection.get_hatch()
+
+
+def test_a_large_pool_shows_only_what_was_used() -> None:
+    drawing = data(3, 400)
+    used = sum(map(bool, drawing["blocks"]))
+    ax = ax_of(figure(drawing, panels=["blocks"]), "blocks")
+    assert ax.images[0].get_array().shape[0] == used < 200
+    assert ax.get_ylabel() == "blocks in use"
+
+
+def test_a_large_map_is_thinned() -> None:
+    drawing = data(200, 40, pause=9)
+    assert len(drawing["steps"]["step"]) > 1200
+    assert block_image(drawing).shape[1] <= 1200
+
+
+# ---- what people choose --------------------------------------------------------------------------
+
+
+def test_panels_stand_in_the_order_given(drawing: dict[str, Any]) -> None:
+    for panels in (("gantt",), ("blocks", "gantt"), ("time", "free", "queue")):
+        assert [ax.get_label() for ax in figure(drawing, panels=panels).axes] == list(panels)
+
+
+def test_sizes_are_inches(drawing: dict[str, Any]) -> None:
+    assert tuple(figure(drawing, width=5, height=4).get_size_inches()) == (5, 4)
+    tall, low = (figure(data(n, 24)).get_size_inches()[1] for n in (30, 8))
+    assert low < tall < 20
+
+
+@pytest.mark.parametrize("width", [6, 10])
+def test_the_legend_fits(drawing: dict[str, Any], width: float) -> None:
+    fig = figure(drawing, width=width, title="a title")
+    fig.canvas.draw()
+    box = fig.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= fig.bbox.width
+    assert box.y0 >= fig.axes[0].title.get_window_extent().y0
+
+
+def test_many_rows_are_limited_and_that_is_said() -> None:
+    ax = ax_of(figure(data(30, 24), rows=10), "gantt")
+    assert "the first 10 of" in ax.get_title(loc="right")
+    assert ax.get_ylim()[0] == pytest.approx(9.6)
+
+
+def test_steps_are_numbered_as_in_the_trace(drawing: dict[str, Any]) -> None:
+    later = drawing | {
+        "steps": drawing["steps"] | {"step": [s + 99 for s in drawing["steps"]["step"]]}
+    }
+    fig = figure(later)
+    assert fig.axes[-1].xaxis.get_major_formatter()(0, 0) == "100"
+
+
+def test_an_empty_trace_is_an_empty_figure() -> None:
+    figure(data(0, 8)).canvas.draw()
+
+
+@pytest.mark.parametrize(
+    ("panels", "message"),
+    [(("gant",), "Did you mean 'gantt'"), ((), "must be names"), ("gantt", "must be names")],
+)
+def test_a_wrong_panel_is_one_sentence(panels: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        figure({}, panels=panels)
+
+
+@pytest.mark.parametrize(
+    ("module", "call"), [("matplotlib.pyplot", figure), ("ipywidgets", widget)]
+)
+def test_a_missing_library_says_what_to_install(
+    module: str, call: Any, monkeypatch: pytest.MonkeyPatch, drawing: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnsupportedFeatureError, match=r'pip install "minillm-course\[course\]"'):
+        call(drawing)
+
+
+def test_two_widgets_each_hold_the_page(drawing: dict[str, Any]) -> None:
+    one, other = widget(drawing, height=400), widget(drawing, title='"><script>')
+    for made, title in ((one, "trace"), (other, '"><script>')):
+        (frame,) = re.findall(r"<iframe (.*?)></iframe>", made.value, re.DOTALL)
+        attributes = dict(re.findall(r'(\w+)="(.*?)"', frame, re.DOTALL))
+        assert html.unescape(attributes["srcdoc"]) == page(drawing, title)
+        assert attributes["sandbox"] == "allow-scripts"
+        assert made.value.count("<") == 2
+    assert "height: 400px" in one.value

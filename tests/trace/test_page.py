@@ -1,0 +1,209 @@
+"""The page holds exactly the data it was given, and nothing in it can run, load or break out."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm.errors import TraceFileError
+from minillm.trace.figure import STATES
+from minillm.trace.page import MARKER, SCRIPTS, embedded, page, write_page
+from minillm.trace.timeline import BEHIND
+from tests.trace.simulation import data
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<!--<script>",
+    "]]>--><img src=x onerror=alert(1)>",
+    "'\"&amp;\\u003c\\",
+    "{{script}} {{data}}",
+    "שלום \u202e evil",
+    "line\u2028separator\u2029and\nbreak\x00",
+    "half a pair \ud800",
+    "😀" * 200,
+)
+
+
+class Elements(HTMLParser):
+    """Tags with their attributes, and the text in each script and style."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.inline: dict[str, list[str]] = {"script": [], "style": []}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag in self.inline:
+            self.inline[tag].append("")
+
+    def handle_data(self, text: str) -> None:
+        if self.cdata_elem is not None:  # the parser is inside a script or a style
+            self.inline[self.cdata_elem][-1] += text
+
+    def attributes(self, name: str) -> list[str]:
+        """All values of an attribute."""
+        return [attrs[name] or "" for _, attrs in self.tags if name in attrs]
+
+
+@pytest.fixture(scope="module")
+def drawing() -> dict[str, Any]:
+    return data(12, 24, names=HOSTILE, seed=1)
+
+
+@pytest.fixture(scope="module")
+def written(drawing: dict[str, Any]) -> Elements:
+    return Elements(page(drawing, "run.jsonl"))
+
+
+def source(name: str) -> str:
+    return resources.files("minillm.trace").joinpath(name).read_text("utf-8")
+
+
+def test_the_data_comes_back_unchanged(drawing: dict[str, Any], written: Elements) -> None:
+    assert {sequence["name"] for sequence in drawing["sequences"]} >= set(HOSTILE)
+    assert json.loads(written.inline["script"][0]) == drawing
+
+
+def test_no_text_ends_its_element(written: Elements) -> None:
+    assert [tag for tag, _ in written.tags].count("script") == 2
+    assert len(written.inline["script"]) == 2
+    assert "img" not in [tag for tag, _ in written.tags]
+    assert not re.search("[<>&]", written.inline["script"][0])
+    assert written.inline["script"][0].isascii()
+
+
+def test_a_title_is_text(drawing: dict[str, Any]) -> None:
+    for title in HOSTILE:
+        found = Elements(page(drawing, title))
+        assert [tag for tag, _ in found.tags].count("script") == 2
+        assert html.escape(title.replace("\ud800", "?")) in page(drawing, title)
+
+
+def test_the_page_can_be_written_whatever_is_in_it(drawing: dict[str, Any], tmp_path: Path) -> None:
+    write_page(drawing, tmp_path / "page.html", "\ud800")
+    assert MARKER in (tmp_path / "page.html").read_text("utf-8")
+
+
+def test_numbers_that_json_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        embedded({"start": [float("nan")]})
+
+
+def test_the_policy_allows_exactly_this_script_and_this_style(written: Elements) -> None:
+    def digest(text: str) -> str:
+        return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+    (policy,) = (a["content"] or "" for _, a in written.tags if "http-equiv" in a)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules == {
+        "default-src": "'none'",
+        "script-src": digest(written.inline["script"][1]),
+        "style-src": digest(written.inline["style"][0]),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+
+
+def test_the_policy_comes_before_all_that_it_rules(written: Elements) -> None:
+    names = [attrs.get("http-equiv") or tag for tag, attrs in written.tags]
+    assert names.index("Content-Security-Policy") < min(names.index("style"), names.index("script"))
+
+
+def test_nothing_is_loaded_from_anywhere(written: Elements) -> None:
+    for name in ("src", "href", "srcset", "action", "background", "poster"):
+        assert written.attributes(name) == []
+    own = written.inline["script"][1] + written.inline["style"][0]
+    loads = r"https?:|//\w+\.\w|url\(|@import|\bimport\b|\bfetch\(|XMLHttp|WebSocket|sendBeacon"
+    assert re.findall(loads, own) == []
+
+
+def test_no_attribute_runs_or_styles_anything(written: Elements) -> None:
+    assert not [name for _, attrs in written.tags for name in attrs if name.startswith("on")]
+    assert written.attributes("style") == []  # the policy would ignore it
+
+
+def test_texts_never_become_html(written: Elements) -> None:
+    ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|Function\(|srcdoc"
+    assert re.findall(ways, written.inline["script"][1]) == []
+
+
+def test_every_place_of_the_template_is_filled_once() -> None:
+    assert sorted(re.findall(r"\{\{(\w+)\}\}", source("page.html"))) == [
+        "data", "policy", "script", "style", "title", "title",
+    ]  # fmt: skip
+    assert (
+        "{{script}} {{data}}"
+        in json.loads(
+            Elements(page({"name": "{{script}} {{data}}"}, "x")).inline["script"][0]
+        ).values()
+    )
+
+
+def test_every_element_that_a_script_asks_for_is_there(written: Elements) -> None:
+    ids = written.attributes("id")
+    assert len(ids) == len(set(ids))
+    wanted = set(re.findall(r'getElementById\("([\w-]+)"\)', written.inline["script"][1]))
+    wanted |= set(re.findall(r'on\("([\w-]+)"', written.inline["script"][1]))
+    assert wanted
+    assert wanted <= set(ids)
+
+
+def test_every_control_has_a_name(written: Elements) -> None:
+    text = source("page.html")
+    for body in re.findall(r"<button[^>]*>.*?</button>", text, re.DOTALL):
+        label = re.sub("<[^>]*>", "", body).strip()
+        assert "aria-label" in body or re.search(r"\w", label), body
+    for tag, attrs in written.tags:
+        if tag in ("select", "input"):
+            assert re.search(rf'<label[^>]*>[^<]*<{tag} id="{attrs["id"]}"', text)
+
+
+def test_the_scripts_know_every_kind_of_span_and_the_reason_of_those_behind() -> None:
+    kinds = set(re.findall(r'key: "(\w)"', source("page_model.js")))
+    assert kinds == set(STATES)
+    assert f'BEHIND = "{BEHIND}"' in source("page_words.js")
+
+
+def test_each_script_is_read_in_one_go() -> None:
+    names = {path.name for path in Path(str(resources.files("minillm.trace"))).glob("page_*.js")}
+    assert names == {f"page_{name}.js" for name in SCRIPTS}
+    for name in names:
+        assert len(source(name).splitlines()) <= 420, name
+
+
+def test_the_page_is_small_without_its_data() -> None:
+    assert len(page({}, "x").encode()) < 150_000
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_a_page_may_be_replaced(drawing: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_page(drawing, path, "one")
+    write_page(drawing, path, "two")
+    assert "<title>two</title>" in path.read_text("utf-8")
+
+
+def test_another_file_is_not_replaced(drawing: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "thesis.html"
+    path.write_text("three years of work")
+    with pytest.raises(TraceFileError, match="is no trace page; give another name"):
+        write_page(drawing, path)
+    assert path.read_text() == "three years of work"
+
+
+def test_what_cannot_be_written_is_one_sentence(drawing: dict[str, Any], tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "no" / "x.html", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(TraceFileError, match=f"cannot be written: {why}"):
+            write_page(drawing, path)
