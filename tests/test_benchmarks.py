@@ -4,11 +4,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from minillm.benchmarks import deterministic
 from minillm.benchmarks import scheduler as bench
+from minillm.benchmarks.deterministic import Cost, Sizes
 from minillm.benchmarks.scheduler import Series, Workload, blocked_line, statement
+from minillm.deterministic import TILES, TiledDecoder
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.policies import POLICIES
 
@@ -184,3 +188,55 @@ def test_the_trace_benchmark_says_what_recording_costs(tmp_path: Path) -> None:
         "JSON lines, saved", "JSON lines, read", "page (minillm trace view)", "Chrome events",
     }  # fmt: skip
     assert all(form["bytes"] > 1_000 for form in result["forms"])
+
+
+# ---- deterministic mode -----------------------------------------------------------------------
+
+
+def test_the_cost_of_deterministic_mode_is_measured_for_both_dtypes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    assert deterministic.main(["--quick", "--json", str(path)]) == 0
+    printed, result = capsys.readouterr().out, json.loads(path.read_text("utf-8"))
+    steps = ["decode, 1", "decode, 3", "prefill, 20"]
+    assert [(cost["dtype"], cost["step"]) for cost in result["costs"]] == [
+        (dtype, step) for dtype in ("float32", "bfloat16") for step in steps
+    ]
+    for cost in result["costs"]:
+        assert len(cost["off"]) == len(cost["on"]) == (2 if "prefill" in cost["step"] else 3)
+        assert min(*cost["off"], *cost["on"]) > 0
+        assert cost["ratio"] == pytest.approx(median(cost["on"]) / median(cost["off"]))
+        assert f"{cost['ratio']:.2f}" in printed
+        assert set(cost["tiles"]) <= {1, *TILES}
+    joined = " ".join(printed.split())
+    for line in result["statement"]:
+        assert line in joined
+
+
+def test_neighbours_are_compared_and_the_extremes_named() -> None:
+    one = Cost("a", "float32", "decode, 1", (16,), (1.0, 2.0, 4.0), (2.0, 4.0, 8.0))
+    two = Cost("a", "float32", "prefill, 9", (16,), (1.0, 2.0, 4.0), (3.0, 6.0, 12.0))
+    assert (one.ratio, one.middle_half) == (2.0, (2.0, 2.0))
+    assert deterministic.statement([two, one]) == [
+        "a, float32: tiles of 16 rows.",
+        "A step takes from 2.00 (a, float32, decode, 1) to 3.00 (a, float32, prefill, 9) "
+        "times as long.",
+    ]
+
+
+def test_the_engines_that_are_compared_do_the_step_that_is_named() -> None:
+    sizes = Sizes(batches=(3,), context=8, prefill=20, steps=2, prefills=2)
+    engines = [deterministic.open_engine("tiny", "float32", mode, sizes) for mode in (False, True)]
+    plans: list[list[int]] = []
+    for llm in engines:
+        execute = llm.engine.runner.execute
+        llm.engine.runner.execute = lambda plan, execute=execute: (
+            plans.append([row.num_tokens for row in plan.rows]) or execute(plan)
+        )
+    deterministic.decode_times(engines, 3, sizes)
+    assert plans[-4:] == [[1, 1, 1]] * 4
+    deterministic.prefill_times(engines, sizes)
+    assert plans[-6:] == [[20]] * 6
+    assert not any(llm.engine.has_work for llm in engines)
+    assert [isinstance(llm.engine.runner.model, TiledDecoder) for llm in engines] == [False, True]
