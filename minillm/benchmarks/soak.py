@@ -27,6 +27,7 @@ from minillm.live_request import LiveRequest
 from minillm.machine import cpu_name
 from minillm.sampling_params import SamplingParams
 from minillm.scheduling.scheduler import Scheduler
+from minillm.trace.recorder import Trace
 
 EXAMPLES = """examples:
   python -m minillm.benchmarks.soak                     2,000 requests on tiny, 18,000 on the oracle
@@ -61,6 +62,8 @@ class EngineSoak(Soak):
                 swap_space=0.01 if load.preemption == "swap" else 0,
             )
         )
+        # Full after a few steps: the memory of a run is to be flat from its first quarter on.
+        self.engine.trace = Trace(self.engine.trace.settings, capacity=200)
         self.handles: weakref.WeakSet[LiveRequest] = weakref.WeakSet()
 
     @property

@@ -5,8 +5,9 @@ and names ("M"). One process shows the engine's steps, another one line per sequ
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minillm.trace.recorder import Trace
@@ -15,10 +16,17 @@ from minillm.trace.timeline import timeline
 Event = dict[str, Any]
 ENGINE, SEQUENCES = 1, 2  # process ids
 PARTS = ("plan", "run", "deliver")
-NAMES = {
-    "w": "waiting", "x": "preempted", "o": "swapped out", "s": "stalled", "p": "prefill",
-    "r": "recompute", "d": "decode",
-}  # fmt: skip
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "w": "waiting",
+        "x": "preempted",
+        "o": "swapped out",
+        "s": "stalled",
+        "p": "prefill",
+        "r": "recompute",
+        "d": "decode",
+    }
+)
 
 
 def chrome_events(trace: Trace) -> list[Event]:

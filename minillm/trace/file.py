@@ -5,10 +5,11 @@ Fields that are empty or zero are left out, tuples are lists, so a step of one s
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minillm.cache.manager import BlockCopy
@@ -22,18 +23,20 @@ VERSION = 1
 MOST = 2**31  # of tokens, sequences, steps
 MOST_BLOCKS = 2**24
 # How each list of a record is made again from a list of lists.
-EVENTS: dict[str, Callable[..., Any]] = {
-    "added": Added,
-    "rows": lambda *row: Row(*row)._replace(blocks=tuple(row[5])),
-    "copies": BlockCopy,
-    "swap_out": BlockCopy,
-    "swap_in": BlockCopy,
-    "preempted": Preemption,
-    "stalled": Blocked,
-    "forked": Forked,
-    "ended": Ended,
-}
-NUMBERS = [f.name for f in fields(StepRecord) if f.type in (int, float)]
+EVENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "added": Added,
+        "rows": lambda *row: Row(*row)._replace(blocks=tuple(row[5])),
+        "copies": BlockCopy,
+        "swap_out": BlockCopy,
+        "swap_in": BlockCopy,
+        "preempted": Preemption,
+        "stalled": Blocked,
+        "forked": Forked,
+        "ended": Ended,
+    }
+)
+NUMBERS = tuple(field.name for field in fields(StepRecord) if field.type in (int, float))
 
 
 def save_trace(trace: Trace, path: Path) -> None:

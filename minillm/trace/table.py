@@ -1,22 +1,25 @@
 """A trace as a text table: one line per step, for a terminal or a log."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from minillm.scheduling.record import StepRecord
 from minillm.trace.recorder import Trace
 
 # Heading -> what stands below it.
-COLUMNS: dict[str, Callable[[StepRecord], str]] = {
-    "step": lambda r: f"{r.step:,}",
-    "ms": lambda r: f"{max(r.delivered - r.started, 0) * 1e3:.1f}",
-    "run": lambda r: f"{r.num_running}",
-    "wait": lambda r: f"{r.num_waiting}",
-    "prefill": lambda r: f"{r.num_prefill_tokens}",
-    "decode": lambda r: f"{r.num_decode_tokens}",
-    "again": lambda r: f"{r.num_recomputed_tokens}",
-    "free": lambda r: f"{r.num_free_blocks}",
-}
+COLUMNS: Mapping[str, Callable[[StepRecord], str]] = MappingProxyType(
+    {
+        "step": lambda r: f"{r.step:,}",
+        "ms": lambda r: f"{max(r.delivered - r.started, 0) * 1e3:.1f}",
+        "run": lambda r: f"{r.num_running}",
+        "wait": lambda r: f"{r.num_waiting}",
+        "prefill": lambda r: f"{r.num_prefill_tokens}",
+        "decode": lambda r: f"{r.num_decode_tokens}",
+        "again": lambda r: f"{r.num_recomputed_tokens}",
+        "free": lambda r: f"{r.num_free_blocks}",
+    }
+)
 
 
 def step_table(trace: Trace, last: int | None = 40) -> str:

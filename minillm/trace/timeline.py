@@ -13,6 +13,8 @@ plain data, ready for JSON. A column is a recorded step; a sequence is a list of
     "d"    decode, one token per step                        first position
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from minillm.scheduling.plan import Row
@@ -20,7 +22,7 @@ from minillm.scheduling.record import Blocked, StepRecord
 from minillm.trace.recorder import Trace, TraceSettings
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, SequenceState
 
-WAITING_KINDS = {WAITING: "w", PREEMPTED: "x", SWAPPED: "o"}
+WAITING_KINDS: Mapping[str, str] = MappingProxyType({WAITING: "w", PREEMPTED: "x", SWAPPED: "o"})
 BEHIND = "behind the next in line"
 META = ("model", "dtype", "device", "policy", "admission", "preemption", "prefix_cache",
         "block_size", "num_blocks", "num_host_blocks", "max_num_seqs",

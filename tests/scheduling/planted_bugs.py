@@ -237,9 +237,9 @@ def double_free(patch: Patch) -> None:
 def abort_frees_at_once(patch: Patch) -> None:
     finish = Scheduler.finish
 
-    def at_once(self: Scheduler, seq_id: int) -> None:
+    def at_once(self: Scheduler, seq_id: int, *why: Any) -> None:
         sequence = self.sequences.get(seq_id)
-        finish(self, seq_id)
+        finish(self, seq_id, *why)
         if sequence is not None:
             self.blocks.release(sequence.table)
 
