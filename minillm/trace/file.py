@@ -41,14 +41,15 @@ NUMBERS = tuple(field.name for field in fields(StepRecord) if field.type in (int
 
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace; what was in the file is replaced."""
+    replay, records = trace.snapshot()
     header = {
         "minillm_trace": VERSION,
         **asdict(trace.settings),
         "num_dropped": trace.num_dropped,
-        "before": [state_line(state) for state in trace.replay().sequences.values()],
+        "before": [state_line(state) for state in replay.sequences.values()],
     }
     with path.open("w", encoding="utf-8") as file:
-        for line in (header, *map(record_line, trace)):
+        for line in (header, *map(record_line, records)):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 

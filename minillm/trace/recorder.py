@@ -5,6 +5,7 @@ nothing, and old ones fall off, so that memory is bounded.
 """
 
 import copy
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,8 @@ class Trace(Sequence[StepRecord]):
     >>> llm.trace.save("run.jsonl")                # then: minillm trace view run.jsonl
     >>> llm.trace.requests()                       # times and counts of finished requests
 
-    `num_dropped` older steps fell off; who ran at that time is still known.
+    `num_dropped` older steps fell off; who ran at that time is still known. It may be read in one
+    thread while another one records.
     """
 
     def __init__(self, settings: TraceSettings | None = None, capacity: int = CAPACITY):
@@ -59,38 +61,42 @@ class Trace(Sequence[StepRecord]):
         self._units = 0
         self._records: deque[StepRecord] = deque()
         self._before = Replay()  # the state before the first record
+        self._lock = threading.Lock()
 
     def append(self, record: StepRecord) -> None:
         """Add the record of a step; the one that is the last already is not added twice."""
         if record.step < 1 or (self._records and self._records[-1] is record):
             return
-        self._records.append(record)
-        self._units += units(record)
-        while self._units > self._capacity and len(self._records) > 1:
-            oldest = self._records.popleft()
-            self._units -= units(oldest)
-            self._before.apply(oldest)
-            self.num_dropped += 1
+        with self._lock:
+            self._records.append(record)
+            self._units += units(record)
+            while self._units > self._capacity and len(self._records) > 1:
+                self._drop()
 
     def clear(self) -> None:
         """Forget all steps so far, as before a measurement."""
-        for record in self._records:
-            self._before.apply(record)
-        self.num_dropped += len(self._records)
-        self._records.clear()
-        self._units = 0
+        with self._lock:
+            while self._records:
+                self._drop()
+
+    def _drop(self) -> None:
+        oldest = self._records.popleft()
+        self._units -= units(oldest)
+        self._before.apply(oldest)
+        self.num_dropped += 1
 
     def restore(self, states: list[SequenceState]) -> None:
         """Say who was there before the first record, for a trace that is read from a file."""
         self._before = Replay(states)
 
-    def replay(self) -> Replay:
-        """The state before the first record, to be advanced by applying the records."""
-        return copy.deepcopy(self._before)
+    def snapshot(self) -> tuple[Replay, list[StepRecord]]:
+        """The state before the first record, and the records to apply to it."""
+        with self._lock:
+            return copy.deepcopy(self._before), list(self._records)
 
     def requests(self) -> list[RequestSummary]:
         """Requests that ended in the recorded steps: the numbers of their metrics."""
-        return finished_requests(self.replay(), list(self._records))
+        return finished_requests(*self.snapshot())
 
     # ---- forms -------------------------------------------------------------------------------
 

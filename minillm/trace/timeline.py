@@ -20,7 +20,7 @@ from typing import Any
 from minillm.scheduling.plan import Row
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.trace.recorder import Trace, TraceSettings
-from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, SequenceState
+from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, SequenceState
 
 WAITING_KINDS: Mapping[str, str] = MappingProxyType({WAITING: "w", PREEMPTED: "x", SWAPPED: "o"})
 BEHIND = "behind the next in line"
@@ -34,9 +34,9 @@ def timeline(trace: Trace) -> dict[str, Any]:
 
     Its size grows with what changed, not with steps times sequences.
     """
-    records = trace[:]
+    replay, records = trace.snapshot()
     zero = records[0].started if records else 0.0
-    drawing = Drawing(trace, zero)
+    drawing = Drawing(replay, trace.settings.num_blocks, zero)
     for column, record in enumerate(records):
         drawing.add(column, record)
     drawing.close(len(records))
@@ -80,13 +80,13 @@ def columns(records: list[StepRecord], zero: float) -> dict[str, list[Any]]:
 class Drawing:
     """Spans, refusals and blocks so far. Per step it touches only what changed or was computed."""
 
-    def __init__(self, trace: Trace, zero: float):
+    def __init__(self, replay: Replay, num_blocks: int, zero: float):
         self.sequences: list[dict[str, Any]] = []
         self.reasons: dict[str, int] = {}
         self.blocked: list[list[int]] = []  # first and last column, sequence, reason
-        self.blocks: list[list[Any]] = [[] for _ in range(trace.settings.num_blocks)]
+        self.blocks: list[list[Any]] = [[] for _ in range(num_blocks)]
         self._zero = zero
-        self._replay = trace.replay()
+        self._replay = replay
         self._places: dict[int, int] = {}  # seq_id -> place in `sequences`
         self._open: dict[int, list[Any]] = {}  # the span that each live sequence is in
         self._explained: list[int] = []  # who waits for a reason of its own, until the next step

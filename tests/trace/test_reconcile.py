@@ -56,7 +56,7 @@ def test_the_workload_has_all_there_is(worked: tuple[LLM, list[LiveRequest]]) ->
 def test_every_block_table_can_be_rebuilt_after_every_step(folder: Path, kind: int) -> None:
     with engine(folder, **KINDS[kind]) as llm:
         scheduler, trace = llm.engine.scheduler, llm.trace
-        replay, applied = trace.replay(), []
+        replay, applied = trace.snapshot()[0], []
 
         def compare() -> None:
             if trace and trace[-1] not in applied:
@@ -168,7 +168,7 @@ def test_a_bounded_trace_forgets_steps_but_not_who_runs(folder: Path) -> None:
         late = {one.request_id: one for one in small.requests()}
         assert late
         assert all(late[one.request_id] == one for one in whole.requests()[-len(late) :])
-        ends = [trace.replay() for trace in (small, whole)]
+        ends = [trace.snapshot()[0] for trace in (small, whole)]
         for trace, replay in zip((small, whole), ends, strict=True):
             for record in trace:
                 replay.apply(record)

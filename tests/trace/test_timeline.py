@@ -141,7 +141,7 @@ def test_ends_and_preemptions_are_told(recorded: Recorded) -> None:
     ends = {one.seq_id: (column, one.reason) for column, record in enumerate(recorded.trace)
             for one in record.ended}  # fmt: skip
     counts = Counter(one.seq_id for record in recorded.trace for one in record.preempted)
-    before = {s.seq_id: s.num_preemptions for s in recorded.trace.replay().sequences.values()}
+    before = {s.seq_id: s.num_preemptions for s in recorded.trace.snapshot()[0].sequences.values()}
     for sequence in recorded.data["sequences"]:
         assert (sequence["ended"], sequence["end"]) == ends.get(sequence["id"], (None, None))
         here = counts[sequence["id"]] + before.get(sequence["id"], 0)
