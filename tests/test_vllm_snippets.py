@@ -1,0 +1,187 @@
+"""Scripts as the articles about vLLM print them, with nothing changed but the import and the model.
+
+Constructor arguments, calls and fields are those of the articles; the embedded model stands for
+Llama-3.1-8B, so lengths are smaller, and one device for several.
+"""
+
+import asyncio
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from minillm import AsyncEngineArgs, AsyncLLMEngine, LLM, SamplingParams  # isort: skip
+from minillm.machine import available_memory_bytes
+from tests.async_small import run
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def only_expected_warnings():
+    """What an article's script prints beyond its output is a fault."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+# ---- offline -----------------------------------------------------------------------------------
+
+
+def test_the_configuration_dictionary():
+    vllm_config = {
+        "model": "tiny",
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.90,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 64,
+        "enable_chunked_prefill": True,
+        "block_size": 16,
+        "swap_space": 4 if available_memory_bytes() > 8 * GIB else 0.01,  # GB of CPU memory
+        "enforce_eager": False,
+        "disable_log_stats": False,
+    }
+    llm = LLM(**vllm_config)
+    (output,) = llm.generate(["def add(a, b):"], SamplingParams(max_tokens=4), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) <= 4
+    assert llm.engine.allocated()["swap_space"] > 0
+    llm.close()
+
+
+def test_offline_inference_with_stop_strings():
+    llm = LLM(
+        model="tiny",
+        tensor_parallel_size=1,
+        dtype="bfloat16",
+        max_model_len=512,
+        gpu_memory_utilization=0.5,
+        enforce_eager=False,
+        quantization=None,
+    )
+    sampling_params = SamplingParams(
+        temperature=0.7, top_p=0.9, max_tokens=24, stop=["</s>", "[INST]"]
+    )
+    prompts = ["def fib(n):", "class Stack:", "import os\n"]
+    outputs = llm.generate(prompts, sampling_params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt == prompt
+        generated_text = output.outputs[0].text
+        assert isinstance(generated_text, str)
+        assert 0 < len(output.outputs[0].token_ids) <= 24
+        assert not any(stop in generated_text for stop in ("</s>", "[INST]"))
+
+
+def test_offline_inference_with_penalties_and_a_prefix_cache():
+    with pytest.warns(UserWarning, match="use_v2_block_manager has no meaning") as caught:
+        llm = LLM(
+            model="tiny",
+            dtype="auto",
+            max_model_len=512,
+            gpu_memory_utilization=0.5,
+            max_num_seqs=16,
+            enable_prefix_caching=True,
+            use_v2_block_manager=True,
+        )
+    assert len(caught) == 1
+    system = "# Small functions, each of which says what it does in one line.\n" * 4
+        '"""A module of small functions, each of which says what it does in one line."""\n\n' * 4
+    )
+    prompts = [system + f"def function_{i}(" for i in range(3)]
+    sampling_params = SamplingParams(
+        temperature=0.8, top_p=0.95, max_tokens=16, presence_penalty=0.1, frequency_penalty=0.1
+    )
+    llm.generate(prompts[:1], sampling_params)
+    outputs = llm.generate(prompts, sampling_params)
+    assert [output.prompt for output in outputs] == prompts
+    assert all(output.num_cached_tokens for output in outputs)
+
+
+# ---- asynchronous ------------------------------------------------------------------------------
+
+
+def test_async_streaming():
+    engine_args = AsyncEngineArgs(
+        model="tiny",
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.5,
+        max_model_len=512,
+        enable_prefix_caching=True,
+    )
+    engine = AsyncLLMEngine.from_engine_args(engine_args)
+    printed: dict[str, list[str]] = {}
+
+    async def stream_generate(prompt: str, request_id: str) -> str:
+        sampling_params = SamplingParams(temperature=0.7, max_tokens=32)
+        previous_text = ""
+        async for output in engine.generate(prompt, sampling_params, request_id):
+            current_text = output.outputs[0].text
+            new_text = current_text[len(previous_text) :]
+            printed.setdefault(request_id, []).append(new_text)
+            previous_text = current_text
+            if output.finished:
+                break
+        return previous_text
+
+    async def main() -> list[str]:
+        tasks = [
+            stream_generate("def fib(n):", "request-1"),
+            stream_generate("class Stack:", "request-2"),
+            stream_generate("import os\n", "request-3"),
+        ]
+        return await asyncio.gather(*tasks)
+
+    texts = run(main())
+    assert ["".join(pieces) for pieces in printed.values()] == texts
+    assert all(texts)
+    assert engine.num_unfinished == 0
+    texts = run(main())  # the same ids again, in another event loop
+    assert len(texts) == 3
+    engine.shutdown()
+
+
+SCRIPT = """
+import asyncio
+from minillm import AsyncEngineArgs
+from minillm import AsyncLLMEngine, SamplingParams
+
+engine_args = AsyncEngineArgs(model="tiny", tensor_parallel_size=1, gpu_memory_utilization=0.5,
+                              max_model_len=512, enable_prefix_caching=True)
+engine = AsyncLLMEngine.from_engine_args(engine_args)
+
+async def generate_stream(prompt, request_id):
+    sampling_params = SamplingParams(temperature=0.7, max_tokens=8)
+    async for output in engine.generate(prompt, sampling_params, request_id):
+        if output.finished:
+            print(request_id, len(output.outputs[0].token_ids))
+
+async def main():
+    await asyncio.gather(*[generate_stream("def f(x):", f"req-{i}") for i in range(4)])
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_script_that_never_shuts_the_engine_down():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(line.split()[0] for line in done.stdout.splitlines()) == [
+        "req-0",
+        "req-1",
+        "req-2",
+        "req-3",
+    ]
+
+
+def test_importing_the_arguments_costs_no_torch():
+    code = (
+        "import sys; from minillm import AsyncEngineArgs, EngineArgs; "
+        "AsyncEngineArgs('tiny'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
