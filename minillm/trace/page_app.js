@@ -342,6 +342,11 @@ class App {
     document.getElementById("live").textContent = "Released.";
   }
 
+  goTo(column) {
+    this.move({ column, pinned: true });
+    this.reveal();
+  }
+
   /** Move the cursor by columns and rows, as the arrow keys do. */
   step(columns, rows) {
     const { scale, model, cursor } = this, order = model.order(this.sort);

@@ -71,7 +71,7 @@ class Controls {
     const typing = event.target.matches("input, select, textarea");
     const arrows = app.plot === document.activeElement || document.activeElement === document.body;
     const moves = { ArrowLeft: () => app.step(-ten, 0), ArrowRight: () => app.step(ten, 0), ArrowUp: () => app.step(0, -ten), ArrowDown: () => app.step(0, ten),
-      Home: () => app.step(-app.model.numColumns, 0), End: () => app.step(app.model.numColumns, 0) };
+      Home: () => app.goTo(0), End: () => app.goTo(app.model.numColumns - 1) };
     const letters = { "+": () => app.zoom(0.5), "=": () => app.zoom(0.5), "-": () => app.zoom(2), 0: () => app.show(0, app.scale.extent),
       n: () => app.jump(1), p: () => app.jump(-1), t: () => app.setByTime(!app.scale.byTime), s: () => this._nextSort(), c: () => this._curves(), z: () => this._toSequence(app.cursor.sequence),
       "[": () => app.resizeRows(-1), "]": () => app.resizeRows(1), "/": () => document.getElementById("search").focus(),
