@@ -5,15 +5,13 @@ shape depends on nothing but a token's own position: not on how many tokens of i
 with it, and not on other sequences.
 """
 
-from math import gcd
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minillm_kernels.reference import silu_mul
 
-QUERY_TILE = 16
+QUERY_TILE = 8
 
 
 def tiled_attention(
@@ -39,19 +37,13 @@ def tiled_attention(
     starts, ends = query_start.tolist(), seq_lens.tolist()
     out = q.new_empty(len(q), q.shape[1], value_dim)
     longest = round_up(max(ends))
-    mask = tile_mask(longest, window, q).repeat(
-        q.shape[1] // k_cache.shape[1], 1
-    )  # [G QT, longest]
-    unit = gcd(k_cache.shape[2], QUERY_TILE)
-    blocks, within = find_units(block_tables, k_cache.shape[2], unit, longest)
+    mask = tile_mask(longest, window, q).repeat(q.shape[1] // k_cache.shape[1], 1)  # [G * QT, S]
     value_in_key = v_cache.data_ptr() == k_cache.data_ptr()  # MLA's is the key's first part
     for row, end in enumerate(ends):
         begin = end - (starts[row + 1] - starts[row])
         first = first_key(begin, window)
-        units = slice(first // unit, round_up(end) // unit)
-        places = blocks[row, units], within[units]
-        k = gather_units(k_cache, *places, unit, end - first)
-        v = k if value_in_key else gather_units(v_cache, *places, unit, end - first)
+        k = gather_positions(k_cache, block_tables[row], first, end)
+        v = k if value_in_key else gather_positions(v_cache, block_tables[row], first, end)
         for tile in range(begin // QUERY_TILE * QUERY_TILE, end, QUERY_TILE):
             low, high = max(begin, tile), min(end, tile + QUERY_TILE)
             rows = slice(starts[row] + low - begin, starts[row] + high - begin)
@@ -110,28 +102,22 @@ def tile_mask(num_keys: int, window: int | None, like: Tensor) -> Tensor:
     return like.new_zeros(QUERY_TILE, num_keys).masked_fill_(hidden, float("-inf"))
 
 
-def find_units(
-    block_tables: Tensor, block_size: int, unit: int, num_positions: int
-) -> tuple[Tensor, Tensor]:
-    """Where positions lie, in units of `unit` that begin at 0, unit, 2 unit, ...
+def gather_positions(cache: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:
+    """Positions of one sequence from `first` to the end of its last query tile, 0 from `end` on.
 
-    Returns:
-        Blocks [B, units], any block behind a table's end; which unit of its block each is [units].
+    [blocks, Hkv, block_size, D] -> a new, contiguous [Hkv, S, D], of which only S and the values
+    can matter to a product: not the block size, nor how many blocks there are.
     """
-    places = torch.arange(0, num_positions, unit, device=block_tables.device)
-    columns = (places // block_size).clamp_(max=block_tables.shape[1] - 1)
-    return block_tables[:, columns], places % block_size // unit
-
-
-def gather_units(cache: Tensor, blocks: Tensor, within: Tensor, unit: int, num_keys: int) -> Tensor:
-    """[blocks, Hkv, block_size, D] -> a new [Hkv, S, D], zero from position `num_keys` on.
-
-    A unit is `unit` positions of one block: `blocks` and `within` say where the units are.
-    """
-    split = cache.unflatten(2, (-1, unit)).transpose(0, 1)  # [Hkv, blocks, units, unit, D]
-    gathered = split[:, blocks, within].flatten(1, 2)
-    gathered[:, num_keys:] = 0
-    return gathered
+    size, length = cache.shape[2], round_up(end) - first
+    low, offset = first // size, first % size
+    blocks = cache.index_select(0, block_table[low : -(-end // size)])  # [n, Hkv, block_size, D]
+    positions = blocks.transpose(0, 1).flatten(1, 2)[:, offset : offset + length]
+    if offset or positions.shape[1] < length or not positions.is_contiguous():
+        gathered = cache.new_empty(cache.shape[1], length, cache.shape[3])
+        gathered[:, : positions.shape[1]] = positions
+        positions = gathered
+    positions[:, end - first :] = 0
+    return positions
 
 
 def tiled_moe_experts(
