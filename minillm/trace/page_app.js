@@ -29,7 +29,7 @@ class App {
     this.map = new BlockMap(this);
     this.curves = new Curves(this);
     this.details = new Details(this);
-    this._header();
+    showHeader(model);
     this._restyle();
     this.night.addEventListener("change", () => this._restyle());
     new ResizeObserver(() => this.layout()).observe(this.plot);
@@ -38,68 +38,12 @@ class App {
     this.details.show();
   }
 
-  _header() {
-    const { meta, steps, sequences } = this.model, sum = (values) => values.reduce((a, b) => a + b, 0);
-    const engine = [meta.model, meta.dtype, meta.device, meta.policy && `policy ${meta.policy}`,
-      meta.preemption && `preemption by ${meta.preemption}`, meta.prefix_cache && `prefix cache ${meta.prefix_cache}`,
-      meta.num_blocks && `${count(meta.num_blocks)} blocks${meta.block_size ? ` of ${plural(meta.block_size, "token")}` : ""}`,
-      meta.started && new Date(meta.started * 1000).toISOString().replace("T", " ").slice(0, 16) + " UTC",
-      meta.num_dropped && `the ${count(meta.num_dropped)} steps before were not kept`];
-    document.getElementById("engine").textContent = engine.filter(Boolean).map(plain).join(" \u00b7 ");
-    const requests = sequences.filter((s) => s.parent === null).length, forked = sequences.length - requests;
-    const cached = sum(sequences.filter((s) => s.parent === null).map((s) => s.cached));
-    const totals = [
-      ["steps", count(this.model.numColumns)], [forked ? `requests, ${count(sequences.length)} sequences` : "requests", count(requests)],
-      ["tokens computed", count(sum(steps.prefill) + sum(steps.decode))], ["prompt tokens cached", count(cached)],
-      ["preemptions", count(sum(sequences.map((s) => s.preemptions)))], ["duration", seconds(this.model.duration)],
-    ];
-    for (const [label, value] of totals) {
-      document.getElementById("totals").append(element("div", element("dt", label), element("dd", value)));
-    }
-  }
-
   _restyle() {
     this.theme = new Theme(this.night.matches);
     this.curves.colour(this.theme);
-    this._legends();
+    showLegends(this.theme);
     this.redraw();
     this.details.show();
-  }
-
-  /** The legends are drawn with the very tiles and marks of the panels. */
-  _legends() {
-    const { theme } = this, ratio = window.devicePixelRatio || 1;
-    const swatch = (paint) => {
-      const canvas = element("canvas"), width = 22, height = 14;
-      Object.assign(canvas, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
-      canvas.style.cssText = `width: ${width}px; height: ${height}px`;
-      paint(canvas.getContext("2d"), canvas.width, canvas.height);
-      canvas.setAttribute("aria-hidden", "true");
-      return canvas;
-    };
-    const tiled = (tileOf, codes) => swatch((context, width, height) => {
-      const raster = new Raster();
-      raster.resize(width, height);
-      raster.codes.fill(codes);
-      raster.row(0, height, (code) => tileOf(theme, code, height, ratio));
-      context.putImageData(raster.image, 0, 0);
-    });
-    const marked = (kind) => swatch((context) => {
-      context.scale(ratio, ratio);
-      drawMark(context, kind, kind === "arrival" ? 14 : 11, 7, 4, theme);
-    });
-    const entry = (picture, text) => element("li", picture, text);
-    const order = [PREFILL, DECODE, WAITING, PREEMPTED, SWAPPED, RECOMPUTED, STALLED];
-    document.getElementById("gantt-legend").replaceChildren(
-      ...order.map((code) => entry(tiled(stateTile, code), STATES[code].name)),
-      ...["arrival", "stop", "length", "abort", "error"].map((kind) => entry(marked(kind), kind)));
-    document.getElementById("blocks-legend").replaceChildren(
-      entry(tiled(blockTile, OWNED + 1), "held (colour: by which request)"), entry(tiled(blockTile, SHARED + 1), "shared, with the number of holders"),
-      entry(tiled(blockTile, USED), "free after use"), entry(swatch((context, width, height) => {
-        context.strokeStyle = css(theme.line);
-        context.lineWidth = 2;
-        context.strokeRect(0, 0, width, height);
-      }), "free, never used"));
   }
 
   // ---- layout and drawing --------------------------------------------------------------------
@@ -111,41 +55,69 @@ class App {
     this.scale.width = Math.max(50, this.plot.clientWidth - this.gutter - this._scrollbar());
     this.plot.style.removeProperty("--more");
     const others = [...this.plot.children].filter((child) => child.matches(".lane, .caption"));
-    const room = this.plot.clientHeight - others.reduce((sum, child) => sum + child.offsetHeight, 0) - 2;
-    const sequences = Math.max(1, this.model.sequences.length), blocks = Math.max(1, this.map.shown.length);
+    const room =
+      this.plot.clientHeight - others.reduce((sum, child) => sum + child.offsetHeight, 0) - 2;
+    const sequences = Math.max(1, this.model.sequences.length),
+      blocks = Math.max(1, this.map.shown.length);
     const chosen = this.chosenHeight ?? (sequences > MANY ? this.grown : null);
     const generous = this.chosenHeight ?? (sequences > MANY ? 3 : 20); // the panel keeps its height while rows grow
     const low = Math.max(90, Math.min(blocks * 16, room * 0.4));
-    const wanted = sequences * (generous || 3) + 4, high = Math.max(Math.min(130, wanted), Math.min(wanted, room - low));
+    const wanted = sequences * (generous || 3) + 4,
+      high = Math.max(Math.min(130, wanted), Math.min(wanted, room - low));
     const rest = Math.max(Math.min(90, blocks * 22 + 2), Math.min(blocks * 22 + 2, room - high));
-    this.gantt.group = chosen === 0 ? Math.max(1, Math.ceil(sequences / Math.floor(high * this.ratio))) : 1;
-    const numRows = Math.ceil(sequences / this.gantt.group), fitting = Math.max(1, Math.floor((high / numRows) * this.ratio)) / this.ratio;
-    this.gantt.layout(high, chosen === 0 ? fitting : chosen ?? Math.min(20, Math.max(12, high / sequences)), numRows);
+    this.gantt.group =
+      chosen === 0 ? Math.max(1, Math.ceil(sequences / Math.floor(high * this.ratio))) : 1;
+    const numRows = Math.ceil(sequences / this.gantt.group),
+      fitting = Math.max(1, Math.floor((high / numRows) * this.ratio)) / this.ratio;
+    this.gantt.layout(
+      high,
+      chosen === 0 ? fitting : (chosen ?? Math.min(20, Math.max(12, high / sequences))),
+      numRows,
+    );
     const least = 1 / this.ratio; // a row of the map is a device pixel at least
     this.map.group = Math.max(1, Math.ceil((blocks * Math.max(least, 1)) / rest));
     const rows = Math.ceil(blocks / this.map.group);
-    const spare = this.plot.clientHeight < 500 ? 0 : Math.min(Math.max((room - high - rest) / 4, 0), 60); // for the curves
+    const spare =
+      this.plot.clientHeight < 500 ? 0 : Math.min(Math.max((room - high - rest) / 4, 0), 60); // for the curves
     this.plot.style.setProperty("--more", `${Math.floor(spare)}px`);
-    this.map.layout(rest, Math.min(22, Math.max(least, Math.floor((rest / rows) * this.ratio) / this.ratio)), rows);
+    this.map.layout(
+      rest,
+      Math.min(22, Math.max(least, Math.floor((rest / rows) * this.ratio) / this.ratio)),
+      rows,
+    );
     const grouped = this.map.group > 1 ? `, ${this.map.group} per row` : "";
-    const { numBlocks } = this.model, number = blocks < numBlocks ? `${count(blocks)} used of ${count(numBlocks)}` : numBlocks ? count(numBlocks) : "not recorded";
+    const { numBlocks } = this.model,
+      number =
+        blocks < numBlocks
+          ? `${count(blocks)} used of ${count(numBlocks)}`
+          : numBlocks
+            ? count(numBlocks)
+            : "not recorded";
     document.getElementById("blocks-title").textContent = `Blocks (${number}${grouped})`;
     const crowded = this.gantt.group > 1 ? `, ${this.gantt.group} per row` : "";
-    document.getElementById("gantt-title").textContent = `Requests (${count(this.model.sequences.length)}${crowded})`;
+    document.getElementById("gantt-title").textContent =
+      `Requests (${count(this.model.sequences.length)}${crowded})`;
     this.redraw();
   }
 
   /** Width of the scroll bar of a panel of rows, which the other panels leave free. */
   _scrollbar() {
-    return Math.max(0, this.gantt.scroller.offsetWidth - this.gantt.scroller.clientWidth, this.map.scroller.offsetWidth - this.map.scroller.clientWidth);
+    return Math.max(
+      0,
+      this.gantt.scroller.offsetWidth - this.gantt.scroller.clientWidth,
+      this.map.scroller.offsetWidth - this.map.scroller.clientWidth,
+    );
   }
 
   /** A cleared canvas of the plot's width (and a gutter), scaled so that one unit is a CSS pixel. */
   begin(id, gutter, height = null) {
-    const canvas = document.getElementById(id), { ratio } = this; // a hidden one is no trouble
-    const tall = height ?? canvas.clientHeight, width = this.scale.width;
+    const canvas = document.getElementById(id),
+      { ratio } = this; // a hidden one is no trouble
+    const tall = height ?? canvas.clientHeight,
+      width = this.scale.width;
     const pixels = [Math.round((width + gutter) * ratio), Math.round(tall * ratio)];
-    if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
+    if (canvas.width !== pixels[0] || canvas.height !== pixels[1])
+      [canvas.width, canvas.height] = pixels;
     if (height !== null) canvas.style.cssText = `width: ${width + gutter}px; height: ${tall}px`;
     else canvas.style.cssText = `flex: none; width: ${width}px`;
     const context = canvas.getContext("2d");
@@ -177,7 +149,8 @@ class App {
 
   draw() {
     if (!this.model.numColumns || !this.ratio) return;
-    const started = performance.now(), columns = this.scale.columns(this.ratio);
+    const started = performance.now(),
+      columns = this.scale.columns(this.ratio);
     this.curves.overview();
     this.curves.ruler();
     this.curves.draw(columns);
@@ -190,17 +163,22 @@ class App {
 
   /** Put the cursor's box over its column, and the band over its row. */
   place() {
-    const { column, sequence, pinned } = this.cursor, line = document.getElementById("cursor");
-    const { scale } = this, band = document.getElementById("band");
+    const { column, sequence, pinned } = this.cursor,
+      line = document.getElementById("cursor");
+    const { scale } = this,
+      band = document.getElementById("band");
     line.hidden = column === null;
     if (column !== null) {
-      const from = Math.max(0, scale.x(scale.left(column))), to = Math.min(scale.width, scale.x(scale.right(column)));
+      const from = Math.max(0, scale.x(scale.left(column))),
+        to = Math.min(scale.width, scale.x(scale.right(column)));
       line.hidden = to < 0 || from > scale.width;
       line.classList.toggle("pinned", pinned);
       line.style.cssText = `transform: translateX(${this.gutter + from}px); width: ${Math.max(2, to - from)}px; height: ${this.plot.scrollHeight}px`;
     }
-    const row = sequence === null || !this.gantt.order ? -1 : this.rowOf(sequence), top = this.gantt.top(row);
-    const shown = Math.max(0, top), height = Math.min(top + this.gantt.rowHeight, this.gantt.height) - shown;
+    const row = sequence === null || !this.gantt.order ? -1 : this.rowOf(sequence),
+      top = this.gantt.top(row);
+    const shown = Math.max(0, top),
+      height = Math.min(top + this.gantt.rowHeight, this.gantt.height) - shown;
     band.hidden = row < 0 || height <= 0;
     band.style.cssText = `left: 0; width: ${this.gutter + scale.width}px; height: ${Math.max(height, 2)}px; transform: translateY(${this.gantt.scroller.offsetTop + shown}px)`;
   }
@@ -214,7 +192,8 @@ class App {
 
   /** Show a range of the axis, with a short movement unless the reader wants none. */
   show(from, to, smooth = true) {
-    const { scale } = this, before = [scale.from, scale.to];
+    const { scale } = this,
+      before = [scale.from, scale.to];
     scale.show(from, to);
     const after = [scale.from, scale.to];
     cancelAnimationFrame(this._motion);
@@ -222,7 +201,8 @@ class App {
     if (!smooth || this.still.matches) return this.redraw();
     const began = performance.now();
     const move = () => {
-      const share = Math.min(1, (performance.now() - began) / 140), eased = share * (2 - share);
+      const share = Math.min(1, (performance.now() - began) / 140),
+        eased = share * (2 - share);
       [scale.from, scale.to] = before.map((value, i) => value + (after[i] - value) * eased);
       if (share < 1) this._motion = requestAnimationFrame(move);
       this.redraw();
@@ -234,12 +214,17 @@ class App {
    * sight are empty, scroll to the first that is not; and rows that nobody has sized, of too many
    * sequences to read them all, grow as far as those in the view leave room. */
   _follow(from, to) {
-    const { model, gantt, scale } = this, order = model.order(this.sort);
-    const first = scale.columnAt(from), last = scale.columnAt(to);
-    const alive = (sequence) => model.firstColumn(sequence) <= last && model.lastColumn(sequence) >= first;
+    const { model, gantt, scale } = this,
+      order = model.order(this.sort);
+    const first = scale.columnAt(from),
+      last = scale.columnAt(to);
+    const alive = (sequence) =>
+      model.firstColumn(sequence) <= last && model.lastColumn(sequence) >= first;
     const place = order.findIndex(alive);
     if (place < 0) return;
-    let moved = !order.slice(gantt.firstRow * gantt.group, (gantt.lastRow + 1) * gantt.group).some(alive);
+    let moved = !order
+      .slice(gantt.firstRow * gantt.group, (gantt.lastRow + 1) * gantt.group)
+      .some(alive);
     if (this.chosenHeight === null && order.length > MANY) {
       const number = order.findLastIndex(alive) - place + 1;
       const height = ROW_HEIGHTS.findLast((size) => size <= 16 && size * number <= gantt.height);
@@ -254,11 +239,14 @@ class App {
 
   zoom(factor, x = null, smooth = true) {
     const { scale } = this;
-    if (x === null) { // about the cursor, if that is in view
-      const { column } = this.cursor, at = column === null ? -1 : scale.x(scale.left(column));
+    if (x === null) {
+      // about the cursor, if that is in view
+      const { column } = this.cursor,
+        at = column === null ? -1 : scale.x(scale.left(column));
       x = at >= 0 && at <= scale.width ? at : scale.width / 2;
     }
-    const about = scale.unit(x), least = scale.byTime ? scale.extent / this.model.numColumns : 4;
+    const about = scale.unit(x),
+      least = scale.byTime ? scale.extent / this.model.numColumns : 4;
     const span = Math.min(Math.max((scale.to - scale.from) * factor, least), scale.extent);
     const from = about - (x / scale.width) * span;
     this.show(from, from + span, smooth);
@@ -294,8 +282,10 @@ class App {
 
   /** Move the cursor. `change` has what differs; a cursor moved by a key or a click is pinned. */
   move(change) {
-    const before = this.cursor, cursor = (this.cursor = { ...before, ...change });
-    if (["column", "sequence", "block", "pinned"].every((name) => before[name] === cursor[name])) return;
+    const before = this.cursor,
+      cursor = (this.cursor = { ...before, ...change });
+    if (["column", "sequence", "block", "pinned"].every((name) => before[name] === cursor[name]))
+      return;
     const light = cursor.sequence;
     if (light !== this.highlighted || before.sequence !== cursor.sequence) {
       this.highlighted = cursor.pinned || cursor.block !== null ? light : null;
@@ -315,23 +305,30 @@ class App {
     clearTimeout(this._saying);
     this._saying = setTimeout(() => {
       const { column, sequence, block } = this.cursor;
-      if (column !== null) document.getElementById("live").textContent = this.words.spoken(column, sequence, block);
+      if (column !== null)
+        document.getElementById("live").textContent = this.words.spoken(column, sequence, block);
     }, 120);
   }
 
   /** Choose a sequence; the cursor goes to where it is, if it is not there at the cursor's step. */
   select(sequence) {
     let column = this.cursor.column ?? this.model.firstColumn(sequence);
-    column = Math.min(Math.max(column, this.model.firstColumn(sequence)), this.model.lastColumn(sequence));
+    column = Math.min(
+      Math.max(column, this.model.firstColumn(sequence)),
+      this.model.lastColumn(sequence),
+    );
     this.move({ sequence, column, block: null, pinned: true });
     this.reveal();
   }
 
   /** Bring the cursor into view. */
   reveal() {
-    const { column, sequence } = this.cursor, { scale } = this;
+    const { column, sequence } = this.cursor,
+      { scale } = this;
     if (sequence !== null) this.gantt.reveal(this.rowOf(sequence));
-    const from = scale.left(column), to = scale.right(column), span = scale.to - scale.from;
+    const from = scale.left(column),
+      to = scale.right(column),
+      span = scale.to - scale.from;
     if (from < scale.from) this.show(from - span * 0.1, from + span * 0.9);
     else if (to > scale.to) this.show(to - span * 0.9, to + span * 0.1);
     this.redraw();
@@ -349,12 +346,17 @@ class App {
 
   /** Move the cursor by columns and rows, as the arrow keys do. */
   step(columns, rows) {
-    const { scale, model, cursor } = this, order = model.order(this.sort);
+    const { scale, model, cursor } = this,
+      order = model.order(this.sort);
     const start = cursor.column ?? scale.columnAt(columns < 0 ? scale.to : scale.from);
-    const column = cursor.column === null && columns ? start : Math.min(Math.max(start + columns, 0), model.numColumns - 1);
+    const column =
+      cursor.column === null && columns
+        ? start
+        : Math.min(Math.max(start + columns, 0), model.numColumns - 1);
     let { sequence } = cursor;
     if (rows && order.length) {
-      const { firstRow, lastRow, group } = this.gantt, outside = rows > 0 ? firstRow * group - 1 : (lastRow + 1) * group;
+      const { firstRow, lastRow, group } = this.gantt,
+        outside = rows > 0 ? firstRow * group - 1 : (lastRow + 1) * group;
       const place = sequence === null ? outside : order.indexOf(sequence);
       sequence = order[Math.min(Math.max(place + rows, 0), order.length - 1)];
     }
@@ -364,13 +366,21 @@ class App {
 
   /** To the next or previous preemption or refusal of the chosen sequence, or preemption of any. */
   jump(direction) {
-    const { model, cursor } = this, { sequence } = cursor;
-    const columns = sequence === null ? [...model.preemptedAt.keys()].sort((a, b) => a - b) : model.events(sequence);
+    const { model, cursor } = this,
+      { sequence } = cursor;
+    const columns =
+      sequence === null
+        ? [...model.preemptedAt.keys()].sort((a, b) => a - b)
+        : model.events(sequence);
     const at = cursor.column ?? -1;
-    const next = direction > 0 ? columns.find((column) => column > at) : columns.findLast((column) => column < at);
+    const next =
+      direction > 0
+        ? columns.find((column) => column > at)
+        : columns.findLast((column) => column < at);
     if (next === undefined) {
       const what = sequence === null ? "preemption" : "preemption or refusal of this request";
-      document.getElementById("live").textContent = `No ${direction > 0 ? "later" : "earlier"} ${what}.`;
+      document.getElementById("live").textContent =
+        `No ${direction > 0 ? "later" : "earlier"} ${what}.`;
       return;
     }
     this.move({ column: next, pinned: true, block: null });
@@ -379,12 +389,19 @@ class App {
 
   /** Find requests by a part of their name; the first one from the cursor on is chosen. */
   search(text, direction = 0) {
-    const wanted = text.trim().toLowerCase(), order = this.model.order(this.sort);
-    const found = wanted ? order.filter((i) => this.model.sequences[i].name.toLowerCase().includes(wanted)) : [];
+    const wanted = text.trim().toLowerCase(),
+      order = this.model.order(this.sort);
+    const found = wanted
+      ? order.filter((i) => this.model.sequences[i].name.toLowerCase().includes(wanted))
+      : [];
     this.matches = new Set(found);
     const at = found.indexOf(this.cursor.sequence);
     const next = found.length ? (at < 0 ? 0 : (at + direction + found.length) % found.length) : -1;
-    document.getElementById("found").textContent = wanted ? (found.length ? `${next + 1} of ${count(found.length)}` : "none") : "";
+    document.getElementById("found").textContent = wanted
+      ? found.length
+        ? `${next + 1} of ${count(found.length)}`
+        : "none"
+      : "";
     if (next >= 0) this.select(found[next]);
     this.redraw();
   }

@@ -2,16 +2,32 @@
 /* Keys, pointer, wheel and buttons. */
 
 const KEYS = [
-  ["\u2190 \u2192", "one step back or on; with Shift ten"], ["\u2191 \u2193", "the request above or below; with Shift ten"],
-  ["+ \u2212 0", "zoom in, zoom out, show all"], ["Home End", "first and last step"],
-  ["n p", "next and previous preemption or refusal of the chosen request (of any, if none is chosen)"],
-  ["/", "find a request by name; Enter goes to the next"], ["z", "zoom to the chosen request"], ["t", "steps or wall-clock time"],
-  ["s", "another order of the rows"], ["c", "show or hide the curves"], ["[ ]", "lower or higher rows"], ["Esc", "release what is pinned"], ["?", "this help"],
+  ["\u2190 \u2192", "one step back or on; with Shift ten"],
+  ["\u2191 \u2193", "the request above or below; with Shift ten"],
+  ["+ \u2212 0", "zoom in, zoom out, show all"],
+  ["Home End", "first and last step"],
+  [
+    "n p",
+    "next and previous preemption or refusal of the chosen request (of any, if none is chosen)",
+  ],
+  ["/", "find a request by name; Enter goes to the next"],
+  ["z", "zoom to the chosen request"],
+  ["t", "steps or wall-clock time"],
+  ["s", "another order of the rows"],
+  ["c", "show or hide the curves"],
+  ["[ ]", "lower or higher rows"],
+  ["Esc", "release what is pinned"],
+  ["?", "this help"],
 ];
 const POINTER = [
-  ["hover, click", "shows what is there; pins it"], ["drag", "moves; with Shift it zooms to what was dragged over"],
-  ["wheel", "zooms over the curves, scrolls the rows; with Ctrl it zooms everywhere, with Shift it moves"],
-  ["double click", "zooms to the request"], ["overview", "drag the window or its edges, or a new window beside it"],
+  ["hover, click", "shows what is there; pins it"],
+  ["drag", "moves; with Shift it zooms to what was dragged over"],
+  [
+    "wheel",
+    "zooms over the curves, scrolls the rows; with Ctrl it zooms everywhere, with Shift it moves",
+  ],
+  ["double click", "zooms to the request"],
+  ["overview", "drag the window or its edges, or a new window beside it"],
 ];
 
 class Controls {
@@ -30,7 +46,8 @@ class Controls {
   }
 
   _buttons() {
-    const { app } = this, on = (id, action) => document.getElementById(id).addEventListener("click", action);
+    const { app } = this,
+      on = (id, action) => document.getElementById(id).addEventListener("click", action);
     on("by-steps", () => app.setByTime(false));
     on("by-time", () => app.setByTime(true));
     on("zoom-in", () => app.zoom(0.5));
@@ -41,7 +58,9 @@ class Controls {
     on("curves-button", () => this._curves());
     on("help-button", () => document.getElementById("help").showModal());
     on("help-close", () => document.getElementById("help").close());
-    document.getElementById("sort").addEventListener("change", (event) => app.setSort(event.target.value));
+    document
+      .getElementById("sort")
+      .addEventListener("change", (event) => app.setSort(event.target.value));
     const search = document.getElementById("search");
     search.addEventListener("input", () => app.search(search.value));
     search.addEventListener("keydown", (event) => {
@@ -56,26 +75,67 @@ class Controls {
   }
 
   _help() {
-    const list = (rows, tag) => element("dl", ...rows.flatMap(([keys, what]) => [element("dt", ...keys.split(" ").flatMap((key) => [tag === "kbd" ? element("kbd", key) : key, " "])), element("dd", what)]));
-    document.getElementById("help-text").append(
-      element("p", "Every column is one step of the engine. A row of the upper panel is a request (or one of its completions): what it did in each step, and why it waited. A row of the lower panel is a block of the KV cache: who held it when the step was over."),
-      list(KEYS, "kbd"), list(POINTER, "text"),
-      element("p", "Zoomed out, a pixel stands for many steps and shows the rarest thing in them: a preemption before a prefill, that before decode and waiting; of the curves, the highest value over a band down to the lowest."));
+    const list = (rows, tag) =>
+      element(
+        "dl",
+        ...rows.flatMap(([keys, what]) => [
+          element(
+            "dt",
+            ...keys.split(" ").flatMap((key) => [tag === "kbd" ? element("kbd", key) : key, " "]),
+          ),
+          element("dd", what),
+        ]),
+      );
+    document
+      .getElementById("help-text")
+      .append(
+        element(
+          "p",
+          "Every column is one step of the engine. A row of the upper panel is a request (or one of its completions): what it did in each step, and why it waited. A row of the lower panel is a block of the KV cache: who held it when the step was over.",
+        ),
+        list(KEYS, "kbd"),
+        list(POINTER, "text"),
+        element(
+          "p",
+          "Zoomed out, a pixel stands for many steps and shows the rarest thing in them: a preemption before a prefill, that before decode and waiting; of the curves, the highest value over a band down to the lowest.",
+        ),
+      );
   }
 
   // ---- keys --------------------------------------------------------------------------------------
 
   _key(event) {
-    const { app } = this, ten = event.shiftKey ? 10 : 1;
-    if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("help").open) return;
+    const { app } = this,
+      ten = event.shiftKey ? 10 : 1;
+    if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("help").open)
+      return;
     const typing = event.target.matches("input, select, textarea");
     const arrows = app.plot === document.activeElement || document.activeElement === document.body;
-    const moves = { ArrowLeft: () => app.step(-ten, 0), ArrowRight: () => app.step(ten, 0), ArrowUp: () => app.step(0, -ten), ArrowDown: () => app.step(0, ten),
-      Home: () => app.goTo(0), End: () => app.goTo(app.model.numColumns - 1) };
-    const letters = { "+": () => app.zoom(0.5), "=": () => app.zoom(0.5), "-": () => app.zoom(2), 0: () => app.show(0, app.scale.extent),
-      n: () => app.jump(1), p: () => app.jump(-1), t: () => app.setByTime(!app.scale.byTime), s: () => this._nextSort(), c: () => this._curves(), z: () => this._toSequence(app.cursor.sequence),
-      "[": () => app.resizeRows(-1), "]": () => app.resizeRows(1), "/": () => document.getElementById("search").focus(),
-      "?": () => document.getElementById("help").showModal(), Escape: () => app.release() };
+    const moves = {
+      ArrowLeft: () => app.step(-ten, 0),
+      ArrowRight: () => app.step(ten, 0),
+      ArrowUp: () => app.step(0, -ten),
+      ArrowDown: () => app.step(0, ten),
+      Home: () => app.goTo(0),
+      End: () => app.goTo(app.model.numColumns - 1),
+    };
+    const letters = {
+      "+": () => app.zoom(0.5),
+      "=": () => app.zoom(0.5),
+      "-": () => app.zoom(2),
+      0: () => app.show(0, app.scale.extent),
+      n: () => app.jump(1),
+      p: () => app.jump(-1),
+      t: () => app.setByTime(!app.scale.byTime),
+      s: () => this._nextSort(),
+      c: () => this._curves(),
+      z: () => this._toSequence(app.cursor.sequence),
+      "[": () => app.resizeRows(-1),
+      "]": () => app.resizeRows(1),
+      "/": () => document.getElementById("search").focus(),
+      "?": () => document.getElementById("help").showModal(),
+      Escape: () => app.release(),
+    };
     const action = (arrows && moves[event.key]) || (!typing && letters[event.key]);
     if (!action || !app.model.numColumns) return;
     event.preventDefault();
@@ -96,9 +156,11 @@ class Controls {
   }
 
   _toSequence(sequence) {
-    const { app } = this, { model, scale } = app;
+    const { app } = this,
+      { model, scale } = app;
     if (sequence === null) return;
-    const from = scale.left(model.firstColumn(sequence)), to = scale.right(model.lastColumn(sequence));
+    const from = scale.left(model.firstColumn(sequence)),
+      to = scale.right(model.lastColumn(sequence));
     app.show(from - (to - from) * 0.06, to + (to - from) * 0.06);
   }
 
@@ -106,11 +168,22 @@ class Controls {
 
   /** What is under the pointer: panel, x from the left of the plot, column, sequence, block. */
   _at(event) {
-    const { app } = this, target = event.target.closest("canvas"), box = app.plot.getBoundingClientRect();
-    const x = event.clientX - box.left - app.gutter, inside = x >= 0 && x < app.scale.width;
-    const found = { panel: target && target.id, x, inside, column: null, sequence: null, block: null };
+    const { app } = this,
+      target = event.target.closest("canvas"),
+      box = app.plot.getBoundingClientRect();
+    const x = event.clientX - box.left - app.gutter,
+      inside = x >= 0 && x < app.scale.width;
+    const found = {
+      panel: target && target.id,
+      x,
+      inside,
+      column: null,
+      sequence: null,
+      block: null,
+    };
     const unit = app.scale.unit(x);
-    if (inside && unit < app.scale.extent && found.panel !== "overview") found.column = app.scale.columnAt(unit);
+    if (inside && unit < app.scale.extent && found.panel !== "overview")
+      found.column = app.scale.columnAt(unit);
     if (!target) return found;
     const y = event.clientY - target.getBoundingClientRect().top;
     if (found.panel === "gantt") {
@@ -118,22 +191,33 @@ class Controls {
       if (row !== null) found.sequence = app.gantt.sequenceAt(row, found.column);
     } else if (found.panel === "blocks" && found.column !== null) {
       const row = app.map.rowAt(y);
-      if (row !== null && app.map.shown.length) Object.assign(found, this._block(row, found.column));
+      if (row !== null && app.map.shown.length)
+        Object.assign(found, this._block(row, found.column));
     }
     return found;
   }
 
   /** Of the blocks of a row the one that it shows, and its first holder. */
   _block(row, column) {
-    const { map, model } = this.app, first = row * map.group;
-    let block = map.shown[first], best = -1;
+    const { map, model } = this.app,
+      first = row * map.group;
+    let block = map.shown[first],
+      best = -1;
     for (const candidate of map.shown.slice(first, first + map.group)) {
       const rank = blockRank(map._code(model.changeAt(candidate, column)));
       if (rank > best) [block, best] = [candidate, rank];
     }
-    const change = model.changeAt(block, column), holders = change < 0 ? [] : model.holders[change];
+    const change = model.changeAt(block, column),
+      holders = change < 0 ? [] : model.holders[change];
     const { pinned, sequence } = this.app.cursor;
-    return { block, sequence: holders.length ? (pinned && holders.includes(sequence) ? sequence : holders[0]) : null };
+    return {
+      block,
+      sequence: holders.length
+        ? pinned && holders.includes(sequence)
+          ? sequence
+          : holders[0]
+        : null,
+    };
   }
 
   _hover(event) {
@@ -142,19 +226,29 @@ class Controls {
     const found = this._at(event);
     app.plot.style.cursor = found.panel === "overview" ? this._overviewCursor(found.x) : "";
     if (found.column === null && found.sequence === null) return this._leave();
-    if (!app.cursor.pinned) app.move({ column: found.column ?? app.cursor.column, sequence: found.sequence, block: found.block });
+    if (!app.cursor.pinned)
+      app.move({
+        column: found.column ?? app.cursor.column,
+        sequence: found.sequence,
+        block: found.block,
+      });
     this._tip(event, found);
   }
 
   _tip(event, { column, sequence, block }) {
-    const { model, words } = this.app, { tip } = this, lines = [];
+    const { model, words } = this.app,
+      { tip } = this,
+      lines = [];
     if (column === null) return void (tip.hidden = true);
     if (block !== null) lines.push(`Block ${count(block)}: ${words.block(block, column)}`);
-    if (sequence !== null && block === null) lines.push(words.name(sequence), words.state(sequence, column));
+    if (sequence !== null && block === null)
+      lines.push(words.name(sequence), words.state(sequence, column));
     lines.push(`Step ${count(model.steps.step[column])} at ${moment(model.steps.start[column])}`);
     tip.replaceChildren(...lines.map((line) => element("div", line)));
     tip.hidden = false;
-    const { offsetWidth, offsetHeight } = tip, x = event.clientX + 14, y = event.clientY + 16;
+    const { offsetWidth, offsetHeight } = tip,
+      x = event.clientX + 14,
+      y = event.clientY + 16;
     tip.style.left = `${x + offsetWidth > innerWidth - 6 ? Math.max(4, event.clientX - offsetWidth - 12) : x}px`;
     tip.style.top = `${y + offsetHeight > innerHeight - 6 ? Math.max(4, event.clientY - offsetHeight - 12) : y}px`;
   }
@@ -172,35 +266,57 @@ class Controls {
   /** A press becomes a click where it hardly moves, else a drag of its panel. */
   _down(event) {
     if (event.button !== 0 || !event.target.matches("canvas")) return;
-    const { app } = this, { scale } = app, start = this._at(event), begun = [event.clientX, event.clientY];
-    const view = [scale.from, scale.to], { scrollTop } = app.gantt;
+    const { app } = this,
+      { scale } = app,
+      start = this._at(event),
+      begun = [event.clientX, event.clientY];
+    const view = [scale.from, scale.to],
+      { scrollTop } = app.gantt;
     if (start.panel === "overview") return this._overview(event, start);
-    const selecting = event.shiftKey && start.inside, target = event.target;
+    const selecting = event.shiftKey && start.inside,
+      target = event.target;
     let moved = false;
-    this._drag(event, (now) => {
-      const dx = now.clientX - begun[0], dy = now.clientY - begun[1];
-      if (!moved && Math.hypot(dx, dy) < 4) return;
-      moved = true;
-      this.tip.hidden = true;
-      if (selecting) return this._select(start.x, start.x + dx);
-      const shift = (dx / scale.width) * (view[1] - view[0]);
-      app.show(view[0] - shift, view[1] - shift, false);
-      if (target.id === "gantt") app.gantt.scroller.scrollTop = scrollTop - dy;
-    }, (now) => {
-      if (moved && selecting) {
-        const ends = [start.x, start.x + now.clientX - begun[0]].sort((a, b) => a - b).map((x) => scale.unit(x));
-        app.place();
-        if (now.type === "pointerup") app.show(...ends);
-      } else if (!moved && now.type === "pointerup" && (start.column !== null || start.sequence !== null)) {
-        app.plot.focus({ preventScroll: true });
-        app.move({ column: start.column ?? app.cursor.column ?? 0, sequence: start.sequence, block: start.block, pinned: true });
-      }
-    });
+    this._drag(
+      event,
+      (now) => {
+        const dx = now.clientX - begun[0],
+          dy = now.clientY - begun[1];
+        if (!moved && Math.hypot(dx, dy) < 4) return;
+        moved = true;
+        this.tip.hidden = true;
+        if (selecting) return this._select(start.x, start.x + dx);
+        const shift = (dx / scale.width) * (view[1] - view[0]);
+        app.show(view[0] - shift, view[1] - shift, false);
+        if (target.id === "gantt") app.gantt.scroller.scrollTop = scrollTop - dy;
+      },
+      (now) => {
+        if (moved && selecting) {
+          const ends = [start.x, start.x + now.clientX - begun[0]]
+            .sort((a, b) => a - b)
+            .map((x) => scale.unit(x));
+          app.place();
+          if (now.type === "pointerup") app.show(...ends);
+        } else if (
+          !moved &&
+          now.type === "pointerup" &&
+          (start.column !== null || start.sequence !== null)
+        ) {
+          app.plot.focus({ preventScroll: true });
+          app.move({
+            column: start.column ?? app.cursor.column ?? 0,
+            sequence: start.sequence,
+            block: start.block,
+            pinned: true,
+          });
+        }
+      },
+    );
   }
 
   /** Show the range that is being dragged over. */
   _select(from, to) {
-    const line = document.getElementById("cursor"), left = Math.min(from, to);
+    const line = document.getElementById("cursor"),
+      left = Math.min(from, to);
     line.hidden = false;
     line.style.cssText = `transform: translateX(${this.app.gutter + left}px); width: ${Math.abs(to - from)}px; height: ${this.app.plot.scrollHeight}px`;
   }
@@ -223,7 +339,8 @@ class Controls {
 
   /** Which part of the window an x in the overview hits: "from", "to", "inside" or null. */
   _part(x) {
-    const { scale, curves } = this.app, [from, to] = [scale.from, scale.to].map((unit) => curves.overviewScale.x(unit));
+    const { scale, curves } = this.app,
+      [from, to] = [scale.from, scale.to].map((unit) => curves.overviewScale.x(unit));
     if (Math.abs(x - from) <= 6) return "from";
     if (Math.abs(x - to) <= 6) return "to";
     return x > from && x < to && to - from < scale.width - 2 ? "inside" : null;
@@ -234,28 +351,48 @@ class Controls {
   }
 
   _overview(event, start) {
-    const { app } = this, { scale } = app, part = this._part(start.x), view = [scale.from, scale.to];
-    const units = (dx) => (dx / scale.width) * scale.extent, begun = scale.extent * (start.x / scale.width);
-    this._drag(event, (now) => {
-      const dx = units(now.clientX - event.clientX);
-      if (part === "inside") app.show(view[0] + dx, view[1] + dx, false);
-      else if (part === "from") app.show(Math.min(view[0] + dx, view[1]), view[1], false);
-      else if (part === "to") app.show(view[0], Math.max(view[1] + dx, view[0]), false);
-      else if (Math.abs(now.clientX - event.clientX) > 3) app.show(...[begun, begun + dx].sort((a, b) => a - b), false);
-    }, (now) => {
-      const span = scale.to - scale.from; // a click beside the window brings it there
-      if (part === null && Math.abs(now.clientX - event.clientX) <= 3) app.show(begun - span / 2, begun + span / 2);
-    });
+    const { app } = this,
+      { scale } = app,
+      part = this._part(start.x),
+      view = [scale.from, scale.to];
+    const units = (dx) => (dx / scale.width) * scale.extent,
+      begun = scale.extent * (start.x / scale.width);
+    this._drag(
+      event,
+      (now) => {
+        const dx = units(now.clientX - event.clientX);
+        if (part === "inside") app.show(view[0] + dx, view[1] + dx, false);
+        else if (part === "from") app.show(Math.min(view[0] + dx, view[1]), view[1], false);
+        else if (part === "to") app.show(view[0], Math.max(view[1] + dx, view[0]), false);
+        else if (Math.abs(now.clientX - event.clientX) > 3)
+          app.show(...[begun, begun + dx].sort((a, b) => a - b), false);
+      },
+      (now) => {
+        const span = scale.to - scale.from; // a click beside the window brings it there
+        if (part === null && Math.abs(now.clientX - event.clientX) <= 3)
+          app.show(begun - span / 2, begun + span / 2);
+      },
+    );
   }
 
   _wheel(event) {
-    const { app } = this, { scale } = app, found = this._at(event);
+    const { app } = this,
+      { scale } = app,
+      found = this._at(event);
     const pixels = event.deltaMode === 1 ? 16 : event.deltaMode === 2 ? 300 : 1;
     const sideways = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
     const rows = found.panel === "gantt" || found.panel === "blocks";
-    if (event.ctrlKey || event.metaKey || (!rows && !event.shiftKey && Math.abs(event.deltaY) > Math.abs(event.deltaX))) {
+    if (
+      event.ctrlKey ||
+      event.metaKey ||
+      (!rows && !event.shiftKey && Math.abs(event.deltaY) > Math.abs(event.deltaX))
+    ) {
       const limited = Math.min(Math.max(event.deltaY * pixels, -200), 200);
-      app.zoom(Math.exp(limited * (event.ctrlKey && Math.abs(event.deltaY) < 20 ? 0.01 : 0.002)), Math.min(Math.max(found.x, 0), scale.width), false);
+      app.zoom(
+        Math.exp(limited * (event.ctrlKey && Math.abs(event.deltaY) < 20 ? 0.01 : 0.002)),
+        Math.min(Math.max(found.x, 0), scale.width),
+        false,
+      );
     } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
       const shift = ((sideways * pixels) / scale.width) * (scale.to - scale.from);
       app.show(scale.from + shift, scale.to + shift, false);

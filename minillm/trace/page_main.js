@@ -4,11 +4,18 @@
 {
   const started = performance.now();
   const model = new Model(JSON.parse(document.getElementById("data").textContent));
-  document.getElementById("data").remove();
   const parsed = performance.now();
   const app = new App(model);
   if (!model.numColumns) {
-    document.getElementById("details").replaceChildren(element("p", "This trace has no steps: nothing was generated while it was recorded."));
+    document
+      .getElementById("details")
+      .replaceChildren(
+        element("p", "This trace has no steps: nothing was generated while it was recorded."),
+      );
   }
-  window.traceView = { app, model, milliseconds: { parse: parsed - started, start: performance.now() - parsed } };
+  window.traceView = {
+    app,
+    model,
+    milliseconds: { parse: parsed - started, start: performance.now() - parsed },
+  };
 }

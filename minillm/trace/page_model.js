@@ -48,11 +48,13 @@ class Model {
   /** Begin and end of each column in seconds. A short pause belongs to the step before it; a longer
    * one, when there was nothing to do, stays empty. */
   _clock() {
-    const { start, plan, run, deliver } = this.steps, n = this.numColumns;
+    const { start, plan, run, deliver } = this.steps,
+      n = this.numColumns;
     this.begin = Float64Array.from(start);
     this.end = new Float64Array(n);
     for (let c = 0; c < n; c++) {
-      const took = plan[c] + run[c] + deliver[c], next = c + 1 < n ? start[c + 1] : Infinity;
+      const took = plan[c] + run[c] + deliver[c],
+        next = c + 1 < n ? start[c + 1] : Infinity;
       this.end[c] = next - start[c] <= 2 * took ? next : start[c] + took;
     }
     this.duration = n ? this.end[n - 1] : 1;
@@ -85,14 +87,18 @@ class Model {
           this.preemptedAt.get(first).push(index);
         }
         if (code === before && isIdle(code)) bars.last[bars.last.length - 1] = last;
-        else bars.code.push(code), bars.first.push(first), bars.last.push(last);
+        else (bars.code.push(code), bars.first.push(first), bars.last.push(last));
         before = code;
       }
       sequence.spans = null; // the arrays have it now; half the memory of a long trace
     });
     this.offsets[this.sequences.length] = at;
     this.barOffsets[this.sequences.length] = bars.code.length;
-    this.bars = { code: Uint8Array.from(bars.code), first: Int32Array.from(bars.first), last: Int32Array.from(bars.last) };
+    this.bars = {
+      code: Uint8Array.from(bars.code),
+      first: Int32Array.from(bars.first),
+      last: Int32Array.from(bars.last),
+    };
   }
 
   _blocks(blocks) {
@@ -115,7 +121,8 @@ class Model {
 
   /** Index of the span of a sequence that covers a column, -1 if it was not there. */
   spanAt(sequence, column) {
-    const from = this.offsets[sequence], to = this.offsets[sequence + 1];
+    const from = this.offsets[sequence],
+      to = this.offsets[sequence + 1];
     const span = lastAtMost(this.first, column, from, to);
     return span >= from && this.last[span] >= column ? span : -1;
   }
@@ -145,7 +152,10 @@ class Model {
   events(sequence) {
     const columns = [];
     for (let s = this.offsets[sequence]; s < this.offsets[sequence + 1]; s++) {
-      const same = s > this.offsets[sequence] && this.code[s - 1] === this.code[s] && this.a[s - 1] === this.a[s];
+      const same =
+        s > this.offsets[sequence] &&
+        this.code[s - 1] === this.code[s] &&
+        this.a[s - 1] === this.a[s];
       if (isIdle(this.code[s]) && !same) columns.push(this.first[s]);
     }
     return columns;
@@ -154,7 +164,8 @@ class Model {
   /** Sequence indices in the order of the rows. */
   order(by) {
     if (this._order.has(by)) return this._order.get(by);
-    const count = this.sequences.length, keys = new Float64Array(count);
+    const count = this.sequences.length,
+      keys = new Float64Array(count);
     for (let i = 0; i < count; i++) {
       if (by === "arrival") keys[i] = this.sequences[i].parent ?? i; // completions stay together
       if (by === "end") keys[i] = this.sequences[i].ended ?? Infinity;
@@ -174,7 +185,8 @@ class Model {
   /** Who was next in line at a column and why it stayed there: [sequence, reason], or null. */
   blockedAt(column) {
     const runs = this.steps.blocked;
-    let from = 0, to = runs.length;
+    let from = 0,
+      to = runs.length;
     while (from < to) {
       const middle = (from + to) >> 1;
       if (runs[middle][0] <= column) from = middle + 1;

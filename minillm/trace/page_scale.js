@@ -38,7 +38,10 @@ class Scale {
 
   /** Show a range, moved and limited so that it lies in the trace. */
   show(from, to) {
-    const least = Math.min(this.extent, this.byTime ? this.extent / Math.max(this.model.numColumns, 1) : 4);
+    const least = Math.min(
+      this.extent,
+      this.byTime ? this.extent / Math.max(this.model.numColumns, 1) : 4,
+    );
     const span = Math.min(Math.max(to - from, least), this.extent);
     const centre = (from + to) / 2;
     this.from = Math.min(Math.max(centre - span / 2, 0), this.extent - span);
@@ -56,7 +59,9 @@ class Scale {
     const ends = [convert(this.from), convert(this.to)];
     const all = this.from <= 0 && this.to >= this.extent;
     this.byTime = byTime;
-    const [from, to] = ends.map(([c, share]) => this.left(c) + share * (this.right(c) - this.left(c)));
+    const [from, to] = ends.map(
+      ([c, share]) => this.left(c) + share * (this.right(c) - this.left(c)),
+    );
     if (all) this.show(0, this.extent);
     else this.show(from, to);
   }
@@ -66,8 +71,11 @@ class Scale {
     const first = this.columnAt(this.from);
     let last = this.columnAt(this.to);
     if (last > first && this.left(last) >= this.to) last--;
-    const size = last - first + 1, begin = new Int32Array(size), end = new Int32Array(size);
-    const pixels = Math.round(this.width * ratio), factor = pixels / (this.to - this.from);
+    const size = last - first + 1,
+      begin = new Int32Array(size),
+      end = new Int32Array(size);
+    const pixels = Math.round(this.width * ratio),
+      factor = pixels / (this.to - this.from);
     const place = (unit) => Math.round(Math.min(Math.max((unit - this.from) * factor, 0), pixels));
     for (let i = 0; i < size; i++) {
       begin[i] = place(this.left(first + i));
@@ -79,9 +87,11 @@ class Scale {
 
 /** About `target` round numbers between two others: 1, 2 or 5 times a power of ten apart. */
 function ticks(from, to, target, least = 0) {
-  const rough = (to - from) / Math.max(target, 1), power = 10 ** Math.floor(Math.log10(rough));
+  const rough = (to - from) / Math.max(target, 1),
+    power = 10 ** Math.floor(Math.log10(rough));
   const step = Math.max([1, 2, 5, 10].find((factor) => factor * power >= rough) * power, least);
   const found = [];
-  for (let value = Math.ceil(from / step) * step; value <= to + step * 1e-6; value += step) found.push(value);
+  for (let value = Math.ceil(from / step) * step; value <= to + step * 1e-6; value += step)
+    found.push(value);
   return { step, values: found };
 }

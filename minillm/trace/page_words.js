@@ -8,13 +8,18 @@ const plain = (text) => text.replace(/[\u0000-\u001f\u007f-\u009f\u2028\u2029]/g
 const isolated = (text) => `\u2068${plain(text)}\u2069`;
 
 function seconds(value) {
-  const [scaled, unit] = value < 0.9995e-3 ? [value * 1e6, "\u00b5s"]
-    : value < 0.9995 ? [value * 1e3, "ms"] : [value, "s"];
+  const [scaled, unit] =
+    value < 0.9995e-3
+      ? [value * 1e6, "\u00b5s"]
+      : value < 0.9995
+        ? [value * 1e3, "ms"]
+        : [value, "s"];
   const digits = scaled >= 99.95 ? 0 : scaled >= 9.995 ? 1 : 2;
   return `${scaled.toLocaleString("en-GB", { maximumFractionDigits: digits })} ${unit}`;
 }
 
-function moment(value) { // a point on the clock, not a duration
+function moment(value) {
+  // a point on the clock, not a duration
   if (value < 0) return `${seconds(-value)} before the first step`; // a request waits before it runs
   return value < 1 ? seconds(value) : `${value.toFixed(3)} s`;
 }
@@ -35,26 +40,39 @@ class Words {
   reason(index, column = null) {
     const text = this.model.reasons[index] ?? "no reason recorded";
     const blocked = text === BEHIND && column !== null ? this.model.blockedAt(column) : null;
-    return blocked ? `behind ${this.name(blocked[0])} (${this.reason(blocked[1])})` : isolated(text);
+    return blocked
+      ? `behind ${this.name(blocked[0])} (${this.reason(blocked[1])})`
+      : isolated(text);
   }
 
   positions(start, number) {
-    return number === 1 ? `position ${count(start)}` : `positions ${count(start)}\u2013${count(start + number - 1)}`;
+    return number === 1
+      ? `position ${count(start)}`
+      : `positions ${count(start)}\u2013${count(start + number - 1)}`;
   }
 
   /** What a sequence did in a column. */
   state(sequence, column) {
-    const model = this.model, span = model.spanAt(sequence, column);
+    const model = this.model,
+      span = model.spanAt(sequence, column);
     if (span < 0) return this.absence(sequence, column);
-    const a = model.a[span], b = model.b[span];
+    const a = model.a[span],
+      b = model.b[span];
     switch (model.code[span]) {
-      case PREFILL: return `prefill of ${plural(b, "token")}, ${this.positions(a, b)}`;
-      case RECOMPUTED: return `recomputed ${plural(b, "token")} after a preemption, ${this.positions(a, b)}`;
-      case DECODE: return `decode of 1 token, ${this.positions(a + column - model.first[span], 1)}`;
-      case WAITING: return `waiting: ${this.reason(a, column)}`;
-      case STALLED: return `running, but stalled: ${this.reason(a, column)}`;
-      case SWAPPED: return `swapped out to host memory: ${this.reason(a, column)}`;
-      default: return `preempted, its blocks are gone: ${this.reason(a, column)}`;
+      case PREFILL:
+        return `prefill of ${plural(b, "token")}, ${this.positions(a, b)}`;
+      case RECOMPUTED:
+        return `recomputed ${plural(b, "token")} after a preemption, ${this.positions(a, b)}`;
+      case DECODE:
+        return `decode of 1 token, ${this.positions(a + column - model.first[span], 1)}`;
+      case WAITING:
+        return `waiting: ${this.reason(a, column)}`;
+      case STALLED:
+        return `running, but stalled: ${this.reason(a, column)}`;
+      case SWAPPED:
+        return `swapped out to host memory: ${this.reason(a, column)}`;
+      default:
+        return `preempted, its blocks are gone: ${this.reason(a, column)}`;
     }
   }
 
@@ -65,8 +83,14 @@ class Words {
   }
 
   ending(end) {
-    return { stop: "stop: it came to its end", length: "length: it reached its limit",
-      abort: "abort: its user gave it up", error: "error: it failed" }[end] ?? "not finished here";
+    return (
+      {
+        stop: "stop: it came to its end",
+        length: "length: it reached its limit",
+        abort: "abort: its user gave it up",
+        error: "error: it failed",
+      }[end] ?? "not finished here"
+    );
   }
 
   block(block, column) {
@@ -83,7 +107,9 @@ class Words {
     const parts = [`Step ${step[column]}.`];
     if (sequence !== null) parts.push(`${this.name(sequence)}: ${this.state(sequence, column)}.`);
     if (block !== null) parts.push(`Block ${block}: ${this.block(block, column)}.`);
-    parts.push(`${running[column]} running, ${waiting[column]} waiting, ${plural(free[column], "block")} free.`);
+    parts.push(
+      `${running[column]} running, ${waiting[column]} waiting, ${plural(free[column], "block")} free.`,
+    );
     for (const victim of this.model.preemptedAt.get(column) ?? []) {
       if (victim !== sequence) parts.push(`${this.name(victim)}: ${this.state(victim, column)}.`);
     }

@@ -431,6 +431,24 @@ def test_time_instead_of_steps_keeps_the_cursor_and_shows_pauses(small: Viewer) 
     assert not small.run("return traceView.app.scale.byTime")
 
 
+def test_a_block_is_what_it_was_while_nothing_runs(driver: Any, pages: Any) -> None:
+    viewer = Viewer(driver, *pages[100])
+    viewer.press("t")
+    holes = viewer.run(
+        """const { app, model } = traceView, { map } = app, columns = app.scale.columns(app.ratio);
+        const pauses = model.end.filter((end, c) => end < model.begin[c + 1]).length;
+        const holes = [...map.shown.keys()].filter((row) => {
+          map.raster.codes.fill(0);
+          map._codes(row, columns);
+          const codes = map.raster.codes, first = codes.findIndex((code) => code > 0);
+          return codes.indexOf(0, first) >= 0;
+        });
+        return [pauses, map.group, holes];"""
+    )
+    assert holes[0] > 0
+    assert holes[1:] == [1, []]
+
+
 def test_rows_can_be_sorted(viewer: Viewer) -> None:
     sequences = viewer.data["sequences"]
     for key in ("end", "waiting", "preemptions"):
