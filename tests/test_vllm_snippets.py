@@ -87,8 +87,6 @@ def test_offline_inference_with_penalties_and_a_prefix_cache():
         )
     assert len(caught) == 1
     system = "# Small functions, each of which says what it does in one line.\n" * 4
-        '"""A module of small functions, each of which says what it does in one line."""\n\n' * 4
-    )
     prompts = [system + f"def function_{i}(" for i in range(3)]
     sampling_params = SamplingParams(
         temperature=0.8, top_p=0.95, max_tokens=16, presence_penalty=0.1, frequency_penalty=0.1
