@@ -127,19 +127,6 @@ class App {
     return { context, width, height: tall };
   }
 
-  /** A small text on the colour of the background. */
-  label(context, text, x, y, colour) {
-    context.font = `10px ${FONT}`;
-    context.textBaseline = "middle";
-    const wide = context.measureText(text).width;
-    context.fillStyle = css(this.theme.back);
-    context.globalAlpha = 0.8;
-    context.fillRect(x - 2, y - 6, wide + 4, 12);
-    context.globalAlpha = 1;
-    context.fillStyle = css(colour);
-    context.fillText(text, x, y + 0.5);
-  }
-
   redraw() {
     this._pending ??= requestAnimationFrame(() => {
       this._pending = null;
@@ -197,17 +184,28 @@ class App {
     scale.show(from, to);
     const after = [scale.from, scale.to];
     cancelAnimationFrame(this._motion);
+    this._goal = null;
     this._follow(...after);
     if (!smooth || this.still.matches) return this.redraw();
+    this._goal = after;
     const began = performance.now();
     const move = () => {
-      const share = Math.min(1, (performance.now() - began) / 140),
+      const share = (performance.now() - began) / 140,
         eased = share * (2 - share);
+      if (share >= 1) return this._arrive();
       [scale.from, scale.to] = before.map((value, i) => value + (after[i] - value) * eased);
-      if (share < 1) this._motion = requestAnimationFrame(move);
+      this._motion = requestAnimationFrame(move);
       this.redraw();
     };
     move();
+  }
+
+  /** End a movement of the view where it was to end. */
+  _arrive() {
+    cancelAnimationFrame(this._motion);
+    if (this._goal) [this.scale.from, this.scale.to] = this._goal;
+    this._goal = null;
+    this.redraw();
   }
 
   /** Requests come one after the other, so a view of some steps concerns some rows. If all rows in
@@ -239,6 +237,7 @@ class App {
 
   zoom(factor, x = null, smooth = true) {
     const { scale } = this;
+    this._arrive(); // a second press counts from where the first one leads
     if (x === null) {
       // about the cursor, if that is in view
       const { column } = this.cursor,
@@ -253,6 +252,7 @@ class App {
   }
 
   setByTime(byTime) {
+    this._arrive();
     this.scale.setByTime(byTime);
     document.getElementById("by-steps").setAttribute("aria-pressed", String(!byTime));
     document.getElementById("by-time").setAttribute("aria-pressed", String(byTime));

@@ -381,11 +381,11 @@ class Controls {
       found = this._at(event);
     const pixels = event.deltaMode === 1 ? 16 : event.deltaMode === 2 ? 300 : 1;
     const sideways = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
-    const rows = found.panel === "gantt" || found.panel === "blocks";
+    const curves = found.panel && found.panel !== "gantt" && found.panel !== "blocks";
     if (
       event.ctrlKey ||
       event.metaKey ||
-      (!rows && !event.shiftKey && Math.abs(event.deltaY) > Math.abs(event.deltaX))
+      (curves && !event.shiftKey && Math.abs(event.deltaY) > Math.abs(event.deltaX))
     ) {
       const limited = Math.min(Math.max(event.deltaY * pixels, -200), 200);
       app.zoom(
@@ -396,7 +396,7 @@ class Controls {
     } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
       const shift = ((sideways * pixels) / scale.width) * (scale.to - scale.from);
       app.show(scale.from + shift, scale.to + shift, false);
-    } else return; // the browser scrolls the rows
+    } else return; // the browser scrolls
     event.preventDefault();
   }
 }

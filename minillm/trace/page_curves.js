@@ -147,7 +147,7 @@ class Curves {
     for (const value of lines) {
       const text = panel.format(value);
       context.font = `10px ${FONT}`;
-      app.label(
+      this._label(
         context,
         text,
         width - 4 - context.measureText(text).width,
@@ -227,13 +227,26 @@ class Curves {
       context.setLineDash([]);
     }
     const at = inside ? Math.max(y(panel.limit) - 7, 7) : 7;
-    this.app.label(
+    this._label(
       context,
       `${panel.id === "free" ? "of" : "limit"} ${count(panel.limit)}${inside ? "" : " (above)"}`,
       5,
       at,
       theme.ink,
     );
+  }
+
+  /** A small text on the colour of the background. */
+  _label(context, text, x, y, colour) {
+    context.font = `10px ${FONT}`;
+    context.textBaseline = "middle";
+    const wide = context.measureText(text).width;
+    context.fillStyle = css(this.app.theme.back);
+    context.globalAlpha = 0.8;
+    context.fillRect(x - 2, y - 6, wide + 4, 12);
+    context.globalAlpha = 1;
+    context.fillStyle = css(colour);
+    context.fillText(text, x, y + 0.5);
   }
 
   // ---- overview and ruler ------------------------------------------------------------------

@@ -323,6 +323,14 @@ def test_the_next_in_line_and_its_reason_are_told(viewer: Viewer) -> None:
         name, why = viewer.data["sequences"][sequence]["name"], viewer.data["reasons"][reason]
         assert f"Next in line, but refused{name}: {why}" in viewer.text("details")
         assert viewer.run("return traceView.model.blockedAt(arguments[0])", first)
+    told = viewer.run(
+        "const { model } = traceView; return [...model.begin.keys()].map((c) => model.blockedAt(c))"
+    )
+    expected: list[Any] = [None] * len(told)
+    for first, last, *who in viewer.data["steps"]["blocked"]:
+        expected[first : last + 1] = [who] * (last + 1 - first)
+    assert told == expected
+    assert None in told
 
 
 def test_hovering_shows_a_click_pins_and_escape_releases(small: Viewer) -> None:
@@ -377,6 +385,21 @@ def test_keys_and_buttons_zoom(viewer: Viewer) -> None:
     viewer.driver.find_element("id", "show-all").click()
     viewer.settle()
     assert viewer.view == everything
+
+
+def test_moving_pictures_end_where_the_still_ones_do(small: Viewer) -> None:
+    moving = {"name": "prefers-reduced-motion", "value": "no-preference"}
+    small.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [moving]})
+    total = len(small.data["steps"]["step"])
+    small.run("traceView.app.zoom(0.5); traceView.app.zoom(0.5);")
+    assert small.view[1] - small.view[0] > total / 4  # still on its way
+    small.settle()
+    small.settle()
+    assert small.view[1] - small.view[0] == pytest.approx(total / 4)
+    small.run("traceView.app.zoom(4); traceView.app.setByTime(true);")
+    small.settle()
+    small.settle()
+    assert small.view == pytest.approx((0, small.run("return traceView.model.duration")))
 
 
 def test_the_wheel_zooms_at_the_pointer_and_a_drag_moves(small: Viewer) -> None:
