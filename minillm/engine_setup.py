@@ -10,7 +10,7 @@ from minillm import machine, ops
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
 from minillm.cost import BatchFit, MemoryPlan, memory_plan
-from minillm.deterministic import TiledDecoder
+from minillm.deterministic import PASS_ROWS, TiledDecoder
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, ModelNotFoundError
 from minillm.layers.kv_cache import KVCache, cache_spec
@@ -105,16 +105,19 @@ def plan_memory(
             f"positions for {longest} tokens."
         )
     limits = scheduler_config(args)
+    padding = PASS_ROWS if args.deterministic else 0  # rows that a tile may have beyond the batch
     plan = memory_plan(
         config,
         free_memory(device),
         dtype=dtype,
         max_model_len=args.max_model_len or longest,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens + padding,
+        max_num_seqs=limits.max_num_seqs + padding,
         block_size=args.block_size or (CPU_BLOCK_SIZE if device.type == "cpu" else GPU_BLOCK_SIZE),
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
+    asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
+    plan = replace(plan, settings=replace(plan.settings, **asked))
     plan = with_cache_of(plan, cache_bytes(args, plan, device))
     if not plan.fits:
         if args.max_model_len is not None or plan.num_tokens < 2:

@@ -39,7 +39,7 @@ MODELS = ("preset:smollm2-135m", MADE_UP)
 MADE_UP_CONFIG: Mapping[str, Any] = MappingProxyType(
     {
         "model_type": "deepseek_v2",
-        "architectures": ["DeepseekV2ForCausalLM"],
+        "architectures": ("DeepseekV2ForCausalLM",),
         "vocab_size": 32_000,
         "hidden_size": 512,
         "intermediate_size": 1_408,

@@ -4,6 +4,7 @@ Twelve cells, in which any two settings meet, go round all models; the whole mat
 """
 
 import threading
+from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, deterministic, ops, runner
+from minillm import LLM, SamplingParams, deterministic, ops, runner, sampler
+from minillm.cli.options import add_engine_options, engine_arguments
 from minillm.deterministic import (
     TILES,
     TiledDecoder,
@@ -24,6 +26,7 @@ from minillm.errors import ConfigError
 from minillm.layers.moe import Experts
 from minillm.linear_methods import PlainLinearMethod
 from minillm.models.decoder import Decoder
+from minillm.sampler import SamplingRow, sample, token_logprobs
 from tests.engine.bitwise import (
     DTYPES,
     FAMILIES,
@@ -203,6 +206,73 @@ def test_a_tile_is_filled_with_copies_of_its_last_row(model_of):
     assert [batch.seq_lens.tolist() for batch in seen] == [[16], [19]]
 
 
+# ---- the sampler ------------------------------------------------------------------------------
+
+DRAWN = ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 40, "temperature": 1.3}, {"min_p": 0.02})
+
+
+def sampling_rows(count: int) -> list[SamplingRow]:
+    """Greedy and drawn rows, some with logprobs."""
+    return [
+        SamplingRow(
+            SamplingParams(**DRAWN[place % 4], logprobs=place % 7)
+            if place % 3
+            else SamplingParams(temperature=0, logprobs=place % 7),
+            seed=place,
+            sample_index=0,
+            position=place,
+        )
+        for place in range(count)
+    ]
+
+
+def test_a_row_is_drawn_and_described_as_if_alone():
+    logits = torch.randn(24, 1009, generator=torch.Generator().manual_seed(0)) * 3
+    rows, together = sampling_rows(24), sample(logits, sampling_rows(24), row_by_row=True)
+    for place, row in enumerate(rows):
+        alone = sample(logits[place : place + 1].clone(), [row])
+        assert alone.token_ids[0] == together.token_ids[place]
+        assert list(alone.logprobs[0].items()) == list(together.logprobs[place].items())
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_the_runner_has_rows_drawn_one_by_one(mode, model_of, monkeypatch):
+    seen = []
+    for name in ("sample", "token_logprobs"):
+        original = getattr(runner, name)
+
+        def watched(*arguments, name=name, original=original, **named):
+            seen.append((name, named.get("row_by_row", arguments[-1])))
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(runner, name, watched)
+    generate(open_engine(model_of("llama"), "float32", deterministic=mode), jobs()[5:6])
+    assert set(seen) == {("sample", mode), ("token_logprobs", mode)}
+
+
+@pytest.mark.parametrize("row_by_row", [True, False])
+def test_what_rounds_sees_one_row_at_a_time(row_by_row, monkeypatch):
+    seen: dict[str, list[int]] = {"scale_logits": [], "_describe": []}
+
+    def watch(name: str) -> None:
+        original = getattr(sampler, name)
+
+        def watched(logits, *others):
+            seen[name].append(len(logits))
+            return original(logits, *others)
+
+        monkeypatch.setattr(sampler, name, watched)
+
+    for name in seen:
+        watch(name)
+    logits = torch.randn(12, 50, generator=torch.Generator().manual_seed(0))
+    sample(logits, sampling_rows(12), row_by_row)
+    token_logprobs(lambda x: x, logits, torch.arange(12), 2, row_by_row=row_by_row)
+    assert (max(seen["scale_logits"]) == 1) == row_by_row
+    # Handed over all at once, then one by one.
+    assert seen["_describe"] == ([12, *[1] * 12] * 2 if row_by_row else [12, 12])
+
+
 # ---- the probe --------------------------------------------------------------------------------
 
 
@@ -358,3 +428,27 @@ def test_every_expert_of_the_engine_s_model_is_tiled(model_of):
 def test_it_is_a_bool(value, model_of):
     with pytest.raises(ConfigError, match=r"deterministic is .*; it must be a bool"):
         LLM(model_of("llama"), deterministic=value)
+
+
+def test_the_memory_plan_counts_what_tiles_add(model_of):
+    """A step of one token computes a tile, and its logits."""
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 8}
+    on, off = (
+        open_engine(model_of("llama"), "float32", deterministic=mode, **sizes).plan()
+        for mode in (True, False)
+    )
+    assert on.settings == off.settings
+    rows = deterministic.PASS_ROWS + 1
+    assert on.activation_bytes >= rows * FAMILIES["llama"].config().vocab_size * 8
+    assert on.activation_bytes > off.activation_bytes
+    for num_rows in range(1, 40):
+        for _, _, size in spans(num_rows, (16, 32, 64, 128)):
+            assert size <= num_rows + deterministic.PASS_ROWS
+
+
+def test_the_command_line_has_it():
+    parser = ArgumentParser()
+    parser.add_argument("--model", default="tiny")
+    add_engine_options(parser)
+    assert "deterministic" not in engine_arguments(parser.parse_args([]))
+    assert engine_arguments(parser.parse_args(["--deterministic"]))["deterministic"] is True
