@@ -28,10 +28,10 @@ from minillm.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
-# One row has kernels of its own everywhere, so it is the last resort. With SmolLM2-135M on two cores
-# of a Xeon with AMX a pass takes, in milliseconds for 1, 8, 16, 32, 64 and 128 rows, 41, 65, 78, 97,
+# One row has kernels of its own everywhere, so it is the last resort. A pass of SmolLM2-135M on two
+# cores of a Xeon with AMX takes, in milliseconds for 1, 8, 16, 32, 64 and 128 rows, 41, 65, 78, 97,
 # 134 and 206 in float32, where 16 and 32 agree in every bit, and 53, 53, 53, 62, 76 and 109 in
-# bfloat16, where 8 to 32 do. So 16 costs a single decode little, and brings a tile for prompts.
+# bfloat16, where 8 to 32 do. So 16 costs a single decode little and has a larger one for prompts.
 TILES = (8, 16, 32, 64, 128)
 PREFERRED = 16
 MOST_LOGITS = 64  # rows at a time: a row has as many values as the vocabulary
