@@ -680,6 +680,8 @@ def test_the_requests_of_a_closed_event_loop_are_aborted(folder, expected, monke
     pending = [loop.create_task(anext(each)) for each in streams] if reads else []
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
+    aborted, abort = set(), engine._engine.abort
+    monkeypatch.setattr(engine._engine, "abort", lambda x: aborted.add(x) or abort(x))
 
     async def main() -> None:
         other = asyncio.create_task(last(engine.generate(PROMPTS[1], GREEDY, "other")))
@@ -687,6 +689,7 @@ def test_the_requests_of_a_closed_event_loop_are_aborted(folder, expected, monke
         gate.open()
         assert tokens(await other) == expected(PROMPTS[1])
         await idle(engine)
+        assert aborted >= {"lost0", "lost1", "lost2"}
 
     with_shutdown(engine, main())
     for task in pending:
