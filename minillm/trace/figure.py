@@ -117,7 +117,7 @@ def need(module: str, what: str) -> Any:
 def panel_height(name: str, rows: int, data: dict[str, Any]) -> float:
     """Inches: as much as rows need to be read, and not more than a page has."""
     if name == "gantt":
-        return max(1.2, min(rows * (0.2 if rows <= 15 else 0.15), 9.0) + 0.2)
+        return min(max(rows, 2) * (0.2 if rows <= 15 else 0.15), 9.0) + 0.2
     if name == "blocks":
         return min(max(1.4, len(shown_blocks(data["blocks"])) * 0.09), 3.4)
     return 1.1
@@ -135,12 +135,15 @@ def draw_panel(ax: "Axes", name: str, data: dict[str, Any], rows: int) -> None:
 
 def finish(fig: "Figure", axes: Any, data: dict[str, Any], title: str | None, width: float) -> None:
     """What all panels share: the axis of steps, the legend of the Gantt above, the title."""
+    from matplotlib.ticker import MaxNLocator
+
     numbers = data["steps"]["step"]
     axes[-1].set_xlabel("step")
     axes[-1].set_xlim(0, max(len(numbers), 1))
-    if numbers and numbers[0] != 1:
-        first = numbers[0]
-        axes[-1].xaxis.set_major_formatter(lambda column, _: f"{column + first:,.0f}")
+    if numbers:  # round numbers of steps, which are no round columns: the first step may be any
+        ticks = MaxNLocator(8, integer=True).tick_values(numbers[0], numbers[-1])
+        shown = [int(tick) for tick in ticks if numbers[0] <= tick <= numbers[-1]]
+        axes[-1].set_xticks([tick - numbers[0] for tick in shown], [f"{n:,}" for n in shown])
     handles, labels = [], []
     for ax in fig.axes:
         if ax.get_label() in ("gantt", "blocks"):
@@ -243,6 +246,7 @@ def short(name: str, most: int = 24) -> str:
 def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
     """Curves over the steps, stacked where they are parts of a whole, and the limit they have."""
     import numpy as np
+    from matplotlib.ticker import MaxNLocator
 
     unit, parts = CURVES[name]
     values = {part: np.asarray(data["steps"][part], float) for part, _ in parts}
@@ -259,9 +263,12 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
             ax.stairs(curve, edges, baseline=None, color=colour, linestyle=dash, label=part,
                       linewidth=1.3)  # fmt: skip
     limit = {"budget": "max_num_batched_tokens", "free": "num_blocks"}.get(name)
-    if limit and data["meta"][limit]:
-        ax.axhline(data["meta"][limit], color="black", linestyle=(0, (5, 3)), linewidth=1,
+    most = data["meta"][limit] if limit else None
+    if most and most < 3 * max(below, default=most):  # else the curve would be flat
+        ax.axhline(most, color="black", linestyle=(0, (5, 3)), linewidth=1,
                    label="limit" if name == "budget" else "blocks")  # fmt: skip
+    if name == "queue":
+        ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     ax.set_label(name)
     ax.set_ylim(bottom=0)
     ax.margins(y=0.12)

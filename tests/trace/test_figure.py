@@ -115,6 +115,8 @@ def test_curves_are_the_columns(drawing: dict[str, Any]) -> None:
     np.testing.assert_allclose(stairs["time", "deliver"].values, took * 1e3)
     limits = [line.get_ydata()[0] for line in ax_of(fig, "budget").lines]
     assert limits == [drawing["meta"]["max_num_batched_tokens"]]
+    far = drawing | {"meta": drawing["meta"] | {"max_num_batched_tokens": 10**6}}
+    assert ax_of(figure(far), "budget").get_ylim()[1] < 100  # it would be a flat line
 
 
 # ---- blocks --------------------------------------------------------------------------------------
@@ -204,8 +206,12 @@ def test_steps_are_numbered_as_in_the_trace(drawing: dict[str, Any]) -> None:
     later = drawing | {
         "steps": drawing["steps"] | {"step": [s + 99 for s in drawing["steps"]["step"]]}
     }
-    fig = figure(later)
-    assert fig.axes[-1].xaxis.get_major_formatter()(0, 0) == "100"
+    ax = figure(later).axes[-1]
+    places = zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
+    ticks = {label.get_text(): column for column, label in places}
+    assert len(ticks) > 2
+    assert ticks == {f"{column + 100:.0f}": column for column in ticks.values()}
+    assert all(int(number) % 5 == 0 for number in ticks)
 
 
 def test_an_empty_trace_is_an_empty_figure() -> None:
