@@ -17,6 +17,7 @@ from minillm.sampling_params import SamplingParams, shown
 from minillm.scheduling.request import Request
 from minillm.step_thread import StepThread, Ticket
 from minillm.text.tokenizer import LONG_TEXT, Tokenizer
+from minillm.trace.recorder import Trace
 
 # Longer prompts, and texts of more than LONG_TEXT characters, are checked in a thread, for they
 # would hold up the event loop for more than a few milliseconds.
@@ -95,6 +96,11 @@ class AsyncLLMEngine:
         )
         return True
 
+    @property
+    def trace(self) -> Trace:
+        """The records of the last steps, as `LLM.trace`; it may be read while steps run."""
+        return self._engine.trace
+
     # ---- its own life --------------------------------------------------------------------
 
     @property
@@ -150,7 +156,7 @@ class AsyncLLMEngine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.shutdown()
+        await asyncio.to_thread(self.shutdown)  # the step that runs is waited for
 
     # ---- a request begins ----------------------------------------------------------------
 

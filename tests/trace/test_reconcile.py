@@ -1,18 +1,21 @@
 """A trace reconciles exactly: with the block pool after every step, with the counters, and with the
 metrics of every request."""
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from minillm import LLM, EngineDeadError, SamplingParams
+from minillm import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineDeadError, SamplingParams
 from minillm.live_request import LiveRequest
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Status
 from minillm.trace.recorder import Trace
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING
+from minillm.trace.timeline import timeline
 from tests.engine.small import make, write_model
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
 
@@ -217,3 +220,32 @@ def test_a_request_that_ends_before_its_first_step_is_not_lost(folder: Path) -> 
             "a": ("length",),
             "b": ("abort",),
         }
+
+
+def test_a_trace_is_read_while_another_thread_records(folder: Path) -> None:
+    """Whatever falls off meanwhile: who ended is whole, and so is what is drawn."""
+
+    async def main() -> list[int]:
+        args = AsyncEngineArgs(folder, dtype="float32", block_size=4, num_gpu_blocks_override=40)
+        async with AsyncLLMEngine.from_engine_args(args) as front:
+            front._engine.trace = Trace(front.trace.settings, capacity=120)
+            params = SamplingParams(max_tokens=30, n=2, ignore_eos=True)
+            streams = [front.generate([each, 2], params, f"r{each}") for each in range(12)]
+            tasks = [asyncio.create_task(read(stream)) for stream in streams]
+            seen = []
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(0.01)
+                ends = {one.num_tokens for one in front.trace.requests()}
+                assert ends <= {(30, 30)}
+                assert len(front.trace.table(None).splitlines()) >= 1
+                seen.append(len(timeline(front.trace)["steps"]["step"]))
+            assert front.trace.num_dropped
+            return seen
+
+    async def read(stream: AsyncIterator) -> None:
+        async for _ in stream:
+            pass
+
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        seen = loop.run_until_complete(asyncio.wait_for(main(), 60))
+    assert len(set(seen)) > 1
