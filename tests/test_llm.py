@@ -20,6 +20,7 @@ from minillm.errors import ConfigError, InvalidRequestError, UnsupportedFeatureE
 from minillm.llm import list_prompts
 from minillm.sampler import SamplingRow, sample
 from minillm.scheduling.policies import POLICIES
+from minillm.trace.recorder import Trace
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 EOS = 256
@@ -718,7 +719,10 @@ def test_engine_args_are_checked_without_loading():
         EngineArgs("")
 
 
-def test_the_readme_runs_and_its_second_batch_reads_the_start_from_the_cache(capsys):
+def test_the_readme_runs_and_its_second_batch_reads_the_start_from_the_cache(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     names: dict = {}
     exec("\n".join(blocks), names)
@@ -731,7 +735,8 @@ def test_the_readme_runs_and_its_second_batch_reads_the_start_from_the_cache(cap
     said = capsys.readouterr().out
     assert f"{report.cached} PrefixReport(cached={report.cached}, " in said
     assert "Counters(num_steps=" in said
-    assert "StepRecord(step=" in said
+    assert re.search(r"^step +ms .* events$", said, re.MULTILINE)
+    assert len(Trace.load("run.jsonl")) > 3
 
 
 def test_every_scheduling_policy_has_its_line_in_the_docstring():

@@ -164,7 +164,7 @@ def in_a_layer(llm: LLM, patch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 def in_sampling(llm: LLM, patch: pytest.MonkeyPatch, error: Exception) -> None:
-    def marked(logits: Any, rows: Any) -> bool:
+    def marked(logits: Any, rows: Any, *options: Any) -> bool:
         return any(is_marked(row.prompt_token_ids) for row in rows)
 
     wrap(patch, runner, "sample", marked, error)
@@ -297,7 +297,7 @@ def test_what_only_fails_for_several_rows_fails_for_nobody(
         several: Callable[..., bool] = lambda x, rope, batch, kv: len(batch.seq_lens) > 1  # noqa: E731
         wrap(monkeypatch, layer, "forward", several, Planted("too many"))
     else:
-        wrap(monkeypatch, runner, "sample", lambda x, rows: len(rows) > 1, Planted("too many"))
+        wrap(monkeypatch, runner, "sample", lambda x, rows, *_: len(rows) > 1, Planted("too many"))
     assert list(map(tokens, llm.generate(PROMPTS, params, use_tqdm=False))) == expected(params)
     assert_idle(llm.engine)
 
@@ -310,8 +310,8 @@ def test_one_of_three_samples_fails(folder, expected, monkeypatch, setting, inde
     right = expected(params)
     works = runner.sample
 
-    def sample(logits: Any, rows: Any) -> Any:
-        result = works(logits, rows)
+    def sample(logits: Any, rows: Any, *options: Any) -> Any:
+        result = works(logits, rows, *options)
         for place, row in enumerate(rows):
             late = len(row.output_token_ids) == step - 1
             if is_marked(row.prompt_token_ids) and row.sample_index == index and late:
