@@ -191,8 +191,12 @@ class AsyncLLMEngine:
             self._steps.enter(ticket)
             try:
                 self._tokenisers.submit(tokenise, self._steps, ticket, make)
-            except RuntimeError as closed:  # shut down a moment ago
-                raise self._steps.death or closed from None
+            except BaseException as error:  # it would hold up all who come after it
+                ticket.ended = True
+                self._steps.leave(ticket)
+                if isinstance(error, RuntimeError):  # shut down a moment ago, or no more threads
+                    raise self._steps.death or error from None
+                raise
         else:
             ticket.request = make()
             self._steps.enter(ticket)

@@ -275,7 +275,7 @@ class StepThread:
 
     def _abort(self, request_ids: Iterable[str] | None) -> int:
         chosen = self._tickets if request_ids is None else request_ids
-        tickets = [self._tickets[each] for each in list(chosen) if each in self._tickets]
+        tickets = [self._tickets[each] for each in dict.fromkeys(chosen) if each in self._tickets]
         for ticket in tickets:
             self.engine.abort(ticket.request_id)
             live = ticket.live

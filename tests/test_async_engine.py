@@ -374,7 +374,7 @@ def test_an_abort_gives_a_last_output_wherever_the_request_is(folder, monkeypatc
         rest = {name: asyncio.create_task(last(stream)) for name, stream in streams.items()}
         assert await asyncio.to_thread(entered.wait, LIMIT)
         gate.open()
-        await engine.abort(n for n in ["unknown", *names])
+        await engine.abort(n for n in ["unknown", *names, *names])
         outputs = [await rest[name] for name in names]
         code = engine._engine.encode("text")
         for name, prompt, output in zip(names, prompts, outputs, strict=True):
@@ -533,6 +533,24 @@ def test_a_long_text_keeps_its_place(engine, monkeypatch):
         assert order == names
         assert outputs[1].metrics.queue_time >= 0
         assert all(output.metrics.ttft > 0 for output in outputs)
+
+    run(main())
+
+
+def test_a_tokeniser_that_cannot_start_holds_up_nobody(engine, expected, monkeypatch):
+    monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
+
+    def refuse(*rest: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine._tokenisers, "submit", refuse)
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="new thread"):
+            await last(engine.generate("long", GREEDY, "a"))
+        output = await last(engine.generate(PROMPTS[0], GREEDY, "a"))
+        assert tokens(output) == expected(PROMPTS[0])
+        await idle(engine)
 
     run(main())
 
