@@ -60,14 +60,17 @@ class Trace(Sequence[StepRecord]):
         self._capacity = capacity
         self._units = 0
         self._records: deque[StepRecord] = deque()
-        self._before = Replay()  # the state before the first record
+        self._before = Replay()  # the state before the first record, but for `_hidden`
+        self._hidden: StepRecord | None = None  # the last one, cleared but maybe not complete
         self._lock = threading.Lock()
 
     def append(self, record: StepRecord) -> None:
         """Add the record of a step; the one that is the last already is not added twice."""
-        if record.step < 1 or (self._records and self._records[-1] is record):
-            return
         with self._lock:
+            latest = self._records[-1] if self._records else self._hidden
+            if record.step < 1 or latest is record:
+                return
+            self._forget_hidden()
             self._records.append(record)
             self._units += units(record)
             while self._units > self._capacity and len(self._records) > 1:
@@ -76,8 +79,18 @@ class Trace(Sequence[StepRecord]):
     def clear(self) -> None:
         """Forget all steps so far, as before a measurement."""
         with self._lock:
-            while self._records:
+            while len(self._records) > 1:
                 self._drop()
+            if self._records:  # a step may be running, and aborts until the next belong to this one
+                self._forget_hidden()
+                self._hidden = self._records.popleft()
+                self._units = 0
+                self.num_dropped += 1
+
+    def _forget_hidden(self) -> None:
+        if self._hidden is not None:
+            self._before.apply(self._hidden)
+            self._hidden = None
 
     def _drop(self) -> None:
         oldest = self._records.popleft()
@@ -92,7 +105,10 @@ class Trace(Sequence[StepRecord]):
     def snapshot(self) -> tuple[Replay, list[StepRecord]]:
         """The state before the first record, and the records to apply to it."""
         with self._lock:
-            return copy.deepcopy(self._before), list(self._records)
+            before = copy.deepcopy(self._before)
+            if self._hidden is not None:
+                before.apply(self._hidden)
+            return before, list(self._records)
 
     def requests(self) -> list[RequestSummary]:
         """Requests that ended in the recorded steps: the numbers of their metrics."""

@@ -186,6 +186,35 @@ def test_clear_forgets_steps_but_not_who_runs(folder: Path) -> None:
         assert llm.trace.requests()[0].num_tokens == (8,)
 
 
+def test_what_follows_a_cleared_step_is_known(folder: Path) -> None:
+    """An abort belongs to the step before it, and a step may be cleared while it runs."""
+    with engine(folder) as llm:
+        core, params = llm.engine, SamplingParams(max_tokens=8, n=2, ignore_eos=True)
+        for name in "ab":
+            core.add(core.make_request(name, None, [1, 2, 3], params))
+        execute = core.runner.execute
+
+        def clearing(plan: object) -> object:
+            llm.trace.clear()
+            return execute(plan)
+
+        core.runner.execute = clearing
+        core.step()
+        core.abort("a")
+        core.step()
+        del core.runner.execute
+        while core.has_work:
+            core.step()
+        replay, records = llm.trace.snapshot()
+        assert {state.request_id for state in replay.sequences.values()} == {"b"}
+        assert llm.trace.num_dropped + len(records) == core.scheduler.counters.num_steps
+        for record in records:
+            replay.apply(record)
+        assert not replay.sequences
+        assert not any(replay.holders.values())
+        assert [one.num_tokens for one in llm.trace.requests()] == [(8, 8)]
+
+
 def test_the_memory_of_a_trace_is_bounded(folder: Path) -> None:
     """However long it runs: a row of a step is about 110 bytes, a record without rows 900."""
     room = {"max_num_seqs": 20, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 300}
