@@ -22,6 +22,7 @@ from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend, KVCache, cache_spec
 from minillm.layers.linear import Embedding
 from minillm.layers.mla import MLAttention
+from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, Router
 from minillm.linear_methods import PlainLinearMethod
 from minillm.models.decoder import Decoder
@@ -54,6 +55,8 @@ class TiledDecoder(nn.Module):
         for layer in model.modules():
             if isinstance(layer, Experts):
                 layer.method = ops.tiled_moe_experts
+            elif isinstance(layer, MLP):
+                layer.activation = ops.invariant_silu_mul
         self.tiles = tuple(sorted(tiles)) or find_tiles(model)
         self.logits_tiles = tuple(size for size in self.tiles if size <= MOST_LOGITS)
 

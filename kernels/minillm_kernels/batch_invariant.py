@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm_kernels.reference import silu_mul
-
 QUERY_TILE = 8
 
 
@@ -120,6 +118,18 @@ def gather_positions(cache: Tensor, block_table: Tensor, first: int, end: int) -
     return positions
 
 
+def invariant_silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu_mul` in operations that round a number the same wherever in a tensor it is.
+
+    `F.silu` has another exponential for what is left behind the last full vector of a thread, and
+    where a thread's part ends depends on how many rows and threads there are. `exp` alone has one
+    for all; a sum, a quotient and a product of two numbers have only one right rounding.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate32 = gate.float()
+    return (gate32 / (-gate32).exp_().add_(1)).to(gate.dtype) * up
+
+
 def tiled_moe_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor
 ) -> Tensor:
@@ -132,7 +142,7 @@ def tiled_moe_experts(
     for expert in ids.unique().tolist():
         chosen = ids == expert  # [N, k], at most once per row
         weight = weights.masked_fill(~chosen, 0).sum(-1, keepdim=True)  # [N, 1]
-        hidden = silu_mul(F.linear(x, gate_up[expert]))
+        hidden = invariant_silu_mul(F.linear(x, gate_up[expert]))
         contribution = (F.linear(hidden, down[expert]) * weight).to(x.dtype)
         out = torch.where(chosen.any(-1, keepdim=True), out + contribution, out)
     return out

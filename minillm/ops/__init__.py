@@ -1,6 +1,6 @@
 """One function per operation. Backends hide behind these names; the engine calls nothing else."""
 
-from minillm_kernels.batch_invariant import tiled_attention, tiled_moe_experts
+from minillm_kernels.batch_invariant import invariant_silu_mul, tiled_attention, tiled_moe_experts
 from minillm_kernels.reference import (
     causal_attention,
     moe_experts,
@@ -13,6 +13,7 @@ from minillm_kernels.reference import (
 
 __all__ = [
     "causal_attention",
+    "invariant_silu_mul",
     "moe_experts",
     "moe_route",
     "paged_attention",

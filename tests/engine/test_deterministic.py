@@ -23,6 +23,7 @@ from minillm.deterministic import (
     spans,
 )
 from minillm.errors import ConfigError
+from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts
 from minillm.linear_methods import PlainLinearMethod
 from minillm.models.decoder import Decoder
@@ -406,6 +407,15 @@ def test_a_planted_bug_is_caught(bug, model_of, monkeypatch):
     family, (owner, name, broken) = PLANTED[bug]
     monkeypatch.setattr(owner, name, broken)
     assert not bits_survive(model_of(family))
+
+
+def test_the_activation_does_not_depend_on_the_row(model_of):
+    """Whatever the number of threads: with 3, `silu_mul` cuts 128 rows of 1000 within a row."""
+    for mode, activation in ((True, ops.invariant_silu_mul), (False, ops.silu_mul)):
+        llm = open_engine(model_of("deepseek_v2"), "float32", deterministic=mode)
+        dense = [module for module in decoder_of(llm).modules() if isinstance(module, MLP)]
+        assert len(dense) == 2  # one of them shared beside experts
+        assert all(each.activation is activation for each in dense)
 
 
 def test_every_expert_of_the_engine_s_model_is_tiled(model_of):

@@ -220,9 +220,9 @@ def no_rotation(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, cos, sin, interleaved=False: x.contiguous()
 
 
-def no_gate(silu_mul: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def no_silu(mlp: MLP) -> None:
     """gate * up without silu."""
-    return lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1]
+    mlp.activation = lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1]
 
 
 def unshared(patch: Patch, model: Decoder) -> None:
@@ -306,7 +306,7 @@ MUTANTS = (
         "mixtral",
         change(Experts, lambda experts: swap_halves(experts.gate_up, 1)),
     ),
-    Mutant("gate without silu", "qwen2", replace_op("silu_mul", no_gate)),
+    Mutant("gate without silu", "qwen2", change(MLP, no_silu)),
     Mutant(
         "query head h reads KV head h mod Hkv",
         "llama",

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import batch_invariant
-from minillm_kernels.batch_invariant import QUERY_TILE, tiled_attention, tiled_moe_experts
-from minillm_kernels.reference import moe_experts, paged_attention
+from minillm_kernels.batch_invariant import (
+    QUERY_TILE,
+    invariant_silu_mul,
+    tiled_attention,
+    tiled_moe_experts,
+)
+from minillm_kernels.reference import moe_experts, paged_attention, silu_mul
 
 # Around multiples of the tile and of SDPA's own key blocks of 512.
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 100, 511, 512, 513, 1040)
@@ -220,6 +225,38 @@ def test_what_is_behind_the_end_must_be_zero(monkeypatch):
 def test_a_planted_bug_is_caught(bug):
     assert is_as_in_chunks(tiled_attention)
     assert not is_as_in_chunks(planted(bug))
+
+
+# ---- the activation ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads():
+    """As many as are asked for, and afterwards what it was."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_equal_rows_are_activated_equally(num_threads, dtype, threads):
+    """1000 and 14336 numbers a row are cut within a row by 3 or 5 threads; 9 is no full vector."""
+    threads(num_threads)
+    for size in (9, 1000, 14336):
+        x = torch.randn(1, 2 * size, generator=torch.Generator().manual_seed(0)).to(dtype) * 3
+        alone = invariant_silu_mul(x)
+        for num_rows in (8, 16, 128):
+            out = invariant_silu_mul(x.repeat(num_rows, 1))
+            assert torch.equal(out, alone.expand_as(out))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_activation_is_the_same_function(dtype):
+    x = torch.linspace(-200, 200, 4001).to(dtype).repeat_interleave(2)[None]
+    expected = silu_mul(x.double()).float()
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(invariant_silu_mul(x).float(), expected, rtol=tolerance, atol=1e-30)
 
 
 # ---- experts ----------------------------------------------------------------------------------
