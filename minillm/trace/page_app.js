@@ -63,7 +63,8 @@ class App {
     const generous = this.chosenHeight ?? (sequences > MANY ? 3 : 20); // the panel keeps its height while rows grow
     const low = Math.max(90, Math.min(blocks * 16, room * 0.4));
     const wanted = sequences * (generous || 3) + 4,
-      high = Math.max(Math.min(130, wanted), Math.min(wanted, room - low));
+      least = Math.min(130, Math.max(70, room - low)), // where it is cramped, a part of both
+      high = Math.min(wanted, Math.max(least, room - low));
     const rest = Math.max(Math.min(90, blocks * 22 + 2), Math.min(blocks * 22 + 2, room - high));
     this.gantt.group =
       chosen === 0 ? Math.max(1, Math.ceil(sequences / Math.floor(high * this.ratio))) : 1;
@@ -74,15 +75,15 @@ class App {
       chosen === 0 ? fitting : (chosen ?? Math.min(20, Math.max(12, high / sequences))),
       numRows,
     );
-    const least = 1 / this.ratio; // a row of the map is a device pixel at least
-    this.map.group = Math.max(1, Math.ceil((blocks * Math.max(least, 1)) / rest));
+    const thin = 1 / this.ratio; // a row of the map is a device pixel at least
+    this.map.group = Math.max(1, Math.ceil((blocks * Math.max(thin, 1)) / rest));
     const rows = Math.ceil(blocks / this.map.group);
     const spare =
       this.plot.clientHeight < 500 ? 0 : Math.min(Math.max((room - high - rest) / 4, 0), 60); // for the curves
     this.plot.style.setProperty("--more", `${Math.floor(spare)}px`);
     this.map.layout(
       rest,
-      Math.min(22, Math.max(least, Math.floor((rest / rows) * this.ratio) / this.ratio)),
+      Math.min(22, Math.max(thin, Math.floor((rest / rows) * this.ratio) / this.ratio)),
       rows,
     );
     const grouped = this.map.group > 1 ? `, ${this.map.group} per row` : "";
@@ -96,7 +97,7 @@ class App {
     document.getElementById("blocks-title").textContent = `Blocks (${number}${grouped})`;
     const crowded = this.gantt.group > 1 ? `, ${this.gantt.group} per row` : "";
     document.getElementById("gantt-title").textContent =
-      `Requests (${count(this.model.sequences.length)}${crowded})`;
+      `${this.model.rowName()} (${count(this.model.sequences.length)}${crowded})`;
     this.redraw();
   }
 

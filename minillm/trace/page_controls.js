@@ -1,35 +1,6 @@
 "use strict";
 /* Keys, pointer, wheel and buttons. */
 
-const KEYS = [
-  ["\u2190 \u2192", "one step back or on; with Shift ten"],
-  ["\u2191 \u2193", "the request above or below; with Shift ten"],
-  ["+ \u2212 0", "zoom in, zoom out, show all"],
-  ["Home End", "first and last step"],
-  [
-    "n p",
-    "next and previous preemption or refusal of the chosen request (of any, if none is chosen)",
-  ],
-  ["/", "find a request by name; Enter goes to the next"],
-  ["z", "zoom to the chosen request"],
-  ["t", "steps or wall-clock time"],
-  ["s", "another order of the rows"],
-  ["c", "show or hide the curves"],
-  ["[ ]", "lower or higher rows"],
-  ["Esc", "release what is pinned"],
-  ["?", "this help"],
-];
-const POINTER = [
-  ["hover, click", "shows what is there; pins it"],
-  ["drag", "moves; with Shift it zooms to what was dragged over"],
-  [
-    "wheel",
-    "zooms over the curves, scrolls the rows; with Ctrl it zooms everywhere, with Shift it moves",
-  ],
-  ["double click", "zooms to the request"],
-  ["overview", "drag the window or its edges, or a new window beside it"],
-];
-
 class Controls {
   constructor(app) {
     this.app = app;
@@ -91,10 +62,11 @@ class Controls {
       .append(
         element(
           "p",
-          "Every column is one step of the engine. A row of the upper panel is a request (or one of its completions): what it did in each step, and why it waited. A row of the lower panel is a block of the KV cache: who held it when the step was over.",
+          "Every column is one step of the engine. A row of the upper panel is a request (or one of its completions, a sequence): what it did in each step, and why it waited. A row of the lower panel is a block of the KV cache: who held it when the step was over.",
         ),
         list(KEYS, "kbd"),
         list(POINTER, "text"),
+        list(WORDS, "text"),
         element(
           "p",
           "Zoomed out, a pixel stands for many steps and shows the rarest thing in them: a preemption before a prefill, that before decode and waiting; of the curves, the highest value over a band down to the lowest.",

@@ -103,7 +103,8 @@ class Curves {
     const ceiling = highest > 0 ? highest * 1.14 : 1,
       y = (value) => height - 1 - (value / ceiling) * (height - 4);
     const { values } = ticks(0, highest || 1, 2, panel.format === count ? 1 : 0),
-      lines = values.filter(Boolean);
+      inside = panel.limit <= ceiling ? y(panel.limit) : -Infinity, // its line would cross a number
+      lines = values.filter((value) => value && Math.abs(y(value) - inside) > 8);
     context.fillStyle = css(theme.line);
     for (const value of lines) context.fillRect(0, Math.round(y(value)), width, 1);
     const scale = width / columns.pixels;

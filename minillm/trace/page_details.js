@@ -203,7 +203,8 @@ class Details {
   _sequence(index, column) {
     const { model, words, theme } = this.app,
       { steps } = model,
-      about = model.sequences[index];
+      about = model.sequences[index],
+      again = model.recomputed(index);
     const span = model.spanAt(index, column),
       state = element("p.state", words.state(index, column));
     if (span >= 0) state.style.borderColor = css(theme.states[model.code[span]]);
@@ -232,8 +233,10 @@ class Details {
         ["steps", `${count(steps.step[first])}\u2013${count(steps.step[last])}`],
         ["end", done],
         ["preemptions", about.preemptions ? count(about.preemptions) : null],
+        ["tokens recomputed", again ? count(again) : null],
       ]),
     );
+    this._losses(section, model.losses(index));
     if (about.parent !== null)
       section.append(
         element("p", "Forked from ", this._link(about.parent), ", whose prompt it shares."),
@@ -249,6 +252,25 @@ class Details {
     });
     section.append(element("h3", "In all"), this._facts(rows));
     return section;
+  }
+
+  /** When a sequence lost its blocks, and to whom. */
+  _losses(section, losses) {
+    if (!losses.length) return;
+    const { app } = this,
+      list = element("ul");
+    for (const [column, reason] of losses.slice(0, MOST_LISTED)) {
+      const link = element("button.link", `step ${count(app.model.steps.step[column])}`);
+      link.type = "button";
+      link.addEventListener("click", () => {
+        app.move({ column, pinned: true, block: null });
+        app.reveal();
+      });
+      list.append(element("li", link, `: ${app.words.reason(reason)}`));
+    }
+    if (losses.length > MOST_LISTED)
+      list.append(element("li", `and ${count(losses.length - MOST_LISTED)} more`));
+    section.append(element("h3", "Lost its blocks"), list);
   }
 
   // ---- a block -----------------------------------------------------------------------------------

@@ -23,12 +23,18 @@ function showHeader(model) {
     .map(plain)
     .join(" \u00b7 ");
   const requests = sequences.filter((s) => s.parent === null).length,
-    forked = sequences.length - requests;
+    again = sum(steps.recomputed);
   const cached = sum(sequences.filter((s) => s.parent === null).map((s) => s.cached));
   const totals = [
     ["steps", count(model.numColumns)],
-    [forked ? `requests, ${count(sequences.length)} sequences` : "requests", count(requests)],
-    ["tokens computed", count(sum(steps.prefill) + sum(steps.decode))],
+    [
+      requests < sequences.length ? `requests, ${count(sequences.length)} sequences` : "requests",
+      count(requests),
+    ],
+    [
+      again ? `tokens computed, ${count(again)} again` : "tokens computed",
+      count(sum(steps.prefill) + sum(steps.decode)),
+    ],
     ["prompt tokens cached", count(cached)],
     ["preemptions", count(sum(sequences.map((s) => s.preemptions)))],
     ["duration", seconds(model.duration)],
@@ -78,8 +84,8 @@ function showLegends(theme) {
       ...["arrival", "stop", "length", "abort", "error"].map((kind) => entry(marked(kind), kind)),
     );
   document.getElementById("blocks-legend").replaceChildren(
-    entry(tiled(blockTile, OWNED + 1), "held (colour: by which request)"),
-    entry(tiled(blockTile, SHARED + 1), "shared, with the number of holders"),
+    entry(tiled(blockTile, OWNED + 1), "held (colour: request)"),
+    entry(tiled(blockTile, SHARED + 1), "shared (number: holders)"),
     entry(tiled(blockTile, USED), "free after use"),
     entry(
       swatch((context, width, height) => {

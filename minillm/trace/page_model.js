@@ -137,6 +137,36 @@ class Model {
     return to > this.offsets[sequence] ? this.last[to - 1] : this.sequences[sequence].added;
   }
 
+  /** What the rows are: requests, unless some of them have several completions. */
+  rowName() {
+    return this.sequences.some((one) => one.parent !== null) ? "Sequences" : "Requests";
+  }
+
+  /** Columns where a sequence lost its blocks, and the reasons. */
+  losses(sequence) {
+    const found = [];
+    for (let s = this.offsets[sequence]; s < this.offsets[sequence + 1]; s++) {
+      if (this.preemptedAt.get(this.first[s])?.includes(sequence))
+        found.push([this.first[s], this.a[s]]);
+    }
+    return found;
+  }
+
+  /** How many tokens of a sequence were computed again. */
+  recomputed(sequence) {
+    let number = 0,
+      furthest = Infinity; // unknown, where the trace begins later
+    for (let s = this.offsets[sequence]; s < this.offsets[sequence + 1]; s++) {
+      const from = this.a[s],
+        code = this.code[s];
+      if (isIdle(code)) continue;
+      const to = from + (code === DECODE ? this.last[s] - this.first[s] + 1 : this.b[s]);
+      if (code === RECOMPUTED) number += Math.min(to, furthest) - from;
+      furthest = furthest === Infinity ? to : Math.max(furthest, to);
+    }
+    return number;
+  }
+
   /** Columns and seconds that a sequence spent in each state: {code: {columns, seconds}}. */
   stays(sequence) {
     const found = {};

@@ -27,6 +27,48 @@ function moment(value) {
 // The reason of all who are not next in line; who that is, is said once per step.
 const BEHIND = "behind the next in line";
 
+// The help: keys, the pointer, and words.
+const KEYS = [
+  ["\u2190 \u2192", "one step back or on; with Shift ten"],
+  ["\u2191 \u2193", "the request above or below; with Shift ten"],
+  ["+ \u2212 0", "zoom in, zoom out, show all"],
+  ["Home End", "first and last step"],
+  [
+    "n p",
+    "next and previous preemption or refusal of the chosen request (of any, if none is chosen)",
+  ],
+  ["/", "find a request by name; Enter goes to the next"],
+  ["z", "zoom to the chosen request"],
+  ["t", "steps or wall-clock time"],
+  ["s", "another order of the rows"],
+  ["c", "show or hide the curves"],
+  ["[ ]", "lower or higher rows"],
+  ["Esc", "release what is pinned"],
+  ["?", "this help"],
+];
+const POINTER = [
+  ["hover, click", "shows what is there; pins it"],
+  ["drag", "moves; with Shift it zooms to what was dragged over"],
+  [
+    "wheel",
+    "zooms over the curves, scrolls the rows; with Ctrl it zooms everywhere, with Shift it moves",
+  ],
+  ["double click", "zooms to the request"],
+  ["overview", "drag the window or its edges, or a new window beside it"],
+];
+const WORDS = [
+  [
+    "plan, run, deliver",
+    "the parts of a step: who is computed is decided; the model runs and samples are drawn; texts and outputs are made",
+  ],
+  [
+    "needs, has",
+    "blocks it would begin with, and free blocks less those kept for who runs; 0 in a step that ran short. The numbers of the last look stand while no block is freed",
+  ],
+  ["recomputed", "tokens that were computed before, but their blocks were lost by a preemption"],
+  ["stalled", "it runs, but this step had no tokens or blocks for it"],
+];
+
 class Words {
   constructor(model) {
     this.model = model;

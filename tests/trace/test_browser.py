@@ -232,15 +232,18 @@ def choose(viewer: Viewer, sequence: int) -> None:
 
 def test_totals_are_those_of_the_data(viewer: Viewer) -> None:
     steps, sequences = viewer.data["steps"], viewer.data["sequences"]
-    text = viewer.text("totals")
+    text, number = viewer.text("totals"), sum(steps["recomputed"])
+    again = f", {number:,} again" if number else ""
     for what, value in {
         "steps": len(steps["step"]),
-        "tokens computed": sum(steps["prefill"]) + sum(steps["decode"]),
+        f"tokens computed{again}": sum(steps["prefill"]) + sum(steps["decode"]),
         "preemptions": sum(sequence["preemptions"] for sequence in sequences),
         "prompt tokens cached": sum(s["cached"] for s in sequences if s["parent"] is None),
     }.items():
         assert f"{what}{value:,}" in text
     assert len(sequences) == viewer.run("return traceView.model.sequences.length")
+    told = "const { model } = traceView; return model.sequences.map((_, i) => model.recomputed(i))"
+    assert sum(viewer.run(told)) == number
 
 
 def test_arrows_move_through_the_steps(viewer: Viewer) -> None:
@@ -314,6 +317,24 @@ def test_a_preemption_is_told_with_its_victim_and_its_winner(viewer: Viewer) -> 
     assert "Preempted in this step" in details
     assert f"{name}: {viewer.data['reasons'][span[3]]}" in details
     assert f"{name}: {viewer.state(victim, span[1])}" in viewer.text("live")
+
+
+def test_a_request_says_when_it_lost_its_blocks_and_to_whom(viewer: Viewer) -> None:
+    sequence, reasons = preempted(viewer), viewer.data["reasons"]
+    lost = [
+        (viewer.data["steps"]["step"][span[1]], reasons[span[3]])
+        for span in viewer.data["sequences"][sequence]["spans"]
+        if span[0] in "xo" and reasons[span[3]].startswith("preempted for")
+    ]
+    assert lost
+    choose(viewer, sequence)
+    details = viewer.text("details")
+    listed = "".join(f"step {step:,}: {reason}" for step, reason in lost[:12])
+    assert f"preemptions{len(lost)}" in details
+    assert f"Lost its blocks{listed}" in details
+    viewer.run("document.querySelector('#details button.link').click()")
+    viewer.settle()
+    assert viewer.text("live").startswith(f"Step {lost[0][0]}.")
 
 
 def test_the_next_in_line_and_its_reason_are_told(viewer: Viewer) -> None:
@@ -542,6 +563,14 @@ def test_names_of_strangers_stay_text(driver: Any, pages: Any) -> None:
         assert name in viewer.text("details")
     assert viewer.run("return window.broken") is None
     assert viewer.run("return document.querySelectorAll('img, #details script').length") == 0
+
+
+def test_both_panels_are_seen_in_a_notebook(driver: Any, pages: Any) -> None:
+    resize(driver, 966, 722)
+    viewer = Viewer(driver, *pages[100])
+    viewer.settle()
+    bottom = "return document.getElementById(arguments[0]).getBoundingClientRect().bottom"
+    assert viewer.run(bottom, "blocks-scroll") <= viewer.run(bottom, "plot") + 1
 
 
 @pytest.mark.parametrize(("width", "ratio"), [(600, 1), (700, 2), (1400, 1.5), (2560, 1)])
