@@ -25,7 +25,8 @@ def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("action", metavar="ACTION",
                         help="view: HTML page; table: text; chrome: for Perfetto")  # fmt: skip
-    parser.add_argument("file", metavar="FILE", help="a trace, as llm.trace.save(...) writes it")
+    parser.add_argument("file", metavar="FILE", nargs="?",
+                        help="a trace, as llm.trace.save(...) writes it")  # fmt: skip
     parser.add_argument("-o", "--output", metavar="OUT", help="the file to write (beside FILE)")
     parser.add_argument("--open", action="store_true", help="view: show the page in a browser")
     parser.add_argument("--last", metavar="N", type=int,
@@ -37,7 +38,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
     action = ACTIONS.get(args.action)
     if action is None:
         hint = did_you_mean(args.action, ACTIONS)
+        if args.file is None and not hint:
+            hint = f" A file comes after it: 'minillm trace view {args.action}'."
         raise ConfigError(f"A trace has no {args.action!r}; choose view, table or chrome.{hint}")
+    if args.file is None:
+        raise ConfigError(f"Which file? Give its name: 'minillm trace {args.action} FILE'.")
     check_options(args)
     action(args, terminal)
     return 0

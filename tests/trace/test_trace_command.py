@@ -123,6 +123,8 @@ def test_chrome_writes_events(saved: Path, cli: Any, tmp_path: Path) -> None:
         (["table", "{saved}", "--open"], "--open is for 'minillm trace view'"),
         (["table", "{saved}", "-o", "x"], "--output is for 'minillm trace view or chrome'"),
         (["view", "{saved}", "--last", "3"], "--last is for 'minillm trace table'"),
+        (["{saved}"], "choose view, table or chrome. A file comes after it: 'minillm trace view"),
+        (["table"], "Which file? Give its name: 'minillm trace table FILE'."),
     ],
     ids=str,
 )
