@@ -353,8 +353,7 @@ class Engine:
             live.end(reason, now, error)
         self._live = {}
         scheduler = self.scheduler
-        for seq_id, sequence in scheduler.sequences.items():
-            scheduler.log.end(sequence, reason, seq_id in scheduler.in_flight, now)
+        scheduler.log.end_all(scheduler.sequences.values(), reason, scheduler.in_flight, now)
         self.trace.append(scheduler.record)
         if self._runner is not None:
             self.scheduler = scheduler.restarted()

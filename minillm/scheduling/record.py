@@ -4,6 +4,7 @@ A plan tells the runner what changed; a record tells everybody else. Each event 
 exactly one record, so that whoever has all records can rebuild every block table, counter and time.
 """
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -179,6 +180,17 @@ class Logbook:
         num_tokens = sequence.num_tokens - len(sequence.request.prompt_token_ids)
         ended = self._gone if sequence.seq_id in self._added else self.record.ended
         ended.append(Ended(sequence.seq_id, reason, num_tokens, in_vain, time))
+
+    def end_all(
+        self, sequences: Iterable[Sequence], reason: str, in_flight: Container[int], time: float
+    ) -> None:
+        """The scheduler was interrupted anywhere, also here: end those that have not ended."""
+        done = {one.seq_id for one in (*self.record.ended, *self._gone)}
+        for sequence in sequences:
+            if sequence.seq_id not in done:
+                self.end(sequence, reason, sequence.seq_id in in_flight, time)
+        if self.record.ended is self._gone:  # in the middle of `begin`
+            self._added, self._gone = {}, []
 
     def correct(self, seq_id: int, reason: str) -> None:
         """Its last token by count was also the end of its text."""

@@ -95,12 +95,13 @@ class Scheduler:
         Its blocks are free at once, or, if a plan that is not committed uses them, at the commit.
         `reason` and `time` are for the record; None is the time of the step's tokens.
         """
-        sequence = self.sequences.pop(seq_id, None)
+        sequence = self.sequences.get(seq_id)
         if sequence is None:
             if reason != "length":
                 self.log.correct(seq_id, reason)
             return
         self.log.end(sequence, reason, seq_id in self.in_flight, time)
+        del self.sequences[seq_id]
         if sequence.status is Status.RUNNING:
             self._stop_running(sequence)
         else:

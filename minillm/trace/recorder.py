@@ -89,14 +89,21 @@ class Trace(Sequence[StepRecord]):
 
     def _forget_hidden(self) -> None:
         if self._hidden is not None:
-            self._before.apply(self._hidden)
-            self._hidden = None
+            hidden, self._hidden = self._hidden, None
+            self._forget(hidden)
+
+    def _forget(self, record: StepRecord) -> None:
+        try:
+            self._before.apply(record)
+        except BaseException:  # Ctrl-C in the middle: the engine ends all requests, too
+            self._before = Replay()
+            raise
 
     def _drop(self) -> None:
         oldest = self._records.popleft()
         self._units -= units(oldest)
-        self._before.apply(oldest)
         self.num_dropped += 1
+        self._forget(oldest)
 
     def restore(self, states: list[SequenceState]) -> None:
         """Say who was there before the first record, for a trace that is read from a file."""

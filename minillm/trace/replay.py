@@ -120,13 +120,13 @@ class Replay:
         self, state: SequenceState, kept: int, blocks: Iterable[int], step: ReplayedStep
     ) -> None:
         """Its table is the first `kept` blocks, then these."""
-        for block in state.blocks[kept:]:
+        gone, come = state.blocks[kept:], list(blocks)  # a table may be longer than is known of it
+        for block in gone:
             self.holders[block].remove(state.seq_id)
-            step.blocks.add(block)
-        state.blocks[kept:] = blocks
-        for block in state.blocks[kept:]:
+        state.blocks[kept:] = come
+        for block in come:
             self.holders.setdefault(block, []).append(state.seq_id)
-            step.blocks.add(block)
+        step.blocks.update(gone, come)
 
     def of(self, seq_id: int) -> SequenceState:
         """The state of a sequence, a new one where its beginning was not recorded."""

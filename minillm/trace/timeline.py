@@ -108,9 +108,12 @@ class Drawing:
         self._draw_reasons(column, record, states)
         for state in step.forked:
             self._enter(state, column)
-            if state.first is not None:  # what it was until here, it was as a part of the first
-                self._open[state.seq_id] = list(self._open[state.first.seq_id])
+            span = self._open.get(state.first.seq_id) if state.first else None
+            if span is not None:  # what it was until here, it was as a part of the first
+                self._open[state.seq_id] = list(span)
         for state in step.ended:
+            if state.seq_id not in self._places:  # Ctrl-C, before its beginning was recorded
+                continue
             line = self.sequences[self._places[state.seq_id]]
             line |= {"end": state.end, "ended": column, "preemptions": state.num_preemptions}
             self._close(state.seq_id, column)

@@ -3,13 +3,17 @@ metrics of every request."""
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from minillm import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineDeadError, SamplingParams
+from minillm.engine import Engine
 from minillm.live_request import LiveRequest
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Status
@@ -206,6 +210,57 @@ def test_a_failed_step_and_ctrl_c_are_in_the_trace(
             core.step()
         assert [one.reason for one in llm.trace[-1].ended] == ["error"]
         assert [one.ends for one in llm.trace.requests()] == [("abort",), ("length",), ("error",)]
+
+
+def test_ctrl_c_anywhere_in_the_books_leaves_a_trace_that_can_be_read(folder: Path) -> None:
+    """At every other line of what writes records; the short trace drops one in each step."""
+    with make(folder, num_gpu_blocks_override=16, max_num_seqs=3) as llm:
+        core, moment = llm.engine, 0
+        while True:
+            moment += 2
+            core.trace = Trace(llm.trace.settings, capacity=40)
+            for name in "ab":
+                params = SamplingParams(max_tokens=3, n=2, ignore_eos=True)
+                core.add(core.make_request(name, None, [1, 2, 3, 4, 5], params))
+            whole = interrupt_at(moment, core)
+            core.add(core.make_request("c", None, [1, 2], SamplingParams(max_tokens=2)))
+            while core.has_work:
+                core.step()
+            timeline(core.trace)
+            replay, records = core.trace.snapshot()
+            for record in records:
+                replay.apply(record)
+            assert not replay.sequences, moment
+            assert not any(replay.holders.values())
+            if whole:
+                break
+        assert moment > 100
+
+
+def interrupt_at(moment: int, core: Engine) -> bool:
+    """Run all requests, with KeyboardInterrupt at some line; whether it came to their end."""
+    names, left = {"begin", "_fork", "finish", "_hold", "end"}, moment
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_name not in names or "minillm" not in frame.f_code.co_filename:
+            return None
+        left -= event == "line"
+        if not left:
+            left = -1
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        while core.has_work:
+            core.step()
+    except KeyboardInterrupt:
+        return False
+    finally:
+        sys.settrace(before)
+    return True
 
 
 def test_a_request_that_ends_before_its_first_step_is_not_lost(folder: Path) -> None:
