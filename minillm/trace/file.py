@@ -7,26 +7,28 @@ Fields that are empty or zero are left out, tuples are lists, so a step of one s
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
-from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from minillm.cache.manager import BlockCopy
 from minillm.errors import TraceFileError
+from minillm.sampling_params import shown
 from minillm.scheduling.plan import Row
 from minillm.scheduling.record import Added, Blocked, Ended, Forked, Preemption, StepRecord
 from minillm.trace.recorder import Trace, TraceSettings
-from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, SequenceState
+from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, SequenceState
 
 VERSION = 1
 MOST = 2**31  # of tokens, sequences, steps
 MOST_BLOCKS = 2**24
+MOST_OF_A_NUMBER = 1e15  # seconds, say
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # in what is read
 # How each list of a record is made again from a list of lists.
 EVENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "added": Added,
-        "rows": lambda *row: Row(*row)._replace(blocks=tuple(row[5])),
+        "rows": lambda *row: Row(*row)._replace(blocks=tuple(Row(*row).blocks)),
         "copies": BlockCopy,
         "swap_out": BlockCopy,
         "swap_in": BlockCopy,
@@ -92,15 +94,18 @@ def load_trace(path: Path) -> Trace:
     if not lines:
         raise TraceFileError(f"{path} is empty; a trace is what llm.trace.save(...) writes.")
     trace, last = read_header(lines[0], path), 0
+    replay, _ = trace.snapshot()
     for number, line in enumerate(lines[1:], 2):
         try:
             record = read_record(json.loads(line), trace.settings.num_blocks or MOST_BLOCKS)
             if record.step <= last:
                 raise ValueError(f"step {record.step} comes after step {last}")
+            check_story(record, replay)
             last = record.step
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except DAMAGE as error:
+            why = "no whole JSON" if isinstance(error, json.JSONDecodeError) else error
             raise TraceFileError(
-                f"{path}, line {number}, is not a step of a trace ({error}); "
+                f"{path}, line {number}, is not a step of a trace ({why}); "
                 "was the file cut off or edited?"
             ) from error
         trace.append(record)
@@ -119,8 +124,8 @@ def read_header(line: str, path: Path) -> Trace:
             )
         trace = Trace(read_settings(header), capacity=2**62)
         trace.num_dropped = number(num_dropped)
-        trace.restore(read_states(before))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        trace.restore(read_states(before, trace.settings.num_blocks or MOST_BLOCKS))
+    except DAMAGE as error:
         if isinstance(error, TraceFileError):
             raise
         raise TraceFileError(
@@ -131,14 +136,20 @@ def read_header(line: str, path: Path) -> Trace:
 
 def read_settings(header: dict[str, Any]) -> TraceSettings:
     """Only names that exist, and only values of their kinds."""
-    for name in ("block_size", "num_blocks", "num_host_blocks", "max_num_seqs"):
-        counts(header[name] or 0)
-    if header["num_blocks"] > MOST_BLOCKS or not all(
-        isinstance(header[name], str | None)
-        for name in ("model", "dtype", "device", "policy", "admission", "preemption")
-    ):
-        raise ValueError("settings")
-    return TraceSettings(**header)
+    settings = TraceSettings(**header)
+    for each in fields(TraceSettings):
+        value = getattr(settings, each.name)
+        if value is None and each.type is not int:
+            continue
+        if each.type == str | None:
+            text(value)
+        elif each.type == float | None:
+            number(value)
+        else:
+            counts(value)
+    if settings.num_blocks > MOST_BLOCKS:
+        raise ValueError("num_blocks")
+    return settings
 
 
 def read_record(line: dict[str, Any], num_blocks: int) -> StepRecord:
@@ -154,21 +165,16 @@ def read_record(line: dict[str, Any], num_blocks: int) -> StepRecord:
         elif name in EVENTS:
             setattr(record, name, [EVENTS[name](*each) for each in value])
         else:
-            raise ValueError(f"{name!r} is no field of a step")
+            raise ValueError(f"{shown(name)} is no field of a step")
     check_events(record)
-    most = max((block for row in record.rows for block in row.blocks), default=0)
-    if most >= num_blocks:
-        raise ValueError(f"there is no block {most}")
+    check_blocks((block for row in record.rows for block in row.blocks), num_blocks)
     return record
 
 
 def check_events(record: StepRecord) -> None:
     """Identifiers are counts, names are texts: what replays and draws them relies on it."""
     for added in record.added:
-        if not isinstance(added.request_id, str):
-            raise ValueError("a request_id is a text")
-        number(added.arrival)
-        counts(added.seq_id, *added[2:5])
+        check_added(added)
     for row in record.rows:
         counts(*row[:5], *row.blocks)
     for copies in (record.copies, record.swap_out, record.swap_in, record.forked):
@@ -176,43 +182,104 @@ def check_events(record: StepRecord) -> None:
             counts(*each)
     for preemption in record.preempted:
         counts(preemption.seq_id, preemption.for_seq_id, preemption.num_tokens)
+        text(preemption.mode)
     for ended in record.ended:
         counts(ended.seq_id, ended.num_tokens)
-        number(ended.time or 0.0)
+        text(ended.reason)
+        if not isinstance(ended.in_vain, bool):
+            raise ValueError(f"{shown(ended.in_vain)} is not true or false")
+        if ended.time is not None:
+            number(ended.time)
+    for blocked in (*record.stalled, *([record.blocked] if record.blocked else [])):
+        counts(blocked.seq_id, blocked.needed, max(blocked.available, 0))
+        text(blocked.request_id)
+        text(blocked.what)
     counts(record.step, *record.admitted)
 
 
-def read_states(before: Iterable[dict[str, Any]]) -> list[SequenceState]:
+def check_added(added: Added) -> None:
+    """The same for how a request came."""
+    text(added.request_id)
+    number(added.arrival)
+    number(added.priority)
+    counts(added.seq_id, *added[2:5])
+
+
+def check_blocks(blocks: Iterable[int], num_blocks: int) -> None:
+    """Every block must exist."""
+    most = max(blocks, default=0)
+    if most >= num_blocks:
+        raise ValueError(f"there is no block {most}")
+
+
+def check_story(record: StepRecord, replay: Replay) -> None:
+    """A step must be one that can follow those before, which were applied."""
+    come = [each.seq_id for each in record.added] + [each.seq_id for each in record.forked]
+    if len(set(come)) < len(come) or not replay.sequences.keys().isdisjoint(come):
+        raise ValueError("a sequence comes twice")
+    gone = [each.seq_id for each in record.ended]
+    if len(set(gone)) < len(gone):
+        raise ValueError("a sequence ends twice")
+    replay.apply(record)
+
+
+def read_states(before: Iterable[dict[str, Any]], num_blocks: int) -> list[SequenceState]:
     """The sequences that ran when the first step was recorded."""
     states: dict[int, SequenceState] = {}
     firsts: dict[int, SequenceState] = {}
     for line in sorted(before, key=lambda line: number(line["index"])):
         first, added = line.pop("first"), line.pop("added")
         state = SequenceState(**line)
-        counts(state.seq_id, *state.blocks)
-        state.added = added and Added(*added)
-        if state.where not in (WAITING, PREEMPTED, SWAPPED, RUNNING):
-            raise ValueError(state.where)
+        check_state(state, num_blocks)
+        if added is not None:
+            state.added = Added(*added)
+            check_added(state.added)
+        if state.seq_id in states:
+            raise ValueError("a sequence comes twice")
         states[state.seq_id] = state
         if first is None:
             firsts[state.seq_id] = state
         else:
             seq_id, num_completions, num_open = first
+            counts(seq_id, num_completions, num_open)
             stub = SequenceState(seq_id, state.added)
             stub.num_completions, stub.num_open = num_completions, num_open
             state.first = firsts.setdefault(seq_id, stub)
     return list(states.values())
 
 
+def check_state(state: SequenceState, num_blocks: int) -> None:
+    """What replays it computes with these."""
+    for each in fields(state):
+        value = getattr(state, each.name)
+        if each.type is int:
+            counts(value)
+        elif each.type == float | None and value is not None:
+            number(value)
+    if not isinstance(state.blocks, list) or not isinstance(state.end, str | None):
+        raise ValueError("blocks or end")
+    counts(*state.blocks)
+    check_blocks(state.blocks, num_blocks)
+    if state.where not in (WAITING, PREEMPTED, SWAPPED, RUNNING):
+        raise ValueError("where")
+
+
 def counts(*values: Any) -> None:
     """Whole numbers from 0, small enough for what is made of them."""
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
-            raise ValueError(f"{value!r} is not a count below {MOST:,}")
+            raise ValueError(f"{shown(value)} is not a count below {MOST:,}")
 
 
 def number(value: Any) -> Any:
     """A number as it is; anything else is an error."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise ValueError(f"{value!r} is not a number")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -MOST_OF_A_NUMBER < value < MOST_OF_A_NUMBER:  # NaN is not
+        raise ValueError(f"{shown(value)} is not a number")
     return value
+
+
+def text(value: Any) -> None:
+    """A text; anything else is an error."""
+    if not isinstance(value, str):
+        raise ValueError(f"{shown(value)} is not a text")

@@ -1,17 +1,24 @@
 """The other forms of a trace: JSON lines and back, Perfetto's events, the text table."""
 
+import contextlib
+import copy
 import gc
 import json
+import random
 import tracemalloc
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minillm import SamplingParams
 from minillm.errors import TraceFileError
 from minillm.trace.chrome import NAMES
+from minillm.trace.file import state_line
 from minillm.trace.recorder import RECORD_UNITS, Trace
+from minillm.trace.replay import SequenceState
 from minillm.trace.timeline import timeline
 from tests.engine.small import write_model
 from tests.trace.workload import HOST_GIB, engine, run
@@ -30,6 +37,15 @@ def trace(folder: Path, request: pytest.FixtureRequest) -> Trace:
         run(llm, 1, 40)
         assert bool(llm.trace.num_dropped) == (request.param != "whole")
         return llm.trace
+
+
+TWICE = '{{"step":1,"{0}":[[9999,{1}],[9999,{1}]]}}'
+
+
+def with_before(header: str, **wrong: object) -> str:
+    """The first line of a trace before which one sequence ran, of which something is wrong."""
+    state = state_line(SequenceState(0)) | wrong
+    return json.dumps(json.loads(header) | {"before": [state]})
 
 
 # ---- JSON lines -------------------------------------------------------------------------------
@@ -84,6 +100,25 @@ def test_hostile_request_ids_survive(folder: Path, tmp_path: Path) -> None:
         (lambda lines: [lines[0], '{"step":1,"rows":[[0,0,1,1,0,[-1]]]}'], "line 2"),
         (lambda lines: [lines[0], '{"step":1,"started":NaN}'], "line 2"),
         (lambda lines: [lines[0], "[" * 100_000], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"started":1' + "0" * 400 + "}"], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"started":1e300}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"rows":[[]]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"rows":[[0,1' + "0" * 900 + ",1,1,0,[]]]}"], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"blocked":[0,"a","seats",1,{}]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"blocked":["a","a","seats",1,0]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"preempted":[[0,1,["swap"],2]]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"ended":[[0,7,2,false,null]]}'], "line 2"),
+        (lambda lines: [lines[0], '{"step":1,"ended":[[9999,"stop",2,false,""]]}'], "line 2"),
+        (lambda lines: [lines[0], TWICE.format("ended", '"stop",2,false,null')], "ends twice"),
+        (lambda lines: [lines[0], TWICE.format("forked", "0,1")], "comes twice"),
+        (lambda lines: [lines[0], TWICE.format("added", '"a",1,1,1,0,0.5')], "comes twice"),
+        (lambda lines: [with_before(lines[0], num_tokens={})], "is not a trace of minillm"),
+        (lambda lines: [with_before(lines[0], blocks={})], "is not a trace of minillm"),
+        (lambda lines: [with_before(lines[0], blocks=[2**30])], "is not a trace of minillm"),
+        (lambda lines: [with_before(lines[0], first_token="noon")], "is not a trace of minillm"),
+        (lambda lines: [with_before(lines[0], added=[0, [], 1, 1, 1, 0, 0.5])], "is not a trace"),
+        (lambda lines: [with_before(lines[0], first=[1, "a", {}])], "is not a trace of minillm"),
+        (lambda lines: [with_before(lines[0], end=5)], "is not a trace of minillm"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_sentence(
@@ -97,6 +132,36 @@ def test_a_damaged_file_is_refused_in_one_sentence(
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+def test_an_edited_trace_is_refused_or_drawn(trace: Trace, tmp_path: Path) -> None:
+    """Never a traceback: one value anywhere in the file is replaced by another."""
+    path, rng, num_read = tmp_path / "run.jsonl", random.Random(5), 0
+    trace.save(path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()[:40]]
+    for _ in range(150):
+        edited = copy.deepcopy(lines)
+        inside, key = rng.choice(list(places(edited)) if rng.random() < 0.3 else
+                                 list(places(edited[rng.choice([0, -1, 9])])))  # fmt: skip
+        inside[key] = rng.choice([None, True, -1, 0, 1, 3, 10**400, 1.5, "x", [], {}, [None]])
+        path.write_text("\n".join(map(json.dumps, edited)))
+        with contextlib.suppress(TraceFileError):
+            again = Trace.load(path)
+            num_read += 1
+            assert again.html()
+            assert again.table(None)
+            assert again.chrome_events()
+            again.requests()
+    assert num_read
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """All lists and dictionaries in a value, with each of their keys."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value))
+    for key in keys:
+        yield value, key
+        if isinstance(value[key], list | dict):
+            yield from places(value[key])
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
