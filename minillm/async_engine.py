@@ -11,7 +11,7 @@ from types import TracebackType
 from minillm.async_engine_args import AsyncEngineArgs
 from minillm.engine import Engine
 from minillm.errors import ConfigError, EngineDeadError, InvalidRequestError
-from minillm.prompts import Prompt, list_params, list_priorities, list_prompts, split_prompt
+from minillm.prompts import Prompt, one_params, one_priority, one_prompt, split_prompt
 from minillm.request_stream import RequestStream
 from minillm.sampling_params import SamplingParams, shown
 from minillm.scheduling.request import Request
@@ -174,17 +174,11 @@ class AsyncLLMEngine:
             raise InvalidRequestError(
                 f"request_id is {shown(request_id)}; it must be a string that is not empty."
             )
-        listed = list_prompts(prompt)
-        if len(listed) != 1:
-            raise InvalidRequestError(
-                f"generate takes one prompt, not {len(listed)}; call it once for each."
-            )
-        text, ids, salt = split_prompt(listed[0])
+        text, ids, salt = split_prompt(one_prompt(prompt))
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        (params,) = list_params(sampling_params, 1)
-        if priority != 0:
-            (priority,) = list_priorities([priority], 1, self.args.scheduling_policy)
+        params = one_params(sampling_params)
+        priority = one_priority(priority, self.args.scheduling_policy)
         make = partial(self._engine.make_request, request_id, text, ids, params, priority, salt)
         ticket = Ticket(request_id, (priority, next(self._steps.arrivals)), params.n, text)
         if is_long(text, ids):

@@ -43,6 +43,42 @@ def list_params(
     return each
 
 
+def one_prompt(prompt: Prompt) -> Prompt:
+    """The prompt of a request that has only one."""
+    if isinstance(prompt, str | Mapping):
+        return prompt
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise InvalidRequestError(
+            f"prompt is a {type(prompt).__name__}; it must be a string, a list of token ids or a "
+            "dict."
+        )
+    listed = list_prompts(prompt) if prompt else [prompt]  # an empty one is refused later
+    if len(listed) != 1:
+        raise InvalidRequestError(
+            f"generate takes one prompt, not {len(listed)}; call it once for each."
+        )
+    return listed[0]
+
+
+def one_params(params: SamplingParams) -> SamplingParams:
+    """The parameters of a request."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling_params is a {type(params).__name__}; it must be a SamplingParams."
+        )
+    return params
+
+
+def one_priority(priority: int, policy: str) -> int:
+    """The priority of a request; 0 is no wish."""
+    if priority != 0 and policy != "priority":
+        raise InvalidRequestError(
+            f"priority={shown(priority)} has no effect with scheduling_policy={policy!r}; make the "
+            "engine with scheduling_policy='priority'."
+        )
+    return check_int("priority", priority, -(2**31), 2**31 - 1)
+
+
 def list_priorities(priority: Sequence[int] | None, count: int, policy: str) -> list[int]:
     """One priority for each of `count` prompts."""
     if priority is None:

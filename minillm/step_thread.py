@@ -28,6 +28,9 @@ from minillm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minillm.scheduling.request import Request
 
 SHUT_DOWN = "This engine was shut down; make a new one."
+FORKED = (
+    "This process was forked and has no engine thread; make the engine in the process using it."
+)
 DRAINED = "This engine was told to drain, so it takes no new requests; make a new one."
 MOST_SECONDS_TO_STOP = 30.0  # how long `stop` waits for the step that runs
 MOST_BURIALS = 3  # a second kill, or no memory, may interrupt one
@@ -131,9 +134,9 @@ class StepThread:
     @property
     def death(self) -> EngineDeadError | None:
         """Why there will be no more steps, as a new error; None while there will."""
-        if not self._ended:
+        if not self._ended and self._thread.is_alive():
             return None
-        cause, why = self._cause, SHUT_DOWN
+        cause, why = self._cause, SHUT_DOWN if self._ended else FORKED
         if isinstance(cause, EngineDeadError):
             why = str(cause)
         elif cause is not None:
@@ -145,7 +148,7 @@ class StepThread:
     @property
     def failed(self) -> bool:
         """Whether something else than `stop` ended it."""
-        return self._ended and self._cause is not None
+        return self._cause is not None or not (self._ended or self._thread.is_alive())
 
     def enter(self, ticket: Ticket) -> None:
         """Put a request in line. Without a `request` it keeps its place until `ready`."""
@@ -187,7 +190,7 @@ class StepThread:
         # First into the set: the thread may die with a command in its hand.
         self._open.add(waiting)
         self._inbox.put(command)
-        if self._ended:
+        if self._ended or not self._thread.is_alive():
             self._bury()
 
     # ---- the thread ----------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 import asyncio
 import ctypes
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -246,3 +249,36 @@ def test_two_engines_die_alone(folder):
         other.shutdown()
 
     run(main())
+
+
+FORK = """
+import asyncio, os, sys, warnings
+warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
+from minillm import AsyncEngineArgs, AsyncLLMEngine, EngineDeadError
+
+async def one(engine):
+    async for output in engine.generate([1, 2, 3], None, "a"):
+        pass
+
+engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(sys.argv[1], dtype="float32"))
+if (child := os.fork()) == 0:
+    code = 1
+    try:
+        assert engine.errored and not engine.is_running
+        asyncio.run(asyncio.wait_for(one(engine), 20))
+    except EngineDeadError as error:
+        code = 0 if "was forked" in str(error) else 2
+    finally:
+        os._exit(code)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+asyncio.run(one(engine))  # the parent's is as it was
+engine.shutdown()
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_is_told_that_it_has_no_engine(folder: Path) -> None:
+    command = [sys.executable, "-c", FORK, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stderr

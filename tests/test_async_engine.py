@@ -403,17 +403,23 @@ def with_shutdown(engine: AsyncLLMEngine, main: Any) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty text": ({"prompt": ""}, "prompt is empty"),
-    "empty ids": ({"prompt": []}, "not 0|prompt is empty"),
+    "empty ids": ({"prompt": []}, "prompt is empty"),
     "several": ({"prompt": ["a", "b"]}, "generate takes one prompt, not 2"),
-    "no prompt": ({"prompt": None}, "prompts is a NoneType"),
+    "no prompt": (
+        {"prompt": None},
+        "prompt is a NoneType; it must be a string, a list of",
+    ),
     "a wrong id": ({"prompt": [1, 10**6]}, "token id 1000000"),
     "too long": ({"prompt": [7] * 64}, "maximum context length is 64"),
     "a dict": ({"prompt": {"text": "a"}}, "A prompt dict has"),
     "a surrogate": ({"prompt": "\ud800"}, "surrogate"),
-    "parameters": ({"sampling_params": {"n": 1}}, "must be a SamplingParams"),
+    "parameters": ({"sampling_params": {"n": 1}}, r"is a dict; it must be a SamplingParams\.$"),
     "an id that is none": ({"request_id": 5}, "request_id is 5; it must be a string"),
     "an empty id": ({"request_id": ""}, "request_id is ''"),
-    "a priority": ({"priority": 3}, "priority has no effect with scheduling_policy='fcfs'"),
+    "a priority": (
+        {"priority": 3},
+        "priority=3 has no effect with scheduling_policy='fcfs'; make the engine",
+    ),
     "a used id": ({"request_id": "good"}, "unfinished request with the id 'good' already"),
     "a far token": ({"sampling_params": SamplingParams(allowed_token_ids=[10**6])}, "1000000"),
 }

@@ -1,6 +1,6 @@
 """Who is let in next, and whether there is room for it: seats, tokens of this step, blocks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
@@ -35,7 +35,7 @@ class Admission:
         self._oldest: Sequence | None = None  # who was first by arrival at the last look
         self._refusal: Refusal | None = None
 
-    def last_refusal(self, waiting: list[Sequence]) -> Blocked | None:
+    def last_refusal(self, waiting: list[Sequence], running: list[Sequence]) -> Blocked | None:
         """The last answer "no blocks", while hardly anything could have changed it. To look up
         long prompts in vain in every step would delay those who run; a prefix that somebody else
         has cached meanwhile is noticed after `PATIENCE` steps."""
@@ -48,8 +48,11 @@ class Admission:
             or last.num_free < self.blocks.pool.num_free
         ):
             return None
+        available = self.blocks.pool.num_free - self.pledged(running) - self.headroom
+        if available >= last.blocked.needed:  # a promise was given up
+            return None
         last.patience -= 1
-        return last.blocked
+        return replace(last.blocked, available=available)
 
     def queue(self, waiting: list[Sequence]) -> list[Sequence]:
         """Who is next; a policy that reads the cache orders the oldest ones anew."""
@@ -61,6 +64,10 @@ class Admission:
     def _key(self, sequence: Sequence) -> Key:
         cached = 0 if sequence.is_swapped else self.match(sequence).num_tokens
         return self.policy.key(sequence.request, sequence.arrival, cached)
+
+    def pledged(self, running: list[Sequence]) -> int:
+        """Free blocks that were promised to those who run."""
+        return sum(map(self.pledge, running))
 
     def pledge(self, sequence: Sequence) -> int:
         """Free blocks that a running sequence was promised when it was admitted."""

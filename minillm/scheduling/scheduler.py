@@ -237,11 +237,11 @@ class Scheduler:
             return Blocked.of(first, "tokens", 1, 0)
         if self.record.preempted or self.record.stalled:
             return Blocked.of(first, "blocks", self.admission.target(first), 0)
-        return self.admission.last_refusal(self.waiting) if self.running else None
+        return self.admission.last_refusal(self.waiting, self.running) if self.running else None
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Move waiting sequences to `running` in order, until the next one does not fit."""
-        pledged = sum(map(self.admission.pledge, self.running))
+        pledged = self.admission.pledged(self.running)
         num_admitted = 0
         for sequence in self.admission.queue(self.waiting):
             headroom = self.admission.headroom if self.running else 0

@@ -738,6 +738,23 @@ def test_the_record_says_who_waits_for_how_many_blocks() -> None:
     assert record.num_free_blocks == 3
 
 
+@pytest.mark.parametrize("admission", ["watermark", "reserve_max"])
+def test_a_refusal_that_is_repeated_tells_todays_numbers(admission: str) -> None:
+    """b is looked up once in 16 steps, while a takes block after block."""
+    engine = scheduler(12, admission=admission, watermark=0)
+    engine.add(request("a", length=4, max_tokens=20))
+    engine.add(request("b", length=47, max_tokens=1))
+    seen = []
+    for _ in range(14):
+        plan = planned(engine)
+        blocked = engine.record.blocked
+        promised = engine.admission.pledged(engine.running)
+        assert blocked.available == engine.record.num_free_blocks - promised
+        seen.append(blocked.available)
+        engine.commit(plan, made_up(plan))
+    assert (seen[-1] < seen[0]) == (admission == "watermark"), seen
+
+
 def test_the_record_says_who_waits_for_a_seat_or_for_the_next_step() -> None:
     engine = scheduler(max_num_seqs=1, max_num_batched_tokens=6)
     engine.add(request("a"))
