@@ -42,8 +42,8 @@ class AsyncLLMEngine:
                 f"An AsyncLLMEngine is made of AsyncEngineArgs, not {type(args).__name__}."
             )
         self.args = args
-        self._engine = Engine(args)
-        self._steps = StepThread(self._engine, args.max_num_requests)
+        self._steps = StepThread(partial(Engine, args), args.max_num_requests)
+        self._engine = self._steps.engine
         self._tokenisers = ThreadPoolExecutor(NUM_TOKENISERS, "minillm-tokeniser")
         # Also when the interpreter ends; the thread knows nothing of this object.
         self._end = weakref.finalize(self, stop, self._steps, self._tokenisers)

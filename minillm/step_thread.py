@@ -103,13 +103,19 @@ def in_one_line(error: BaseException) -> str:
 
 
 class StepThread:
-    """Owns an engine: nobody else may touch it but by `call`.
+    """Makes an engine and owns it: nobody else may touch it but by `call`.
+
+    The engine is made in this thread too. Had another one ever computed with torch, OpenMP would
+    keep processors for both, take them for too few, and put its threads to sleep after every
+    operation: a step of the embedded model was five times slower so.
 
     Public methods may be called from any thread; the others run in this one.
     """
 
-    def __init__(self, engine: Engine, max_num_requests: int):
-        self.engine, self.max_num_requests = engine, max_num_requests
+    engine: Engine
+
+    def __init__(self, make_engine: Callable[[], Engine], max_num_requests: int):
+        self.max_num_requests = max_num_requests
         self.arrivals = count()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # put() is safe in __del__
         self._open: set[Ticket | Future] = set()  # all that wait for an answer of this thread
@@ -120,8 +126,17 @@ class StepThread:
         self._draining = self._stopping = False
         self._ended = False  # there will be no more steps
         self._cause: BaseException | None = None  # of its end, if that was not `stop`
-        self._thread = threading.Thread(target=self._run, name="minillm-steps", daemon=True)
+        made: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(make_engine, made), name="minillm-steps", daemon=True
+        )
         self._thread.start()
+        try:
+            made.result()  # or the error that says why there is no engine
+        except BaseException:  # also Ctrl-C, while the thread goes on loading
+            self._stopping = True
+            self._inbox.put(lambda: None)
+            raise
 
     # ---- for any thread ------------------------------------------------------------------
 
@@ -195,7 +210,15 @@ class StepThread:
 
     # ---- the thread ----------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, make_engine: Callable[[], Engine], made: "Future[None]") -> None:
+        try:
+            self.engine = make_engine()
+        except BaseException as error:
+            self._ended = True
+            made.set_exception(error)
+            return
+        made.set_result(None)
+        del make_engine, made
         try:
             self._serve()
         except BaseException as error:  # also SystemExit, or no memory: nobody may wait for ever

@@ -14,7 +14,7 @@ import pytest
 
 from minillm import AsyncLLMEngine, async_engine
 from minillm.engine import Engine
-from minillm.errors import EngineDeadError
+from minillm.errors import ConfigError, EngineDeadError, ModelNotFoundError
 from minillm.live_request import LiveRequest
 from minillm.scheduling.scheduler import Scheduler
 from minillm.step_thread import StepThread
@@ -282,3 +282,49 @@ def test_a_forked_process_is_told_that_it_has_no_engine(folder: Path) -> None:
     command = [sys.executable, "-c", FORK, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# ---- how it begins -----------------------------------------------------------------------------
+
+
+def test_all_of_the_engine_happens_in_one_thread(folder: Path, monkeypatch: Any) -> None:
+    """A second one that computes would make each step several times slower (OpenMP)."""
+    names = set()
+    for what in ("__init__", "step", "close"):
+        works = getattr(Engine, what)
+
+        def noted(self: Engine, *args: Any, works: Any = works) -> Any:
+            names.add(threading.current_thread().name)
+            return works(self, *args)
+
+        monkeypatch.setattr(Engine, what, noted)
+    engine = make_async(folder)
+    assert run(last(engine.generate(PROMPTS[0], GREEDY, "a"))).finished
+    engine.shutdown()
+    assert names == {"minillm-steps"}
+
+
+def test_an_engine_that_cannot_be_made_says_why_and_leaves_no_thread(folder: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(ModelNotFoundError):
+        make_async(folder / "none")
+    with pytest.raises(ConfigError, match="max_model_len"):
+        make_async(folder, max_model_len=10**6)
+    assert threading.active_count() == before
+
+
+def test_ctrl_c_while_it_loads_ends_the_thread(folder: Path, monkeypatch: Any) -> None:
+    threads = []
+
+    def interrupted(self: Any, timeout: float | None = None) -> None:
+        threads.extend(each for each in threading.enumerate() if each.name == "minillm-steps")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("concurrent.futures.Future.result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make_async(folder)
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    assert threads
