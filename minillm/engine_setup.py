@@ -261,10 +261,3 @@ def build_core(
     longest = blocks.blocks_for(max_model_len)
     runs = TiledDecoder(model) if args.deterministic else model
     return Scheduler(config, blocks), Runner(runs, kv, host, config.max_num_seqs, longest)
-
-
-def new_scheduler(old: Scheduler) -> Scheduler:
-    """One with the same limits that knows nothing of what the old one did."""
-    pool, host = old.blocks.pool.num_blocks, old.blocks.host.num_blocks
-    blocks = BlockManager(pool, old.blocks.block_size, old.blocks.prefix_cache, host)
-    return Scheduler(old.config, blocks, old.policy)
