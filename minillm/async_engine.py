@@ -32,8 +32,9 @@ class AsyncLLMEngine:
         async for output in engine.generate("def fib(n):", SamplingParams(), "request-1"):
             output.outputs[0].text  # all of it so far
 
-    One thread advances all requests; event loops, one or several, only read. Use it in an
-    ``async with`` block, or call `shutdown`, to end it early.
+    One thread advances all requests; event loops, one or several, only read. On a CPU let no other
+    thread of the process compute with torch: each would have threads of its own, and they would
+    wait for each other. Use it in an ``async with`` block, or call `shutdown`, to end it early.
     """
 
     def __init__(self, args: AsyncEngineArgs):
