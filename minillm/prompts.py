@@ -45,14 +45,9 @@ def list_params(
 
 def one_prompt(prompt: Prompt) -> Prompt:
     """The prompt of a request that has only one."""
-    if isinstance(prompt, str | Mapping):
-        return prompt
-    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise InvalidRequestError(
-            f"prompt is a {type(prompt).__name__}; it must be a string, a list of token ids or a "
-            "dict."
-        )
-    listed = list_prompts(prompt) if prompt else [prompt]  # an empty one is refused later
+    if isinstance(prompt, str | Mapping) or not token_list(prompt):
+        return prompt  # an empty one is refused later
+    listed = list_prompts(prompt)
     if len(listed) != 1:
         raise InvalidRequestError(
             f"generate takes one prompt, not {len(listed)}; call it once for each."

@@ -272,7 +272,7 @@ def described(error: Exception) -> str:
     return f"The model failed on this request: {in_one_line(error)}"
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Its type and the beginning of what it says."""
     text = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

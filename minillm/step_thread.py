@@ -25,6 +25,7 @@ from minillm.engine import Engine
 from minillm.errors import EngineDeadError, InvalidRequestError
 from minillm.live_request import LiveRequest
 from minillm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minillm.runner import in_one_line
 from minillm.scheduling.request import Request
 
 SHUT_DOWN = "This engine was shut down; make a new one."
@@ -95,11 +96,6 @@ def deliver(results: Iterable[tuple[Ticket, Result]]) -> None:
     """What one step has for one event loop, which runs this."""
     for ticket, result in results:
         ticket.receive(result)
-
-
-def in_one_line(error: BaseException) -> str:
-    """Its type and the beginning of what it says."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ")
 
 
 class StepThread:

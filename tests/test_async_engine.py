@@ -407,7 +407,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "several": ({"prompt": ["a", "b"]}, "generate takes one prompt, not 2"),
     "no prompt": (
         {"prompt": None},
-        "prompt is a NoneType; it must be a string, a list of",
+        "A prompt is a NoneType; it must be a string, a list of",
     ),
     "a wrong id": ({"prompt": [1, 10**6]}, "token id 1000000"),
     "too long": ({"prompt": [7] * 64}, "maximum context length is 64"),

@@ -5,28 +5,16 @@ and names ("M"). One process shows the engine's steps, another one line per sequ
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from minillm.trace.recorder import Trace
-from minillm.trace.timeline import timeline
+from minillm.trace.timeline import NAMES, timeline
 
 Event = dict[str, Any]
 ENGINE, SEQUENCES = 1, 2  # process ids
 PARTS = ("plan", "run", "deliver")
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "w": "waiting",
-        "x": "preempted",
-        "o": "swapped out",
-        "s": "stalled",
-        "p": "prefill",
-        "r": "recompute",
-        "d": "decode",
-    }
-)
 
 
 def chrome_events(trace: Trace) -> list[Event]:

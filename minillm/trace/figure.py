@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
 from minillm.trace.figure_blocks import box, draw_blocks, shown_blocks
 from minillm.trace.page import page
+from minillm.trace.timeline import NAMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 class State(NamedTuple):
     """How a kind of span is drawn."""
 
-    name: str
     colour: str
     height: float  # of a row
     hatch: str
@@ -29,13 +29,13 @@ class State(NamedTuple):
 
 # Later ones are drawn over earlier ones: what is rare must not be hidden.
 STATES: Mapping[str, State] = {
-    "w": State("waiting", "#8A95A0", 0.16, ""),
-    "d": State("decode", "#009E73", 0.5, ""),
-    "p": State("prefill", "#0072B2", 0.84, ""),
-    "r": State("recomputed", "#D55E00", 0.84, "////"),
-    "s": State("stalled", "#F0E442", 0.84, "||||"),
-    "o": State("swapped out", "#CC79A7", 0.44, "...."),
-    "x": State("preempted", "#E69F00", 0.44, "xxxx"),
+    "w": State("#8A95A0", 0.16, ""),
+    "d": State("#009E73", 0.5, ""),
+    "p": State("#0072B2", 0.84, ""),
+    "r": State("#D55E00", 0.84, "////"),
+    "s": State("#F0E442", 0.84, "||||"),
+    "o": State("#CC79A7", 0.44, "...."),
+    "x": State("#E69F00", 0.44, "xxxx"),
 }
 IDLE = "wsox"  # their spans also end where only the reason changes, which no figure shows
 ENDS: Mapping[str, str] = {"stop": "o", "length": "s", "abort": "x", "error": "D"}
@@ -174,7 +174,7 @@ def draw_gantt(ax: "Axes", data: dict[str, Any], rows: int) -> None:
         if boxes:
             edge = "#22282E" if state.hatch else state.colour
             ax.add_collection(
-                PolyCollection(boxes, facecolor=state.colour, hatch=state.hatch, label=state.name,
+                PolyCollection(boxes, facecolor=state.colour, hatch=state.hatch, label=NAMES[kind],
                                edgecolor=edge, linewidth=0.4, zorder=2 + order / 10, gid=kind)
             )  # fmt: skip
     draw_marks(ax, shown)

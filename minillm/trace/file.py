@@ -6,7 +6,7 @@ Fields that are empty or zero are left out, tuples are lists, so a step of one s
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +42,7 @@ NUMBERS = tuple(field.name for field in fields(StepRecord) if field.type in (int
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Write a trace; what was in the file is replaced."""
+    """Write a trace. A file that exists is replaced when the new one is whole, not before."""
     replay, records = trace.snapshot()
     header = {
         "minillm_trace": VERSION,
@@ -50,9 +50,13 @@ def save_trace(trace: Trace, path: Path) -> None:
         "num_dropped": trace.num_dropped,
         "before": [state_line(state) for state in replay.sequences.values()],
     }
-    with path.open("w", encoding="utf-8") as file:
+    path = path.resolve()  # a link stays one
+    part = path.with_name(f"{path.name}.part") if path.is_file() else path
+    with part.open("w", encoding="utf-8") as file:
         for line in (header, *map(record_line, records)):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    if part != path:
+        part.replace(path)
 
 
 def record_line(record: StepRecord) -> dict[str, Any]:
@@ -60,15 +64,10 @@ def record_line(record: StepRecord) -> dict[str, Any]:
     line: dict[str, Any] = {name: getattr(record, name) for name in NUMBERS}
     for name in EVENTS:
         values = getattr(record, name)
-        line[name] = [blocked_list(each) for each in values] if name == "stalled" else values
+        line[name] = [astuple(each) for each in values] if name == "stalled" else values
     line["admitted"] = record.admitted
-    line["blocked"] = record.blocked and blocked_list(record.blocked)
+    line["blocked"] = record.blocked and astuple(record.blocked)
     return {name: value for name, value in line.items() if value}
-
-
-def blocked_list(blocked: Blocked) -> list[Any]:
-    """A refusal as a list."""
-    return [getattr(blocked, field.name) for field in fields(Blocked)]
 
 
 def state_line(state: SequenceState) -> dict[str, Any]:
@@ -76,8 +75,7 @@ def state_line(state: SequenceState) -> dict[str, Any]:
     ended meanwhile, but still counts the others."""
     line = {f.name: getattr(state, f.name) for f in fields(state)}
     first = state.first
-    counts = first and [first.seq_id, first.num_completions, first.num_open]
-    return line | {"first": counts}
+    return line | {"first": first and [first.seq_id, first.num_completions, first.num_open]}
 
 
 def load_trace(path: Path) -> Trace:
@@ -95,7 +93,7 @@ def load_trace(path: Path) -> Trace:
         raise TraceFileError(f"{path} is empty; a trace is what llm.trace.save(...) writes.")
     trace, last = read_header(lines[0], path), 0
     replay, _ = trace.snapshot()
-    for number, line in enumerate(lines[1:], 2):
+    for place, line in enumerate(lines[1:], 2):
         try:
             record = read_record(json.loads(line), trace.settings.num_blocks or MOST_BLOCKS)
             if record.step <= last:
@@ -105,7 +103,7 @@ def load_trace(path: Path) -> Trace:
         except DAMAGE as error:
             why = "no whole JSON" if isinstance(error, json.JSONDecodeError) else error
             raise TraceFileError(
-                f"{path}, line {number}, is not a step of a trace ({why}); "
+                f"{path}, line {place}, is not a step of a trace ({why}); "
                 "was the file cut off or edited?"
             ) from error
         trace.append(record)

@@ -13,7 +13,9 @@ plain data, ready for JSON. A column is a recorded step; a sequence is a list of
     "d"    decode, one token per step                        first position
 """
 
+from collections import ChainMap
 from collections.abc import Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -24,9 +26,18 @@ from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, S
 
 WAITING_KINDS: Mapping[str, str] = MappingProxyType({WAITING: "w", PREEMPTED: "x", SWAPPED: "o"})
 BEHIND = "behind the next in line"
-META = ("model", "dtype", "device", "policy", "admission", "preemption", "prefix_cache",
-        "block_size", "num_blocks", "num_host_blocks", "max_num_seqs",
-        "max_num_batched_tokens")  # fmt: skip
+# What the drawings call the kinds of spans.
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "w": "waiting",
+        "x": "preempted",
+        "o": "swapped out",
+        "s": "stalled",
+        "p": "prefill",
+        "r": "recomputed",
+        "d": "decode",
+    }
+)
 
 
 def timeline(trace: Trace) -> dict[str, Any]:
@@ -51,10 +62,9 @@ def timeline(trace: Trace) -> dict[str, Any]:
 
 def meta(settings: TraceSettings, zero: float) -> dict[str, Any]:
     """What engine it was, and when it started."""
-    started = None
-    if settings.wall is not None and settings.clock is not None:
-        started = settings.wall + zero - settings.clock
-    return {name: getattr(settings, name) for name in META} | {"started": started}
+    values = asdict(settings)
+    clock, wall = values.pop("clock"), values.pop("wall")
+    return values | {"started": None if clock is None or wall is None else wall + zero - clock}
 
 
 def columns(records: list[StepRecord], zero: float) -> dict[str, list[Any]]:
@@ -100,7 +110,7 @@ class Drawing:
     def add(self, column: int, record: StepRecord) -> None:
         """Draw the next step."""
         step = self._replay.apply(record)
-        states = self._replay.sequences | {state.seq_id: state for state in step.ended}
+        states = ChainMap({state.seq_id: state for state in step.ended}, self._replay.sequences)
         for added in record.added:
             self._wait(column, states[added.seq_id], BEHIND)
         for state, row, again in step.rows:
@@ -138,7 +148,7 @@ class Drawing:
             self.sequences[self._places[row.seq_id]]["cached"] = state.num_cached
 
     def _draw_reasons(
-        self, column: int, record: StepRecord, states: dict[int, SequenceState]
+        self, column: int, record: StepRecord, states: Mapping[int, SequenceState]
     ) -> None:
         """Why those wait who do not compute. A reason of its own holds for one step."""
         for seq_id in self._explained:
@@ -156,7 +166,7 @@ class Drawing:
             self._draw_blocked(column, record.blocked, states[record.blocked.seq_id])
 
     def _draw_blocked(self, column: int, blocked: Blocked, state: SequenceState) -> None:
-        if not any(state.seq_id == seq_id for seq_id in self._explained):  # preempted just now
+        if state.seq_id not in self._explained:  # it was not preempted just now
             self._explain(column, state, str(blocked))
         refusal = [self._places[state.seq_id], self._why(str(blocked))]
         if self.blocked and self.blocked[-1][1] == column - 1 and self.blocked[-1][2:] == refusal:

@@ -15,11 +15,10 @@ import pytest
 
 from minillm import SamplingParams
 from minillm.errors import TraceFileError
-from minillm.trace.chrome import NAMES
 from minillm.trace.file import state_line
 from minillm.trace.recorder import RECORD_UNITS, Trace
 from minillm.trace.replay import SequenceState
-from minillm.trace.timeline import timeline
+from minillm.trace.timeline import NAMES, timeline
 from tests.engine.small import write_model
 from tests.trace.workload import HOST_GIB, engine, run
 
