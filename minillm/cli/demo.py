@@ -212,6 +212,7 @@ def show_next(terminal: Terminal) -> None:
         (f'{program} generate "import os"', "continue your own text"),
         (f"{program} info", "the models and this machine"),
         (f"{program} plan preset:llama-3.1-70b", "what a 70B model would need"),
+        (f"{program} trace --help", "what each step did, and why"),
     ]
     if Path("notebooks", "lab.py").is_file():
         rows.append(("make lab", "the course: measure it all"))

@@ -64,6 +64,23 @@ def test_what_is_saved_is_read_again(trace: Trace, tmp_path: Path) -> None:
     assert (tmp_path / "again.jsonl").read_bytes() == path.read_bytes()
 
 
+def test_a_save_that_breaks_off_leaves_the_old_file(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "run.jsonl", tmp_path / "link.jsonl"
+    trace.save(path)
+    link.symlink_to(path)
+    before = path.read_bytes()
+    monkeypatch.setattr("minillm.trace.file.record_line", iter([{"step": 1}]).__next__)
+    with pytest.raises(TypeError):
+        trace.save(link)
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    trace.save(link)
+    assert (path.read_bytes(), link.is_symlink()) == (before, True)
+    assert Trace.load(path)[0].step == trace[0].step
+
+
 def test_hostile_request_ids_survive(folder: Path, tmp_path: Path) -> None:
     names = ['</script><b>"', "\u2028\u202e", "x" * 5000, "\ud7ff\n"]
     with engine(folder) as llm:
