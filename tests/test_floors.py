@@ -25,7 +25,8 @@ FLOORS = {
     **dict.fromkeys(
         ["runner", "forward_pass", "sampler", "speculative", "graphs", "deterministic"], 5
     ),
-    **dict.fromkeys(["engine", "engine_setup", "completion", "live_request", "trace"], 6),
+    **dict.fromkeys(["engine", "engine_setup", "completion", "live_request"], 6),
+    **dict.fromkeys(["trace", "simulation"], 6),
     **dict.fromkeys(["llm", "async_engine", "request_stream", "step_thread"], 7),
     **dict.fromkeys(["cli", "__main__", "serving"], 8),
     "": 9,  # minillm/__init__.py, which offers the names of every floor

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any, overload
 
 from minillm.scheduling.record import StepRecord
-from minillm.trace.replay import Replay, RequestSummary, SequenceState, finished_requests
+from minillm.trace.replay import (
+    Replay,
+    RequestSummary,
+    SequenceState,
+    finished_requests,
+    token_times,
+)
 
 # A row of a step is the unit, about 110 bytes; a record itself is worth eight.
 CAPACITY = 2**18  # 35 MB at most: 4,000 steps of 64 sequences, 29,000 steps of one
@@ -120,6 +126,11 @@ class Trace(Sequence[StepRecord]):
     def requests(self) -> list[RequestSummary]:
         """Requests that ended in the recorded steps: the numbers of their metrics."""
         return finished_requests(*self.snapshot())
+
+    def token_times(self) -> dict[str, list[float]]:
+        """When each new token of each completion was there, in the recorded steps; a completion
+        is named by its request, with " #1" and so on behind the first."""
+        return token_times(*self.snapshot())
 
     # ---- forms -------------------------------------------------------------------------------
 

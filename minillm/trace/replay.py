@@ -232,3 +232,17 @@ def finished_requests(replay: Replay, records: Iterable[StepRecord]) -> list[Req
             if first.added is not None and len(together) == first.num_completions:
                 summaries.append(summarize(together, first.added))
     return summaries
+
+
+def token_times(replay: Replay, records: Iterable[StepRecord]) -> dict[str, list[float]]:
+    """The time of every new token of these records, by completion; those that failed or came to
+    nothing are left out."""
+    times: dict[str, list[float]] = {}
+    for record in records:
+        in_vain = {one.seq_id for one in record.ended if one.in_vain}
+        step = replay.apply(record)
+        wrote = [state for state, row, _ in step.rows if row.num_samples]
+        for state in (*wrote, *step.forked):
+            if state.seq_id not in in_vain and state.last_token == record.computed:
+                times.setdefault(state.name, []).append(record.computed)
+    return times

@@ -17,6 +17,7 @@ from minillm.hardware import DATASHEET, Hardware
 from minillm.layers.linear import Linear
 from minillm.models.decoder import Decoder
 from minillm.presets import preset
+from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import bound, figure, show
 
@@ -114,12 +115,6 @@ def doubling_length(lengths: Sequence[int], seconds: Sequence[float]) -> float:
             share = math.log(goal / low) / math.log(high / low)
             return lengths[at - 1] * (lengths[at] / lengths[at - 1]) ** share
     return math.inf
-
-
-def nearest(value: float, options: Mapping[str, float]) -> str:
-    """The letter of the option whose ratio to `value` is closest to 1."""
-    value = min(value, max(options.values()))  # an infinite value is nearest to the largest
-    return min(options, key=lambda letter: abs(math.log(options[letter] / value)))
 
 
 def draw_floor(ax: "Axes", lengths: Sequence[int], bounds: Mapping[str, Sequence[float]]) -> None:

@@ -20,7 +20,8 @@ from minillm.cost import StepCost, kv_bytes_per_token, step_cost, step_time, wei
 from minillm.hardware import DATASHEET, Hardware
 from minillm.presets import preset
 from minillm_exercises.chapters.ch01 import knee as knee
-from minillm_exercises.chapters.ch01 import nearest as nearest
+from minillm_exercises.chapters.common import nearest as nearest
+from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import bars, bound, figure, series, show
 
@@ -232,18 +233,6 @@ def draw_gains(model: str, prompt: int, machine: str, new: int = 2048) -> None:
         f"{saved.positions[-1]:,.1f} times the positions, {saved.seconds[-1]:,.1f} times the "
         f"least possible time; twice the time {when}.",
     )
-
-
-def show_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Show a table; a bool is a tick or a cross, and columns of numbers should have a unit."""
-    from IPython.display import Markdown, display
-
-    def cell(value: object) -> str:
-        words = {True: "\u2713 passes", False: "\u2717 fails"}
-        return words[value] if isinstance(value, bool) else str(value)
-
-    lines = [" | ".join(map(cell, row)) for row in (head, ["---"] * len(head), *rows)]
-    display(Markdown("\n".join(f"| {line} |" for line in lines)))
 
 
 def crossover(config: ModelConfig, dtype: str = "bfloat16") -> int:

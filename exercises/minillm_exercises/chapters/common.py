@@ -1,0 +1,32 @@
+"""What several chapters use: the option nearest to a measurement, tables, and drawn traces."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minillm.trace.recorder import Trace
+from minillm_exercises.plots import show
+
+
+def nearest(value: float, options: Mapping[str, float]) -> str:
+    """The letter of the option whose ratio to `value` is closest to 1."""
+    value = min(value, max(options.values()))  # an infinite value is nearest to the largest
+    return min(options, key=lambda letter: abs(math.log(options[letter] / value)))
+
+
+def show_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Show a table; a bool is a tick or a cross, and columns of numbers should have a unit."""
+    from IPython.display import Markdown, display
+
+    def cell(value: object) -> str:
+        words = {True: "\u2713 passes", False: "\u2717 fails"}
+        return words[value] if isinstance(value, bool) else str(value)
+
+    lines = [" | ".join(map(cell, row)) for row in (head, ["---"] * len(head), *rows)]
+    display(Markdown("\n".join(f"| {line} |" for line in lines)))
+
+
+def show_trace(trace: Trace, caption: str, **options: Any) -> None:
+    """Show the drawing of a trace with `caption` below; `options` are those of
+    `minillm.trace.figure.figure`, such as ``panels=("gantt", "blocks")``."""
+    show(trace.figure(**options), caption)

@@ -1,0 +1,223 @@
+"""The engine's own scheduler and blocks, without a model: made-up tokens on a virtual clock.
+
+What a scheduler decides depends on counts and on who shares a prefix, never on a token's meaning.
+So a simulation decides exactly what an engine with these limits would; what it invents is how long
+a step takes, and the law that says so is an argument. Everything it prints is exact.
+
+    sim = Simulation(num_blocks=64, block_size=16, seconds=linear(0.010, 0.0001), max_num_seqs=8)
+    for number in range(20):
+        sim.add(prompt=100, new=50, arrival=0.2 * number)
+    trace = sim.run()              # the same Trace as llm.trace: requests(), figure(), table() ...
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from minillm.cache.blocks import AccountingError
+from minillm.cache.manager import BlockManager
+from minillm.config import ModelConfig
+from minillm.cost import kv_bytes_per_token, step_cost, step_time
+from minillm.errors import ConfigError
+from minillm.hardware import Hardware
+from minillm.sampling_params import SamplingParams
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.limits import check_fits
+from minillm.scheduling.policies import Policy
+from minillm.scheduling.record import StepRecord
+from minillm.scheduling.request import Request
+from minillm.scheduling.scheduler import Scheduler
+from minillm.trace.recorder import Trace, TraceSettings
+
+StepLaw = Callable[[StepRecord], float]  # how long a step takes, from its rows and swaps
+
+MADE_UP = 10**9  # the first token id that no vocabulary has
+IDLE_STEPS = 1000  # in which nobody advances although somebody could
+
+
+def every_step(seconds: float = 1.0) -> StepLaw:
+    """All steps take the same time; the default makes the clock count steps."""
+    return lambda record: seconds
+
+
+def linear(fixed: float, per_token: float) -> StepLaw:
+    """A part that every step pays, and one for each token that it computes."""
+    return lambda record: fixed + per_token * sum(row.num_tokens for row in record.rows)
+
+
+def roofline(
+    config: ModelConfig,
+    hardware: Hardware,
+    block_size: int = 16,
+    dtype: str | None = None,
+    link: float = math.inf,
+) -> StepLaw:
+    """The bound of `cost.step_time`, and for each swapped block its bytes over a `link` (bytes/s)
+    between device and host."""
+    block_bytes = block_size * kv_bytes_per_token(config, dtype)
+
+    def seconds(record: StepRecord) -> float:
+        swaps = len(record.swap_out) + len(record.swap_in)
+        moved = swaps * block_bytes / link
+        if not record.rows:
+            return moved
+        tokens = [row.num_tokens for row in record.rows]
+        lengths = [row.start + row.num_tokens for row in record.rows]
+        return moved + step_time(step_cost(config, tokens, lengths, dtype=dtype), hardware).seconds
+
+    return seconds
+
+
+class Simulation:
+    """A scheduler with `num_blocks` of `block_size` tokens, a clock and a trace.
+
+    `prefix_cache` is "hash", "radix" or None. `seconds` says how long each step takes. `policy`
+    is a name of `POLICIES` or one of your own; `limits` are the other fields of `SchedulerConfig`,
+    with `max_num_batched_tokens` at least `max_num_seqs` where it is not given.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        prefix_cache: str | None = None,
+        num_host_blocks: int = 0,
+        seconds: StepLaw | None = None,
+        policy: Policy | str = "fcfs",
+        **limits: Any,
+    ):
+        seats = limits.get("max_num_seqs", SchedulerConfig.max_num_seqs)
+        usual = SchedulerConfig.max_num_batched_tokens
+        if isinstance(policy, str):
+            limits["policy"] = policy
+        config = SchedulerConfig(**({"max_num_batched_tokens": max(usual, seats)} | limits))
+        blocks = BlockManager(num_blocks, block_size, prefix_cache, num_host_blocks)
+        self.scheduler = Scheduler(config, blocks, None if isinstance(policy, str) else policy)
+        named = policy if isinstance(policy, str) else None
+        self.trace = Trace(simulated(config, blocks, named), capacity=2**40)
+        self.now = 0.0
+        self._seconds = seconds or every_step()
+        self._later: list[tuple[float, int, Request]] = []  # a heap, by arrival
+        self._answers: dict[str, tuple[int, ...]] = {}
+        self._names, self._tokens = count(), count(MADE_UP)
+
+    @property
+    def blocks(self) -> BlockManager:
+        """The block manager."""
+        return self.scheduler.blocks
+
+    def add(
+        self,
+        prompt: int | Sequence[int],
+        new: int | Sequence[int],
+        *,
+        arrival: float | None = None,
+        name: str | None = None,
+        max_tokens: int | None = None,
+        n: int = 1,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> str:
+        """A request that comes at `arrival` (now); returns its name.
+
+        `prompt` and `new` are token ids, or a number of ids that no other request has. With
+        `max_tokens` the request asks for more than the `new` tokens it then needs: it stops early,
+        which the scheduler does not know beforehand. All `n` completions have the same length.
+
+        Raises:
+            ConfigError: a length makes no sense, the name is taken, or the arrival is in the past.
+            InvalidRequestError: the request can never fit.
+        """
+        answer, ids = self._ids(new), self._ids(prompt)
+        limit = len(answer) if max_tokens is None else max_tokens
+        if not ids or not 1 <= len(answer) <= limit:
+            raise ConfigError(
+                f"A request has {len(ids)} prompt tokens, writes {len(answer)} new ones and may "
+                f"write {limit}; each is at least 1, and it writes no more than it may."
+            )
+        when = self.now if arrival is None else arrival
+        if not self.now <= when < math.inf:
+            raise ConfigError(f"The arrival {when} is not in the future; it is {self.now} now.")
+        number = next(self._names)
+        name = name or f"r{number}"
+        if name in self._answers:
+            raise ConfigError(f"There was a request {name!r} already; give each its own name.")
+        params = SamplingParams(n=n, temperature=1.0)
+        request = Request(
+            name, ids, params, limit,
+            priority=priority, cache_salt=cache_salt, arrival=when,
+        )  # fmt: skip
+        check_fits(request, self.scheduler.config, self.blocks)
+        self._answers[name] = answer if isinstance(new, Sequence) else (-1,) * len(answer)
+        heapq.heappush(self._later, (when, number, request))
+        return name
+
+    def _ids(self, tokens: int | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(tokens, Sequence):
+            return tuple(tokens)
+        return tuple(next(self._tokens) for _ in range(tokens))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended, or not come."""
+        return self.scheduler.has_work or bool(self._later)
+
+    def run(self, until: float = math.inf) -> Trace:
+        """Step until all requests have ended, or a step begins at `until` or later."""
+        idle = 0
+        while self.has_work and self.now < until:
+            idle = 0 if self.step().rows else idle + 1
+            if idle == IDLE_STEPS:
+                raise AccountingError(f"Nobody advanced in {IDLE_STEPS:,} steps: is it the policy?")
+        return self.trace
+
+    def step(self) -> StepRecord:
+        """One step, after a wait for the next arrival if nobody is there."""
+        if not self.scheduler.has_work and self._later:
+            self.now = max(self.now, self._later[0][0])
+        while self._later and self._later[0][0] <= self.now:
+            self.scheduler.add(heapq.heappop(self._later)[2])
+        plan = self.scheduler.schedule()
+        record = self.scheduler.record
+        self.trace.append(record)
+        record.started = record.planned = self.now
+        took = self._seconds(record)
+        if not 0 <= took < math.inf:
+            raise ConfigError(f"Step {record.step} takes {took} seconds by this law.")
+        self.now += took
+        record.computed = record.delivered = self.now
+        rows = [row for row in plan.rows if row.num_samples]
+        forks = self.scheduler.commit(plan, {row.seq_id: self._sample(row) for row in rows})
+        for seq_id in [*(row.seq_id for row in rows), *(fork.seq_id for fork in forks)]:
+            self._stop(seq_id)
+        return record
+
+    def _sample(self, row: Any) -> list[int | None]:
+        """The row's next tokens; completions that part get the same given ones, or new ones."""
+        sequence = self.scheduler.sequences[row.seq_id]
+        place = sequence.num_tokens - len(sequence.request.prompt_token_ids)
+        token = self._answers[sequence.request.request_id][place]
+        return [next(self._tokens) if token < 0 else token for _ in range(row.num_samples)]
+
+    def _stop(self, seq_id: int) -> None:
+        """End a sequence that has written its answer before the scheduler would end it."""
+        sequence = self.scheduler.sequences.get(seq_id)
+        if sequence is None:
+            return
+        written = sequence.num_tokens - len(sequence.request.prompt_token_ids)
+        if written == len(self._answers[sequence.request.request_id]):
+            self.scheduler.finish(seq_id, "stop")
+
+
+def simulated(config: SchedulerConfig, blocks: BlockManager, policy: str | None) -> TraceSettings:
+    """What the trace of a simulation says about itself: no model and no date."""
+    return TraceSettings(
+        policy=policy, admission=config.admission, preemption=config.preemption_mode,
+        prefix_cache=blocks.prefix_cache, block_size=blocks.block_size,
+        num_blocks=blocks.pool.num_blocks, num_host_blocks=blocks.host.num_blocks,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        clock=None, wall=None,
+    )  # fmt: skip

@@ -1,0 +1,202 @@
+"""The simulation decides what the engine decides, on a clock that can be checked by hand."""
+
+import subprocess
+import sys
+
+import pytest
+
+from minillm import SamplingParams
+from minillm.errors import ConfigError, InvalidRequestError
+from minillm.hardware import DATASHEET
+from minillm.presets import preset
+from minillm.scheduling.policies import Policy
+from minillm.simulation import Simulation, every_step, linear, roofline
+from tests.engine.small import write_model
+from tests.trace import workload
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def ends(sim: Simulation) -> dict[str, float]:
+    """When each request ended; all of them arrived at 0."""
+    return {one.request_id: one.e2e for one in sim.run().requests()}
+
+
+def test_two_seats_three_requests_by_hand():
+    """a and b start; b ends in step 2, so c runs in steps 3 and 4, a until 5."""
+    sim = Simulation(8, 4, max_num_seqs=2)
+    for name, new in (("a", 5), ("b", 2), ("c", 2)):
+        sim.add(3, new, name=name)
+    assert ends(sim) == {"b": 2.0, "c": 4.0, "a": 5.0}
+    assert sim.trace.token_times() == {"a": [1, 2, 3, 4, 5], "b": [1, 2], "c": [3, 4]}
+
+
+def test_the_clock_waits_for_arrivals():
+    sim = Simulation(8, 4, seconds=linear(1.0, 0.5))
+    sim.add(2, 2, arrival=10.0)
+    sim.add(1, 1, arrival=11.0)  # in the middle of the first step: it waits for the second
+    sim.run()
+    assert [one.started for one in sim.trace] == [10.0, 12.0]
+    assert sim.now == 14.0  # 1 + 2 * 0.5, then 1 + 2 * 0.5
+    assert [(one.request_id, one.queue_time) for one in sim.trace.requests()] == [
+        ("r0", 0.0),
+        ("r1", 1.0),
+    ]
+
+
+def test_until_leaves_the_rest_for_later():
+    sim = Simulation(8, 4)
+    sim.add(2, 6)
+    assert len(sim.run(until=3)) == 3
+    assert sim.has_work
+    assert len(sim.run()) == 6
+    assert not sim.has_work
+
+
+def test_an_answer_may_stop_before_the_limit():
+    """The scheduler reserves for max_tokens, and learns of the end only when it is there."""
+    sim = Simulation(8, 4, admission="reserve_max", max_num_seqs=4)
+    sim.add(4, 2, max_tokens=28)
+    sim.add(4, 2)
+    trace = sim.run()
+    assert trace[0].blocked is not None
+    assert trace[0].blocked.what == "blocks"
+    assert [one.ends for one in trace.requests()] == [("stop",), ("length",)]
+    assert sim.blocks.pool.num_free == 8
+
+
+def test_given_tokens_are_found_again_and_made_up_ones_never():
+    turn, answer = list(range(8)), [90, 91, 92, 93, 94]
+    for cache, cached in (("hash", 12), (None, 0)):
+        sim = Simulation(16, 4, prefix_cache=cache)
+        sim.add(turn, answer)
+        sim.run()
+        sim.add(turn + answer + [7], 1)
+        sim.add(20, 1)
+        found = {one.request_id: one.num_cached_tokens for one in sim.run().requests()}
+        assert found == {"r0": 0, "r1": cached, "r2": 0}
+
+
+def test_completions_part_and_stop_together():
+    sim = Simulation(16, 4, max_num_seqs=3)
+    sim.add(5, 3, n=3, max_tokens=9, name="x")
+    trace = sim.run()
+    (one,) = trace.requests()
+    assert one.num_tokens == (3, 3, 3)
+    assert one.ends == ("stop",) * 3
+    assert trace.token_times() == {"x": [1, 2, 3], "x #1": [1, 2, 3], "x #2": [1, 2, 3]}
+    assert sim.blocks.num_copies == 2  # of the block with the prompt's last token
+
+
+def test_preemption_by_swap_takes_time_on_the_link():
+    config, device = preset("smollm2-135m"), DATASHEET["h100-sxm"]
+    runs = {}
+    for link in (1e9, 1e12):
+        law = roofline(config, device, 4, link=link)
+        sim = Simulation(
+            6, 4, num_host_blocks=6, seconds=law, preemption_mode="swap", max_num_seqs=2
+        )
+        sim.add(8, 8)
+        sim.add(8, 8)
+        sim.run()
+        runs[link] = sim
+    moved = sum(len(one.swap_out) + len(one.swap_in) for one in runs[1e9].trace)
+    assert runs[1e9].scheduler.counters.num_preemptions_swap == 1
+    assert moved > 0
+    block = 4 * 2 * 30 * 3 * 64 * 2  # tokens, K and V, layers, heads, width, bytes
+    slower = moved * block * (1 / 1e9 - 1 / 1e12)
+    assert runs[1e9].now - runs[1e12].now == pytest.approx(slower, rel=1e-9)
+
+
+def test_a_roofline_step_is_cost_over_hardware():
+    """One sequence of one token: the weights of the model over the bandwidth, and the calls."""
+    config, device = preset("llama-3.1-8b"), DATASHEET["h100-sxm"]
+    sim = Simulation(8, 16, seconds=roofline(config, device))
+    sim.add(1, 1)
+    sim.run()
+    assert sim.now == pytest.approx(15.0e9 / device.bandwidth, rel=0.3)
+
+
+def test_the_engine_decides_the_same(model):
+    """The same requests through a real engine: rows, blocks, waits and preemptions are equal."""
+    llm = workload.engine(model)
+    scheduler = llm.engine.scheduler
+    sim = Simulation(
+        workload.BLOCKS, scheduler.blocks.block_size, prefix_cache=scheduler.blocks.prefix_cache,
+        **vars(scheduler.config),
+    )  # fmt: skip
+    prompts = [[(7 * r + 3 * p) % 200 for p in range(5 + 3 * r)] for r in range(9)]
+    params = SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True)
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, out in zip(prompts, outs, strict=True):
+        sim.add(prompt, out.outputs[0].token_ids, name=out.request_id)
+    made, real = list(sim.run()), list(llm.trace)
+    assert len(made) == len(real)
+    assert any(one.preempted for one in made)
+    for one, other in zip(made, real, strict=True):
+        for name in ("rows", "copies", "admitted", "preempted", "stalled", "num_free_blocks"):
+            assert getattr(one, name) == getattr(other, name), (one.step, name)
+        assert str(one.blocked) == str(other.blocked)
+
+
+def test_token_times_leave_out_what_failed(model):
+    """Requests that fail, stop, are aborted or preempted: as many times as tokens in the end."""
+    llm = workload.engine(model, swap_space=workload.HOST_GIB, preemption_mode="swap")
+    workload.run(llm, seed=5, count=40)
+    times = llm.trace.token_times()
+    summaries = llm.trace.requests()
+    assert len(summaries) == 40
+    for one in summaries:
+        for index, number in enumerate(one.num_tokens):
+            name = f"{one.request_id} #{index}" if index else one.request_id
+            assert len(times.get(name, ())) == number, name
+        if one.ttft is not None:
+            assert times[one.request_id] == sorted(times[one.request_id])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"prompt": 0, "new": 1}, "0 prompt tokens"),
+        ({"prompt": 3, "new": 0}, "writes 0 new"),
+        ({"prompt": 3, "new": 5, "max_tokens": 4}, "may write 4"),
+        ({"prompt": 3, "new": 1, "arrival": -1.0}, "not in the future"),
+        ({"prompt": 3, "new": 1, "arrival": float("nan")}, "not in the future"),
+        ({"prompt": 3, "new": 1, "name": "taken"}, "'taken' already"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, says):
+    sim = Simulation(8, 4)
+    sim.add(1, 1, name="taken")
+    with pytest.raises(ConfigError, match=says):
+        sim.add(**arguments)
+
+
+def test_what_can_never_fit_is_refused_when_it_is_added():
+    with pytest.raises(InvalidRequestError, match="can never fit"):
+        Simulation(8, 4).add(30, 10, arrival=5.0)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_law_that_is_no_time_is_refused(seconds):
+    sim = Simulation(8, 4, seconds=every_step(seconds))
+    sim.add(1, 1)
+    with pytest.raises(ConfigError, match="Step 1 takes"):
+        sim.run()
+
+
+def test_a_policy_of_ones_own():
+    """The last to come is served first."""
+    newest_first = Policy(lambda request, arrival, cached: (-arrival,))
+    sim = Simulation(8, 4, policy=newest_first, max_num_seqs=1)
+    sim.add(1, 1, name="a")
+    sim.add(1, 1, name="b")
+    assert ends(sim) == {"b": 1.0, "a": 2.0}
+
+
+def test_it_needs_no_torch():
+    code = "import sys, minillm.simulation; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
