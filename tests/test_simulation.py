@@ -91,6 +91,37 @@ def test_completions_part_and_stop_together():
     assert sim.blocks.num_copies == 2  # of the block with the prompt's last token
 
 
+def test_completions_may_stop_with_their_first_token():
+    sim = Simulation(16, 4, max_num_seqs=3)
+    sim.add(5, 1, n=3, max_tokens=9, name="x")
+    (one,) = sim.run().requests()
+    assert one.num_tokens == (1, 1, 1)
+    assert sim.now == 1.0
+
+
+def test_what_was_made_up_is_no_text_that_anybody_could_send():
+    sim = Simulation(16, 4, prefix_cache="hash")
+    sim.add([1, 2, 3, 4], 9)
+    sim.run()
+    sim.add([1, 2, 3, 4] + 8 * [-1], 1)
+    assert sim.run().requests()[-1].num_cached_tokens == 4
+
+
+def test_a_clock_that_stands_still_counts_every_token_once():
+    """A prompt in three chunks, and a preemption: still as many times as tokens."""
+    sim = Simulation(
+        6, 4, seconds=every_step(0.0), max_num_seqs=2, max_num_batched_tokens=4
+    )  # fmt: skip
+    sim.add(10, 8)
+    sim.add(8, 8)
+    sim.run()
+    assert sim.scheduler.counters.num_preemptions_recompute > 0
+    assert {name: len(times) for name, times in sim.trace.token_times().items()} == {
+        "r0": 8,
+        "r1": 8,
+    }
+
+
 def test_preemption_by_swap_takes_time_on_the_link():
     config, device = preset("smollm2-135m"), DATASHEET["h100-sxm"]
     runs = {}
@@ -112,12 +143,17 @@ def test_preemption_by_swap_takes_time_on_the_link():
 
 
 def test_a_roofline_step_is_cost_over_hardware():
-    """One sequence of one token: the weights of the model over the bandwidth, and the calls."""
+    """By hand: what a token after 16,001 costs more than one after 1 is reading 16,000 of them."""
     config, device = preset("llama-3.1-8b"), DATASHEET["h100-sxm"]
-    sim = Simulation(8, 16, seconds=roofline(config, device))
-    sim.add(1, 1)
-    sim.run()
-    assert sim.now == pytest.approx(15.0e9 / device.bandwidth, rel=0.3)
+    took = []
+    for length in (1, 16_001):
+        sim = Simulation(2_000, 16, seconds=roofline(config, device), max_num_batched_tokens=20_000)
+        sim.add(length, 2)
+        _, second = sim.run()
+        took.append(second.computed - second.started)
+    weights = 15.0e9 / device.bandwidth
+    assert took[0] == pytest.approx(weights + 161 * device.overhead, rel=1e-2)
+    assert took[1] - took[0] == pytest.approx(16_000 * 131_072 / device.bandwidth, rel=1e-6)
 
 
 def test_the_engine_decides_the_same(model):
@@ -145,10 +181,11 @@ def test_the_engine_decides_the_same(model):
 def test_token_times_leave_out_what_failed(model):
     """Requests that fail, stop, are aborted or preempted: as many times as tokens in the end."""
     llm = workload.engine(model, swap_space=workload.HOST_GIB, preemption_mode="swap")
-    workload.run(llm, seed=5, count=40)
+    workload.run(llm, seed=6, count=40)
     times = llm.trace.token_times()
     summaries = llm.trace.requests()
     assert len(summaries) == 40
+    assert {end for one in summaries for end in one.ends} == {"stop", "length", "abort", "error"}
     for one in summaries:
         for index, number in enumerate(one.num_tokens):
             name = f"{one.request_id} #{index}" if index else one.request_id

@@ -239,10 +239,9 @@ def token_times(replay: Replay, records: Iterable[StepRecord]) -> dict[str, list
     nothing are left out."""
     times: dict[str, list[float]] = {}
     for record in records:
-        in_vain = {one.seq_id for one in record.ended if one.in_vain}
         step = replay.apply(record)
-        wrote = [state for state, row, _ in step.rows if row.num_samples]
-        for state in (*wrote, *step.forked):
-            if state.seq_id not in in_vain and state.last_token == record.computed:
+        sampled = [state for state, row, _ in step.rows if row.num_samples]
+        for state in (*sampled, *step.forked):
+            if state.last_token == record.computed:  # it did not fail, and was not aborted
                 times.setdefault(state.name, []).append(record.computed)
     return times
