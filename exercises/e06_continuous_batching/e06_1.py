@@ -14,4 +14,4 @@ class Scheduler:
 
     def step(self) -> tuple[list[str | None], list[str]]:
         """Who makes a token in each seat in this step, and who ended with it, by seat."""
-        raise NotImplementedError("TODO e06.1: fill the free seats, make a token each, see who ends")
+        raise NotImplementedError("TODO e06.1: fill the free seats, make tokens, see who ends")
