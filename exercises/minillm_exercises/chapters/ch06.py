@@ -1,0 +1,318 @@
+"""Chapter 06: two ways to give away seats, their steps on a virtual clock, and the pictures.
+
+`static_ends` and `continuous_ends` are the arithmetic of both schedules, for thousands of requests;
+`serve` runs requests through the engine's own scheduler, `StaticScheduler` is that scheduler with
+one condition more, and the `draw_` functions are the chapter's pictures.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+from minillm.config import ModelConfig
+from minillm.presets import preset
+from minillm.scheduling.record import Blocked
+from minillm.scheduling.scheduler import Scheduler
+from minillm.simulation import Simulation, StepLaw
+from minillm.trace.figure import MOST_ROWS, draw_gantt
+from minillm.trace.recorder import Trace
+from minillm.trace.timeline import timeline
+from minillm_exercises.chapters.common import nearest as nearest
+from minillm_exercises.chapters.common import show_table as show_table
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.plots import bound, figure, series, show
+
+MEAN = 275  # tokens of an answer, under each law
+
+Law = Callable[[Random], int]
+
+# How long answers are: four laws with one mean (the log-normal's is 277, and a draw's varies).
+LAWS: Mapping[str, Law] = MappingProxyType(
+    {
+        "equal": lambda chance: MEAN,
+        "uniform": lambda chance: chance.randint(50, 500),
+        "exponential": lambda chance: max(1, round(chance.expovariate(1 / MEAN))),
+        "log-normal": lambda chance: max(1, round(chance.lognormvariate(4.5, 1.5))),
+    }
+)
+
+
+def draw(law: str, count: int, seed: int = 6, scale: int = 1) -> list[int]:
+    """So many lengths by a law of `LAWS`, divided by `scale` where a short run is wanted; the same
+    on every machine."""
+    chance = Random(seed)
+    return [max(1, round(LAWS[law](chance) / scale)) for _ in range(count)]
+
+
+def uniform(count: int, low: int, high: int, seed: int = 6) -> list[int]:
+    """So many lengths, each from `low` to `high` equally likely."""
+    chance = Random(seed)
+    return [chance.randint(low, high) for _ in range(count)]
+
+
+def exponential(count: int, mean: float, most: int, seed: int = 6) -> list[int]:
+    """So many lengths of an exponential law, cut off at `most`."""
+    chance = Random(seed)
+    return [min(most, max(1, round(chance.expovariate(1 / mean)))) for _ in range(count)]
+
+
+def poisson(count: int, rate: float, seed: int = 6) -> list[int]:
+    """The steps at which requests come, `rate` per step on average and independent of each
+    other."""
+    chance, now, steps = Random(seed), 0.0, []
+    for _ in range(count):
+        now += chance.expovariate(rate)
+        steps.append(int(now))
+    return steps
+
+
+# ---- the arithmetic of both schedules ---------------------------------------------------------
+
+
+def static_ends(lengths: Sequence[int], seats: int) -> list[int]:
+    """The step in which each request ends when a batch is filled, and then runs until its longest
+    has ended.
+
+    Raises:
+        ExerciseError: no seats, or a length below 1.
+    """
+    _check(lengths, seats)
+    ends: list[int] = []
+    now = 0
+    for first in range(0, len(lengths), seats):
+        batch = lengths[first : first + seats]
+        ends += [now + length for length in batch]
+        now += max(batch)
+    return ends
+
+
+def continuous_ends(lengths: Sequence[int], seats: int) -> list[int]:
+    """The same when whoever is next takes the seat that is free first (list scheduling, Graham
+    1966); a heap knows which one that is.
+
+    Raises:
+        ExerciseError: no seats, or a length below 1.
+    """
+    _check(lengths, seats)
+    free_at, ends = [0] * seats, []
+    for length in lengths:
+        ends.append(free_at[0] + length)
+        heapq.heapreplace(free_at, ends[-1])
+    return ends
+
+
+def gain(lengths: Sequence[int], seats: int) -> Fraction:
+    """Steps of static batching per step of continuous batching."""
+    return Fraction(max(static_ends(lengths, seats)), max(continuous_ends(lengths, seats)))
+
+
+def most_gain(lengths: Sequence[int], seats: int) -> Fraction:
+    """What no order of these requests can exceed: the mean of the batches' longest over the mean,
+    because continuous batching needs at least all tokens divided by all seats."""
+    return Fraction(max(static_ends(lengths, seats)) * seats, sum(lengths))
+
+
+def _check(lengths: Sequence[int], seats: int) -> None:
+    if seats < 1 or not lengths or min(lengths) < 1:
+        raise ExerciseError(
+            f"{seats} seats and {len(lengths)} requests, the shortest of "
+            f"{min(lengths, default=0)} tokens: there is at least one of each."
+        )
+
+
+# ---- the engine's own scheduler ---------------------------------------------------------------
+
+
+class StaticScheduler(Scheduler):
+    """The engine's scheduler with one condition more: nobody sits down while anybody runs."""
+
+    def _refusal(self, budget: int) -> Blocked | None:
+        if self.running:
+            return Blocked.of(self.waiting[0], "seats", 1, 0)
+        return super()._refusal(budget)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where requests are served: seats, blocks of 16 tokens (as many as anybody could want by
+    default), and how long a step takes (one second)."""
+
+    seats: int
+    blocks: int | None = None
+    seconds: StepLaw | None = None
+
+
+def serve(
+    lengths: Mapping[str, int] | Sequence[int],
+    room: Room | int,
+    scheduler: type[Scheduler] = Scheduler,
+    *,
+    prompt: int = 1,
+    arrivals: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+) -> Trace:
+    """The trace of requests with answers of these lengths, all there at the start or at `arrivals`.
+
+    A step's token budget is never what anybody waits for. With `max_tokens` the scheduler does
+    not know how short an answer will be.
+    """
+    room = Room(room) if isinstance(room, int) else room
+    named = lengths if isinstance(lengths, Mapping) else dict(enumerate(lengths))
+    longest = max(named.values()) + prompt
+    sim = Simulation(
+        room.blocks or (room.seats + 1) * (longest // 16 + 2),
+        seconds=room.seconds,
+        max_num_seqs=room.seats,
+        max_num_batched_tokens=room.seats * (prompt + longest),
+    )
+    sim.scheduler = scheduler(sim.scheduler.config, sim.blocks)
+    times = arrivals or [0] * len(named)
+    for (name, length), when in zip(named.items(), times, strict=True):
+        sim.add(prompt, length, arrival=when, name=str(name), max_tokens=max_tokens)
+    return sim.run()
+
+
+def ends(trace: Trace) -> dict[str, int]:
+    """The step in which each request ended."""
+    names = {one.seq_id: one.request_id for record in trace for one in record.added}
+    return {names[one.seq_id]: record.step for record in trace for one in record.ended}
+
+
+def slot_use(trace: Trace, seats: int) -> Fraction:
+    """Rows that were computed, of all that the seats had room for."""
+    return Fraction(sum(len(record.rows) for record in trace), seats * len(trace))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What arrivals over time lead to: seats taken on average, the share of time in which all are
+    taken, and the mean steps until a request gets its seat."""
+
+    taken: Fraction
+    full: Fraction
+    wait: Fraction
+
+
+def load(trace: Trace, seats: int) -> Load:
+    """The averages of a trace whose steps take one second; moments in which nobody is there
+    count."""
+    span = int(trace[-1].computed)
+    rows = [len(record.rows) for record in trace]
+    waits = [int(request.queue_time) for request in trace.requests()]
+    return Load(
+        Fraction(sum(rows), span),
+        Fraction(sum(number == seats for number in rows), span),
+        Fraction(sum(waits), len(waits)),
+    )
+
+
+def llama_2_13b() -> ModelConfig:
+    """The shape of a model of 13 billion parameters whose heads all keep a key and a value."""
+    return replace(
+        preset("llama-2-7b"), num_layers=40, hidden_size=5120, intermediate_size=13824,
+        num_heads=40, num_kv_heads=40,
+    )  # fmt: skip
+
+
+# ---- pictures ---------------------------------------------------------------------------------
+
+
+def draw_schedules(traces: Mapping[str, Trace], least: int) -> None:
+    """Draw who sits when, one schedule above the other on one scale, with the `least` possible
+    steps."""
+    longest = max(len(trace) for trace in traces.values())
+    rows = max(len(timeline(trace)["sequences"]) for trace in traces.values())
+    size = (8.6, len(traces) * (0.27 * rows + 0.75) + 0.5)
+    fig, axes = figure("step", "request", rows=len(traces), size=size)
+    for ax, (name, trace) in zip(axes, traces.items(), strict=True):
+        ax.grid(visible=False)
+        draw_gantt(ax, timeline(trace), MOST_ROWS)
+        ax.axvline(least, color="black", linestyle="--", linewidth=1.2)
+        ax.annotate("bound", (least, -0.6), (3, -3), textcoords="offset points", va="top",
+                    fontsize=9)  # fmt: skip
+        ax.set_title(f"{name}: {len(trace)} steps", loc="left", fontsize=10)
+        ax.set_xlim(0, longest + 0.6)
+        ax.set_xticks(range(0, longest + 1, 2 if longest < 40 else 10))
+    for ax in axes[:-1]:
+        ax.set_xlabel("")
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=9)
+    said = ", ".join(f"{name} {len(trace)}" for name, trace in traces.items())
+    show(fig, f"A row is a request: a thin grey bar waits, a thick one has a seat. The steps: "
+              f"{said}; no schedule needs fewer than {least} (dashed).")  # fmt: skip
+
+
+def draw_gains(gains: Mapping[str, Mapping[int, Fraction]],
+               most: Mapping[str, Mapping[int, Fraction]]) -> None:  # fmt: skip
+    """Draw the gain of each law over the number of seats, and what it can be at most."""
+    fig, ax = figure("seats (logarithmic)", "gain in steps (times, logarithmic)", size=(7, 4.2))
+    for number, (law, by_seats) in enumerate(gains.items()):
+        seats = list(by_seats)
+        bound(ax, seats, [float(most[law][count]) for count in seats], "")
+        values = [float(by_seats[count]) for count in seats]
+        ax.plot(seats, values, label=law, **series(number))
+        ax.annotate(f" {law}, {values[-1]:.1f}", (seats[-1], values[-1]), (4, 0), va="center",
+                    textcoords="offset points", fontsize=9)  # fmt: skip
+    _logarithmic(ax, seats, (1, 2, 5, 10, 20))
+    ax.set_xlim(right=seats[-1] * 3.2)
+    last = max(gains, key=lambda law: gains[law][seats[-1]])
+    show(fig, f"Steps of static over steps of continuous batching, dashed the most that is "
+              f"possible: with {seats[-1]} seats from {float(gains['equal'][seats[-1]]):.1f} "
+              f"times (equal) to {float(gains[last][seats[-1]]):.1f} times ({last}).")  # fmt: skip
+
+
+def _logarithmic(ax: Any, xs: Sequence[int], ys: Sequence[int]) -> None:
+    """Both axes logarithmic, with plain numbers at these places."""
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xticks(xs, [str(x) for x in xs])
+    ax.set_yticks(ys, [str(y) for y in ys])
+    ax.minorticks_off()
+
+
+def draw_clock(traces: Mapping[str, Trace], seats: int) -> None:
+    """Draw how many requests each step computed, over the seconds of a real run."""
+    fig, axes = figure("time (s)", "requests in the step", rows=len(traces), size=(8.2, 4.2))
+    spans: dict[str, float] = {}
+    for number, (ax, (name, trace)) in enumerate(zip(axes, traces.items(), strict=True)):
+        begun = trace[0].started
+        edges = [record.started - begun for record in trace]
+        spans[name] = trace[-1].delivered - begun
+        rows = [len(record.rows) for record in trace]
+        ax.stairs(rows, [*edges, spans[name]], fill=True, color=series(number)["color"])
+        bound(ax, [0, max(spans.values())], [seats, seats], "all seats", "above")
+        ax.set_title(f"{name}: {len(trace)} steps", loc="left", fontsize=10)
+        ax.set_ylim(0, seats * 1.3)
+    for ax in axes:
+        ax.set_xlim(0, max(spans.values()) * 1.01)
+    axes[0].set_xlabel("")
+    said = " and ".join(f"{name} {seconds:.2f} s" for name, seconds in spans.items())
+    show(fig, f"The same requests and tokens with the real engine, one run each: {said}. "
+              f"What is missing under the dashed line are empty seats.")  # fmt: skip
+
+
+def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], seats: int) -> None:
+    """Draw, over the arrivals' share of what all seats could serve, how often all are taken and
+    how long a request waits for one."""
+    fig, axes = figure("arrivals / what full seats can serve (%)", "share of time all are taken (%)",
+                       cols=2, size=(9, 3.8))  # fmt: skip
+    axes[1].set_ylabel("mean wait for a seat (steps, logarithmic)")
+    percent = [100 * share for share in shares]
+    for number, (name, loads) in enumerate(found.items()):
+        full, waits = ([float(100 * each.full) for each in loads],
+                       [max(float(each.wait), 0.1) for each in loads])  # fmt: skip
+        axes[0].plot(percent, full, label=name, **series(number))
+        axes[1].plot(percent, waits, label=name, **series(number))
+    bound(axes[0], [percent[0], percent[-1]], [100, 100], "all the time", "above", at=0)
+    axes[0].set_ylim(-3, 112)
+    axes[1].set_yscale("log")
+    axes[1].set_yticks((0.1, 1, 10, 100), ("≤ 0.1", "1", "10", "100"))
+    axes[0].legend(loc="center left")
+    said = " and ".join(f"{float(loads[0].wait):.1f} steps ({name})"
+                        for name, loads in found.items())  # fmt: skip
+    show(fig, f"{seats} seats over the load. Left how often every seat is taken, right how long a "
+              f"request waits, at {percent[0]:.0f} % load {said}.")  # fmt: skip
