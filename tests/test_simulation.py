@@ -237,3 +237,12 @@ def test_a_policy_of_ones_own():
 def test_it_needs_no_torch():
     code = "import sys, minillm.simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_request_that_starts_at_time_zero_has_not_waited():
+    """Zero is a time of the virtual clock, and not the absence of one."""
+    sim = Simulation(8, 4)
+    sim.add(3, 5)
+    (request,) = sim.run().requests()
+    assert request.queue_time == 0
+    assert request.e2e == 5

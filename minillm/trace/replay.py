@@ -197,6 +197,7 @@ def summarize(states: list[SequenceState], added: Added) -> RequestSummary:
     """All completions of one request."""
     states = sorted(states, key=lambda state: state.index)
     ended = max(state.ended or 0.0 for state in states)
+    begun = ended if states[0].scheduled is None else states[0].scheduled  # 0.0 is a time, too
     firsts = [state.first_token for state in states if state.first_token is not None]
     lasts = [state.last_token for state in states if state.last_token is not None]
     steps = max(state.num_tokens for state in states) - 1
@@ -205,7 +206,7 @@ def summarize(states: list[SequenceState], added: Added) -> RequestSummary:
         num_prompt_tokens=added.num_prompt_tokens,
         num_tokens=tuple(state.num_tokens for state in states),
         ends=tuple(str(state.end) for state in states),
-        queue_time=(states[0].scheduled or ended) - added.arrival,
+        queue_time=begun - added.arrival,
         ttft=min(firsts) - added.arrival if firsts else None,
         tpot=(max(lasts) - min(firsts)) / steps if firsts and steps > 0 else None,
         e2e=ended - added.arrival,
