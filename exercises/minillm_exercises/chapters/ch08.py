@@ -1,0 +1,259 @@
+"""Chapter 08: what a long prompt does to others, and what becomes of those who lose their blocks.
+
+`outcome` and `live` read times out of traces, `again` and `moved` price a preemption, `flood` runs
+many requests through a small pool, and the `draw_` functions are the chapter's pictures.
+"""
+
+import random
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+from minillm import LLM, SamplingParams
+from minillm.config import ModelConfig
+from minillm.cost import kv_bytes_per_token, step_cost, step_time
+from minillm.hardware import DATASHEET, Hardware
+from minillm.presets import preset
+from minillm.simulation import Simulation, StepLaw
+from minillm.trace.recorder import Trace
+from minillm_exercises.chapters.ch01 import knee as knee
+from minillm_exercises.chapters.common import nearest as nearest
+from minillm_exercises.chapters.common import show_table as show_table
+from minillm_exercises.chapters.common import show_trace as show_trace
+from minillm_exercises.plots import bars, bound, figure, series, show
+
+LONGEST = 2**17  # tokens, where the search for a crossing stops
+Length = Callable[[random.Random, int], int]  # tokens of an answer, of at most so many
+
+# How much of its max_tokens a request writes.
+LENGTHS: Mapping[str, Length] = MappingProxyType(
+    {
+        "a tenth": lambda rng, most: min(most, 1 + int(rng.expovariate(10 / most))),
+        "a half": lambda rng, most: rng.randint(1, most),
+        "all": lambda rng, most: most,
+    }
+)
+
+
+# ---- a long prompt among short ones ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one long prompt met and did, in milliseconds from its arrival.
+
+    Attributes:
+        ttft: until its first token.
+        gap: the longest pause between two tokens of anybody else.
+        done: until everybody had ended.
+    """
+
+    ttft: float
+    gap: float
+    done: float
+
+
+def gaps(trace: Trace, but: str) -> list[float]:
+    """Seconds between neighbouring tokens of all requests except one."""
+    times = trace.token_times()
+    return [b - a for name in times if name != but for a, b in pairwise(times[name])]
+
+
+def outcome(trace: Trace, name: str = "long") -> Outcome:
+    """The times of a trace around the request `name`."""
+    (added,) = (one for record in trace for one in record.added if one.request_id == name)
+    first = trace.token_times()[name][0]
+    moments = [first - added.arrival, max(gaps(trace, name)), trace[-1].delivered - added.arrival]
+    return Outcome(*(1e3 * seconds for seconds in moments))
+
+
+def live(llm: LLM, prompt: int, chats: int = 3, new: int = 24) -> tuple[float, float]:
+    """On the clock: `chats` write `new` tokens each, and a prompt of `prompt` tokens joins them.
+    The usual and the longest pause between two tokens of a chat (milliseconds)."""
+    engine, rng = llm.engine, random.Random(0)
+
+    def add(name: str, tokens: int) -> None:
+        ids = rng.choices(range(engine.source.config.vocab_size), k=tokens)
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        engine.add(engine.make_request(name, None, ids, params))
+
+    for lengths in ({"warm": prompt}, {f"chat{number}": 10 for number in range(chats)}):
+        llm.trace.clear()
+        for name, tokens in lengths.items():
+            add(name, tokens)
+        for _ in range(new // 3):
+            engine.step()
+        if "warm" in lengths:
+            engine.abort("warm")
+    add("long", prompt)
+    while engine.has_work:
+        engine.step()
+    seen = gaps(llm.trace, "long")
+    return 1e3 * statistics.median(seen), 1e3 * max(seen)
+
+
+def draw_budgets(
+    found: Mapping[int, Outcome], prompt_bound: float, step_bound: float, knee: int
+) -> None:
+    """Draw the three times of every token budget, and what no budget can beat (milliseconds)."""
+    from matplotlib.ticker import FuncFormatter
+
+    fig, ax = figure("tokens per step (logarithmic)", "time (ms, logarithmic)", size=(7, 4.2))
+    budgets = sorted(found)
+    curves = {
+        "until all are done": [found[n].done for n in budgets],
+        "first token of the long prompt": [found[n].ttft for n in budgets],
+        "longest gap of the others": [found[n].gap for n in budgets],
+    }
+    for number, (label, values) in enumerate(curves.items()):
+        ax.plot(budgets, values, label=label, **series(number))
+    bound(ax, budgets, [prompt_bound] * len(budgets), "operations of the prompt alone", at=0.0)
+    bound(ax, budgets, [step_bound] * len(budgets), "a step without the prompt", at=1.0)
+    ax.axvline(knee, color="grey", linestyle=":", label=f"the knee, {knee} tokens")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_ylim(step_bound / 2, None)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    soonest = min(budgets, key=lambda n: found[n].done)
+    show(
+        fig,
+        f"From right to left the budget shrinks: gaps fall until about the knee, and below it only "
+        f"the long prompt's wait grows; all are done soonest with {soonest} tokens per step.",
+    )
+
+
+# ---- a victim's price -----------------------------------------------------------------------
+
+
+def again(
+    config: ModelConfig, tokens: int, machine: Hardware, others: int = 32, length: int = 1000
+) -> float:
+    """Seconds by which a step of `others` that decode, `length` tokens each, becomes longer when a
+    sequence computes its `tokens` again in it, by the bounds."""
+    alone = step_cost(config, [1] * others, [length] * others)
+    both = step_cost(config, [tokens] + [1] * others, [tokens] + [length] * others)
+    return step_time(both, machine).seconds - step_time(alone, machine).seconds
+
+
+def moved(config: ModelConfig, tokens: int, link: float) -> float:
+    """Seconds that the cache of `tokens` takes to host memory and back, at `link` bytes/s."""
+    return 2 * tokens * kv_bytes_per_token(config) / link
+
+
+def cheaper_from(config: ModelConfig, machine: Hardware, link: float) -> int | None:
+    """The length from which on it is cheaper to move a sequence's cache than to compute it again;
+    None where that is longer than `LONGEST`."""
+
+    def moves(tokens: int) -> bool:
+        return moved(config, tokens, link) < again(config, tokens, machine)
+
+    first = 1 + bisect_left(range(1, LONGEST + 1), True, key=moves)
+    return first if first <= LONGEST else None
+
+
+def draw_exchange(model: str, machine: str, gigabytes: float) -> None:
+    """Draw both prices against the length of the victim, over a link of so many GB/s."""
+    from matplotlib.ticker import FuncFormatter
+
+    config, device, link = preset(model), DATASHEET[machine], gigabytes * 1e9
+    lengths = [2**power for power in range(6, 16)]
+    fig, ax = figure("tokens that the victim had (logarithmic)", "time (ms, logarithmic)")
+    compute = [1e3 * again(config, n, device) for n in lengths]
+    move = [1e3 * moved(config, n, link) for n in lengths]
+    ax.plot(lengths, compute, label="compute again, beside 32 others", **series(0))
+    ax.plot(lengths, move, label=f"there and back at {gigabytes:g} GB/s", **series(1))
+    rate = [1e3 * step_cost(config, [n], [n]).flops / device.peak_flops for n in lengths]
+    bound(ax, lengths, rate, "operations alone", side="above", at=0.3)
+    first = cheaper_from(config, device, link)
+    if first is not None and first <= lengths[-1]:
+        ax.axvline(first, color="grey", linestyle=":", label=f"equal at {first:,} tokens")
+    ax.set_xscale("log", base=4)
+    ax.set_yscale("log")
+    ax.set_ylim(min(move) / 4, None)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    ax.set_title(f"{model} on {device.name}", fontsize=10)
+    ax.legend(loc="lower right")
+    says = f"moving is cheaper from {first:,} tokens on" if first else "computing is always cheaper"
+    show(
+        fig,
+        f"The price of one preemption by the bounds: the lower line is the better choice, and for "
+        f"{model} on this device and link {says}.",
+    )
+
+
+# ---- many requests, few blocks --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flood:
+    """What became of many requests in a small pool: `batch` is the mean number of rows of a step,
+    `again` counts tokens computed twice, `speed` is new tokens per second and `gap` the longest
+    pause of any answer (seconds)."""
+
+    batch: float
+    steps: int
+    preemptions: int
+    again: int
+    speed: float
+    gap: float
+
+
+def flood(
+    admission: str, share: str, seconds: StepLaw, requests: int = 80, blocks: int = 500
+) -> Flood:
+    """`requests` of 100 tokens that may write 500 more and write the `share` of `LENGTHS`, through
+    a pool of `blocks` of 16 tokens."""
+    sim = Simulation(blocks, seconds=seconds, admission=admission, max_num_seqs=64)
+    rng, most = random.Random(0), 500
+    new = [LENGTHS[share](rng, most) for _ in range(requests)]
+    for tokens in new:
+        sim.add(100, tokens, max_tokens=most)
+    trace, count = sim.run(), sim.scheduler.counters
+    rows = sum(len(record.rows) for record in trace)
+    return Flood(
+        rows / len(trace), len(trace), count.num_preemptions_recompute,
+        count.num_recomputed_tokens, sum(new) / sim.now, max(gaps(trace, "")),
+    )  # fmt: skip
+
+
+def draw_floods(found: Mapping[str, Mapping[tuple[str, str], Flood]]) -> None:
+    """Draw the speed of both ways to admit for every length law, one panel per law of time."""
+    fig, axes = figure("written, of max_tokens", "new tokens/s", cols=len(found), size=(8, 3.4))
+    admissions = sorted({admission for runs in found.values() for _, admission in runs})
+    for ax, (law, runs) in zip(axes, found.items(), strict=True):
+        shares = list(dict.fromkeys(share for share, _ in runs))
+        for number, admission in enumerate(admissions):
+            places = [place + 0.4 * number - 0.2 for place in range(len(shares))]
+            speeds = [runs[share, admission].speed for share in shares]
+            drawn = ax.bar(places, speeds, width=0.38, label=admission, **bars(number))
+            ax.bar_label(drawn, [f"{speed:,.0f}" for speed in speeds], padding=2, fontsize=8)
+        ax.set_xticks(range(len(shares)), shares)
+        ax.set_title(law, fontsize=10)
+        ax.margins(y=0.15)
+    axes[0].legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
+    told = []
+    for law, runs in found.items():
+        gain = runs["all", "watermark"].speed / runs["all", "reserve_max"].speed
+        told.append(f"{gain:.2f} times where {law}")
+    show(
+        fig,
+        "Speed of one pool with two ways to admit; where answers use all they asked for, watermark "
+        f"reaches {' and '.join(told)}.",
+    )
+
+
+def in_runs(sizes: Sequence[int]) -> str:
+    """Equal neighbours as one: [3, 512, 512, 4] is "3, 2 x 512, 4"."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and runs[-1][1] == size:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, size])
+    return ", ".join(f"{count} x {size}" if count > 1 else f"{size}" for count, size in runs)
