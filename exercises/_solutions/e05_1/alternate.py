@@ -1,0 +1,54 @@
+"""Another way: one grid of cells, id and whether it is text; the three tables are views of it.
+
+A cell is never changed once it is there, and `append` adds one to each row. What the checks read
+is computed from the grid when they ask, so there is nothing that could fall behind. A pad sees
+itself alone, which is always one slot, and its position is the number of text tokens before it, as
+for a text: the first pads have 0, and those behind a text have less than the row has slots.
+"""
+
+from itertools import accumulate
+
+Cell = tuple[int, bool]
+
+
+class Batch:
+    """Texts in rows of equal length, pads on the left."""
+
+    def __init__(self, prompts: list[list[int]], pad: int) -> None:
+        """One row per prompt, as long as the longest of them."""
+        self.blank: Cell = (pad, False)
+        self.grid: list[list[Cell]] = [[(token, True) for token in prompt] for prompt in prompts]
+        longest = max(map(len, prompts), default=0)
+        for row in self.grid:
+            row[:0] = [self.blank] * (longest - len(row))
+
+    def append(self, tokens: list[int | None]) -> None:
+        """One more slot: each row's next token, or a pad where the row has ended (None)."""
+        for row, token in zip(self.grid, tokens, strict=True):
+            row.append(self.blank if token is None else (token, True))
+
+    def wasted(self) -> tuple[int, int]:
+        """How many slots hold a pad, and how many slots there are."""
+        text = [is_text for row in self.grid for _, is_text in row]
+        return text.count(False), len(text)
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The token in each slot of each row."""
+        return [[token for token, _ in row] for row in self.grid]
+
+    @property
+    def positions(self) -> list[list[int]]:
+        """How many text tokens stand before each slot."""
+        return [list(accumulate((int(t) for _, t in row[:-1]), initial=0)) for row in self.grid]
+
+    @property
+    def mask(self) -> list[list[list[bool]]]:
+        """Whether slot q may see slot k: text up to itself; a pad sees itself."""
+        return [
+            [
+                [k <= q and sees if is_text else k == q for k, (_, sees) in enumerate(row)]
+                for q, (_, is_text) in enumerate(row)
+            ]
+            for row in self.grid
+        ]

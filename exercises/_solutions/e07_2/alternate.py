@@ -1,0 +1,75 @@
+"""Another way: a sequence keeps a queue of the blocks it sees; all before them is None.
+
+A table is a run of None and then the queue, so its length follows from the number of tokens, and
+letting go is popping at the left until the queue is as long as it has to be. A block with its
+holders' names is in one dictionary, from which it goes with the last of them.
+"""
+
+from collections import deque
+
+
+class WindowManager:
+    """`num_blocks` blocks of `block_size` tokens; nobody looks back over more than `window`."""
+
+    def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
+        """All blocks are free."""
+        self.num_blocks, self.size, self.window = num_blocks, block_size, window
+        self.held: dict[int, set[str]] = {}  # only blocks that are held
+        self.seen: dict[str, deque[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def num_free(self) -> int:
+        """How many blocks nobody holds."""
+        return self.num_blocks - len(self.held)
+
+    def span(self, length: int) -> tuple[int, int]:
+        """The first block that the last of `length` tokens sees, and the one behind the last."""
+        return max(length - self.window, 0) // self.size, -(-length // self.size)
+
+    def table(self, name: str) -> list[int | None]:
+        """One entry per block of the whole text; None where the window has left."""
+        seen = self.seen[name]
+        gone = self.span(self.lengths[name])[1] - len(seen)
+        return [*[None] * gone, *seen]
+
+    def grow(self, name: str, length: int) -> None:
+        """Give a sequence this length: let go at the left, then take at the right."""
+        seen, (first, end) = self.seen[name], self.span(length)
+        start = self.span(self.lengths[name])[1] - len(seen)  # of what it holds now
+        while seen and start < first:
+            self.drop(name, seen.popleft())
+            start += 1
+        while len(seen) < end - first:
+            block = next(b for b in range(self.num_blocks) if b not in self.held)
+            self.held[block] = {name}
+            seen.append(block)
+        self.lengths[name] = length
+
+    def drop(self, name: str, block: int) -> None:
+        """A sequence holds a block no longer."""
+        self.held[block].discard(name)
+        if not self.held[block]:
+            del self.held[block]
+
+    def allocate(self, name: str, num_tokens: int) -> None:
+        """Begin a sequence with a prompt, perhaps beyond the window."""
+        self.seen[name], self.lengths[name] = deque(), 0
+        self.grow(name, num_tokens)
+
+    def append(self, name: str) -> tuple[int, int]:
+        """Add one token: (block, offset) where it has to be written."""
+        length = self.lengths[name]
+        self.grow(name, length + 1)
+        return self.seen[name][-1], length % self.size
+
+    def fork(self, parent: str, child: str) -> None:
+        """Begin `child` with the tokens of `parent`, whose last block is full, in its blocks."""
+        self.seen[child], self.lengths[child] = self.seen[parent].copy(), self.lengths[parent]
+        for block in self.seen[child]:
+            self.held[block].add(child)
+
+    def free(self, name: str) -> None:
+        """End a sequence: what nobody else holds becomes free."""
+        for block in self.seen.pop(name):
+            self.drop(name, block)
+        del self.lengths[name]
