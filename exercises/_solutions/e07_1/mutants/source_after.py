@@ -1,0 +1,73 @@
+"""You name the new block as the source: remember the old one before you replace it."""
+
+
+class BlockManager:
+    """Which blocks hold which sequence: `num_blocks` blocks of `block_size` tokens each."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """All blocks are free."""
+        self.block_size = block_size
+        self.free_blocks = list(range(num_blocks))
+        self.holders = [0] * num_blocks  # of each block
+        self.tables: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}  # tokens of each sequence
+
+    def num_free(self) -> int:
+        """How many blocks nobody holds."""
+        return len(self.free_blocks)
+
+    def table(self, name: str) -> list[int]:
+        """The blocks of a sequence, in the order of its text."""
+        return list(self.tables[name])
+
+    def allocate(self, name: str, num_tokens: int) -> bool:
+        """Begin a sequence with a prompt of `num_tokens`, at least 0; False if it does not fit."""
+        if name in self.tables:
+            raise ValueError(f"{name!r} is in use")
+        count = -(-num_tokens // self.block_size)
+        if count > len(self.free_blocks):
+            return False
+        self.tables[name] = [self._take() for _ in range(count)]
+        self.lengths[name] = num_tokens
+        return True
+
+    def append(self, name: str) -> tuple[int, int, int | None] | None:
+        """Make room for one more token: (block, offset, the block to copy from or None)."""
+        if name not in self.tables:
+            raise ValueError(f"there is no {name!r}")
+        table, offset = self.tables[name], self.lengths[name] % self.block_size
+        shared = offset > 0 and self.holders[table[-1]] > 1
+        if (offset == 0 or shared) and not self.free_blocks:
+            return None
+        source = None
+        if offset == 0:
+            table.append(self._take())
+        elif shared:
+            self.holders[table[-1]] -= 1
+            table[-1] = self._take()
+            source = table[-1]
+        self.lengths[name] += 1
+        return table[-1], offset, source
+
+    def fork(self, parent: str, child: str) -> None:
+        """Begin the sequence `child` with the tokens of `parent`, in the same blocks."""
+        if parent not in self.tables or child in self.tables:
+            raise ValueError(f"there is no {parent!r}, or {child!r} is in use")
+        self.tables[child] = list(self.tables[parent])
+        self.lengths[child] = self.lengths[parent]
+        for block in self.tables[parent]:
+            self.holders[block] += 1
+
+    def free(self, name: str) -> None:
+        """End a sequence: what nobody else holds becomes free."""
+        if name not in self.tables:
+            raise ValueError(f"there is no {name!r}")
+        for block in self.tables.pop(name):
+            self.holders[block] -= 1
+            if self.holders[block] == 0:
+                self.free_blocks.append(block)
+
+    def _take(self) -> int:
+        block = self.free_blocks.pop()
+        self.holders[block] = 1
+        return block
