@@ -168,6 +168,7 @@ def test_knee(impl: Any) -> None:
     knee_is(impl, 20, f"{what} (longer by 1 at 20)", Costs(4999, 7, 11, 327, 9, 10, 10, 80))
     knee_is(impl, 1, f"{what} (at once)", Costs(50, 7, 11, 327, 9, 10, 10, 0))
     knee_is(impl, 1251, f"{what} (ten operations per byte)", Costs(5000, 1, 1, 50, 9, 2, 20, 30))
+    knee_is(impl, 5001, f"{what} (they gain 1)", Costs(5000, 7, 11, 78, 9, 1, 1, 0))
     what = "No batch is bound by operations: a sequence's cache takes as long as they do, or longer"
     knee_is(impl, None, what, Costs(5000, 7, 11, 77, 10**9, 10, 10, 0))
     knee_is(impl, None, what, Costs(5000, 7, 11, 76, 10**9, 10, 10, 0))
@@ -181,6 +182,12 @@ def test_exact(impl: Any) -> None:
     batch_is(impl, 10**11 - 1, "One byte too little for 10**11 sequences", huge, 10**9)
     exact = replace(huge, memory=huge.memory + 1)
     batch_is(impl, 10**11, "Room for 10**11 sequences to the last byte", exact, 10**9)
+    slow = Costs(10**17 + 1, 3, 10**6, 1, BIG, MICRO, BIG, 0)
+    what = "Ten sequences of 3 * 10**6 bytes behind 10**17 + 1, one byte per microsecond"
+    batch_is(impl, 10, what, slow, 10**17 + 1 + 30 * 10**6)
+    busy = Costs(1, 1, 1, 10**17 + 1, BIG, BIG, MICRO, 0)
+    what = "One microsecond too little for three times 10**17 + 1 operations"
+    batch_is(impl, 2, what, busy, 3 * 10**17 + 2)
     far = Costs(10**17, 1, 10**8, 10**8 + 1, BIG, 10**9, 10**9, 0)
     knee_is(impl, 10**17 + 1, "The operations gain one on 10**17 per sequence", far)
     rate = Costs(10**17 - 1, 1, 1, 1, BIG, 10**17, BIG, 0)  # a second for a batch of 1

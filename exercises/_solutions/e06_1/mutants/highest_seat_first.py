@@ -1,0 +1,34 @@
+"""You fill the seats from the end: the free seat with the lowest number is first."""
+
+from collections import deque
+
+
+class Scheduler:
+    """Gives the seats of a batch to requests, anew in every step."""
+
+    def __init__(self, seats: int) -> None:
+        """So many requests can run in one step; nobody is there yet."""
+        self.seats: list[str | None] = [None] * seats
+        self.left: dict[str, int] = {}  # tokens still to make
+        self.queue: deque[tuple[str, int]] = deque()
+
+    def add(self, requests: list[tuple[str, int]]) -> None:
+        """Requests arrive, as (name, tokens to make); they join the queue in this order."""
+        self.queue.extend(requests)
+
+    def step(self) -> tuple[list[str | None], list[str]]:
+        """Who makes a token in each seat in this step, and who ended with it, by seat."""
+        for seat, name in reversed(list(enumerate(self.seats))):
+            if name is None and self.queue:
+                first, tokens = self.queue.popleft()
+                self.seats[seat] = first
+                self.left[first] = tokens
+        running = list(self.seats)
+        ended = []
+        for seat, name in enumerate(running):
+            if name is not None:
+                self.left[name] -= 1
+                if self.left[name] == 0:
+                    ended.append(name)
+                    self.seats[seat] = None
+        return running, ended
