@@ -1,0 +1,236 @@
+"""Chapter 05: a model without weights, the products of a batch, and where decode turns."""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minillm import LLM
+from minillm.config import ModelConfig
+from minillm.cost import StepCost, step_cost, step_time
+from minillm.hardware import DATASHEET, Hardware
+from minillm.layers.linear import Linear
+from minillm.models.decoder import Decoder
+from minillm.presets import preset
+from minillm_exercises.chapters.ch03 import counted as counted
+from minillm_exercises.chapters.common import nearest as nearest
+from minillm_exercises.chapters.common import show_table as show_table
+from minillm_exercises.chapters.common import show_trace as show_trace
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.plots import bound, figure, series, show
+from minillm_exercises.timing import measure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, VOCABULARY = 64, 4096  # of a hollow model; its tokenizer is tiny's
+Times = Mapping[int, float]  # batch to seconds of a step
+
+
+def hollow(llm: LLM, **options: Any) -> LLM:
+    """The same calls with next to nothing to do: the model of `llm` with random weights, its
+    layers and heads, but so narrow between them that the weights need no time.
+
+    `options` are further arguments of the engine. Its family is that of a dense decoder.
+    """
+    config = llm.engine.source.config
+    narrow = {
+        "model_type": config.family,
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": True,
+        "rope_theta": config.rope.theta,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(narrow), encoding="utf-8")
+        return LLM(folder, tokenizer="tiny", load_format="dummy", **options)
+
+
+def product_pass(model: Decoder, batch: int) -> Callable[[], Tensor]:
+    """All matrix products of a decode step of `batch` sequences, logits included, and nothing
+    between them."""
+    weight = model.embedding.weight
+    layers = [part for part in model.layers.modules() if isinstance(part, Linear)]
+    widths = {layer.weight.shape[1] for layer in layers} | {weight.shape[1]}
+    rows = {width: weight.new_ones(batch, width) for width in widths}
+
+    @torch.inference_mode()
+    def step() -> Tensor:
+        for layer in layers:
+            layer(rows[layer.weight.shape[1]])
+        return model.logits(rows[weight.shape[1]])
+
+    return step
+
+
+def product_seconds(llm: LLM, batches: Sequence[int]) -> dict[int, float]:
+    """Median seconds of `product_pass` for each batch."""
+    model = llm.engine.forward_pass.model
+    return {b: measure(product_pass(model, b), budget=0.2).median for b in batches}
+
+
+def decode_cost(
+    config: ModelConfig, batch: int, context: int, dtype: str | None = None
+) -> StepCost:
+    """One step in which `batch` sequences of `context` tokens each compute their last one."""
+    return step_cost(config, [1] * batch, [context] * batch, dtype=dtype)
+
+
+def turn(
+    config: ModelConfig, hardware: Hardware, context: int, dtype: str = "bfloat16"
+) -> int | None:
+    """The smallest batch whose operations take at least as long as its bytes; None if no batch
+    is large enough, because each further sequence adds more time of bytes than of operations.
+
+    Raises:
+        ExerciseError: a mixture of experts, which reads more weights in a larger batch.
+    """
+    if config.moe is not None:
+        raise ExerciseError("turn() is for dense models: the bytes of experts depend on the batch.")
+    one, two = (decode_cost(config, batch, context, dtype) for batch in (1, 2))
+    per_sequence = two.total_bytes - one.total_bytes
+    shared = one.total_bytes - per_sequence
+    rate, bandwidth = Fraction(hardware.rate(dtype)), Fraction(hardware.bandwidth)
+    gained = Fraction(one.flops) / rate - per_sequence / bandwidth  # seconds, per sequence
+    return ceil(shared / bandwidth / gained) if gained > 0 else None
+
+
+def longest_turning(config: ModelConfig, hardware: Hardware, dtype: str = "bfloat16") -> int:
+    """The longest context at which some batch still makes decode bound by operations."""
+    low, high = 0, 2**24
+    while high - low > 1:
+        middle = (low + high) // 2
+        turns = turn(config, hardware, middle, dtype) is not None
+        low, high = (middle, high) if turns else (low, middle)
+    return low
+
+
+def draw_throughput(possible: Mapping[str, Times], measured: Mapping[str, Times]) -> None:
+    """Draw tokens per second against the batch, for each model, under what its bound allows."""
+    fig, axes = figure("batch (sequences)", "tokens per second", cols=len(measured), size=(10, 3.8))
+    for ax, (name, times) in zip(axes, measured.items(), strict=True):
+        batches = list(times)
+        bound(ax, batches, [b / possible[name][b] for b in batches], "predicted", "below", 0.0)
+        ax.plot(batches, [b / t for b, t in times.items()], label="measured", **series(0))
+        first = [b / times[batches[0]] for b in batches]
+        ax.plot(batches, first, label="if a step took as long as with one", **series(2))
+        ax.set_title(name, fontsize=10)
+        ax.legend(loc="lower right")
+        _log_axes(ax, batches)
+        ax.set_ylim(bottom=min(b / t for b, t in times.items()) / 4)  # room for the legend
+    most = max(batches)
+    told = ", ".join(
+        f"{most / t[most] / (1 / t[1]):.1f} times for {n}" for n, t in measured.items()
+    )
+    show(
+        fig,
+        f"Tokens per second of decode, predicted from bytes, operations and launches, and "
+        f"measured; a batch of {most} brings {told}.",
+    )
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One model on one machine: seconds of a decode step by batch, as bounds and as measured."""
+
+    title: str
+    costs: Mapping[int, StepCost]
+    machine: Hardware
+    measured: Mapping[str, Times]
+
+
+def draw_regimes(panels: Sequence[Panel]) -> None:
+    """Draw the time of a step against the batch over the bounds of bytes and of operations."""
+    fig, axes = figure("batch (sequences)", "time of a decode step (ms)", cols=len(panels),
+                       size=(4 * len(panels), 4.4))  # fmt: skip
+    names = list(dict.fromkeys(name for panel in panels for name in panel.measured))
+    for ax, panel in zip(axes, panels, strict=True):
+        _draw_bounds(ax, panel)
+        for name, times in panel.measured.items():
+            values = [1e3 * seconds for seconds in times.values()]
+            ax.plot(list(times), values, label=name, **series(names.index(name)))
+        ax.set_title(panel.title, fontsize=10)
+        ax.legend(loc="upper left", fontsize=9)
+        low, high = ax.get_ylim()
+        ax.set_ylim(low, high * 12)  # room for the legend
+    told = "; ".join(_compared(panel) for panel in panels)
+    show(
+        fig,
+        f"The time of a decode step against the batch; what is read from memory cannot "
+        f"lie in the grey. Compared with the higher bound: {told}.",
+    )
+
+
+def _draw_bounds(ax: "Axes", panel: Panel) -> None:
+    times = {batch: step_time(cost, panel.machine) for batch, cost in panel.costs.items()}
+    batches = list(times)
+    lines = {
+        "bytes": [1e3 * time.memory_seconds for time in times.values()],
+        "operations": [1e3 * time.compute_seconds for time in times.values()],
+    }
+    bound(ax, batches, lines["bytes"], "bytes", "below", 0.0)
+    bound(ax, batches, lines["operations"], "operations", "below", 1.0)
+    highest = [max(pair) for pair in zip(*lines.values(), strict=True)]
+    ax.fill_between(batches, highest, color="black", alpha=0.07, linewidth=0)
+    _log_axes(ax, [b for b in batches if b.bit_length() % 2])
+    ax.set_ylim(bottom=min(highest) / 8)
+
+
+def _compared(panel: Panel) -> str:
+    name, times = next(iter(panel.measured.items()))
+    batch = max(times)
+    time = step_time(panel.costs[batch], panel.machine)
+    least = max(time.memory_seconds, time.compute_seconds)
+    return f"{panel.title}, {name}, {times[batch] / least:.1f} times at {batch}"
+
+
+def draw_contexts(model: str, machine: str, context: int) -> None:
+    """Draw the bounds of a decode step of `model` on `machine`, with `context` tokens each."""
+    config, hardware = preset(model), DATASHEET[machine]
+    batches = [2**power for power in range(13)]
+    costs = [decode_cost(config, batch, context, "bfloat16") for batch in batches]
+    times = [step_time(cost, hardware) for cost in costs]
+    weights = 1e3 * decode_cost(config, 1, 1, "bfloat16").weight_bytes / hardware.bandwidth
+    fig, ax = figure("batch (sequences)", "time of a decode step (ms)", size=(6.4, 3.8))
+    ax.plot(batches, [1e3 * t.memory_seconds for t in times], label="all bytes", **series(0))
+    ax.plot(batches, [1e3 * t.compute_seconds for t in times], label="operations", **series(1))
+    bound(ax, batches, [weights] * len(batches), "the weights' bytes", "below", 1.0)
+    at = turn(config, hardware, context)
+    if at is not None and at <= batches[-1]:
+        ax.axvline(at, color="grey", linestyle=":", label=f"operations take over: {at:,}")
+    ax.set_title(f"{model} on {hardware.name}, {context:,} tokens each", fontsize=10)
+    ax.legend(loc="upper left")
+    _log_axes(ax, batches[::2])
+    longest = longest_turning(config, hardware)
+    where = "at no batch, however large" if at is None else f"from a batch of {at:,} on"
+    show(
+        fig,
+        f"The higher line is what a step takes at least: with {context:,} tokens each, operations "
+        f"decide {where}; contexts over {longest:,} tokens never let them.",
+    )
+
+
+def rounded(values: Sequence[Fraction | float], digits: int = 1, unit: int = 1) -> str:
+    """The values in multiples of `unit`, for a fact: "14.5, 16.5"."""
+    return ", ".join(f"{float(value / unit):.{digits}f}" for value in values)
+
+
+def _log_axes(ax: "Axes", ticks: Sequence[int]) -> None:
+    ax.set(xscale="log", yscale="log")
+    ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    ax.xaxis.minorticks_off()
+    ax.yaxis.set_major_formatter("{x:,g}")
