@@ -1,0 +1,57 @@
+"""A list in the order of arrival, and a counter per request.
+
+When the request at some place of the list is admitted, those before that place came earlier and
+still wait: exactly they have been overtaken. So the counters never grow from the front of the list
+to its end, and whether anybody is out of patience can be read off the first.
+
+The promise holds for the same reason. Those who wait already can be admitted once each, and of the
+later ones at most `patience` overtake this request: before one more could, either this request is
+the oldest and goes first, or an older one is out of patience and goes first. Shortest first alone
+promises nothing, first come first served promises the number of those who wait: `patience` is the
+price, in places, that a long request pays at most so that the short ones wait less.
+
+Lengths have to be guessed in real serving; a guess of the order is enough (Fu et al., "Efficient
+LLM Scheduling by Learning to Rank", 2024), and the promise holds for the worst guesses as well.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Waiting:
+    """A request in the queue; `overtaken` counts the later arrivals admitted before it."""
+
+    name: str
+    predicted: int
+    overtaken: int = 0
+
+
+class ShortFirst:
+    """A queue: the shortest predicted answer first, until the oldest was overtaken too often."""
+
+    def __init__(self, patience: int) -> None:
+        """At most `patience` later arrivals may overtake a request."""
+        self.patience = patience
+        self.queue: list[Waiting] = []  # oldest first
+
+    def add(self, name: str, predicted: int) -> int:
+        """A request arrives; the largest number of requests that can be admitted before it."""
+        promise = len(self.queue) + self.patience
+        self.queue.append(Waiting(name, predicted))
+        return promise
+
+    def admit(self, free: int) -> list[str]:
+        """Admit up to `free` requests, one after the other; their names in this order."""
+        admitted: list[str] = []
+        while self.queue and len(admitted) < free:
+            place = self._next()
+            for earlier in self.queue[:place]:
+                earlier.overtaken += 1
+            admitted.append(self.queue.pop(place).name)
+        return admitted
+
+    def _next(self) -> int:
+        """The place in the queue of who is admitted next."""
+        if self.queue[0].overtaken >= self.patience:
+            return 0
+        return min(range(len(self.queue)), key=lambda place: self.queue[place].predicted)
