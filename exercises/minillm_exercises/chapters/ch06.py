@@ -1,8 +1,8 @@
-"""Chapter 06: two ways to give away seats, their steps on a virtual clock, and the pictures.
+"""Chapter 06: two ways to give away seats, and their steps on a virtual clock.
 
 `static_ends` and `continuous_ends` are the arithmetic of both schedules, for thousands of requests;
-`serve` runs requests through the engine's own scheduler, `StaticScheduler` is that scheduler with
-one condition more, and the `draw_` functions are the chapter's pictures.
+`serve` runs requests through the engine's own scheduler, and `StaticScheduler` is that scheduler
+with one condition more.
 """
 
 import heapq
@@ -11,20 +11,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 from types import MappingProxyType
-from typing import Any
 
 from minillm.config import ModelConfig
 from minillm.presets import preset
 from minillm.scheduling.record import Blocked
 from minillm.scheduling.scheduler import Scheduler
 from minillm.simulation import Simulation, StepLaw
-from minillm.trace.figure import MOST_ROWS, draw_gantt
 from minillm.trace.recorder import Trace
-from minillm.trace.timeline import timeline
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import bound, figure, series, show
 
 MEAN = 275  # tokens of an answer, under each law
 
@@ -216,103 +212,3 @@ def llama_2_13b() -> ModelConfig:
         preset("llama-2-7b"), num_layers=40, hidden_size=5120, intermediate_size=13824,
         num_heads=40, num_kv_heads=40,
     )  # fmt: skip
-
-
-# ---- pictures ---------------------------------------------------------------------------------
-
-
-def draw_schedules(traces: Mapping[str, Trace], least: int) -> None:
-    """Draw who sits when, one schedule above the other on one scale, with the `least` possible
-    steps."""
-    longest = max(len(trace) for trace in traces.values())
-    rows = max(len(timeline(trace)["sequences"]) for trace in traces.values())
-    size = (8.6, len(traces) * (0.27 * rows + 0.75) + 0.5)
-    fig, axes = figure("step", "request", rows=len(traces), size=size)
-    for ax, (name, trace) in zip(axes, traces.items(), strict=True):
-        ax.grid(visible=False)
-        draw_gantt(ax, timeline(trace), MOST_ROWS)
-        ax.axvline(least, color="black", linestyle="--", linewidth=1.2)
-        ax.annotate("bound", (least, -0.6), (3, -3), textcoords="offset points", va="top",
-                    fontsize=9)  # fmt: skip
-        ax.set_title(f"{name}: {len(trace)} steps", loc="left", fontsize=10)
-        ax.set_xlim(0, longest + 0.6)
-        ax.set_xticks(range(0, longest + 1, 2 if longest < 40 else 10))
-    for ax in axes[:-1]:
-        ax.set_xlabel("")
-    handles, labels = axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=9)
-    said = ", ".join(f"{name} {len(trace)}" for name, trace in traces.items())
-    show(fig, f"A row is a request: a thin grey bar waits, a thick one has a seat. The steps: "
-              f"{said}; no schedule needs fewer than {least} (dashed).")  # fmt: skip
-
-
-def draw_gains(gains: Mapping[str, Mapping[int, Fraction]],
-               most: Mapping[str, Mapping[int, Fraction]]) -> None:  # fmt: skip
-    """Draw the gain of each law over the number of seats, and what it can be at most."""
-    fig, ax = figure("seats (logarithmic)", "gain in steps (times, logarithmic)", size=(7, 4.2))
-    for number, (law, by_seats) in enumerate(gains.items()):
-        seats = list(by_seats)
-        bound(ax, seats, [float(most[law][count]) for count in seats], "")
-        values = [float(by_seats[count]) for count in seats]
-        ax.plot(seats, values, label=law, **series(number))
-        ax.annotate(f" {law}, {values[-1]:.1f}", (seats[-1], values[-1]), (4, 0), va="center",
-                    textcoords="offset points", fontsize=9)  # fmt: skip
-    _logarithmic(ax, seats, (1, 2, 5, 10, 20))
-    ax.set_xlim(right=seats[-1] * 3.2)
-    last = max(gains, key=lambda law: gains[law][seats[-1]])
-    show(fig, f"Steps of static over steps of continuous batching, dashed the most that is "
-              f"possible: with {seats[-1]} seats from {float(gains['equal'][seats[-1]]):.1f} "
-              f"times (equal) to {float(gains[last][seats[-1]]):.1f} times ({last}).")  # fmt: skip
-
-
-def _logarithmic(ax: Any, xs: Sequence[int], ys: Sequence[int]) -> None:
-    """Both axes logarithmic, with plain numbers at these places."""
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xticks(xs, [str(x) for x in xs])
-    ax.set_yticks(ys, [str(y) for y in ys])
-    ax.minorticks_off()
-
-
-def draw_clock(traces: Mapping[str, Trace], seats: int) -> None:
-    """Draw how many requests each step computed, over the seconds of a real run."""
-    fig, axes = figure("time (s)", "requests in the step", rows=len(traces), size=(8.2, 4.2))
-    spans: dict[str, float] = {}
-    for number, (ax, (name, trace)) in enumerate(zip(axes, traces.items(), strict=True)):
-        begun = trace[0].started
-        edges = [record.started - begun for record in trace]
-        spans[name] = trace[-1].delivered - begun
-        rows = [len(record.rows) for record in trace]
-        ax.stairs(rows, [*edges, spans[name]], fill=True, color=series(number)["color"])
-        bound(ax, [0, max(spans.values())], [seats, seats], "all seats", "above")
-        ax.set_title(f"{name}: {len(trace)} steps", loc="left", fontsize=10)
-        ax.set_ylim(0, seats * 1.3)
-    for ax in axes:
-        ax.set_xlim(0, max(spans.values()) * 1.01)
-    axes[0].set_xlabel("")
-    said = " and ".join(f"{name} {seconds:.2f} s" for name, seconds in spans.items())
-    show(fig, f"The same requests and tokens with the real engine, one run each: {said}. "
-              f"What is missing under the dashed line are empty seats.")  # fmt: skip
-
-
-def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], seats: int) -> None:
-    """Draw, over the arrivals' share of what all seats could serve, how often all are taken and
-    how long a request waits for one."""
-    fig, axes = figure("arrivals / what full seats can serve (%)", "share of time all are taken (%)",
-                       cols=2, size=(9, 3.8))  # fmt: skip
-    axes[1].set_ylabel("mean wait for a seat (steps, logarithmic)")
-    percent = [100 * share for share in shares]
-    for number, (name, loads) in enumerate(found.items()):
-        full, waits = ([float(100 * each.full) for each in loads],
-                       [max(float(each.wait), 0.1) for each in loads])  # fmt: skip
-        axes[0].plot(percent, full, label=name, **series(number))
-        axes[1].plot(percent, waits, label=name, **series(number))
-    bound(axes[0], [percent[0], percent[-1]], [100, 100], "all the time", "above", at=0)
-    axes[0].set_ylim(-3, 112)
-    axes[1].set_yscale("log")
-    axes[1].set_yticks((0.1, 1, 10, 100), ("≤ 0.1", "1", "10", "100"))
-    axes[0].legend(loc="center left")
-    said = " and ".join(f"{float(loads[0].wait):.1f} steps ({name})"
-                        for name, loads in found.items())  # fmt: skip
-    show(fig, f"{seats} seats over the load. Left how often every seat is taken, right how long a "
-              f"request waits, at {percent[0]:.0f} % load {said}.")  # fmt: skip

@@ -1,0 +1,220 @@
+"""Chapter 06's own functions, and the claims about batching that can be computed again."""
+
+import inspect
+from fractions import Fraction
+from itertools import product
+from random import Random
+
+import pytest
+
+from minillm.scheduling.scheduler import Scheduler
+from minillm.simulation import Simulation, linear
+from minillm_exercises.chapters import ch06, ch06_pictures
+from minillm_exercises.chapters.ch06 import StaticScheduler, serve
+from minillm_exercises.errors import ExerciseError
+
+SIX = {"A": 12, "B": 4, "C": 8, "D": 6, "E": 9, "F": 3}
+KINDS = {"static": StaticScheduler, "continuous": Scheduler}
+ARITHMETIC = {"static": ch06.static_ends, "continuous": ch06.continuous_ends}
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
+    """The figures and captions that would be displayed."""
+    seen: list[tuple[object, str]] = []
+    monkeypatch.setattr(ch06_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
+    return seen
+
+
+def test_six_requests_by_hand():
+    assert ch06.static_ends(list(SIX.values()), 3) == [12, 4, 8, 18, 21, 15]
+    assert ch06.continuous_ends(list(SIX.values()), 3) == [12, 4, 8, 10, 17, 13]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("law", "seats"), product(ch06.LAWS, (1, 3, 8)))
+def test_the_engine_ends_every_request_when_the_arithmetic_says(kind, law, seats):
+    lengths = ch06.draw(law, 30, scale=20)
+    trace = serve(lengths, seats, KINDS[kind])
+    said = ARITHMETIC[kind](lengths, seats)
+    assert ch06.ends(trace) == {str(n): end for n, end in enumerate(said)}
+    assert len(trace) == max(said)
+
+
+@pytest.mark.parametrize(("lengths", "seats"), [([], 3), ([4, 0], 3), ([4], 0)])
+def test_what_makes_no_sense_is_refused(lengths, seats):
+    for ends in ARITHMETIC.values():
+        with pytest.raises(ExerciseError, match=f"{seats} seats and {len(lengths)} requests"):
+            ends(lengths, seats)
+
+
+def test_no_order_gains_more_than_the_bound():
+    chance = Random(7)
+    for _ in range(200):
+        lengths = [chance.randint(1, 40) for _ in range(chance.randint(1, 30))]
+        seats = chance.randint(1, 9)
+        assert ch06.gain(lengths, seats) <= ch06.most_gain(lengths, seats)
+        least = Fraction(sum(lengths), seats)
+        assert max(ch06.continuous_ends(lengths, seats)) < least + max(lengths)
+
+
+def test_a_law_has_its_mean_and_a_seed_its_draw():
+    for law in ch06.LAWS:
+        lengths = ch06.draw(law, 20_000)
+        assert abs(sum(lengths) / len(lengths) - ch06.MEAN) < 5
+        assert lengths[:50] == ch06.draw(law, 50)
+        assert min(ch06.draw(law, 500, scale=1000)) == 1
+    assert ch06.draw("uniform", 9, seed=1) != ch06.draw("uniform", 9, seed=2)
+    assert set(ch06.uniform(200, 3, 5)) == {3, 4, 5}
+    cut = ch06.exponential(2000, 50, 100)
+    assert max(cut) == 100
+    assert 40 < sum(cut) / len(cut) < 46  # 50 * (1 - exp(-2)) = 43.2
+
+
+def test_poisson_comes_at_its_rate_and_in_order():
+    steps = ch06.poisson(5000, 0.5)
+    assert steps == sorted(steps)
+    assert abs(steps[-1] / 10_000 - 1) < 0.05
+
+
+def test_static_seats_are_offered_when_the_batch_is_over():
+    trace = serve(SIX, 3, StaticScheduler, prompt=5)
+    assert [record.step for record in trace if record.admitted] == [1, 13]
+    assert [record.blocked.what for record in trace if record.blocked] == ["seats"] * 12
+    assert [record.step for record in serve(SIX, 3, prompt=5) if record.admitted] == [1, 5, 9, 11]
+
+
+def test_the_condition_is_the_only_difference():
+    assert StaticScheduler.schedule is Scheduler.schedule
+    assert "super()._refusal(budget)" in inspect.getsource(StaticScheduler)
+
+
+def test_a_room_has_its_blocks_and_its_law():
+    trace = serve(SIX, ch06.Room(3, seconds=linear(2.0, 0.0)), prompt=40)
+    assert trace[-1].computed == 2 * len(trace)
+    few = serve(SIX, ch06.Room(3, blocks=4), prompt=20)  # two blocks each
+    assert max(len(record.rows) for record in few) == 2
+    assert set(ch06.ends(few)) == set(SIX)
+
+
+def test_an_answer_may_be_shorter_than_it_might_have_been():
+    trace = serve(SIX, 3, prompt=5, max_tokens=100)
+    assert ch06.ends(trace) == ch06.ends(serve(SIX, 3, prompt=5))
+    assert {request.ends for request in trace.requests()} == {("stop",)}
+
+
+def test_load_by_hand():
+    trace = serve([3, 2, 2], 2, arrivals=[0, 0, 1])  # the third waits from 1 to 2
+    found = ch06.load(trace, 2)
+    assert found == ch06.Load(Fraction(7, 4), Fraction(3, 4), Fraction(1, 3))
+    late = ch06.load(serve([1, 1], 1, arrivals=[0, 3]), 1)  # nobody is there for two of four steps
+    assert late == ch06.Load(Fraction(1, 2), Fraction(1, 2), Fraction(0))
+
+
+# ---- claims -------------------------------------------------------------------------------------
+
+
+def test_f10_a_free_seat_is_that_of_the_request_that_ended():
+    """In the diagram 4 sits down at column 4 while 1 runs to 8: it was 2 that ended."""
+    ends = ch06.continuous_ends([8, 4, 12, 4, 4], 3)
+    assert ends == [8, 4, 12, 8, 12]  # 4 takes over from 2 at 4; 5 sits down at 8, not at 12
+
+
+def test_f12_and_f17_slot_use_of_static_batches():
+    assert ch06.slot_use(serve([12, 4, 8], 3, StaticScheduler), 3) == Fraction(24, 36)
+    assert ch06.slot_use(serve([500, 100, 300], 3, StaticScheduler), 3) == Fraction(900, 1500)
+    more = serve([500, 100, 300, 50], 3, StaticScheduler)
+    assert ch06.ends(more)["3"] == 550  # it waited for the longest
+    assert ch06.ends(serve([500, 100, 300, 50], 3))["3"] == 150
+
+
+def test_f13_the_lengths_of_the_static_example_in_both_schedules():
+    assert ch06.ends(serve({"A": 12, "B": 4, "C": 8, "D": 6}, 3)) == {
+        "B": 4, "C": 8, "D": 10, "A": 12,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("law", "seats", "expected", "within"),
+    [
+        ("equal", 4, 1, 0),
+        ("equal", 16, 1, 0),
+        ("uniform", 4, 1.49, 0.02),
+        ("uniform", 64, 1.80, 0.02),
+        ("exponential", 4, 2.1, 0.05),
+        ("exponential", 16, 3.4, 0.05),
+        ("exponential", 64, 4.7, 0.1),
+        ("log-normal", 4, 2.9, 0.2),
+        ("log-normal", 16, 7.1, 0.6),
+        ("log-normal", 64, 12.3, 1.5),  # one request is half of it
+    ],
+)
+def test_f14_the_law_of_lengths_decides(law, seats, expected, within):
+    assert abs(ch06.gain(ch06.draw(law, 20_000), seats) - Fraction(expected)) <= within
+
+
+def test_f18_the_published_simulation_and_the_right_one():
+    drawn = ch06.uniform(40_000, 50, 500)
+    sets = [drawn[at : at + 20] for at in range(0, 40_000, 20)]
+    printed = [4 * max(some) / sum(some) for some in sets]
+    right = [float(ch06.gain(some, 4)) for some in sets]
+    assert round(sum(printed) / 2000, 2) == 0.35
+    assert max(printed) < 0.6
+    assert sum(right) / 2000 == pytest.approx(1.36, abs=0.01)
+    assert min(right) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_f19_every_request_is_reported_once_and_the_last_ones_too(kind):
+    trace = serve([2, 2, 2], 3, KINDS[kind])
+    assert [len(record.ended) for record in trace] == [0, 3]
+    many = serve(ch06.draw("uniform", 40, scale=20), 4, KINDS[kind])
+    seen = [one.seq_id for record in many for one in record.ended]
+    assert sorted(seen) == list(range(40))
+
+
+def test_f21_a_limit_of_no_tokens_and_tokens_that_are_given():
+    sim = Simulation(8)
+    sim.add(prompt=[5, 6], new=[7, 8], name="given")
+    record = sim.step()
+    assert list(sim.scheduler.sequences[record.rows[0].seq_id].token_ids) == [5, 6, 7]
+
+
+def test_f11_the_batch_is_arrivals_times_residence():
+    lengths = ch06.draw("exponential", 200, scale=11)
+    rate = Fraction(8 * 200, sum(lengths)) / 2
+    trace = serve(lengths, 16, arrivals=ch06.poisson(200, float(rate)))
+    stays = [request.e2e - request.queue_time for request in trace.requests()]
+    found = ch06.load(trace, 16)
+    assert found.taken == Fraction(int(sum(stays)), int(trace[-1].computed))
+    assert found.taken < 6
+    assert found.full < Fraction(1, 100)
+
+
+# ---- pictures -----------------------------------------------------------------------------------
+
+
+def test_the_schedules_are_drawn_on_one_scale(shown):
+    traces = {name: serve(SIX, 3, kind, prompt=5) for name, kind in KINDS.items()}
+    ch06_pictures.draw_schedules(traces, 3, 14)
+    fig, caption = shown[0]
+    assert len({ax.get_xlim() for ax in fig.axes}) == 1
+    assert [ax.get_title(loc="left") for ax in fig.axes] == [
+        "static: 21 steps, 21 of 63 places stay empty",
+        "continuous: 17 steps, 9 of 51 places stay empty",
+    ]
+    assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == list(SIX)
+    assert "static 21, continuous 17" in caption
+
+
+def test_the_other_drawings_caption_what_they_draw(shown):
+    gains = {law: {4: Fraction(2), 64: Fraction(number)} for number, law in enumerate(ch06.LAWS, 1)}
+    ch06_pictures.draw_gains(gains, gains)
+    records = {name: list(serve(SIX, 3, kind)) for name, kind in KINDS.items()}
+    ch06_pictures.draw_clock(records, 3)
+    load = ch06.Load(Fraction(2), Fraction(1, 2), Fraction(3))
+    ch06_pictures.draw_loads([0.1, 0.5], {"static": [load, load], "continuous": [load, load]}, 16)
+    captions = [caption for _, caption in shown]
+    assert "from 1.0 times (equal) to 4.0 times (log-normal)" in captions[0]
+    assert "static 21.00 s and continuous 17.00 s" in captions[1]
+    assert "at 10 % load 3.0 steps (static) and 3.0 steps (continuous)" in captions[2]
