@@ -1,0 +1,40 @@
+"""Another way: nobody counts down. Who sits down at step t with n tokens leaves after t + n - 1.
+
+Two heaps: the free seats, the lowest number first, and the appointments, by step and seat. A step
+looks only at who sits down and who has to leave now, in the order in which they are reported.
+"""
+
+import heapq
+from collections import deque
+
+
+class Scheduler:
+    """Gives the seats of a batch to requests, anew in every step."""
+
+    def __init__(self, seats: int) -> None:
+        """So many requests can run in one step; nobody is there yet."""
+        self.sitting: list[str | None] = [None] * seats
+        self.free = list(range(seats))  # sorted, so it is a heap
+        self.leaving: list[tuple[int, int]] = []  # (last step, seat)
+        self.queue: deque[tuple[str, int]] = deque()
+        self.now = 0
+
+    def add(self, requests: list[tuple[str, int]]) -> None:
+        """Requests arrive; they join the queue in this order."""
+        self.queue.extend((name, tokens) for name, tokens in requests)
+
+    def step(self) -> tuple[list[str | None], list[str]]:
+        """Who makes a token in each seat in this step, and who ended with it, by seat."""
+        self.now += 1
+        while self.free and self.queue:
+            seat = heapq.heappop(self.free)
+            name, tokens = self.queue.popleft()
+            self.sitting[seat] = name
+            heapq.heappush(self.leaving, (self.now + tokens - 1, seat))
+        seen, ended = list(self.sitting), []
+        while self.leaving and self.leaving[0][0] == self.now:
+            seat = heapq.heappop(self.leaving)[1]
+            ended.append(seen[seat] or "")
+            self.sitting[seat] = None
+            heapq.heappush(self.free, seat)
+        return seen, ended

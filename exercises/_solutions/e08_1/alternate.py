@@ -1,0 +1,27 @@
+"""Another way: lay all wishes in one line, and cut the line at the budget.
+
+Nobody is passed over, so a wish that ends before the cut is granted, one that begins behind it is
+not, and one across it gets what lies before it: the difference of two running sums, each of them
+cut at the budget.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+Request = tuple[str, int]
+
+
+def plan(
+    running: Sequence[Request],
+    waiting: Sequence[Request],
+    budget: int,
+    seats: int,
+    limit: int | None = None,
+) -> dict[str, int]:
+    """How many tokens each request computes in this step; who computes none is left out."""
+    line = sorted(running, key=lambda request: request[1] > 1)  # stable: decoding first
+    line += waiting[: seats - len(running)]
+    wishes = [todo if limit is None else min(todo, limit) for _, todo in line]
+    ends = [min(end, budget) for end in accumulate(wishes, initial=0)]
+    granted = [after - before for before, after in pairwise(ends)]
+    return {name: share for (name, _), share in zip(line, granted, strict=True) if share}
