@@ -183,8 +183,8 @@ def test_exact(impl: Any) -> None:
     exact = replace(huge, memory=huge.memory + 1)
     batch_is(impl, 10**11, "Room for 10**11 sequences to the last byte", exact, 10**9)
     slow = Costs(10**17 + 1, 3, 10**6, 1, BIG, MICRO, BIG, 0)
-    what = "Ten sequences of 3 * 10**6 bytes behind 10**17 + 1, one byte per microsecond"
-    batch_is(impl, 10, what, slow, 10**17 + 1 + 30 * 10**6)
+    what = "One microsecond too little for ten times 3 * 10**6 bytes behind 10**17 + 1 of weights"
+    batch_is(impl, 9, what, slow, 10**17 + 30 * 10**6)
     busy = Costs(1, 1, 1, 10**17 + 1, BIG, BIG, MICRO, 0)
     what = "One microsecond too little for three times 10**17 + 1 operations"
     batch_is(impl, 2, what, busy, 3 * 10**17 + 2)

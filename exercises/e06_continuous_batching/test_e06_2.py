@@ -160,6 +160,8 @@ def test_stream(impl: Any) -> None:
 def test_what_counts(impl: Any) -> None:
     """Arrivals do not count, nor those who came before; nor who was overtaken and has gone."""
     judge(impl, 2, [("x", 9), ("a", 4), ("b", 5), ("c", 6), ("d", 7), ("e", 8), 1, 1, 1, 3])
+    calls: list[Call] = [("p", 90), ("a", 1), 1, ("b", 1), 1, ("q", 50), ("c", 2), 1, 1]
+    judge(impl, 3, [*calls, ("d", 3), 1, ("e", 4), 1, 1])  # p came before q: it overtakes nobody
     judge(impl, 2, [("a", 1), ("b", 2), ("long", 90), 2, ("c", 5), 1, ("d", 6), 1, ("e", 7), 1, 1])
     judge(impl, 3, [("p", 50), ("q", 60), ("a", 1), 1, ("b", 2), 1, ("c", 3), 1, 1, ("d", 4), 1, 2])
 
