@@ -1,0 +1,27 @@
+"""You take requests out of the list of those who wait: it belongs to the caller."""
+
+from collections.abc import Sequence
+
+Request = tuple[str, int]  # its name, and how many tokens it has still to compute
+
+
+def plan(
+    running: Sequence[Request],
+    waiting: Sequence[Request],
+    budget: int,
+    seats: int,
+    limit: int | None = None,
+) -> dict[str, int]:
+    """How many tokens each request computes in this step; who computes none is left out."""
+    decoding = [request for request in running if request[1] == 1]
+    prefills = [request for request in running if request[1] > 1]
+    free = seats - len(running)
+    admitted = [waiting.pop(0) for _ in range(min(free, len(waiting)))]
+    most = budget if limit is None else limit
+    given, left = {}, budget
+    for name, todo in [*decoding, *prefills, *admitted]:
+        count = min(todo, most, left)
+        if count > 0:
+            given[name] = count
+            left -= count
+    return given
