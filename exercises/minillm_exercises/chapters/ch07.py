@@ -1,0 +1,293 @@
+"""Chapter 07: what every slot of the KV memory is for, step by step, and why somebody is refused.
+
+`serve` drives any allocator in the order of the engine's scheduler: first come, first served, and
+the last to come gives way. The pictures are in `ch07_pictures`.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from minillm import LLM, SamplingParams
+from minillm.forward_pass import Chunk
+from minillm.layers.batch import Batch
+from minillm.outputs import RequestOutput
+from minillm_exercises.chapters.common import nearest as nearest
+from minillm_exercises.chapters.common import show_table as show_table
+from minillm_exercises.chapters.common import show_trace as show_trace
+from minillm_exercises.errors import ExerciseError
+
+CAP = 2048
+REASONS = ("no hole", "held in vain", "full")
+LAWS = {"uniform": "uniform", "mixed": "6.2 0.8", "mostly short": "5.6 0.9"}
+
+
+class Work(NamedTuple):
+    """A request: it brings `prompt` tokens and holds `total` slots when it ends."""
+
+    name: int
+    prompt: int
+    total: int
+
+
+class Memory(Protocol):
+    """What `serve` asks of an allocator; `held` has the slots that each request may write."""
+
+    held: dict[int, int]
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody holds."""
+        ...
+
+    def wants(self, work: Work, tokens: int) -> int:
+        """Slots to be had before the first `tokens` of the request can be computed."""
+        ...
+
+    def begin(self, work: Work, tokens: int) -> bool:
+        """Give the request what it wants, if that is possible."""
+        ...
+
+    def grow(self, name: int, length: int) -> bool:
+        """Make the slots of the first `length` tokens writable, if that is possible."""
+        ...
+
+    def end(self, name: int) -> None:
+        """Take everything back."""
+        ...
+
+
+# Slots wanted, free, held in vain, and needed in the end: the name of the reason.
+Why = Callable[[int, int, int, int], str]
+
+
+class Moment(NamedTuple):
+    """One step: slots by what becomes of them, and why the next in line was refused, if it was."""
+
+    used: int  # written
+    later: int  # will be written by whoever holds them
+    never: int  # held, and given back unwritten
+    free: int
+    running: int
+    waiting: int
+    refused: str | None
+    preempted: int  # gave up everything, to begin again later
+
+
+@dataclass(eq=False)
+class _Run:
+    work: Work
+    computed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens known: the prompt, or one more than was ever computed."""
+        return max(self.work.prompt, self.computed + 1)
+
+
+class _Server:
+    """The queue in front of a memory, and the order in which it is served."""
+
+    def __init__(self, memory: Memory, works: Sequence[Work], why: Why):
+        self.memory, self.why = memory, why
+        self.waiting, self.running = deque(map(_Run, works)), list[_Run]()
+
+    def step(self) -> Moment:
+        """One step; who is at its end lets go after it."""
+        behind = len(self.waiting)
+        grown, refused = self._grow(), None
+        preempted = len(self.waiting) - behind
+        if len(grown) == len(self.running) and not preempted:
+            refused = self._admit(grown)
+        for run in grown:
+            run.computed = run.tokens
+        moment = self._moment(refused, preempted)
+        for run in [run for run in grown if run.computed == run.work.total]:
+            self.running.remove(run)
+            self.memory.end(run.work.name)
+        return moment
+
+    def _grow(self) -> list[_Run]:
+        """A slot for everybody in order; the last to come give way to those before them."""
+        grown: list[_Run] = []
+        for run in list(self.running):
+            while run in self.running:
+                if self.memory.grow(run.work.name, run.tokens):
+                    grown.append(run)
+                    break
+                if self.running[-1] is run:
+                    break  # nobody is behind it: it waits, and keeps what it has
+                victim = self.running.pop()
+                self.memory.end(victim.work.name)
+                self.waiting.appendleft(victim)
+        return grown
+
+    def _admit(self, grown: list[_Run]) -> str | None:
+        """Let in who fits, in order; why the next one does not."""
+        while self.waiting:
+            run = self.waiting[0]
+            if not self.memory.begin(run.work, run.tokens):
+                wanted = self.memory.wants(run.work, run.tokens)
+                never = self._moment(None, 0).never
+                return self.why(wanted, self.memory.free, never, run.work.total)
+            self.waiting.popleft()
+            self.running.append(run)
+            grown.append(run)
+        return None
+
+    def _moment(self, refused: str | None, preempted: int) -> Moment:
+        used = later = never = 0
+        for run in self.running:
+            held = self.memory.held[run.work.name]
+            kept = min(held, run.work.total)
+            used, later, never = (
+                used + run.computed,
+                later + kept - run.computed,
+                never + held - kept,
+            )
+        counts = len(self.running), len(self.waiting)
+        return Moment(used, later, never, self.memory.free, *counts, refused, preempted)
+
+
+def serve(memory: Memory, works: Sequence[Work], why: Why) -> list[Moment]:
+    """All requests come at once; each step writes one slot of every running request, or the whole
+    prompt of one that begins. `why(wanted, free, never, needed)` names the reason of a refusal.
+
+    Raises:
+        ExerciseError: nobody runs, and the next request does not fit either.
+    """
+    server, moments = _Server(memory, works, why), list[Moment]()
+    while server.waiting or server.running:
+        moments.append(server.step())
+        if not moments[-1].running:
+            raise ExerciseError("Nobody runs, and the next request does not fit into the memory.")
+    return moments
+
+
+def average(moments: Sequence[Moment], field: str) -> str:
+    """The mean of a count over the steps in which somebody waited, to one decimal."""
+    counts = [getattr(moment, field) for moment in moments if moment.waiting]
+    return f"{sum(counts) / len(counts):.1f}"
+
+
+def refusals(moments: Sequence[Moment]) -> dict[str, int]:
+    """Steps in which the next in line was refused, by reason."""
+    return dict(Counter(moment.refused for moment in moments if moment.refused))
+
+
+def table_rows(runs: Mapping[str, Mapping[str, Sequence[Moment]]]) -> list[list[str]]:
+    """A line per law and memory: how many ran at once, refusals by reason, and preemptions."""
+    rows = []
+    for law, found in runs.items():
+        for name, moments in found.items():
+            seen = refusals(moments)
+            reasons = [f"{seen.get(reason, 0):,}" for reason in REASONS]
+            lost = f"{sum(moment.preempted for moment in moments):,}"
+            rows.append([law, name, average(moments, "running"), *reasons, lost])
+    return rows
+
+
+def lengths(law: str, count: int, seed: int = 0) -> list[int]:
+    """Slots that requests need in the end, of 100 to CAP ("uniform"), or by a log-normal law."""
+    draw = random.Random(seed)
+    if LAWS[law] == "uniform":
+        return [draw.randint(100, CAP) for _ in range(count)]
+    mu, sigma = map(float, LAWS[law].split())
+    return [min(CAP, max(4, round(draw.lognormvariate(mu, sigma)))) for _ in range(count)]
+
+
+def requests(law: str, count: int, seed: int = 0) -> list[Work]:
+    """Requests of which a quarter is prompt."""
+    return [Work(i, total // 4, total) for i, total in enumerate(lengths(law, count, seed))]
+
+
+def come_and_go(memory: Memory, why: Why, arrivals: int, runs: int = 1, seed: int = 0) -> list[str]:
+    """Refusals where a request comes every 2.2 ticks, stays for 5 to 60, holds 100 to CAP slots
+    from its first tick on, and does not ask again. The memory is empty after each of the runs."""
+    found: list[str] = []
+    for run in range(runs):
+        draw, leaving = random.Random(seed + run), deque[tuple[float, int]]()
+        for name in range(arrivals):
+            now = 2.2 * name
+            for gone in [entry for entry in leaving if entry[0] <= now]:
+                leaving.remove(gone)
+                memory.end(gone[1])
+            work = Work(name, 1, draw.randint(100, CAP))
+            if memory.begin(work, 1):
+                leaving.append((now + draw.randint(5, 60), name))
+            else:
+                found.append(why(memory.wants(work, 1), memory.free, 0, work.total))
+        for _, name in leaving:
+            memory.end(name)
+    return found
+
+
+@contextmanager
+def batches(llm: LLM) -> Iterator[list[Batch]]:
+    """The batch of each forward pass of `llm` inside the block."""
+    seen: list[Batch] = []
+    hook = llm.engine.forward_pass.model.register_forward_pre_hook(
+        lambda model, args: seen.append(args[0])
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def tables_of(batch: Batch, size: int) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """The block table and the number of positions of each row, which are named A, B, C ..."""
+    counts = dict(zip("ABCDEFGH", batch.seq_lens.tolist(), strict=False))
+    rows = zip(counts.items(), batch.block_tables.tolist(), strict=True)
+    return {name: table[: -(-count // size)] for (name, count), table in rows}, counts
+
+
+def rows_of(batches: Sequence[Batch]) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Table, positions and slots of each row of each batch."""
+    for batch in batches:
+        starts = batch.query_start.tolist()
+        for row, table in enumerate(batch.block_tables.tolist()):
+            mine = slice(starts[row], starts[row + 1])
+            yield table, batch.positions[mine].tolist(), batch.slot_mapping[mine].tolist()
+
+
+def decode_times(sizes: Sequence[int], sequences: int, length: int, steps: int) -> list[float]:
+    """Milliseconds of the fastest decode step of the tiny model for each block size; the engines
+    step in turn, so that whatever else the machine does disturbs all of them."""
+    engines = [_filled(size, sequences, length, length + steps) for size in sizes]
+    for _ in range(steps - 1):
+        for llm in engines:
+            llm.engine.step()
+    decodes = [[r for r in llm.trace if not r.num_prefill_tokens] for llm in engines]
+    for llm in engines:
+        llm.close()
+    return [1e3 * min(r.computed - r.planned for r in records) for records in decodes]
+
+
+def _filled(size: int, sequences: int, length: int, longest: int) -> LLM:
+    """An engine whose sequences have computed their prompts."""
+    llm = LLM("tiny", dtype="float32", block_size=size, max_model_len=longest,
+              enable_prefix_caching=False, max_num_batched_tokens=sequences * length,
+              num_gpu_blocks_override=sequences * -(-longest // size))  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=longest - length, ignore_eos=True)
+    for name in range(sequences):
+        llm.engine.add(llm.engine.make_request(f"{name}", None, [name + 1] * length, params))
+    llm.engine.step()
+    return llm
+
+
+def confirmed(llm: LLM, output: RequestOutput) -> list[bool]:
+    """Whether each completion has the logprob that a pass over one unbroken range gives it."""
+    by_hand, prompt = llm.engine.forward_pass, list(output.prompt_token_ids)
+    verdicts = []
+    for completion in output.outputs:
+        ids = prompt + list(completion.token_ids)
+        hidden, _ = by_hand.run([Chunk(0, 0, ids)], by_hand.allocate(1, len(ids)))
+        rows = by_hand.logits(hidden[len(prompt) - 1 : -1]).float().log_softmax(-1).cpu()
+        expected = sum(float(rows[at, token]) for at, token in enumerate(completion.token_ids))
+        reported = completion.cumulative_logprob
+        verdicts.append(reported is not None and abs(expected - reported) < 1e-2)
+    return verdicts

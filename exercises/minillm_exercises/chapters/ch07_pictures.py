@@ -1,0 +1,144 @@
+"""The pictures of chapter 07: reservations, the memory over time, a block table, block sizes."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minillm_exercises.chapters.ch07 import CAP, Moment, Work, average
+from minillm_exercises.plots import COLOURS, figure, series, show
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KINDS = ("used", "used later", "never used", "free")
+LOOKS: tuple[dict[str, Any], ...] = (
+    {"facecolor": COLOURS[0], "edgecolor": COLOURS[0]},
+    {"facecolor": "#bfdcef", "edgecolor": COLOURS[0], "hatch": "//"},
+    {"facecolor": "#eeb48a", "edgecolor": COLOURS[1]},
+    {"facecolor": "white", "edgecolor": "#aaaaaa"},
+)
+
+
+def draw_reservations(works: Sequence[Work], computed: int, cap: int = CAP) -> None:
+    """Draw what each reservation is for when every request has computed `computed` tokens."""
+    fig, ax = figure("slots", "request", size=(7.5, 4))
+    for row, work in enumerate(works, 1):
+        left, now = 0, min(work.total, max(computed, work.prompt))
+        for kind, width in enumerate((now, work.total - now, cap - work.total)):
+            ax.barh(row, width, left=left, height=0.8, linewidth=0.4, **LOOKS[kind],
+                    label=KINDS[kind] if row == 1 else None)  # fmt: skip
+            left += width
+    ax.set(ylim=(len(works) + 0.7, 0.3), xlim=(0, cap), yticks=range(1, len(works) + 1, 3))
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    used = sum(work.total for work in works)
+    show(fig, f"A row is the {cap:,} slots reserved for one request; of all the slots drawn here "
+              f"{100 * used / (cap * len(works)):.0f} percent will ever be written.")  # fmt: skip
+
+
+def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -> None:
+    """Draw the memory over the steps: a row per law of lengths, a column per allocator."""
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    columns = list(next(iter(runs.values())))
+    fig, axes = figure("step", "slots (%)", len(runs), len(columns), (9, 6.6))
+    for row, (law, found) in zip(axes, runs.items(), strict=True):
+        longest = max(map(len, found.values()))
+        for ax, name in zip(row, columns, strict=True):
+            _stack(ax, found[name], slots)
+            ax.grid(visible=False)
+            ax.set(xlim=(0, longest), ylim=(0, 100), xlabel="step" if law == [*runs][-1] else "")
+            ax.set_ylabel(f"{law}\nslots (%)" if name == columns[0] else "")
+            ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+            ax.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+            ax.set_title(f"{name}: {average(found[name], 'running')} at once", fontsize=10)
+    patches = [Patch(label=kind, **look) for kind, look in zip(KINDS, LOOKS, strict=True)]
+    fig.legend(handles=patches, loc="outside upper center", ncols=4)
+    shares = [
+        [100 * float(average(found[name], "used")) / slots for found in runs.values()]
+        for name in (columns[0], columns[-1])
+    ]
+    first, last = (f"{min(share):.0f} to {max(share):.0f} percent" for share in shares)
+    show(
+        fig,
+        f"The same requests and the same memory in each row: while somebody waited, {first} of "
+        f"the slots were written with {columns[0]}, and {last} with {columns[-1]}.",
+    )
+
+
+def _stack(ax: "Axes", moments: Sequence[Moment], slots: int) -> None:
+    each = max(1, len(moments) // 150)
+    shown = [(m.used, m.later, m.never, m.free) for m in moments[::each]]
+    below = [0.0] * len(shown)
+    for kind, look in enumerate(LOOKS):
+        above = [low + 100 * counts[kind] / slots for low, counts in zip(below, shown, strict=True)]
+        steps = [each * place for place in range(len(shown))]
+        ax.fill_between(steps, below, above, linewidth=0, **look)
+        below = above
+
+
+def draw_tables(tables: Mapping[str, Sequence[int]], counts: Mapping[str, int], size: int) -> None:
+    """Draw the block tables of some sequences, and the blocks of the memory that they name; from
+    the last table an arrow leads to each of its blocks."""
+    num_blocks = 1 + max(block for table in tables.values() for block in table)
+    fig, ax = figure("physical block", "sequence", size=(8.5, 1.6 + 0.75 * len(tables)))
+    ax.grid(visible=False)
+    rows = {name: 1.5 + len(tables) - row for row, name in enumerate(tables)}
+    for number, (name, table) in enumerate(tables.items()):
+        for place, block in enumerate(table):
+            filled = min(size, counts[name] - place * size) / size
+            _cell(ax, place, rows[name], filled, f"{block}", number)
+            _cell(ax, block, 0, filled, f"{name}{place}", number)
+            if number == len(tables) - 1:
+                ax.annotate("", (block + 0.5, 0.85), (place + 0.5, rows[name] - 0.02),
+                            arrowprops={"arrowstyle": "->", "color": "#444444"})  # fmt: skip
+    ax.set(xlim=(-0.05, num_blocks + 0.05), ylim=(-0.1, max(rows.values()) + 1))
+    ax.set_xticks([block + 0.5 for block in range(num_blocks)], list(map(str, range(num_blocks))))
+    ax.set_yticks([0.4, *(row + 0.4 for row in rows.values())], ["memory", *rows])
+    name, table = list(tables.items())[-1]
+    show(fig, f"Above, each sequence's table, a cell per {size} positions; below, the memory: "
+              f"sequence {name} lies in the blocks {', '.join(map(str, table))}, and what is not "
+              f"coloured in its last block is not written yet.")  # fmt: skip
+
+
+def _cell(ax: "Axes", x: float, y: float, filled: float, text: str, number: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    look: dict[str, Any] = {
+        "facecolor": COLOURS[(2, 5, 4)[number % 3]],
+        "hatch": ("", "//", "..")[number % 3],
+    }
+    ax.add_patch(Rectangle((x, y), filled, 0.8, edgecolor="white", linewidth=0, **look))
+    ax.add_patch(Rectangle((x, y), 1, 0.8, facecolor="none", edgecolor="#333333"))
+    ax.text(x + 0.5, y + 0.4, text, ha="center", va="center", fontsize=11,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
+
+
+def draw_sizes(
+    sizes: Sequence[int], lengths: Sequence[int], times: Sequence[float], whole: float
+) -> None:
+    """Draw what a block size costs: unused slots and table entries per sequence of these lengths,
+    exact, and the measured decode step beside that over one unbroken range per sequence."""
+    entries = [sum(-(-length // size) for length in lengths) / len(lengths) for size in sizes]
+    unused = [sum(-length % size for length in lengths) / len(lengths) for size in sizes]
+    fig, (left, right) = figure("slots per block (logarithmic)", "count per sequence", cols=2)
+    left.plot(sizes, unused, label="slots never used", **series(0))
+    left.plot(sizes, entries, label="entries of the table", **series(1))
+    left.set_yscale("symlog", linthresh=1)
+    left.set(ylim=(-0.2, 2 * max(entries)))
+    left.yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
+    left.legend(loc="upper center")
+    right.plot(sizes, times, label="blocks", **series(3))
+    right.axhline(whole, color="black", linestyle="--", label="one unbroken range")
+    right.set(ylim=(0, 1.15 * max(times)), ylabel="decode step (ms)")
+    right.legend(loc="lower right")
+    for ax in (left, right):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sizes, list(map(str, sizes)))
+    show(
+        fig,
+        f"Left, from blocks of {sizes[0]} to blocks of {sizes[-1]} the unused slots of a sequence "
+        f"rise from {unused[0]:.1f} to {unused[-1]:.1f} and its table shrinks from "
+        f"{entries[0]:.1f} entries to {entries[-1]:.1f}; right, a decode step takes "
+        f"{times[0]:.1f} ms at one end, {times[-1]:.1f} ms at the other, and {whole:.1f} ms over "
+        f"unbroken ranges.",
+    )
