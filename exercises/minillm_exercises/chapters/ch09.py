@@ -270,7 +270,7 @@ def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], need
 
 def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str) -> None:
     """Draw how many times sooner the first token comes, against the share of the prompt found."""
-    fig, ax = figure("share of the prompt found, f", "first token, times sooner", size=(7, 3.8))
+    fig, ax = figure("share of the prompt found, f", "first token, times as soon", size=(7, 3.8))
     ax.plot(shares, measured, label=f"the clock, {model}", **series(0))
     fine = [number / 100 for number in range(round(100 * max(shares)) + 1)]
     law = [1 / (1 - share) for share in fine]
