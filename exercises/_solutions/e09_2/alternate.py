@@ -1,0 +1,57 @@
+"""Nothing is written to the blocks above: `evict` works out what they inherit from below.
+
+A use and a running request are noted at the block that was named, and nowhere else. A parent is
+always older in the dict than its children, so one walk from the youngest block to the oldest hands
+both up, before anything goes. Whoever is not busy has nobody busy below it, so it can go in the
+end: the number of such blocks says at once whether `count` is too much.
+"""
+
+import heapq
+from collections import Counter
+
+
+class BlockTree:
+    """Cached blocks, each below the block before it in the text, and the order in which they go."""
+
+    def __init__(self) -> None:
+        """No blocks."""
+        self.above: dict[int, int | None] = {}  # oldest first
+        self.used: dict[int, int] = {}  # when it, or one below it, was named last
+        self.running: Counter[int] = Counter()  # requests, by the block they were started with
+
+    def add(self, block: int, parent: int | None, now: int) -> None:
+        """A new block below `parent`, or at the top; it and all above it are used now."""
+        self.above[block] = parent
+        self.used[block] = now
+
+    def start(self, block: int, now: int) -> None:
+        """A request starts: it uses this block and all above it now, and pins them."""
+        self.used[block] = now
+        self.running[block] += 1
+
+    def finish(self, block: int) -> None:
+        """A request that was started with this block has ended: its pins go."""
+        self.running[block] -= 1
+
+    def evict(self, count: int) -> list[int]:
+        """Remove `count` blocks, the leaf used longest ago first; their numbers, in this order."""
+        busy = {block for block, requests in self.running.items() if requests}
+        below: Counter[int | None] = Counter()
+        for block, parent in reversed(self.above.items()):
+            below[parent] += 1
+            if parent is not None:
+                self.used[parent] = max(self.used[parent], self.used[block])
+                busy |= {parent} if block in busy else set()
+        if count > len(self.above) - len(busy):
+            return []
+        leaves = [(self.used[b], b) for b in self.above if not below[b] and b not in busy]
+        heapq.heapify(leaves)
+        gone: list[int] = []
+        while len(gone) < count:
+            _, block = heapq.heappop(leaves)
+            gone.append(block)
+            parent = self.above.pop(block)
+            below[parent] -= 1
+            if parent is not None and not below[parent] and parent not in busy:
+                heapq.heappush(leaves, (self.used[parent], parent))
+        return gone
