@@ -7,14 +7,17 @@ many requests through a small pool, and the `draw_` functions are the chapter's 
 import random
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 
+from torch import Tensor
+
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
 from minillm.cost import kv_bytes_per_token, step_cost, step_time
+from minillm.forward_pass import Chunk
 from minillm.hardware import DATASHEET, Hardware
 from minillm.presets import preset
 from minillm.simulation import Simulation, StepLaw
@@ -27,6 +30,14 @@ from minillm_exercises.plots import bars, bound, figure, series, show
 
 LONGEST = 2**17  # tokens, where the search for a crossing stops
 Length = Callable[[random.Random, int], int]  # tokens of an answer, of at most so many
+
+# The embedded model continues them with leads that no rounding overturns.
+PROMPTS = (
+    "def fib(n):",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import math\n\n\ndef area(r):\n    return",
+    "for i in range(10):",
+)
 
 # How much of its max_tokens a request writes.
 LENGTHS: Mapping[str, Length] = MappingProxyType(
@@ -95,12 +106,30 @@ def live(llm: LLM, prompt: int, chats: int = 3, new: int = 24) -> tuple[float, f
     return 1e3 * statistics.median(seen), 1e3 * max(seen)
 
 
+def rows(trace: Trace) -> list[list[int]]:
+    """How many tokens each row of each step computed."""
+    return [[row.num_tokens for row in record.rows] for record in trace]
+
+
+def last_logits(llm: LLM, ids: Sequence[int], size: int) -> Tensor:
+    """Logits after the last of `ids` [1, V], which are fed `size` at a time."""
+    by_hand = llm.engine.forward_pass
+    cache = by_hand.allocate(1, len(ids))
+    for start in range(0, len(ids), size):
+        _, logits = by_hand.run([Chunk(0, start, ids[start : start + size])], cache)
+    return logits
+
+
 def draw_budgets(
-    found: Mapping[int, Outcome], prompt_bound: float, step_bound: float, knee: int
+    found: Mapping[int, Outcome], config: ModelConfig, machine: Hardware, prompt: int, chats: int
 ) -> None:
-    """Draw the three times of every token budget, and what no budget can beat (milliseconds)."""
+    """Draw the three times of every token budget, and what no budget can beat: the operations of
+    the prompt, and a step of the `chats` without it."""
     from matplotlib.ticker import FuncFormatter
 
+    prompt_bound = 1e3 * step_cost(config, [prompt], [prompt]).flops / machine.peak_flops
+    step = step_cost(config, [1] * chats, [20] * chats)  # they have about 20 tokens by then
+    step_bound = 1e3 * step_time(step, machine).seconds
     fig, ax = figure("tokens per step (logarithmic)", "time (ms, logarithmic)", size=(7, 4.2))
     budgets = sorted(found)
     curves = {
@@ -110,9 +139,10 @@ def draw_budgets(
     }
     for number, (label, values) in enumerate(curves.items()):
         ax.plot(budgets, values, label=label, **series(number))
-    bound(ax, budgets, [prompt_bound] * len(budgets), "operations of the prompt alone", at=0.0)
+    bound(ax, budgets, [prompt_bound] * len(budgets), "the prompt's operations", at=0.0)
     bound(ax, budgets, [step_bound] * len(budgets), "a step without the prompt", at=1.0)
-    ax.axvline(knee, color="grey", linestyle=":", label=f"the knee, {knee} tokens")
+    full = knee(config, machine)
+    ax.axvline(full, color="grey", linestyle=":", label=f"the knee, {full} tokens")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_ylim(step_bound / 2, None)
@@ -167,8 +197,8 @@ def draw_exchange(model: str, machine: str, gigabytes: float) -> None:
     move = [1e3 * moved(config, n, link) for n in lengths]
     ax.plot(lengths, compute, label="compute again, beside 32 others", **series(0))
     ax.plot(lengths, move, label=f"there and back at {gigabytes:g} GB/s", **series(1))
-    rate = [1e3 * step_cost(config, [n], [n]).flops / device.peak_flops for n in lengths]
-    bound(ax, lengths, rate, "operations alone", side="above", at=0.3)
+    alone = [1e3 * step_time(step_cost(config, [n], [n]), device).seconds for n in lengths]
+    ax.plot(lengths, alone, label="compute again in a step of its own", **series(2))
     first = cheaper_from(config, device, link)
     if first is not None and first <= lengths[-1]:
         ax.axvline(first, color="grey", linestyle=":", label=f"equal at {first:,} tokens")
@@ -205,7 +235,7 @@ class Flood:
 
 
 def flood(
-    admission: str, share: str, seconds: StepLaw, requests: int = 80, blocks: int = 500
+    admission: str, share: str, seconds: StepLaw, requests: int = 60, blocks: int = 500
 ) -> Flood:
     """`requests` of 100 tokens that may write 500 more and write the `share` of `LENGTHS`, through
     a pool of `blocks` of 16 tokens."""
@@ -224,6 +254,8 @@ def flood(
 
 def draw_floods(found: Mapping[str, Mapping[tuple[str, str], Flood]]) -> None:
     """Draw the speed of both ways to admit for every length law, one panel per law of time."""
+    from matplotlib.ticker import FuncFormatter
+
     fig, axes = figure("written, of max_tokens", "new tokens/s", cols=len(found), size=(8, 3.4))
     admissions = sorted({admission for runs in found.values() for _, admission in runs})
     for ax, (law, runs) in zip(axes, found.items(), strict=True):
@@ -236,19 +268,20 @@ def draw_floods(found: Mapping[str, Mapping[tuple[str, str], Flood]]) -> None:
         ax.set_xticks(range(len(shares)), shares)
         ax.set_title(law, fontsize=10)
         ax.margins(y=0.15)
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes[0].legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
     told = []
     for law, runs in found.items():
         gain = runs["all", "watermark"].speed / runs["all", "reserve_max"].speed
-        told.append(f"{gain:.2f} times where {law}")
+        told.append(f"{gain:.2f} times as fast as reserve_max {law}")
     show(
         fig,
         "Speed of one pool with two ways to admit; where answers use all they asked for, watermark "
-        f"reaches {' and '.join(told)}.",
+        f"is {' and '.join(told)}.",
     )
 
 
-def in_runs(sizes: Sequence[int]) -> str:
+def in_runs(sizes: Iterable[int]) -> str:
     """Equal neighbours as one: [3, 512, 512, 4] is "3, 2 x 512, 4"."""
     runs: list[list[int]] = []
     for size in sizes:
