@@ -163,7 +163,7 @@ class Trial:
                 f"{what} was {known} and is {table} after the last call ({self.case}), which "
                 f"was not about {name!r}: does it share its list with somebody?",
             )
-            self.tables[name] = table
+            self.tables[name] = list(table)  # not theirs, if it is no list of its own
 
     def _kind(self, name: str, block: object) -> object:
         """A block in words that do not depend on its number: that one is free to choose."""

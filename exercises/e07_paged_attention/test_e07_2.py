@@ -162,7 +162,7 @@ class Trial:
             same = [now in (None, then) for then, now in zip(known, table, strict=False)]
             kept = all(same) if name == growing else table == known
             expect(kept, f"{what} was {known} and is {table} after the last call ({self.case}).")
-            self.tables[name] = table
+            self.tables[name] = list(table)  # not theirs, if it is no list of its own
 
     def _room(self, call: Any) -> Any:
         """Do a call for which there is room; an empty free list gets the sentence it deserves."""

@@ -30,9 +30,7 @@ class WindowManager:
         """Add one token: (block, offset) where it has to be written."""
         table, offset = self.tables[name], self.lengths[name] % self.block_size
         self.lengths[name] += 1
-        while self._unseen(self.lengths[name]) > -(
-            -(self.lengths[name] - 1) // self.block_size
-        ) - len(table):
+        if self._unseen(self.lengths[name]) > self._unseen(self.lengths[name] - 1):
             self._give_up(table.pop(0))
         if offset == 0:
             table.append(self._take())

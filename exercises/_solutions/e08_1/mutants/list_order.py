@@ -13,12 +13,12 @@ def plan(
     limit: int | None = None,
 ) -> dict[str, int]:
     """How many tokens each request computes in this step; who computes none is left out."""
-    decoding = [request for request in running if request[1] == 1]
-    prefills = [request for request in running if request[1] > 1]
+    decoding = list(running)
+    prefills: list[Request] = []
     admitted = waiting[: seats - len(running)]
     most = budget if limit is None else limit
     given, left = {}, budget
-    for name, todo in [*running, *admitted]:
+    for name, todo in [*decoding, *prefills, *admitted]:
         count = min(todo, most, left)
         if count > 0:
             given[name] = count

@@ -33,7 +33,6 @@ def preempt(
     ways, lost = [], 0
     for victim in victims:
         size = len(victim.blocks)
-        cheaper = 2 * size * block_price < victim.computed * token_price
         if size <= host_free:
             ways.append((victim.name, "swap"))
             host_free -= size

@@ -25,7 +25,6 @@ def preempt(
     block_price: int | Fraction,
 ) -> tuple[list[tuple[str, str]], int] | None:
     """Who has to go so that `missing` blocks become free, in which way, and the tokens lost."""
-    since = next(sequence.arrival for sequence in running if sequence.name == needy)
     later = sorted((s for s in running if s.name != needy), key=lambda s: s.arrival)
     victims = enough(later, Counter(b for s in running for b in s.blocks), missing)
     if victims is None:

@@ -26,9 +26,8 @@ def preempt(
 ) -> tuple[list[tuple[str, str]], int] | None:
     """Who has to go so that `missing` blocks become free, in which way, and the tokens lost."""
     since = next(sequence.arrival for sequence in running if sequence.name == needy)
-    later = sorted(
-        (s for s in running if s.arrival > since), key=lambda s: (len(s.blocks), s.arrival)
-    )
+    later = sorted((s for s in running if s.arrival > since), key=lambda s: s.arrival)
+    later.sort(key=lambda s: len(s.blocks))
     victims = enough(later, Counter(b for s in running for b in s.blocks), missing)
     if victims is None:
         return None
