@@ -254,10 +254,10 @@ def test_numbers(impl: Any) -> None:
     told.evict("Block 3 may go", 1)
 
 
-@check(2, "Twenty random histories")
+@check(2, "A hundred random histories")
 def test_everything(impl: Any) -> None:
     """Few numbers, so that they come again; a clock that often stands still; then all that can."""
-    for seed in seeds(20):
+    for seed in seeds(100):
         draw = random.Random(seed)
         told, running, now = Told(impl), [], 0
         for _ in range(draw.randint(5, 30)):
