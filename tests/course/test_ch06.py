@@ -213,7 +213,8 @@ def test_the_other_drawings_caption_what_they_draw(shown):
     records = {name: list(serve(SIX, 3, kind)) for name, kind in KINDS.items()}
     ch06_pictures.draw_clock(records, 3)
     load = ch06.Load(Fraction(2), Fraction(1, 2), Fraction(3))
-    ch06_pictures.draw_loads([0.1, 0.5], {"static": [load, load], "continuous": [load, load]}, 16)
+    both = {"static": [load, load], "continuous": [load, load]}
+    ch06_pictures.draw_loads([0.1, 0.5], both, 16, Fraction(1, 3))
     captions = [caption for _, caption in shown]
     assert "from 1.0 times (equal) to 4.0 times (log-normal)" in captions[0]
     assert "static 21.00 s and continuous 17.00 s" in captions[1]

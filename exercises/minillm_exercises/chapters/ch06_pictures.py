@@ -52,7 +52,7 @@ def draw_gains(gains: Mapping[str, Mapping[int, Fraction]],
     for number, (law, by_seats) in enumerate(gains.items()):
         seats = list(by_seats)
         name = "bound" if number == len(gains) - 1 else ""
-        bound(ax, seats, [float(most[law][count]) for count in seats], name, "above", at=0.76)
+        bound(ax, seats, [float(most[law][count]) for count in seats], name, "above")
         values = [float(by_seats[count]) for count in seats]
         ax.plot(seats, values, label=law, **series(number))
         ax.annotate(f" {law}, {values[-1]:.1f}", (seats[-1], values[-1]), (4, 0), va="center",
@@ -96,9 +96,10 @@ def draw_clock(traces: Mapping[str, Sequence[StepRecord]], seats: int) -> None:
               f"What is missing under the dashed line are empty seats.")  # fmt: skip
 
 
-def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], seats: int) -> None:
+def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], seats: int,
+               most: Fraction) -> None:  # fmt: skip
     """Draw, over the arrivals' share of what all seats could serve, how often all are taken and
-    how long a request waits for one."""
+    how long a request waits for one; `most` is the share that static batching can serve."""
     load = "arrivals / what full seats can serve (%)"
     fig, axes = figure(load, "time with all seats taken (%)", cols=2, size=(9, 3.8))
     axes[1].set_ylabel("mean wait for a seat (steps, logarithmic)")
@@ -110,6 +111,10 @@ def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], sea
         axes[1].plot(percent, waits, label=name, **series(number))
     bound(axes[0], [percent[0], percent[-1]], [100, 100], "all the time", "above", at=0)
     axes[0].set_ylim(-3, 112)
+    for ax in axes:
+        ax.axvline(float(100 * most), color="black", linestyle=":", linewidth=1.2)
+    axes[1].annotate("static can serve no more", (float(100 * most), 12), (4, 0), fontsize=9,
+                     textcoords="offset points")  # fmt: skip
     axes[1].set_yscale("log")
     axes[1].set_yticks((0.1, 1, 10, 100), ("< 0.1", "1", "10", "100"))
     axes[1].minorticks_off()
