@@ -168,8 +168,10 @@ def serve(memory: Memory, works: Sequence[Work], why: Why) -> list[Moment]:
 
 
 def average(moments: Sequence[Moment], field: str) -> str:
-    """The mean of a count over the steps in which somebody waited, to one decimal."""
-    counts = [getattr(moment, field) for moment in moments if moment.waiting]
+    """The mean of a count over the steps in which somebody waited, or over all where nobody ever
+    did, to one decimal."""
+    busy = [moment for moment in moments if moment.waiting] or moments
+    counts = [getattr(moment, field) for moment in busy]
     return f"{sum(counts) / len(counts):.1f}"
 
 

@@ -1,0 +1,358 @@
+"""Chapter 07's own functions, the allocators that its reader sees, and the claims about paged KV
+memory that are arithmetic or simulation."""
+
+import inspect
+import json
+import random
+from collections import Counter, deque
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from notebook_chapter import NOTEBOOKS
+
+from minillm import LLM, SamplingParams
+from minillm.cache.blocks import BlockPool
+from minillm.cache.manager import BlockManager, BlockTable
+from minillm.cache.prefix import NoPrefixCache
+from minillm.config import ModelConfig
+from minillm.cost import kv_bytes_per_token
+from minillm.presets import preset
+from minillm.simulation import Simulation
+from minillm_exercises.chapters import ch07, ch07_pictures
+from minillm_exercises.chapters.ch07 import Moment, Work, serve
+from minillm_exercises.errors import ExerciseError
+
+CELLS = json.loads((NOTEBOOKS / "07_paged_attention.ipynb").read_text("utf-8"))["cells"]
+KINDS = ("reserved", "exact", "blocks")
+
+
+def from_the_chapter(*names: str) -> dict[str, Any]:
+    """Classes and functions as the chapter prints them."""
+    found: dict[str, Any] = {"SIZE": 16}
+    for cell in CELLS:
+        source = "".join(cell["source"])
+        if any(source.startswith((f"class {name}", f"def {name}(")) for name in names):
+            exec(source, found)
+    return found
+
+
+SHOWN = from_the_chapter("FirstFit", "Blocks", "why")
+FirstFit, Blocks, why = SHOWN["FirstFit"], SHOWN["Blocks"], SHOWN["why"]
+
+
+def make(kind: str, slots: int, size: int = 16, cap: int = 256) -> Any:
+    if kind == "blocks":
+        return Blocks(slots, size)
+    return FirstFit(slots, cap if kind == "reserved" else None)
+
+
+def some(seed: int, count: int = 40, cap: int = 256) -> list[Work]:
+    draw = random.Random(seed)
+    totals = [draw.randint(2, cap) for _ in range(count)]
+    return [Work(i, draw.randint(1, total), total) for i, total in enumerate(totals)]
+
+
+# ---- the allocators of the chapter --------------------------------------------------------------
+
+
+def ranges(memory: Any) -> list[tuple[int, int]]:
+    """What each request holds, as (start, length)."""
+    if isinstance(memory, FirstFit):
+        return [(memory.start[name], memory.held[name]) for name in memory.held]
+    return [(b * memory.size, memory.size) for table in memory.tables.values() for b in table]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_are_held_once_or_free(kind, seed):
+    memory, draw, here = make(kind, 2048), random.Random(seed), list[Work]()
+    for work in some(seed, 300):
+        if memory.begin(work, work.prompt):
+            here.append(work)
+        for each in list(here):
+            if draw.random() < 0.2 or not memory.grow(each.name, min(each.total, each.prompt + 20)):
+                memory.end(each.name)
+                here.remove(each)
+        held = sorted(ranges(memory))
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(held))
+        assert sum(n for _, n in held) + memory.free == 2048
+        assert sum(memory.held.values()) + memory.free == 2048
+    for each in here:
+        memory.end(each.name)
+    assert memory.free == 2048
+    assert memory.begin(Work(999, 256, 256), 256)
+
+
+def test_holes_grow_together():
+    memory = FirstFit(300)
+    for name in range(3):
+        assert memory.begin(Work(name, 1, 100), 1)
+    memory.end(0)
+    memory.end(2)
+    assert memory.free == 200
+    assert not memory.begin(Work(3, 1, 150), 1)
+    memory.end(1)
+    assert memory.holes == [(0, 300)]
+
+
+@pytest.mark.parametrize("size", [1, 4, 16, 256])
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_behave_as_the_engine(size, seed):
+    """As many run, and as much is free, in every step; preemptions included."""
+    works = some(seed)
+    moments = serve(Blocks(1024, size), works, why)
+    simulation = Simulation(1024 // size, size, max_num_seqs=99, watermark=0)
+    for work in works:
+        simulation.add(work.prompt, work.total - work.prompt + 1)
+    found = [(r.num_running, r.num_free_blocks * size) for r in simulation.run()]
+    assert found == [(m.running, m.free) for m in moments]
+    if size < 256:
+        theirs = simulation.scheduler.counters.num_preemptions_recompute
+        assert sum(moment.preempted for moment in moments) == theirs > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tables_are_the_engines(seed):
+    """The same blocks in the same order, which the chapter does not say but a reader may try."""
+    mine, draw = Blocks(512, 16), random.Random(seed)
+    theirs = BlockManager(32, 16)
+    tables: dict[int, BlockTable] = {}
+    for name in range(60):
+        length = draw.randint(1, 90)
+        if mine.begin(Work(name, length, length), length):
+            tables[name] = BlockTable()
+            theirs.grow(tables[name], 0, length)
+        if len(tables) > 4:
+            gone = draw.choice(list(tables))
+            mine.end(gone)
+            theirs.release(tables.pop(gone))
+        assert mine.tables == {name: table.blocks for name, table in tables.items()}
+
+
+def test_reasons_are_told_apart():
+    assert why(wanted=300, free=500, never=0, needed=300) == "no hole"
+    assert why(wanted=2048, free=0, never=700, needed=700) == "held in vain"
+    assert why(wanted=2048, free=0, never=699, needed=700) == "full"
+
+
+# ---- serve --------------------------------------------------------------------------------------
+
+
+def test_a_queue_by_hand():
+    """Two requests of 2 + 2 slots in 3 blocks of 2: one of them has to wait."""
+    works = [Work(0, 2, 4), Work(1, 2, 4)]
+    moments = serve(Blocks(6, 2), works, why)
+    assert [(m.running, m.waiting, m.preempted, m.used, m.later, m.free) for m in moments] == [
+        (2, 0, 0, 4, 0, 2),
+        (2, 0, 0, 5, 1, 0),  # the first takes the last block, the second waits
+        (2, 0, 0, 6, 0, 0),
+        (1, 0, 0, 3, 1, 2),
+        (1, 0, 0, 4, 0, 2),
+    ]
+
+
+def test_what_slots_are_for_adds_up():
+    for kind in KINDS:
+        for moment in serve(make(kind, 1024), some(7), why):
+            assert moment.used + moment.later + moment.never + moment.free == 1024
+            assert min(moment.used, moment.later, moment.never, moment.free) >= 0
+
+
+def test_a_request_that_can_never_fit_is_an_error():
+    with pytest.raises(ExerciseError, match="Nobody runs"):
+        serve(FirstFit(100), [Work(0, 50, 101)], why)
+
+
+def test_reserved_memory_is_refused_in_vain_only_and_nobody_is_preempted():
+    moments = serve(make("reserved", 1024), [Work(i, 10, 100) for i in range(12)], why)
+    assert set(ch07.refusals(moments)) == {"held in vain"}
+    assert not any(moment.preempted for moment in moments)
+    assert ch07.average(moments, "running") == "4.0"
+
+
+def test_rows_and_averages():
+    moments = [Moment(1, 0, 0, 3, 2, 1, "full", 0), Moment(1, 0, 0, 3, 3, 1, "no hole", 2),
+               Moment(1, 0, 0, 3, 9, 0, None, 1)]  # fmt: skip
+    assert ch07.average(moments, "running") == "2.5"
+    assert ch07.table_rows({"law": {"memory": moments}}) == [
+        ["law", "memory", "2.5", "1", "0", "1", "3"]
+    ]
+
+
+def test_lengths_follow_their_law():
+    for law in ch07.LAWS:
+        drawn = ch07.lengths(law, 2000)
+        assert drawn == ch07.lengths(law, 2000)
+        assert min(drawn) >= 1
+        assert max(drawn) <= ch07.CAP
+    assert 450 < sorted(ch07.lengths("mixed", 20_000))[10_000] < 540  # e^6.2 = 493
+    assert all(work.prompt >= 1 for work in ch07.requests("mostly short", 5000))
+
+
+# ---- the engine ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LLM:
+    return LLM("tiny", dtype="float32", device="cpu", block_size=16, max_model_len=128,
+               num_gpu_blocks_override=32)  # fmt: skip
+
+
+def generate(llm: LLM, length: int, new: int, **settings: Any) -> Any:
+    params = SamplingParams(max_tokens=new, ignore_eos=True, **settings)
+    (output,) = llm.generate([{"prompt_token_ids": [7] * length}], params, use_tqdm=False)
+    return output
+
+
+def test_batches_are_seen_and_taken_apart(tiny):
+    with ch07.batches(tiny) as seen:
+        generate(tiny, 20, 3, temperature=0)
+    generate(tiny, 20, 3, temperature=0)
+    rows = list(ch07.rows_of(seen))
+    assert [positions for _, positions, _ in rows] == [[*range(20)], [20], [21]]
+    tables, counts = ch07.tables_of(seen[-1], 16)
+    assert counts == {"A": 22}
+    assert len(tables["A"]) == 2
+    assert rows[-1][2] == [tables["A"][1] * 16 + 5]
+
+
+def test_completions_are_confirmed_and_a_wrong_one_is_not(tiny):
+    output = generate(tiny, 20, 6, n=3, temperature=1, seed=3, logprobs=0)
+    assert ch07.confirmed(tiny, output) == [True] * 3
+    output.outputs[1].token_ids[2] ^= 1
+    assert ch07.confirmed(tiny, output) == [True, False, True]
+
+
+def test_decode_times_have_one_entry_per_size():
+    times = ch07.decode_times((4, 64), sequences=2, length=12, steps=4)
+    assert len(times) == 2
+    assert min(times) > 0
+
+
+# ---- pictures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str]]:
+    """The figures and captions that would be displayed."""
+    seen: list[tuple[Any, str]] = []
+    monkeypatch.setattr(ch07_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
+    return seen
+
+
+def test_pictures_caption_what_they_draw(shown):
+    works = [Work(i, 10, 100 + i) for i in range(12)]
+    ch07_pictures.draw_reservations(works[:4], 50, cap=200)
+    runs = {kind: serve(make(kind, 1024), works, why) for kind in ("reserved", "blocks")}
+    ch07_pictures.draw_pools({"even": runs, "again": runs}, 1024)
+    ch07_pictures.draw_tables({"A": [0, 3], "B": [1, 2]}, {"A": 20, "B": 32}, 16)
+    ch07_pictures.draw_sizes((1, 16, 256), [100, 300], [3.0, 2.0, 2.5], 1.25)
+    captions = [caption for _, caption in shown]
+    assert captions[0].endswith("51 percent will ever be written.")
+    assert "percent of the slots were written with reserved" in captions[1]
+    assert "sequence B lies in the blocks 1, 2," in captions[2]
+    assert "rise from 0.0 to 184.0" in captions[3]  # 156 and 212
+    assert "from 200.0 entries to 1.5" in captions[3]
+    assert "3.0 ms at one end, 2.5 ms at the other, and 1.2 ms" in captions[3]
+
+
+# ---- claims -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("law", "reserved", "least", "most"),
+    [("uniform", 48, 0.6, 0.8), ("mixed", 69, 1.0, 1.3), ("mostly short", 81, 1.7, 2.0)],
+)
+def test_e1_e7_waste_of_reservation_and_of_blocks(law, reserved, least, most):
+    drawn = ch07.lengths(law, 20_000, seed=4)
+    waste = 100 * (1 - Fraction(sum(drawn), 20_000 * 2048))
+    assert abs(waste - reserved) < 1
+    unused = [-length % 16 for length in drawn]
+    assert max(unused) == 15
+    assert 7.1 < sum(unused) / len(unused) < 7.8  # who is cut off at the cap wastes nothing
+    assert least < 100 * sum(unused) / (sum(drawn) + sum(unused)) < most
+
+
+def test_e3_reserved_beyond_the_prompt():
+    assert [2048 - prompt for prompt in (200, 100)] == [1848, 1948]
+    memory = FirstFit(5000, reserve=2048)
+    assert [memory.begin(Work(i, n, n), n) for i, n in enumerate((200, 100, 50))] == [1, 1, 0]
+
+
+def test_e4_first_fit_is_refused_for_want_of_a_hole_and_blocks_never():
+    found = Counter(ch07.come_and_go(FirstFit(20_000), why, 4_000, runs=4, seed=50))
+    assert found["no hole"] > 0.97 * found.total() > 1000
+    assert set(found) <= {"no hole", "full"}
+    paged = ch07.come_and_go(Blocks(20_000, 16), why, 4_000, runs=1, seed=50)
+    assert "no hole" not in paged
+    # The published example: equal reservations, so that a hole is never too small.
+    memory = FirstFit(2 * 2048, reserve=2048)
+    assert "no hole" not in ch07.come_and_go(memory, why, 200)
+
+
+def test_e9_three_requests_in_blocks_of_16():
+    manager, tables = BlockManager(1000, 16), [BlockTable() for _ in range(3)]
+    for table, length in zip(tables, (200, 500, 100), strict=True):
+        manager.grow(table, 0, length)
+    assert [len(table.blocks) for table in tables] == [13, 32, 7]
+    assert manager.pool.num_free == 948
+    assert 52 * 16 - 800 == 32
+    manager.release(tables[0])
+    assert manager.pool.num_free == 961
+
+
+def test_e10_bytes_of_a_thousand_blocks():
+    config: ModelConfig = preset("llama-2-7b")  # 32 layers, 32 heads of 128
+    block = 16 * kv_bytes_per_token(config, "float16")
+    assert block == 8 * 2**20
+    assert round(1000 * block / 1e9, 2) == 8.39
+    assert round(1000 * block / 2**30, 2) == 7.81
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "copied"), [(20, 1, 0), (20, 2, 1), (20, 4, 3), (32, 4, 0)]
+)
+def test_e8_a_completion_that_parts_copies_one_partly_filled_block(prompt, n, copied):
+    simulation = Simulation(64, 16)
+    simulation.add(prompt, 20, n=n)
+    simulation.run()
+    assert simulation.blocks.num_copies == copied
+
+
+def test_e16_a_cached_prompt_copies_nothing():
+    simulation = Simulation(64, 16, prefix_cache="hash")
+    for arrival in (0, 50):
+        simulation.add(range(40), 5, arrival=arrival)
+    first, second = simulation.run().requests()
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    assert simulation.blocks.num_copies == 0
+
+
+class Counting(list[int]):
+    """A list that counts how many entries `pop` moves."""
+
+    moved = 0
+
+    def pop(self, index: int = -1) -> int:  # type: ignore[override]
+        self.moved += 0 if index == -1 else len(self) - 1 - index
+        return super().pop(index)
+
+
+def test_e14_pop_from_the_front_moves_all_others():
+    front, end = Counting(range(1000)), Counting(range(1000))
+    assert [front.pop(0) for _ in range(1000)] == [end.pop() for _ in range(1000)][::-1]
+    assert (front.moved, end.moved) == (999 * 1000 // 2, 0)
+    assert "pop(0)" not in inspect.getsource(BlockPool)
+    assert "popitem(last=False)" in inspect.getsource(BlockPool.allocate)
+    pool = BlockPool(3, NoPrefixCache())
+    assert pool.allocate(2) == [*deque([0, 1])]
+
+
+def test_e15_a_layer_is_one_piece_here(tiny):
+    """One layer's keys lie side by side; in [block, 2, layer, ...] they are strided."""
+    key = tiny.engine.runner.kv.key
+    assert key[0].is_contiguous()
+    assert not torch.empty(4, 2, 3, 16, 2, 8)[:, 0, 1].is_contiguous()
