@@ -314,14 +314,15 @@ def comes_out(batch: Any, truth: Truth) -> None:
     )
     for row, (mine, mask) in enumerate(zip(ids, masks, strict=True)):
         slots = truth.row(row)
-        got = [compute(mine, positions[row], mask)[slot] for slot in slots]
+        got = compute(mine, positions[row], mask)
         want = alone([truth.ids[row][slot] for slot in slots])
-        far = [slot for slot, a, b in zip(slots, got, want, strict=True) if not near(a, b)]
+        far = [at for at, slot in enumerate(slots) if not near(got[slot], want[at])]
+        why = reason(batch, truth, row) if far else ""
         expect(
             not far,
-            f"Row {row} comes out differently in the batch than alone, first in slot {far[:1]} "
-            f"({truth.case}). {reason(batch, truth, row)}",
-            [row, far, *[value for vector in got for value in vector]],
+            f"Row {row} comes out differently in the batch than alone, first its token "
+            f"{min(far, default=0)} ({truth.case}). {why}",
+            (row, far, why),
         )
 
 
