@@ -1,0 +1,195 @@
+"""Chapter 08's own functions, and the claims E18, F20, F22 and F27 recomputed."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from minillm import LLM
+from minillm.errors import InvalidRequestError
+from minillm.hardware import DATASHEET
+from minillm.presets import preset
+from minillm.scheduling.config import SchedulerConfig
+from minillm.simulation import Simulation, every_step, linear
+from minillm_exercises.chapters import ch08
+
+H100, LLAMA, OLD = DATASHEET["h100-sxm"], preset("llama-3.1-8b"), preset("llama-2-7b")
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
+    """The figures and captions that would be displayed."""
+    seen: list[tuple[object, str]] = []
+    monkeypatch.setattr(ch08, "show", lambda fig, caption: seen.append((fig, caption)))
+    return seen
+
+
+def joined(budget: int, long: int = 4000, **limits: object) -> Simulation:
+    """Three chats, and in the third step a long prompt."""
+    sim = Simulation(1000, max_num_seqs=8, max_num_batched_tokens=budget, **limits)
+    for _ in range(3):
+        sim.add(10, 20)
+    sim.step()
+    sim.step()
+    sim.add(long, 4, name="long")
+    return sim
+
+
+# ---- claims ---------------------------------------------------------------------------------
+
+
+def test_f22_iterations_of_30_3_4003_and_4_tokens():
+    trace = joined(8192).run()
+    assert [sum(row) for row in ch08.rows(trace)[:4]] == [30, 3, 4003, 4]
+
+
+def test_f27_both_limits_are_kept_and_a_shorter_prompt_is_not_cut():
+    rng, sim = random.Random(0), Simulation(600, max_num_seqs=6, max_num_batched_tokens=64)
+    for number in range(30):
+        sim.add(rng.randint(1, 300), rng.randint(1, 30), arrival=number)
+    steps = ch08.rows(sim.run())
+    assert max(map(sum, steps)) == 64
+    assert max(map(len, steps)) == 6
+    recipe = joined(8192, long=8000, enable_chunked_prefill=True)
+    assert max(map(max, ch08.rows(recipe.run()))) == 8000
+    assert SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256).enable_chunked_prefill
+
+
+def test_f20_what_cannot_fit_is_refused_and_blocks_nobody():
+    sim = Simulation(num_blocks=1, block_size=16)
+    with pytest.raises(InvalidRequestError, match="15 prompt \\+ 60 new tokens need 5 blocks"):
+        sim.add(15, 60)
+    sim.add(3, 1)
+    assert len(sim.run()) == 1
+
+
+def test_e18_host_memory_of_four_gib_is_accepted_and_swapping_is_the_default_then():
+    with LLM("tiny", dtype="float32", device="cpu", block_size=16, max_model_len=64,
+             num_gpu_blocks_override=8, swap_space=0.01) as llm:  # fmt: skip
+        assert llm.engine.scheduler.config.preemption_mode == "swap"
+        assert llm.engine.scheduler.blocks.host.num_blocks > 0
+
+
+# ---- times out of traces --------------------------------------------------------------------
+
+
+def test_gaps_and_outcome_by_hand():
+    sim = Simulation(100, seconds=linear(0, 0.001), max_num_seqs=4)
+    sim.add(10, 4, name="chat")  # its tokens come at 10, 11, then with the long prompt, then both
+    sim.step()
+    sim.step()
+    sim.add(100, 2, name="long")
+    trace = sim.run()
+    assert ch08.gaps(trace, "long") == pytest.approx([0.001, 0.101, 0.002])
+    assert ch08.gaps(trace, "chat") == pytest.approx([0.002])
+    found = ch08.outcome(trace)
+    assert (found.ttft, found.gap, found.done) == pytest.approx((101, 101, 103))
+
+
+def test_an_outcome_counts_from_the_arrival_and_not_from_the_start():
+    sim = Simulation(100, seconds=every_step())
+    sim.add(4, 9, name="chat")
+    sim.add(4, 2, name="long", arrival=2.5)  # waits for the step that begins at 3
+    found = ch08.outcome(sim.run())
+    assert (found.ttft, found.done) == (1500, 6500)
+
+
+def test_live_adds_the_prompt_among_the_chats():
+    with LLM("tiny", dtype="float32", device="cpu", max_model_len=128, max_num_seqs=4,
+             enable_prefix_caching=False) as llm:  # fmt: skip
+        usual, longest = ch08.live(llm, 60, new=9)
+        sizes = [sum(row) for row in ch08.rows(llm.trace)]
+    assert 0 < usual <= longest
+    assert sizes[:5] == [30, 3, 3, 63, 4]
+
+
+def test_logits_do_not_depend_on_the_size_of_the_pieces():
+    with LLM("tiny", dtype="float32", device="cpu", max_model_len=64) as llm:
+        ids = llm.tokenizer.encode(ch08.PROMPTS[1])
+        whole, pieces = (ch08.last_logits(llm, ids, size) for size in (len(ids), 5))
+        other = ch08.last_logits(llm, [ids[1], *ids[1:]], 5)
+    assert whole.shape == (1, llm.engine.source.config.vocab_size)
+    assert (whole - pieces).abs().max() < 1e-3
+    assert (whole - other).abs().max() > 1e-3
+
+
+def test_equal_neighbours_are_one():
+    assert ch08.in_runs([3, 512, 512, 4]) == "3, 2 x 512, 4"
+    assert ch08.in_runs([]) == ""
+
+
+# ---- prices ---------------------------------------------------------------------------------
+
+
+def test_carrying_is_all_bytes_twice():
+    assert ch08.moved(LLAMA, 1000, 25e9) == 2 * 1000 * 131_072 / 25e9
+    assert ch08.moved(OLD, 10, 25e9) == 4 * ch08.moved(LLAMA, 10, 25e9)
+
+
+def test_computing_again_is_nearly_free_under_the_knee_and_operations_far_above_it():
+    knee = ch08.knee(LLAMA, H100)
+    assert ch08.again(LLAMA, knee // 2, H100) < 1e-4
+    rate = 2 * 7.5e9 * 8000 / H100.peak_flops  # without embedding and logits, nor attention
+    assert rate < ch08.again(LLAMA, 8000, H100) < 1.3 * rate
+
+
+def test_the_crossing_is_the_first_length_at_which_moving_is_cheaper():
+    first = ch08.cheaper_from(LLAMA, H100, 25e9)
+    for tokens, moves in ((first - 1, False), (first, True), (4 * first, True)):
+        assert (ch08.moved(LLAMA, tokens, 25e9) < ch08.again(LLAMA, tokens, H100)) is moves
+    assert ch08.cheaper_from(OLD, H100, 1e9) is None
+
+
+# ---- many requests --------------------------------------------------------------------------
+
+
+def test_a_flood_preempts_only_without_a_promise_and_counts_all_steps():
+    safe, bold = (
+        ch08.flood(name, "all", linear(0, 0.001), requests=12, blocks=100)
+        for name in ("reserve_max", "watermark")
+    )
+    assert (safe.preemptions, safe.again) == (0, 0)
+    assert bold.preemptions > 0
+    assert bold.again > 0
+    computed = 12 * (100 + 500 - 1)
+    assert safe.speed == pytest.approx(12 * 500 / (computed * 0.001))
+    assert bold.speed == pytest.approx(12 * 500 / ((computed + bold.again) * 0.001))
+    assert bold.steps < safe.steps
+    assert bold.batch > safe.batch
+    assert bold.gap > safe.gap
+
+
+def test_lengths_are_shares_of_the_most():
+    rng = random.Random(0)
+    means = {
+        name: sum(law(rng, 500) for _ in range(4000)) / 4000 for name, law in ch08.LENGTHS.items()
+    }
+    assert means["a tenth"] == pytest.approx(50, rel=0.05)
+    assert means["a half"] == pytest.approx(250, rel=0.05)
+    assert means["all"] == 500
+    assert all(1 <= law(rng, 3) <= 3 for law in ch08.LENGTHS.values() for _ in range(200))
+
+
+# ---- drawings -------------------------------------------------------------------------------
+
+
+def test_the_drawings_caption_what_they_draw(shown):
+    times = {64: (500, 5, 600), 320: (80, 6, 270), 8192: (60, 60, 330)}
+    found = {budget: ch08.Outcome(*three) for budget, three in times.items()}
+    ch08.draw_budgets(found, LLAMA, H100, 4000, 31)
+    ch08.draw_exchange("llama-3.1-8b", "h100-sxm", 25)
+    ch08.draw_exchange("llama-2-7b", "h100-sxm", 1)
+    runs = {
+        (share, admission): SimpleNamespace(speed=speed)
+        for share in ch08.LENGTHS
+        for admission, speed in (("reserve_max", 100), ("watermark", 150))
+    }
+    ch08.draw_floods({"here": runs, "there": runs})
+    captions = [caption for _, caption in shown]
+    assert captions[0].endswith("soonest with 320 tokens per step.")
+    assert "moving is cheaper from 1,316 tokens on" in captions[1]
+    assert "computing is always cheaper" in captions[2]
+    assert captions[3].endswith(
+        "1.50 times as fast as reserve_max here and 1.50 times as fast as reserve_max there."
+    )
+    assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
