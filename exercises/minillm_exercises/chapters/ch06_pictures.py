@@ -109,10 +109,9 @@ def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], sea
                        [max(float(each.wait), 0.1) for each in loads])  # fmt: skip
         axes[0].plot(percent, full, label=name, **series(number))
         axes[1].plot(percent, waits, label=name, **series(number))
-    bound(axes[0], [percent[0], percent[-1]], [100, 100], "all the time", "above", at=0)
+    bound(axes[0], [percent[0], percent[-1]], [100, 100], "all the time", "above")
     axes[0].set_ylim(-3, 112)
-    for ax in axes:
-        ax.axvline(float(100 * most), color="black", linestyle=":", linewidth=1.2)
+    axes[1].axvline(float(100 * most), color="black", linestyle=":", linewidth=1.2)
     axes[1].annotate("static can serve no more", (float(100 * most), 12), (4, 0), fontsize=9,
                      textcoords="offset points")  # fmt: skip
     axes[1].set_yscale("log")
