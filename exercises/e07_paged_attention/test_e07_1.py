@@ -76,8 +76,8 @@ class Trial:
         where = "its last block" if offset and not sharers else "a free block"
         shape = type(got) in (tuple, list) and len(got) == 3
         said = (self._kind(name, got[0]), got[1], self._kind(name, got[2])) if shape else got
-        length_now = f"{name!r} has {length} tokens, its last block is {self._held(name, sharers)}"
-        what = f"(block, offset, source) of the last call; {length_now}"
+        before = f"{name!r} had {length} tokens, its last block was {self._held(name, sharers)}"
+        what = f"(block, offset, source) of the last call; {before}"
         equal(said, (where, offset, source), what, self.case)
         self._write(got, self.tokens(1)[0])
         self.texts[name].append(self.newest)
@@ -298,7 +298,6 @@ def test_names(impl: Any) -> None:
     trial.allocate("a", 3)
     trial.refuses("allocate", "a", 2)
     trial.fork("a", "b")
-    trial.append("b")
     trial.refuses("fork", "a", "b")
     trial.refuses("fork", "a", "a")
     trial.refuses("fork", "c", "d")

@@ -1,4 +1,4 @@
-"""You stop to swap after the first that does not fit: a smaller victim may still fit."""
+"""You stop swapping after the first that does not fit: a smaller victim may still fit."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""You return what recomputing costs: asked for are the tokens."""
+"""You return what recomputing costs: the number of tokens lost is asked for."""
 
 from collections import Counter
 from collections.abc import Sequence
