@@ -99,8 +99,7 @@ def right_order(truth: Truth, got: list[Any], free: int, case: str) -> None:
         want, why = truth.next(), truth.why()
         expect(
             name == want,
-            f"{case}: place {place} of what admit returns is {name!r:.40} instead of {want!r}. "
-            f"{why}.",
+            f"{why}; yours took {name!r:.40} ({case}, place {place} of the result).",
             (got, "wrong"),
         )
         truth.admitted.append(want)

@@ -1,4 +1,4 @@
-"""You count arrivals: somebody has overtaken when he is admitted, not when he comes."""
+"""You count arrivals: a request overtakes when it is admitted, not when it comes."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""You count every admission: one who came before somebody does not overtake him."""
+"""You count every admission: a request that came earlier overtakes nobody who came later."""
 
 from dataclasses import dataclass
 
