@@ -111,6 +111,15 @@ def test_load_by_hand():
     assert late == ch06.Load(Fraction(1, 2), Fraction(1, 2), Fraction(0))
 
 
+def test_a_disturbed_step_does_not_show_in_the_gain():
+    law = linear(1.0, 0.25)
+    runs = [list(serve(SIX, ch06.Room(3, seconds=law), kind)) for kind in KINDS.values()]
+    runs[0][5].delivered += 100  # one of four steps with two rows
+    by_rows = ch06.seconds_by_rows(runs)
+    assert by_rows == {1: 1.25, 2: 1.5, 3: 1.75}
+    assert ch06.clock_gain(*runs, by_rows) == (21 + 42 / 4) / (17 + 42 / 4)
+
+
 # ---- claims -------------------------------------------------------------------------------------
 
 
