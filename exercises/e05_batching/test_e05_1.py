@@ -123,18 +123,18 @@ def seen(batch: Any, truth: Truth) -> list[list[list[bool]]]:
     """The learner's mask, if it is B squares of bools."""
     squares = []
     for row, square in enumerate(table(batch.mask, truth, "mask")):
-        one = Truth(square, square, [f"{truth.case}, row {row}"])
+        case = f"mask after {truth.case}, row {row}"
         good = [type(line) in (list, tuple) and len(line) == truth.size for line in square]
         expect(
             all(good),
-            f"mask after {one.case}: expected {truth.size} lists, one per query, of {truth.size} "
+            f"{case}: expected {truth.size} lists, one per query, of {truth.size} "
             f"bools, one per key.",
             ("square", good),
         )
         kinds = {type(value).__name__ for line in square for value in line}
         expect(
             kinds == {"bool"},
-            f"mask after {one.case}: expected True and False, got {sorted(kinds)}.",
+            f"{case}: expected True and False, got {sorted(kinds)}.",
             sorted(kinds),
         )
         squares.append([list(line) for line in square])
