@@ -26,8 +26,16 @@ PLANS: Mapping[str, Sequence[str | int]] = MappingProxyType(
     {
         "half a day": ("00", "e00.1", BREAK, "01", "e01.1", BREAK, "03", "e03.1"),
         "one day": (
+            *("00", "e00.1", BREAK, "01", "e01.1", "03", "e03.1", LUNCH),
+            *("05", "e05.1", "06", "e06.1", BREAK, "07", "e07.1"),
+        ),
+        "first of two days": (
             *("00", "e00.1", "e00.2", BREAK, "01", "e01.1", "e01.2", LUNCH),
             *("02", "e02.1", "e02.2", BREAK, "03", "e03.1", "e03.2"),
+        ),
+        "second of two days": (
+            *("05", "e05.1", BREAK, "06", "e06.1", "07", "e07.1", LUNCH),
+            *("08", "e08.1", BREAK, "09", "e09.1"),
         ),
     }
 )
