@@ -134,7 +134,9 @@ def draw_throughput(possible: Mapping[str, Times], measured: Mapping[str, Times]
     fig, axes = figure("batch (sequences)", "tokens per second", cols=len(measured), size=(10, 3.8))
     for ax, (name, times) in zip(axes, measured.items(), strict=True):
         batches = list(times)
-        bound(ax, batches, [b / possible[name][b] for b in batches], "predicted", "below", 0.0)
+        bound(
+            ax, batches, [b / possible[name][b] for b in batches], "predicted bound", "below", 0.0
+        )
         ax.plot(batches, [b / t for b, t in times.items()], label="measured", **series(0))
         first = [b / times[batches[0]] for b in batches]
         ax.plot(batches, first, label="if a step took as long as with one", **series(2))
@@ -143,9 +145,8 @@ def draw_throughput(possible: Mapping[str, Times], measured: Mapping[str, Times]
         _log_axes(ax, batches)
         ax.set_ylim(bottom=min(b / t for b, t in times.items()) / 4)  # room for the legend
     most = max(batches)
-    told = ", ".join(
-        f"{most / t[most] / (1 / t[1]):.1f} times for {n}" for n, t in measured.items()
-    )
+    gains = {name: most * times[1] / times[most] for name, times in measured.items()}
+    told = ", ".join(f"{gain:.1f} times for {name}" for name, gain in gains.items())
     show(
         fig,
         f"Tokens per second of decode, predicted from bytes, operations and launches, and "
