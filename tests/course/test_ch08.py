@@ -137,6 +137,7 @@ def test_the_crossing_is_the_first_length_at_which_moving_is_cheaper():
     first = ch08.cheaper_from(LLAMA, H100, 25e9)
     for tokens, moves in ((first - 1, False), (first, True), (4 * first, True)):
         assert (ch08.moved(LLAMA, tokens, 25e9) < ch08.again(LLAMA, tokens, H100)) is moves
+        assert ch08.cheaper(LLAMA, tokens, H100, 25e9) == ("swap" if moves else "recompute")
     assert ch08.cheaper_from(OLD, H100, 1e9) is None
 
 

@@ -82,28 +82,29 @@ def outcome(trace: Trace, name: str = "long") -> Outcome:
 
 
 def live(llm: LLM, prompt: int, chats: int = 3, new: int = 24) -> tuple[float, float]:
-    """On the clock: `chats` write `new` tokens each, and a prompt of `prompt` tokens joins them.
-    The usual and the longest pause between two tokens of a chat (milliseconds)."""
+    """On the clock: `chats` write `new` tokens each, and after a third of them a prompt of `prompt`
+    tokens comes. The usual pause between two tokens of a chat before that, and the longest one
+    until the end (milliseconds)."""
     engine, rng = llm.engine, random.Random(0)
 
-    def add(name: str, tokens: int) -> None:
+    def add(name: str, tokens: int, most: int) -> None:
         ids = rng.choices(range(engine.source.config.vocab_size), k=tokens)
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
         engine.add(engine.make_request(name, None, ids, params))
 
-    for lengths in ({"warm": prompt}, {f"chat{number}": 10 for number in range(chats)}):
-        llm.trace.clear()
-        for name, tokens in lengths.items():
-            add(name, tokens)
-        for _ in range(new // 3):
-            engine.step()
-        if "warm" in lengths:
-            engine.abort("warm")
-    add("long", prompt)
+    add("warm-up", prompt, 1)
+    engine.step()
+    engine.abort("warm-up")
+    llm.trace.clear()
+    for number in range(chats):
+        add(f"chat{number}", 10, new)
+    for _ in range(new // 3):
+        engine.step()
+    usual = statistics.median(gaps(llm.trace, "long"))
+    add("long", prompt, 2)
     while engine.has_work:
         engine.step()
-    seen = gaps(llm.trace, "long")
-    return 1e3 * statistics.median(seen), 1e3 * max(seen)
+    return 1e3 * usual, 1e3 * max(gaps(llm.trace, "long"))
 
 
 def rows(trace: Trace) -> list[list[int]]:
@@ -175,14 +176,19 @@ def moved(config: ModelConfig, tokens: int, link: float) -> float:
     return 2 * tokens * kv_bytes_per_token(config) / link
 
 
+def cheaper(config: ModelConfig, tokens: int, machine: Hardware, link: float) -> str:
+    """ "swap" or "recompute", for a victim of so many tokens."""
+    swaps = moved(config, tokens, link) < again(config, tokens, machine)
+    return "swap" if swaps else "recompute"
+
+
 def cheaper_from(config: ModelConfig, machine: Hardware, link: float) -> int | None:
     """The length from which on it is cheaper to move a sequence's cache than to compute it again;
     None where that is longer than `LONGEST`."""
 
-    def moves(tokens: int) -> bool:
-        return moved(config, tokens, link) < again(config, tokens, machine)
-
-    first = 1 + bisect_left(range(1, LONGEST + 1), True, key=moves)
+    lengths = range(1, LONGEST + 1)
+    swaps = bisect_left(lengths, True, key=lambda n: cheaper(config, n, machine, link) == "swap")
+    first = 1 + swaps
     return first if first <= LONGEST else None
 
 
@@ -208,7 +214,7 @@ def draw_exchange(model: str, machine: str, gigabytes: float) -> None:
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     ax.set_title(f"{model} on {device.name}", fontsize=10)
-    ax.legend(loc="lower right")
+    ax.legend(loc="lower right", frameon=True, framealpha=1, edgecolor="white")
     says = f"moving is cheaper from {first:,} tokens on" if first else "computing is always cheaper"
     show(
         fig,
