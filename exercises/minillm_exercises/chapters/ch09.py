@@ -23,8 +23,8 @@ Ids = tuple[int, ...]
 ENOUGH = 100_000  # tokens of memory, more than any workload here needs
 REASONS: Mapping[str, str] = {
     "cached": "found",
-    "new": "new",
-    "partial_block": "fills no block",
+    "new": "in a new block",
+    "partial_block": "at the end, in no full block",
     "last_token": "last token",
     "evicted": "evicted",
     "salt": "other salt",
@@ -222,7 +222,7 @@ def draw_reasons(runs: Runs, size: int) -> None:
         ax.text(left[place] + 0.2, place, f"{percent(each.hit_rate)} % found", va="center")
         least = 100 * float(1 - runs[name, "hash", 1].hit_rate)
         bound(ax, [least] * 2, [place - 0.5, place + 0.5], "")
-    ax.plot([], [], "k--", linewidth=1.2, label="never seen before")
+    ax.plot([], [], "k--", linewidth=1.2, label="never computed before")
     ax.set_yticks(range(len(rows)), [f"{name}, {kind}" for name, kind, _ in rows])
     ax.invert_yaxis()
     ax.set_xlim(0, 1.3 * max(left))
@@ -271,7 +271,7 @@ def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], need
 def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str) -> None:
     """Draw how many times sooner the first token comes, against the share of the prompt found."""
     fig, ax = figure("share of the prompt found, f", "first token, times as soon", size=(7, 3.8))
-    ax.plot(shares, measured, label=f"the clock, {model}", **series(0))
+    ax.plot(shares, measured, label=f"the clock, {model}", **{**series(0), "linestyle": ""})
     fine = [number / 100 for number in range(round(100 * max(shares)) + 1)]
     law = [1 / (1 - share) for share in fine]
     bound(ax, fine, law, "by tokens: 1 / (1 \u2212 f)", side="above", at=0.9)
