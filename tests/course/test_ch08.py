@@ -160,6 +160,12 @@ def test_a_flood_preempts_only_without_a_promise_and_counts_all_steps():
     assert bold.gap > safe.gap
 
 
+def test_a_flood_with_swap_computes_nothing_twice():
+    found = ch08.flood("watermark", "all", linear(0, 0.001), 12, 100, mode="swap")
+    assert found.preemptions > 0
+    assert found.again == 0
+
+
 def test_lengths_are_shares_of_the_most():
     rng = random.Random(0)
     means = {

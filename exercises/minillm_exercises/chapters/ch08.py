@@ -49,9 +49,6 @@ LENGTHS: Mapping[str, Length] = MappingProxyType(
 )
 
 
-# ---- a long prompt among short ones ---------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What one long prompt met and did, in milliseconds from its arrival.
@@ -158,9 +155,6 @@ def draw_budgets(
     )
 
 
-# ---- a victim's price -----------------------------------------------------------------------
-
-
 def again(
     config: ModelConfig, tokens: int, machine: Hardware, others: int = 32, length: int = 1000
 ) -> float:
@@ -223,9 +217,6 @@ def draw_exchange(model: str, machine: str, gigabytes: float) -> None:
     )
 
 
-# ---- many requests, few blocks --------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Flood:
     """What became of many requests in a small pool: `batch` is the mean number of rows of a step,
@@ -241,11 +232,19 @@ class Flood:
 
 
 def flood(
-    admission: str, share: str, seconds: StepLaw, requests: int = 60, blocks: int = 500
+    admission: str,
+    share: str,
+    seconds: StepLaw,
+    requests: int = 60,
+    blocks: int = 500,
+    mode: str = "recompute",
 ) -> Flood:
     """`requests` of 100 tokens that may write 500 more and write the `share` of `LENGTHS`, through
     a pool of `blocks` of 16 tokens."""
-    sim = Simulation(blocks, seconds=seconds, admission=admission, max_num_seqs=64)
+    sim = Simulation(
+        blocks, seconds=seconds, admission=admission, max_num_seqs=64,
+        preemption_mode=mode, num_host_blocks=8 * blocks,
+    )  # fmt: skip
     rng, most = random.Random(0), 500
     new = [LENGTHS[share](rng, most) for _ in range(requests)]
     for tokens in new:
@@ -253,7 +252,8 @@ def flood(
     trace, count = sim.run(), sim.scheduler.counters
     rows = sum(len(record.rows) for record in trace)
     return Flood(
-        rows / len(trace), len(trace), count.num_preemptions_recompute,
+        rows / len(trace), len(trace),
+        count.num_preemptions_recompute + count.num_preemptions_swap,
         count.num_recomputed_tokens, sum(new) / sim.now, max(gaps(trace, "")),
     )  # fmt: skip
 
