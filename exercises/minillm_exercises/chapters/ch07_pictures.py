@@ -61,7 +61,8 @@ def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -
     show(
         fig,
         f"The same requests and the same memory in each row: while somebody waited, {first} of "
-        f"the slots were written with {columns[0]}, and {last} with {columns[-1]}.",
+        f"the slots were written with {columns[0]}, and {last} with {columns[-1]}; where a curve "
+        "falls to the right, nobody waits any more.",
     )
 
 
