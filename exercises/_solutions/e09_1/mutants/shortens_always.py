@@ -59,7 +59,7 @@ class RadixTree:
         With `sampling`, the last of `tokens` is left out, for it has to be computed.
         """
         found: list[int] = []
-        wanted = tokens[:-1] if sampling else tokens
+        wanted = tokens
         edge = self.roots.get(salt, Edge([], []))
         while len(found) < len(wanted) and wanted[len(found)] in edge.children:
             edge = edge.children[wanted[len(found)]]
@@ -67,7 +67,7 @@ class RadixTree:
             found += edge.slots[:shared]
             if shared < len(edge.tokens):
                 break
-        return found[:-1] if sampling and len(found) < len(tokens) - 1 else found
+        return found[:-1] if sampling else found
 
     def edges(self, salt: str) -> list[list[int]]:
         """The tokens of every edge of this salt's tree, sorted."""
