@@ -44,7 +44,7 @@ class Told:
         wanted = tokens[: len(tokens) - 1] if sampling and tokens else tokens
         length = self.known(wanted, salt)
         want = [self.starts[salt, tuple(tokens[: end + 1])] for end in range(length)]
-        case = f"{self.story}; match({list(tokens)}, {salt!r}, {sampling})"
+        case = f"{self.story or 'nothing inserted'}; match({list(tokens)}, {salt!r}, {sampling})"
         given = list(tokens)
         got = self.tree.match(given, salt, sampling)
         self.untouched((given,), (list(tokens),))
