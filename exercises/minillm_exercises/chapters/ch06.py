@@ -58,9 +58,10 @@ def exponential(count: int, mean: float, most: int, seed: int = 6) -> list[int]:
     return [min(most, max(1, round(chance.expovariate(1 / mean)))) for _ in range(count)]
 
 
-def poisson(count: int, rate: float, seed: int = 6) -> list[int]:
+def poisson(count: int, rate: float, seed: int = 7) -> list[int]:
     """The steps at which requests come, `rate` per step on average and independent of each
-    other."""
+    other. The seed is not that of `draw`: with one seed for both, exponential lengths would be
+    as the gaps before them, and long requests would always find free seats."""
     chance, now, steps = Random(seed), 0.0, []
     for _ in range(count):
         now += chance.expovariate(rate)
