@@ -133,7 +133,9 @@ def broken(truth: Truth, step: int, row: list[str | None]) -> str:
     for seat, name in enumerate(row):
         if name is not None and names.count(name) > 1:
             return f"{name} sits in two seats at once"
-        if name is not None and truth.arrived.get(name, step + 1) > step:
+        if name is not None and name not in truth.arrived:
+            return f"seat {seat} shows {name!r}, which is nobody's name; an empty seat is None"
+        if name is not None and truth.arrived[name] > step:
             return f"{name} sits in seat {seat} and has not even arrived"
         if name is not None and truth.end(name) < step:
             return (
