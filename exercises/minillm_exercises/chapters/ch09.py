@@ -264,7 +264,7 @@ def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], need
     ax.set_ylim(-3, 100)
     fig.legend(loc="outside lower center", ncols=2)
     at = max(place for place, pool in enumerate(pools) if pool < needed - 20)
-    told = ", ".join(f"{name} {percent(served[at].hit_rate)}" for name, served in curves.items())
+    told = "; ".join(f"{name} {percent(served[at].hit_rate)}" for name, served in curves.items())
     show(fig, f"Hit rate over memory; percent with a pool of {pools[at]} blocks: {told}.")
 
 
