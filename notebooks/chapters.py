@@ -18,7 +18,8 @@ from typing import Any
 NOTEBOOKS = Path(__file__).resolve().parent
 NAME = re.compile(r"\d\d_\w+")
 FACT = re.compile(r"(?P<name>[^:\n]+): (?P<value>.+)")
-NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(/\d+)?(?= |$)")
+# A number with its unit, or alone; not the first of several ("118 and 69", "1.0 2.1").
+NUMBER = re.compile(r"[-+]?\d(?:[\d,]*\d)?(\.\d+)?(/\d+)?(?=$| (?!(and |x )?\d))")
 
 Notebook = dict[str, Any]
 
@@ -116,7 +117,8 @@ def facts(notebook: Notebook) -> dict[str, str]:
 
 
 def bare(value: str) -> str:
-    """The number without its unit ("8,256 positions" is "8,256"); other values as they are."""
+    """The number without its unit ("8,256 positions" is "8,256"); other values as they are, also
+    several numbers in one ("118 and 69"), so that prose cannot be bound to the first by mistake."""
     match = NUMBER.match(value)
     return match[0] if match else value
 

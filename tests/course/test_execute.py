@@ -159,6 +159,10 @@ def test_constants_are_read_from_code(source, known):
         ("equal: True", "True"),
         ("word: two words", "two words"),
         ("at 3: 4: 17 x", "4: 17 x"),
+        ("caught: 2 of 2 bugs", "2"),
+        ("both: 118 and 69", "118 and 69"),
+        ("read: 130, 133 GB/s", "130, 133 GB/s"),
+        ("gain: 1.00 2.09", "1.00 2.09"),
     ],
 )
 def test_a_fact_without_its_unit(line, value):
