@@ -164,7 +164,9 @@ def test_throughput(impl: Any) -> None:
 def test_knee(impl: Any) -> None:
     """A tie, no tie, at once, far away, and never; overhead and memory have no say."""
     what = "The first batch whose operations take longer"
-    knee_is(impl, 21, f"{what} (equal at 20)", Costs(5000, 7, 11, 327, 9, 10, 10, 0))
+    knee_is(
+        impl, 21, f"{what} (equal at 20, to the last digit)", Costs(5000, 7, 11, 327, 9, 10, 10, 0)
+    )
     knee_is(impl, 20, f"{what} (longer by 1 at 20)", Costs(4999, 7, 11, 327, 9, 10, 10, 80))
     knee_is(impl, 1, f"{what} (at once)", Costs(50, 7, 11, 327, 9, 10, 10, 0))
     knee_is(impl, 1251, f"{what} (ten operations per byte)", Costs(5000, 1, 1, 50, 9, 2, 20, 30))
