@@ -150,8 +150,8 @@ def draw_budgets(
     soonest = min(budgets, key=lambda n: found[n].done)
     show(
         fig,
-        f"From right to left the budget shrinks: gaps fall until about the knee, and below it only "
-        f"the long prompt's wait grows; all are done soonest with {soonest} tokens per step.",
+        f"From right to left the budget shrinks: gaps fall until about the knee, and below it they "
+        f"stay and the rest grows; all are done soonest with {soonest} tokens per step.",
     )
 
 
@@ -212,8 +212,8 @@ def draw_exchange(model: str, machine: str, gigabytes: float) -> None:
     says = f"moving is cheaper from {first:,} tokens on" if first else "computing is always cheaper"
     show(
         fig,
-        f"The price of one preemption by the bounds: the lower line is the better choice, and for "
-        f"{model} on this device and link {says}.",
+        f"The price of one preemption by the bounds: of the first two lines the lower is the "
+        f"better choice, and for {model} on this device and link {says}.",
     )
 
 
