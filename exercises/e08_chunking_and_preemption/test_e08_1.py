@@ -159,7 +159,8 @@ def look(
     """The properties of a plan, in the order in which one would miss them."""
     case = said(running, waiting, budget, seats, limit)
     accept(plan, "The plan", case)
-    expect(type(plan) is dict, f"The plan ({case}): expected a dict, got {type(plan).__name__}.")
+    form = f"The plan ({case}): expected a dict, got {type(plan).__name__}."
+    expect(isinstance(plan, dict), form)
     everybody = dict(running) | dict(waiting)
     for name, count in plan.items():
         expect(name in everybody, f"The plan {plan} ({case}): there is no request {name!r}.")
