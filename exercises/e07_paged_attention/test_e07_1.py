@@ -7,6 +7,7 @@ from typing import Any
 from minillm_exercises.checking import accept, check, equal, expect, number, seeds
 
 SHOWN = 7  # calls that a message repeats
+REFUSED = " after a refusal, which changes nothing"
 
 
 class Trial:
@@ -56,7 +57,7 @@ class Trial:
             for position, token in enumerate(self.texts[name]):
                 place, offset = divmod(position, self.size)
                 self.memory[self.tables[name][place]][offset] = token
-        self.look()
+        self.look("" if fits else REFUSED)
         return fits
 
     def append(self, name: str) -> bool:
@@ -69,8 +70,10 @@ class Trial:
         got = accept(self.manager.append(name), "The result of the last call", self.case)
         if not room:
             why = "a copy" if offset else "a new block"
-            equal(got, None, f"append needs {why} and no block is free; its result", self.case)
-            self.look()
+            again = ", as in the call before" if self.calls[-1][1] > 1 else ""
+            what = f"append needs {why} and no block is free{again}; its result"
+            equal(got, None, what, self.case)
+            self.look(REFUSED)
             return False
         source = "its last block" if sharers else None
         where = "its last block" if offset and not sharers else "a free block"
@@ -111,7 +114,7 @@ class Trial:
         except Exception as error:
             raised = type(error).__name__
         equal(raised, "ValueError", "What the last call raises", self.case)
-        self.look()
+        self.look(REFUSED)
 
     def _begin(self, call: str) -> None:
         """Note a call, for the messages."""
@@ -126,7 +129,7 @@ class Trial:
 
     # ---- looking --------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def look(self, when: str = "") -> None:
         """Every text can be read through its table, and every other block is free."""
         self._follow_tables()
         for name, text in self.texts.items():
@@ -140,7 +143,9 @@ class Trial:
                 f"blocks, or it holds others than were written.",
                 (name, wrong),
             )
-        what = f"num_free(), with the tables {self.tables} and {self.num_blocks} blocks in all"
+        what = (
+            f"num_free(){when}, with the tables {self.tables} and {self.num_blocks} blocks in all"
+        )
         equal(self.manager.num_free(), self.num_free(), what, self.case)
 
     def _follow_tables(self, growing: str = "") -> None:

@@ -30,7 +30,8 @@ def draw_reservations(works: Sequence[Work], computed: int, cap: int = CAP) -> N
     ax.set(ylim=(len(works) + 0.7, 0.3), xlim=(0, cap), yticks=range(1, len(works) + 1, 3))
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     used = sum(work.total for work in works)
-    show(fig, f"A row is the {cap:,} slots reserved for one request; of all the slots drawn here "
+    show(fig, f"A row is the {cap:,} slots reserved for one request, when it has written "
+              f"{computed}, or a longer prompt; of all the slots drawn here "
               f"{100 * used / (cap * len(works)):.0f} percent will ever be written.")  # fmt: skip
 
 
