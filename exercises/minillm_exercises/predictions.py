@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minillm_exercises.widgets import is_live
+from minillm_exercises.wording import wrapped
 from minillm_exercises.workspace import Workspace, work_root, writing
 
 
@@ -19,8 +20,8 @@ class Prediction:
 
     def text(self) -> str:
         """The question as plain text, the static twin of the buttons."""
-        lines = [f"{letter})  {option}" for letter, option in self.options.items()]
-        return "\n".join([self.question, *(f"  {line}" for line in lines)])
+        lines = [f"  {letter})  {option}" for letter, option in self.options.items()]
+        return "\n".join([wrapped(self.question), *(wrapped(line, " " * 6) for line in lines)])
 
     def show_buttons(self) -> None:
         """Offer buttons where a person can press them, and nothing in a test or a script."""

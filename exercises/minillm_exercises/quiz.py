@@ -6,6 +6,7 @@ from pathlib import Path
 
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.manifest import exercises_root
+from minillm_exercises.wording import wrapped
 
 LETTERS = "abcdefgh"
 
@@ -22,7 +23,11 @@ class Question:
     def asked(self, number: int) -> str:
         """The question and its options as text."""
         lines = [f"  {letter})  {option}" for letter, option in zip(LETTERS, self.options)]  # noqa: B905
-        return "\n".join([f"{number}. {self.text}", *lines])
+        asked = [
+            wrapped(f"{number}. {self.text}", "   "),
+            *(wrapped(line, " " * 6) for line in lines),
+        ]
+        return "\n".join(asked)
 
     def answered(self, number: int, choice: str) -> str:
         """What to tell somebody who chose `choice`, right or wrong.

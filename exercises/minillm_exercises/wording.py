@@ -2,6 +2,7 @@
 
 import re
 import signal
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,19 @@ from minillm_exercises.limits import GIB, Limits
 
 PRINTED_LINES = 20
 PRINTED_COLUMNS = 200
+PAGE_COLUMNS = 88  # of a notebook's output on a page, where longer lines break inside a word
+
+
+def wrapped(text: str, later: str = "") -> str:
+    """Lines that fit a page; what is cut off a line goes on in the next, after `later`."""
+    pieces = (
+        textwrap.wrap(
+            line, PAGE_COLUMNS, subsequent_indent=later,
+            break_long_words=False, break_on_hyphens=False,
+        )
+        for line in text.split("\n")
+    )  # fmt: skip
+    return "\n".join("\n".join(piece) for piece in pieces)
 
 
 def source_line(lines: Sequence[str], number: int) -> str:

@@ -11,6 +11,7 @@ import pytest
 from minillm_exercises import bound, compare, explore, fact, figure, measure, predict, record, show
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import COLOURS, DASHES, MARKERS, bars, series
+from minillm_exercises.predictions import Prediction
 from minillm_exercises.quiz import Question, load_quiz, quiz_text
 from minillm_exercises.timing import Timing
 
@@ -291,6 +292,19 @@ def test_a_quiz_asks_without_telling(quizzes) -> None:
     text = quiz_text("03", root=quizzes)
     assert "1. Which?\n  a)  this\n  b)  that" in text
     assert "Because" not in text
+
+
+def test_long_questions_are_cut_between_words_and_indented():
+    """A page cuts longer lines inside a word."""
+    words = " ".join(["twenty-odd"] * 20)
+    asked = Question(words, (words, "no"), "a", "").asked(1).splitlines()
+    guessed = Prediction("x.y", words, {"a": words, "b": "no"}).text().splitlines()
+    for lines in (asked, guessed):
+        assert max(map(len, lines)) <= 88
+        assert " ".join(" ".join(lines).split()).count("twenty-odd") == 40
+    assert asked[1].startswith("   twenty-odd")
+    assert [line[:6] for line in asked[-4:]] == ["  a)  ", " " * 6, " " * 6, "  b)  "]
+    assert Prediction("x.y", "One.\nTwo?", {"a": "1", "b": "2"}).text().startswith("One.\nTwo?\n")
 
 
 def test_a_quiz_answers_with_reasons(quizzes) -> None:
