@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OWNERS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+MOST_NAMED = 12  # blocks, each with its number; of more, some
 MOST_PIXELS = 1200  # of the block map, to each side
 FREE, USED = (255, 255, 255), (222, 225, 229)
 
@@ -28,12 +29,14 @@ def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
     data = data | {"blocks": [data["blocks"][block] for block in shown]}
     num_columns, num_blocks = len(data["steps"]["step"]), len(shown)
     ax.set_label("blocks")
-    ax.set_ylabel("block")
-    if len(shown) < num_all:
+    ax.set_ylabel("block" if num_blocks == num_all else "blocks in use")
+    if num_blocks <= MOST_NAMED:
+        ax.set_yticks([row + 0.5 for row in range(num_blocks)], [f"{block}" for block in shown])
+        ax.tick_params(axis="y", length=0)
+    elif num_blocks < num_all:
         ax.yaxis.set_major_formatter(
             lambda y, _: f"{shown[int(y)]}" if y in range(len(shown)) else ""
         )
-        ax.set_ylabel("blocks in use")
     if num_columns and num_blocks:
         ax.imshow(block_image(data), aspect="auto", interpolation="nearest", origin="upper",
                   extent=(0, num_columns, num_blocks, 0), zorder=1)  # fmt: skip
@@ -44,6 +47,12 @@ def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
         ax.add_collection(PolyCollection(boxes, facecolor="none", edgecolor="#15191D", hatch=hatch,
                                          linewidth=0, zorder=2, gid="shared",
                                          label="shared block"))  # fmt: skip
+    if any(
+        not holders
+        for changes in data["blocks"]
+        for *_, holders in block_runs(changes, num_columns)
+    ):
+        ax.bar([0], [0], color=[tuple(part / 255 for part in USED)], label="free again")
     if num_blocks <= 48:
         count_holders(ax, shared, num_columns)
     ax.set_ylim(max(num_blocks, 1), 0)

@@ -16,6 +16,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.simulation import Simulation
 from minillm.trace.figure import ENDS, IDLE, STATES, figure, widget
 from minillm.trace.figure_blocks import FREE, USED, block_image, owner_colour, shared_runs
 from minillm.trace.page import page
@@ -248,3 +249,14 @@ def test_two_widgets_each_hold_the_page(drawing: dict[str, Any]) -> None:
         assert attributes["sandbox"] == "allow-scripts"
         assert made.value.count("<") == 2
     assert "height: 400px" in one.value
+
+
+def test_a_few_blocks_are_named_in_the_middle_of_their_rows():
+    """Read as "block 1", a row must not lie between 1 and 2."""
+    simulation = Simulation(9, 4)
+    simulation.add(6, 6)
+    fig = simulation.run().figure(panels=("blocks",))
+    ax = ax_of(fig, "blocks")
+    labels = {label.get_text(): label.get_position()[1] for label in ax.get_yticklabels()}
+    assert labels == {f"{block}": row + 0.5 for row, block in enumerate(range(3))}
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["free again"]
