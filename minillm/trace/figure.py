@@ -257,7 +257,8 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
     for (part, colour), dash in zip(parts if len(below) else (), ("-", "--", ":"), strict=False):
         curve = values[part] * (1e3 if name == "time" else 1)
         if name in STACKED:
-            ax.stairs(below + curve, edges, baseline=below, fill=True, color=colour, label=part)
+            seen = part if curve.any() else None  # a legend names what is there
+            ax.stairs(below + curve, edges, baseline=below, fill=True, color=colour, label=seen)
             below = below + curve
         else:
             ax.stairs(curve, edges, baseline=None, color=colour, linestyle=dash, label=part,

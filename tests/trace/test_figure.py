@@ -260,3 +260,10 @@ def test_a_few_blocks_are_named_in_the_middle_of_their_rows():
     labels = {label.get_text(): label.get_position()[1] for label in ax.get_yticklabels()}
     assert labels == {f"{block}": row + 0.5 for row, block in enumerate(range(3))}
     assert [text.get_text() for text in fig.legends[0].get_texts()] == ["free again"]
+
+
+def test_the_legend_of_a_budget_names_only_what_was_computed():
+    simulation = Simulation(9, 4)
+    simulation.add(6, 6)
+    ax = ax_of(simulation.run().figure(panels=("budget",)), "budget")
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["decode", "prefill"]
