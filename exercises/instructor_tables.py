@@ -3,8 +3,8 @@
     python exercises/instructor_tables.py            # is INSTRUCTOR.md up to date? (exit 1 if not)
     python exercises/instructor_tables.py --write    # bring it up to date
 
-Times come from the chapters' metadata and exercises.toml, errors from the first docstring lines of
-the known-wrong solutions in `_solutions/`.
+Times come from the chapters' metadata and exercises.toml, errors from the known-wrong solutions in
+`_solutions/`.
 """
 
 import json
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from minillm_exercises.grader import list_checks, teaching_message
+from minillm_exercises.grader import list_checks
 from minillm_exercises.manifest import Exercise, load_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,7 +109,7 @@ def errors(manifest: Mapping[str, Exercise]) -> Iterator[str]:
         yield f"**{exercise.id} {exercise.title}**"
         yield ""
         for mutant in exercise.mutants:
-            yield f"- `{mutant.stem}`: {teaching_message(mutant)}"
+            yield f"- `{mutant.name}`: {mutant.teaches}"
         yield ""
 
 

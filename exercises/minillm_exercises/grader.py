@@ -18,6 +18,7 @@ from minillm_exercises.errors import ExerciseError
 from minillm_exercises.guard import inspect_source
 from minillm_exercises.limits import DEFAULT, Limits
 from minillm_exercises.manifest import Exercise
+from minillm_exercises.mutants import Mutant
 from minillm_exercises.results import CheckResult, Status, Verdict
 from minillm_exercises.runner import Runner
 from minillm_exercises.wording import (
@@ -105,7 +106,7 @@ class Grader:
         self.checks = list_checks(exercise)
         self._seed, self._limits = seed, limits
         self._runner = Runner(exercise)
-        self._known: dict[tuple[Path, str], CheckResult] = {}
+        self._known: dict[tuple[str, str], CheckResult] = {}  # by mutant and check
 
     def __enter__(self) -> "Grader":
         return self
@@ -132,9 +133,7 @@ class Grader:
         if finding := inspect_source(data, self.exercise):
             return self._unrun(finding.status, finding.message)
         verdict = self.run(data.decode("utf-8-sig"))
-        if diagnose and verdict.status == "fail":
-            verdict = self._diagnose(verdict)
-        return verdict
+        return self.diagnose(verdict) if diagnose else verdict
 
     def run(
         self,
@@ -158,36 +157,32 @@ class Grader:
     def _unrun(self, status: Status, message: str) -> Verdict:
         return Verdict(self.exercise.id, status, self.checks, message)
 
-    def _diagnose(self, verdict: Verdict) -> Verdict:
+    def diagnose(self, verdict: Verdict) -> Verdict:
         """Name the one mutant that does the same as the submission in every check that ran. The
         first that failed is asked alone: most mutants differ there, and each run costs time."""
+        if verdict.status != "fail":
+            return verdict
         ran = [check for check in verdict.checks if check.status != "not run"]
         ran.sort(key=lambda check: check.status == "pass")
         mutants = [m for m in self.exercise.mutants if self._agrees(m, ran[:1])]
         mutants = [m for m in mutants if self._agrees(m, ran[1:])]
         if len(mutants) != 1:
             return verdict
-        return verdict.replace(mutant=mutants[0].stem, misconception=teaching_message(mutants[0]))
+        return verdict.replace(mutant=mutants[0].name, misconception=mutants[0].teaches)
 
-    def twins(self, mutant: Path) -> list[Path]:
+    def twins(self, mutant: Mutant) -> list[Mutant]:
         """The other mutants that no check can tell from `mutant`."""
-        checks = self.run(mutant.read_text(encoding="utf-8")).checks
+        checks = self.run(mutant.source).checks
         others = [other for other in self.exercise.mutants if other != mutant]
         return [other for other in others if self._agrees(other, checks)]
 
-    def _agrees(self, mutant: Path, checks: Sequence[CheckResult]) -> bool:
+    def _agrees(self, mutant: Mutant, checks: Sequence[CheckResult]) -> bool:
         """Whether a mutant behaves like the submission with these results."""
-        new = [check.name for check in checks if (mutant, check.name) not in self._known]
+        new = [check.name for check in checks if (mutant.name, check.name) not in self._known]
         if new:
-            for result in self.run(mutant.read_text(encoding="utf-8"), checks=new).checks:
-                self._known[mutant, result.name] = result
-        return all(same_behaviour(self._known[mutant, c.name], c) for c in checks)
-
-
-def teaching_message(mutant: Path) -> str:
-    """The first line of a mutant's docstring; empty if there is none."""
-    text = ast.get_docstring(ast.parse(mutant.read_text(encoding="utf-8"))) or ""
-    return text.split("\n")[0].strip()
+            for result in self.run(mutant.source, checks=new).checks:
+                self._known[mutant.name, result.name] = result
+        return all(same_behaviour(self._known[mutant.name, c.name], c) for c in checks)
 
 
 class _Reading:

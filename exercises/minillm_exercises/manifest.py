@@ -7,6 +7,7 @@ from typing import Any
 
 from minillm.errors import did_you_mean
 from minillm_exercises.errors import ExerciseError
+from minillm_exercises.mutants import Mutant, load_mutants
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ class Exercise:
 
     @property
     def answers(self) -> Path:
-        """The folder of solution.py, alternate.py and mutants/*.py; not in a learner's release."""
+        """The folder of solution.py, alternate.py and mutants.toml; not in a learner's release."""
         return self.folder.parent / "_solutions" / self.stem
 
     @property
-    def mutants(self) -> tuple[Path, ...]:
-        """The known-wrong solutions; the first line of each docstring is what it teaches."""
-        return tuple(sorted((self.answers / "mutants").glob("*.py")))
+    def mutants(self) -> tuple[Mutant, ...]:
+        """The known-wrong solutions, by name."""
+        return load_mutants(self.answers)
 
 
 def exercises_root() -> Path:

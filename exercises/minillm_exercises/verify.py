@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.grader import Grader, teaching_message
+from minillm_exercises.grader import Grader
 from minillm_exercises.guard import inspect_source
 from minillm_exercises.limits import DEFAULT
 from minillm_exercises.manifest import Exercise, find, load_manifest
+from minillm_exercises.mutants import Mutant
 from minillm_exercises.mutation import mechanical_mutants
 from minillm_exercises.results import Verdict
 
@@ -256,46 +257,44 @@ class _Trial:
         if len(mutants) < LEAST_MUTANTS:
             yield f"there are {len(mutants)} mutants; write at least {LEAST_MUTANTS}."
         names: dict[str, str] = {}
+        right = solution.read_text(encoding="utf-8")
         for mutant in mutants:
-            message = teaching_message(mutant)
-            if not message:
-                yield f"mutant {mutant.stem} has no docstring; its first line is what it teaches."
-            elif message in names:
+            if mutant.teaches in names:
                 yield (
-                    f"mutants {names[message]} and {mutant.stem} teach the same sentence: say "
-                    f"what is wrong in each."
+                    f"mutants {names[mutant.teaches]} and {mutant.name} teach the same sentence: "
+                    f"say what is wrong in each."
                 )
-            names[message] = mutant.stem
-            if (lines := changed_lines(solution, mutant)) > MOST_CHANGED_LINES:
+            names[mutant.teaches] = mutant.name
+            if (lines := changed_lines(right, mutant.source)) > MOST_CHANGED_LINES:
                 yield (
-                    f"mutant {mutant.stem} differs from the solution in {lines} lines; at most "
+                    f"mutant {mutant.name} differs from the solution in {lines} lines; at most "
                     f"{MOST_CHANGED_LINES}, so that it is one mistake."
                 )
             yield from self._wrong(mutant)
 
-    def _wrong(self, mutant: Path) -> Iterator[str]:
+    def _wrong(self, mutant: Mutant) -> Iterator[str]:
         """A mutant passes something, fails something, and is recognised."""
-        verdict = self._grader.grade(mutant)
+        verdict = self._grader.diagnose(self._grader.run(mutant.source))
         if verdict.status == "pass":
             yield (
-                f"mutant {mutant.stem} passes every check: add a case that notices "
-                f"({teaching_message(mutant)})"
+                f"mutant {mutant.name} passes every check: add a case that notices "
+                f"({mutant.teaches})"
             )
         elif verdict.status != "fail":
             yield (
-                f"mutant {mutant.stem} should fail a check, but its verdict is {_said(verdict)}. "
+                f"mutant {mutant.name} should fail a check, but its verdict is {_said(verdict)}. "
                 f"Make it run to the end."
             )
         elif not verdict.earned:
-            yield f"mutant {mutant.stem} fails every check: add a check that its mistake passes."
-        elif verdict.mutant != mutant.stem:
-            twins = [twin.stem for twin in self._grader.twins(mutant)]
+            yield f"mutant {mutant.name} fails every check: add a check that its mistake passes."
+        elif verdict.mutant != mutant.name:
+            twins = [twin.name for twin in self._grader.twins(mutant)]
             yield (
-                f"mutants {mutant.stem} and {', '.join(twins)} look the same to every check: add "
+                f"mutants {mutant.name} and {', '.join(twins)} look the same to every check: add "
                 f"a case that tells them apart, observe more (expect(..., observed=...)), or "
                 f"remove one."
                 if twins
-                else f"mutant {mutant.stem} is not recognised by its own behaviour ("
+                else f"mutant {mutant.name} is not recognised by its own behaviour ("
                 f"{_said(verdict)}): do its results depend on chance?"
             )
 
@@ -349,9 +348,9 @@ def _returning(starter: str, value: str) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def changed_lines(one: Path, other: Path) -> int:
-    """In how many lines two files differ, formatting, comments and docstrings aside."""
-    first, second = (_code(path.read_text(encoding="utf-8")).splitlines() for path in (one, other))
+def changed_lines(one: str, other: str) -> int:
+    """In how many lines two sources differ, formatting, comments and docstrings aside."""
+    first, second = (_code(source).splitlines() for source in (one, other))
     matcher = difflib.SequenceMatcher(None, first, second, autojunk=False)
     blocks = [code[1:] for code in matcher.get_opcodes() if code[0] != "equal"]
     return sum(max(i2 - i1, j2 - j1) for i1, i2, j1, j2 in blocks)

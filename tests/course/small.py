@@ -86,13 +86,14 @@ def add(a: int, b: int) -> int:
     """The sum."""
     return a + b
 '''
-MUTANT = '''"""You add the sizes: a minus counts."""
-
-
-def add(a: int, b: int) -> int:
-    """The sum of the absolute values."""
-    return abs(a) + abs(b)
+MUTANT = SOLUTION.replace("a + b", "abs(a) + abs(b)")
+MUTANTS = """[sizes]
+teaches = "You add the sizes: a minus counts."
+change = '''
+-    return a + b
++    return abs(a) + abs(b)
 '''
+"""
 COUNTER = '''class Counter:
     """Counts."""
 
@@ -119,7 +120,7 @@ FILES = {
     "e91_kernels/test_e91_1.py": CHECKS,
     "_solutions/e90_1/solution.py": SOLUTION,
     "_solutions/e90_1/alternate.py": SOLUTION.replace("a + b", "sum((a, b))"),
-    "_solutions/e90_1/mutants/sizes.py": MUTANT,
+    "_solutions/e90_1/mutants.toml": MUTANTS,
 }
 
 

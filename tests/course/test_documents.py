@@ -15,7 +15,6 @@ import pytest
 
 from minillm_exercises.cli.parser import build_parser
 from minillm_exercises.gradebook import grade_class
-from minillm_exercises.grader import teaching_message
 from minillm_exercises.limits import DEFAULT
 from minillm_exercises.manifest import load_manifest
 
@@ -111,7 +110,7 @@ def tables():
 
 def test_the_guide_has_every_plan_and_every_common_error():
     text = text_of(GUIDE)
-    messages = [teaching_message(m) for e in MANIFEST.values() for m in e.mutants]
+    messages = [m.teaches for e in MANIFEST.values() for m in e.mutants]
     assert messages
     assert all(messages)
     mend = "run: python exercises/instructor_tables.py --write"
@@ -123,7 +122,7 @@ def test_a_stale_guide_is_noticed():
     guide = tables()
     text = text_of(GUIDE)
     assert set(guide.blocks()) == {name for _, name, _ in guide.BLOCK.findall(text)}
-    changed = text.replace(teaching_message(MANIFEST["e00.1"].mutants[0]), "Something else.")
+    changed = text.replace(MANIFEST["e00.1"].mutants[0].teaches, "Something else.")
     assert changed != text
     assert guide.filled(changed) == text
 
@@ -139,11 +138,12 @@ def test_the_hidden_check_of_the_guide_works(tmp_path):
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "test_e01_1.py").write_text(block)
     exercise = MANIFEST["e01.1"]
-    answers = {"right": exercise.answers / "solution.py", "wrong": exercise.mutants[0]}
+    right = (exercise.answers / "solution.py").read_text("utf-8")
+    answers = {"right": right, "wrong": exercise.mutants[0].source}
     for student, answer in answers.items():
         place = tmp_path / "submissions" / student / exercise.folder.name
         place.mkdir(parents=True)
-        (place / "e01_1.py").write_text(answer.read_text())
+        (place / "e01_1.py").write_text(answer)
     results = grade_class(
         tmp_path / "submissions", {"e01.1": exercise}, tmp_path / "hidden", seed=20
     )

@@ -14,9 +14,10 @@ from conftest import ToyRoot
 from minillm_exercises.child import Job
 from minillm_exercises.diagnosis import same_behaviour
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.grader import VACUOUS, Grader, grade, list_checks, teaching_message
+from minillm_exercises.grader import VACUOUS, Grader, grade, list_checks
 from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise
+from minillm_exercises.mutants import Mutant
 from minillm_exercises.results import CheckResult, Verdict
 from minillm_exercises.server import load_checks, supervise
 from minillm_exercises.verify import BASES, returning_agreeable
@@ -30,6 +31,17 @@ NAMES = ["test_one_window", "test_windows", "test_meter"]
 
 def solution(exercise: Exercise) -> str:
     return (exercise.answers / "solution.py").read_text("utf-8")
+
+
+def mutant(exercise: Exercise, name: str) -> Mutant:
+    return next(each for each in exercise.mutants if each.name == name)
+
+
+def written(folder: Path, source: str) -> Path:
+    """The file of somebody who wrote this."""
+    path = folder / "mine.py"
+    path.write_text(source, "utf-8")
+    return path
 
 
 def with_first(exercise: Exercise, statement: str) -> str:
@@ -114,13 +126,15 @@ def test_half_done_is_still_to_do(toys: Toys, graded: Graded) -> None:
         ("e91.1", "changes_input"),
     ],
 )
-def test_a_known_mistake_is_named(graders: dict[str, Grader], exercise_id: str, name: str) -> None:
+def test_a_known_mistake_is_named(
+    graders: dict[str, Grader], exercise_id: str, name: str, tmp_path: Path
+) -> None:
     grader = graders[exercise_id]
-    mutant = grader.exercise.answers / "mutants" / f"{name}.py"
-    verdict = grader.grade(mutant)
+    wrong = mutant(grader.exercise, name)
+    verdict = grader.grade(written(tmp_path, wrong.source))
     assert verdict.status == "fail"
     assert verdict.mutant == name
-    assert verdict.misconception == teaching_message(mutant)
+    assert verdict.misconception == wrong.teaches
     assert 0 < verdict.earned < 4
 
 
@@ -139,13 +153,12 @@ def test_another_mistake_is_not_named(toys: Toys, graded: Graded) -> None:
 
 def test_who_differs_later_is_not_named(graders: dict[str, Grader]) -> None:
     grader = graders["e90.1"]
-    mutant = (grader.exercise.answers / "mutants" / "last_window_lost.py").read_text("utf-8")
-    assert "return self.largest" in mutant
-    worse = mutant.replace("return self.largest", "return 2 * self.largest")
-    for source, named in ((mutant, "last_window_lost"), (worse, "")):
-        verdict = grader._diagnose(grader.run(source))
+    known = mutant(grader.exercise, "last_window_lost")
+    assert "return self.largest" in known.source
+    worse = known.source.replace("return self.largest", "return 2 * self.largest")
+    for source, named in ((known.source, "last_window_lost"), (worse, "")):
+        verdict = grader.diagnose(grader.run(source))
         failed = next(check for check in verdict.checks if check.status == "fail")
-        known = grader.exercise.answers / "mutants" / "last_window_lost.py"
         assert grader._agrees(known, [failed])
         assert (verdict.mutant, bool(verdict.misconception)) == (named, bool(named))
 
@@ -153,10 +166,10 @@ def test_who_differs_later_is_not_named(graders: dict[str, Grader]) -> None:
 def test_a_name_costs_one_run_of_each_mutant_and_one_more(toys: Toys, monkeypatch) -> None:
     mutants = toys["e90.1"].mutants
     with Grader(toys["e90.1"]) as grader:
-        verdict = grader.run(mutants[0].read_text("utf-8"))
+        verdict = grader.run(mutants[0].source)
         runs, run = [], grader.run
         monkeypatch.setattr(grader, "run", lambda *a, **k: runs.append(a) or run(*a, **k))
-        assert grader._diagnose(verdict).mutant == mutants[0].stem
+        assert grader.diagnose(verdict).mutant == mutants[0].name
     assert len(runs) == len(mutants) + 1
 
 
@@ -185,7 +198,12 @@ def test_a_bare_no_names_nobody_who_differs_elsewhere(toy_root: ToyRoot, tmp_pat
     toy_root.edit("e90_windows/test_e90_1.py", "import check, ", "import check, expect, ")
     exercise = toy_root.manifest["e90.1"]
     wrong = [solution(exercise).replace("[sum(n", f"[{i} + sum(n") for i in (7, 9)]
-    toy_root.write("_solutions/e90_1/mutants/nine.py", '"""Nine too many."""\n' + wrong[1])
+    line = "    return [{}sum(numbers[start : start + size]) for start in starts]"
+    change = f"-{line.format('')}\n+{line.format('9 + ')}"
+    toy_root.write(
+        "_solutions/e90_1/mutants.toml",
+        f"[nine]\nteaches = 'Nine too many.'\nchange = '''\n{change}\n'''\n",
+    )
     verdicts = []
     for number, text in enumerate(wrong):
         toy_root.write(f"{number}.py", text)
@@ -196,16 +214,16 @@ def test_a_bare_no_names_nobody_who_differs_elsewhere(toy_root: ToyRoot, tmp_pat
 
 def test_without_answers_no_misconception_is_looked_for(toy_root: ToyRoot) -> None:
     exercise = toy_root.manifest["e90.1"]
-    mutant = exercise.mutants[0].rename(toy_root.root / "mine.py")
-    for file in exercise.answers.rglob("*.py"):
+    mine = written(toy_root.root, exercise.mutants[0].source)
+    for file in exercise.answers.iterdir():
         file.unlink()
-    verdict = grade(exercise, mutant)
+    verdict = grade(exercise, mine)
     assert verdict.status == "fail"
     assert verdict.mutant == ""
 
 
-def test_a_seed_changes_the_cases(toys: Toys) -> None:
-    wrong = toys["e90.1"].answers / "mutants" / "last_window_lost.py"
+def test_a_seed_changes_the_cases(toys: Toys, tmp_path: Path) -> None:
+    wrong = written(tmp_path, mutant(toys["e90.1"], "last_window_lost").source)
     messages = {grade(toys["e90.1"], wrong, seed=seed).checks[1].message for seed in (0, 0, 1)}
     assert len(messages) == 2
 

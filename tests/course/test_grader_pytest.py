@@ -45,7 +45,8 @@ def test_a_solution_passes(bridged: ToyRoot) -> None:
 
 
 def test_a_mistake_is_told_in_the_checks_words(bridged: ToyRoot) -> None:
-    code, output = run(bridged, "--impl", "_solutions/e90_1/mutants/starts_at_zero.py")
+    bridged.write("wrong.py", bridged.manifest["e90.1"].mutants[1].source)  # starts_at_zero
+    code, output = run(bridged, "--impl", "wrong.py")
     assert code == 1
     assert "expected [-5, -5, 2, 2], got [0, 0, 2, 2]." in output
     assert "2 passed" in output

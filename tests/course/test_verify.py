@@ -23,7 +23,15 @@ CHECKS = "e90_windows/test_e90_1.py"
 STARTER = "e90_windows/e90_1.py"
 SOLUTION = "_solutions/e90_1/solution.py"
 ALTERNATE = "_solutions/e90_1/alternate.py"
-MUTANTS = "_solutions/e90_1/mutants"
+MUTANTS = "_solutions/e90_1/mutants.toml"
+ZERO = "+        self.largest: int = 0\n"  # the mistake of starts_at_zero
+
+
+def add_mutant(root: ToyRoot, name: str, teaches: str, *change: str) -> None:
+    lines = "\n".join(line.rstrip("\n") for line in change)
+    text = (root.root / MUTANTS).read_text("utf-8")
+    more = f"\n[{name}]\nteaches = '{teaches}'\nchange = '''\n{lines}\n'''\n"
+    root.write(MUTANTS, text + more)
 
 
 def messages(root: ToyRoot) -> list[str]:
@@ -53,50 +61,57 @@ def no_checks(root: ToyRoot) -> None:
 
 
 def mutant_passes(root: ToyRoot) -> None:
-    text = (root.root / SOLUTION).read_text("utf-8").split("\n", 1)[1]
-    root.write(f"{MUTANTS}/harmless.py", '"""You are harmless."""\n' + text)
+    add_mutant(
+        root,
+        "harmless",
+        "You are harmless.",
+        "-        return self.largest",
+        "+        return +self.largest",
+    )
 
 
 def mutant_fails_everything(root: ToyRoot) -> None:
-    root.edit(f"{MUTANTS}/starts_at_zero.py", "return self.largest", "return self.largest + 1")
-    root.edit(f"{MUTANTS}/starts_at_zero.py", "return [sum(", "return [1 + sum(")
+    line = "    return [{}sum(numbers[start : start + size]) for start in starts]\n"
+    more = "@@\n-        return self.largest\n+        return self.largest + 1\n"
+    more += f"@@\n-{line.format('')}+{line.format('1 + ')}"
+    root.edit(MUTANTS, ZERO, ZERO + more)
 
 
 def mutant_far_away(root: ToyRoot) -> None:
-    more = "".join(f"        number += {i} - {i}\n" for i in range(6))
-    root.edit(
-        f"{MUTANTS}/starts_at_zero.py", "        if self.largest", more + "        if self.largest"
-    )
+    root.edit(MUTANTS, ZERO, ZERO + "".join(f"+        {i} - {i}\n" for i in range(6)))
 
 
 def mutant_crashes(root: ToyRoot) -> None:
-    root.edit(
-        f"{MUTANTS}/starts_at_zero.py",
-        "        if self.largest",
-        "        exit()\n        if self.largest",
-    )
+    root.edit(MUTANTS, ZERO, ZERO + "@@\n+        exit()\n         return self.largest\n")
 
 
 def same_message(root: ToyRoot) -> None:
     root.edit(
-        f"{MUTANTS}/starts_at_zero.py",
+        MUTANTS,
         "The largest so far begins at 0, so negative numbers never show.",
         "The last window is lost: there are len - size + 1 starts.",
     )
 
 
 def same_behaviour(root: ToyRoot) -> None:
-    text = (root.root / MUTANTS / "starts_at_zero.py").read_text("utf-8")
-    root.write(f"{MUTANTS}/copy.py", '"""Another sentence."""\n' + text.split("\n", 1)[1])
+    add_mutant(root, "copy", "Another.", "-        self.largest: int | None = None", ZERO)
 
 
-def no_docstring(root: ToyRoot) -> None:
-    text = (root.root / MUTANTS / "starts_at_zero.py").read_text("utf-8")
-    root.write(f"{MUTANTS}/starts_at_zero.py", text.split("\n", 1)[1])
+def no_sentence(root: ToyRoot) -> None:
+    root.edit(MUTANTS, "The largest so far begins at 0, so negative numbers never show.", "")
+
+
+def change_of_what_is_not_there(root: ToyRoot) -> None:
+    root.edit(SOLUTION, "self.largest: int | None = None", "self.largest: None | int = None")
+
+
+def change_that_is_no_python(root: ToyRoot) -> None:
+    root.edit(MUTANTS, ZERO, "+        self.largest: int = (\n")
 
 
 def two_mutants(root: ToyRoot) -> None:
-    (root.root / MUTANTS / "starts_at_zero.py").unlink()
+    text = (root.root / MUTANTS).read_text("utf-8")
+    root.write(MUTANTS, text.split("[window_too_long]")[0])
 
 
 def alternate_fails_a_check(root: ToyRoot) -> None:
@@ -182,8 +197,7 @@ def agreeable_set(root: ToyRoot) -> None:
 
 
 def mechanical_survive(root: ToyRoot) -> None:
-    for name in (SOLUTION, *(f"{MUTANTS}/{m.name}" for m in (root.root / MUTANTS).iterdir())):
-        root.edit(name, "    starts = ", "    size = size * 7 // 7 + 0 - 0 + 5 * 0\n    starts = ")
+    root.edit(SOLUTION, "    starts = ", "    size = size * 7 // 7 + 0 - 0 + 5 * 0\n    starts = ")
 
 
 def survivor_is_stale(root: ToyRoot) -> None:
@@ -207,7 +221,9 @@ ROT = [
     (mutant_crashes, "mutant starts_at_zero should fail a check, but its verdict is crashed ("),
     (same_message, "mutants last_window_lost and starts_at_zero teach the same sentence"),
     (same_behaviour, "mutants copy and starts_at_zero look the same to every check: add a case"),
-    (no_docstring, "mutant starts_at_zero has no docstring; its first line is what it teaches"),
+    (no_sentence, "mutant starts_at_zero: write teaches = the sentence to its author, and change"),
+    (change_of_what_is_not_there, "None = None' stand in solution.py 0 times, and a change takes"),
+    (change_that_is_no_python, "e90_1, mutant starts_at_zero: '(' was never closed"),
     (two_mutants, "there are 2 mutants; write at least 3"),
     (
         alternate_fails_a_check,
@@ -280,7 +296,7 @@ def test_returning_agreeable_stays_python() -> None:
     assert not value.__ne__(5)
 
 
-def test_changed_lines_do_not_count_comments_and_docstrings(toy_root: ToyRoot) -> None:
+def test_changed_lines_do_not_count_comments_and_docstrings() -> None:
     base = "def f(x):\n    '''Doc.'''\n    y = x + 1\n    return y\n"
     files = [
         base,
@@ -288,10 +304,7 @@ def test_changed_lines_do_not_count_comments_and_docstrings(toy_root: ToyRoot) -
         base.replace("+ 1", "- 1"),
         base.replace("    return", "    y += 1\n    return"),
     ]
-    paths = [toy_root.root / f"{number}.py" for number in range(len(files))]
-    for path, text in zip(paths, files, strict=True):
-        path.write_text(text, "utf-8")
-    assert [changed_lines(paths[0], path) for path in paths] == [0, 0, 1, 1]
+    assert [changed_lines(base, text) for text in files] == [0, 0, 1, 1]
 
 
 MUTATED = """
