@@ -1,7 +1,8 @@
 """The toy exercises that the graders are tried on: tests/course/toy, as tracked and as a copy."""
 
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,11 @@ def toys() -> dict[str, Exercise]:
 def toy_root(tmp_path: Path) -> ToyRoot:
     """A copy of the toy exercises."""
     return ToyRoot(tmp_path / "toy")
+
+
+@pytest.fixture(autouse=True)
+def no_figure_stays_open() -> Iterator[None]:
+    """A test that keeps a figure from being shown also keeps it from being closed."""
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
