@@ -101,7 +101,7 @@ def page(chapters: list[tuple[Path, Notebook]]) -> str:
     later = [n for n in CORE_PATH if n not in there]
     lines = [TOP]
     if core:
-        rest = f" (then {', '.join(later)}, which are being written)" if later else ""
+        rest = f" (then {', '.join(later)}, not written yet)" if later else ""
         lines += [f"**Half a day?** {core}{rest}.", ""]
     ends = [*(start for start, _ in PARTS[1:]), "99"]
     for (start, name), end in zip(PARTS, ends, strict=True):
