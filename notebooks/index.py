@@ -32,7 +32,8 @@ A word you do not know is in the [glossary](GLOSSARY.md). Exercises are graded i
 by `python -m minillm_exercises list` and its like.
 
 The files beside this page show the outputs of one machine, which `results/` describes. Predicting
-is more fun in your own copy, where the answers are not on the page yet.
+is more fun in your own copy, where the answers are not on the page yet. Chapters
+whose numbers are missing below are not written yet; no other chapter needs them.
 """
 BOTTOM = """\
 
