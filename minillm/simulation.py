@@ -13,16 +13,19 @@ a step takes, and the law that says so is an argument. Everything it prints is e
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import count
+from numbers import Real
 from typing import Any
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
 from minillm.cost import kv_bytes_per_token, step_cost, step_time
-from minillm.errors import ConfigError
+from minillm.engine_args import is_whole
+from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 from minillm.hardware import Hardware
-from minillm.sampling_params import SamplingParams
+from minillm.sampling_params import SamplingParams, shown
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.policies import Policy
@@ -31,9 +34,11 @@ from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace, TraceSettings
 
-StepLaw = Callable[[StepRecord], float]  # how long a step takes, from its rows and swaps
+StepLaw = Callable[[StepRecord], float]  # how many seconds a step takes, from its rows and swaps
 
 MADE_UP = 10**9  # the first token id that no vocabulary has
+PREFIX_CACHES = (None, "hash", "radix")
+COUNTS = (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("long_prefill_token_threshold", 0))
 IDLE_STEPS = 1000  # in which nobody advances although somebody could
 
 
@@ -55,7 +60,13 @@ def roofline(
     link: float = math.inf,
 ) -> StepLaw:
     """The bound of `cost.step_time`, and for each swapped block its bytes over a `link` (bytes/s)
-    between device and host."""
+    between device and host; `block_size` is that of the simulation.
+
+    Raises:
+        ConfigError: a link that is no speed.
+    """
+    if not link > 0:
+        raise ConfigError(f"link is {link}; it must be above 0 bytes/s.")
     block_bytes = block_size * kv_bytes_per_token(config, dtype)
 
     def seconds(record: StepRecord) -> float:
@@ -71,11 +82,15 @@ def roofline(
 
 
 class Simulation:
-    """A scheduler with `num_blocks` of `block_size` tokens, a clock and a trace.
+    """A scheduler with `num_blocks` of `block_size` tokens, a clock in seconds, and a trace.
 
     `prefix_cache` is "hash", "radix" or None. `seconds` says how long each step takes. `policy`
     is a name of `POLICIES` or one of your own; `limits` are the other fields of `SchedulerConfig`,
     with `max_num_batched_tokens` at least `max_num_seqs` where it is not given.
+
+    Raises:
+        ConfigError: a value out of its range.
+        UnknownArgumentError: no limit has this name.
     """
 
     def __init__(
@@ -89,6 +104,8 @@ class Simulation:
         policy: Policy | str = "fcfs",
         **limits: Any,
     ):
+        check_counts(num_blocks, block_size, num_host_blocks, limits)
+        check_choices(prefix_cache, seconds, policy)
         seats = limits.get("max_num_seqs", SchedulerConfig.max_num_seqs)
         usual = SchedulerConfig.max_num_batched_tokens
         if isinstance(policy, str):
@@ -121,18 +138,28 @@ class Simulation:
         priority: int = 0,
         cache_salt: str = "",
     ) -> str:
-        """A request that comes at `arrival` (now); returns its name.
+        """A request that comes at `arrival` (seconds; now); returns its name.
 
         `prompt` and `new` are token ids, or a number of ids that no other request has. With
         `max_tokens` the request asks for more than the `new` tokens it then needs: it stops early,
         which the scheduler does not know beforehand. All `n` completions have the same length.
+        The lowest `priority` is the most urgent; prompts with different salts share no prefix.
 
         Raises:
-            ConfigError: a length makes no sense, the name is taken, or the arrival is in the past.
-            InvalidRequestError: the request can never fit.
+            ConfigError: a value makes no sense, the name is taken, or the arrival is in the past.
+            InvalidRequestError: the request can never fit, or `n` is no number of completions.
         """
-        answer, ids = self._ids(new), self._ids(prompt)
+        answer, ids = self._ids("new", new), self._ids("prompt", prompt)
         limit = len(answer) if max_tokens is None else max_tokens
+        for what, value, kind, right in (
+            ("max_tokens", limit, is_whole(limit), "a whole number"),
+            ("priority", priority, is_whole(priority), "a whole number"),
+            ("arrival", arrival, isinstance(arrival, Real | None), "a time in seconds"),
+            ("name", name, name is None or (isinstance(name, str) and name), "a text"),
+            ("cache_salt", cache_salt, isinstance(cache_salt, str), "a text"),
+        ):
+            if not kind:
+                raise ConfigError(f"{what} is {shown(value)}; it must be {right}.")
         if not ids or not 1 <= len(answer) <= limit:
             raise ConfigError(
                 f"A request has {len(ids)} prompt tokens, writes {len(answer)} new ones and may "
@@ -142,7 +169,8 @@ class Simulation:
         if not self.now <= when < math.inf:
             raise ConfigError(f"The arrival {when} is not in the future; it is {self.now} now.")
         number = next(self._names)
-        name = name or f"r{number}"
+        if name is None:
+            name = next(one for one in (f"r{n}" for n in count(number)) if one not in self._answers)
         if name in self._answers:
             raise ConfigError(f"There was a request {name!r} already; give each its own name.")
         params = SamplingParams(n=n, temperature=1.0)
@@ -155,10 +183,16 @@ class Simulation:
         heapq.heappush(self._later, (when, number, request))
         return name
 
-    def _ids(self, tokens: int | Sequence[int]) -> tuple[int, ...]:
-        if isinstance(tokens, Sequence):
-            return tuple(tokens)
-        return tuple(next(self._tokens) for _ in range(tokens))
+    def _ids(self, what: str, tokens: Any) -> tuple[int, ...]:
+        if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
+            if all(is_whole(token) and 0 <= token < MADE_UP for token in tokens):
+                return tuple(tokens)
+        elif is_whole(tokens):
+            return tuple(next(self._tokens) for _ in range(tokens))
+        raise ConfigError(
+            f"{what} is {shown(tokens)}; it must be a number of tokens, or a list of token ids, "
+            f"which are whole numbers from 0 to {MADE_UP - 1:,}."
+        )
 
     @property
     def has_work(self) -> bool:
@@ -168,16 +202,25 @@ class Simulation:
     def run(self, until: float = math.inf) -> Trace:
         """Step until all requests have ended, or a step begins at `until` or later."""
         idle = 0
-        while self.has_work and self.now < until:
+        while self.has_work and self._begins < until:
             idle = 0 if self.step().rows else idle + 1
             if idle == IDLE_STEPS:
                 raise AccountingError(f"Nobody advanced in {IDLE_STEPS:,} steps: is it the policy?")
         return self.trace
 
+    @property
+    def _begins(self) -> float:
+        """When the next step does: now, or with the next arrival if nobody is there."""
+        waits = self._later and not self.scheduler.has_work
+        return max(self.now, self._later[0][0]) if waits else self.now
+
     def step(self) -> StepRecord:
-        """One step, after a wait for the next arrival if nobody is there."""
-        if not self.scheduler.has_work and self._later:
-            self.now = max(self.now, self._later[0][0])
+        """One step, after a wait for the next arrival if nobody is there.
+
+        Raises:
+            ConfigError: by its law the step takes no time that there is.
+        """
+        self.now = self._begins
         while self._later and self._later[0][0] <= self.now:
             self.scheduler.add(heapq.heappop(self._later)[2])
         plan = self.scheduler.schedule()
@@ -185,14 +228,17 @@ class Simulation:
         self.trace.append(record)
         record.started = record.planned = self.now
         took = self._seconds(record)
-        if not 0 <= took < math.inf:
-            raise ConfigError(f"Step {record.step} takes {took} seconds by this law.")
+        if not (isinstance(took, Real) and 0 <= took < math.inf):
+            raise ConfigError(f"Step {record.step} takes {shown(took)} seconds by this law.")
         self.now += took
         record.computed = record.delivered = self.now
         rows = [row for row in plan.rows if row.num_samples]
-        forks = self.scheduler.commit(plan, {row.seq_id: self._sample(row) for row in rows})
-        for seq_id in [*(row.seq_id for row in rows), *(fork.seq_id for fork in forks)]:
-            self._stop(seq_id)
+        self.scheduler.commit(plan, {row.seq_id: self._sample(row) for row in rows})
+        for row in rows:  # completions of one request together, as the engine delivers them
+            self._stop(row.seq_id)
+            for fork in record.forked if row.num_samples > 1 else ():
+                if fork.parent_id == row.seq_id:
+                    self._stop(fork.seq_id)
         return record
 
     def _sample(self, row: Any) -> list[int | None]:
@@ -210,6 +256,38 @@ class Simulation:
         written = sequence.num_tokens - len(sequence.request.prompt_token_ids)
         if written == len(self._answers[sequence.request.request_id]):
             self.scheduler.finish(seq_id, "stop")
+
+
+def check_counts(blocks: Any, size: Any, host: Any, limits: dict[str, Any]) -> None:
+    """Every limit has a known name, and what counts is a whole number."""
+    known = {field.name for field in fields(SchedulerConfig)}
+    for name in limits:
+        if name not in known:
+            raise UnknownArgumentError(
+                f"Simulation has no argument {shown(name)}.{did_you_mean(name, known)}"
+            )
+    counts = [("num_blocks", blocks, 1), ("block_size", size, 1), ("num_host_blocks", host, 0)]
+    counts += [(name, limits[name], least) for name, least in COUNTS if name in limits]
+    for name, value, least in counts:
+        if not (is_whole(value) and value >= least):
+            raise ConfigError(
+                f"{name} is {shown(value)}; it must be a whole number of at least {least}."
+            )
+
+
+def check_choices(prefix_cache: object, seconds: object, policy: object) -> None:
+    """The cache, the law and the policy are of those there are."""
+    if prefix_cache not in PREFIX_CACHES:
+        raise ConfigError(
+            f"prefix_cache is {shown(prefix_cache)}; it must be one of hash, radix, or None."
+        )
+    if seconds is not None and not callable(seconds):
+        raise ConfigError(
+            f"seconds is {shown(seconds)}; it must be a function of a step's record, such as "
+            f"every_step({shown(seconds)})."
+        )
+    if not isinstance(policy, str | Policy):
+        raise ConfigError(f"policy is {shown(policy)}; it must be a name or a Policy.")
 
 
 def simulated(config: SchedulerConfig, blocks: BlockManager, policy: str | None) -> TraceSettings:

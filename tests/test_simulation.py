@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from minillm import SamplingParams
-from minillm.errors import ConfigError, InvalidRequestError
+from minillm.errors import ConfigError, InvalidRequestError, UnknownArgumentError
 from minillm.hardware import DATASHEET
 from minillm.presets import preset
 from minillm.scheduling.policies import Policy
@@ -56,6 +56,16 @@ def test_until_leaves_the_rest_for_later():
     assert not sim.has_work
 
 
+def test_a_wait_does_not_end_in_a_step_after_until():
+    """The next step begins with the arrival at 5, which is not before 3."""
+    sim = Simulation(8, 4)
+    sim.add(2, 2, arrival=5.0)
+    for until in (3.0, 5.0):
+        assert len(sim.run(until)) == 0
+    assert len(sim.run(until=5.5)) == 1
+    assert sim.now == 6.0
+
+
 def test_an_answer_may_stop_before_the_limit():
     """The scheduler reserves for max_tokens, and learns of the end only when it is there."""
     sim = Simulation(8, 4, admission="reserve_max", max_num_seqs=4)
@@ -103,8 +113,9 @@ def test_what_was_made_up_is_no_text_that_anybody_could_send():
     sim = Simulation(16, 4, prefix_cache="hash")
     sim.add([1, 2, 3, 4], 9)
     sim.run()
-    sim.add([1, 2, 3, 4] + 8 * [-1], 1)
-    assert sim.run().requests()[-1].num_cached_tokens == 4
+    for nobodys in (-1, 10**9):
+        with pytest.raises(ConfigError, match="from 0 to 999,999,999"):
+            sim.add([1, 2, 3, 4] + 8 * [nobodys], 1)
 
 
 def test_a_clock_that_stands_still_counts_every_token_once():
@@ -178,6 +189,29 @@ def test_the_engine_decides_the_same(model):
         assert str(one.blocked) == str(other.blocked)
 
 
+def test_completions_that_stop_together_free_their_blocks_in_the_engines_order(model):
+    """All of one request, and then those of the next: who is free first is used first."""
+    llm = workload.engine(model)
+    core = llm.engine
+    sim = Simulation(
+        workload.BLOCKS, core.scheduler.blocks.block_size,
+        prefix_cache=core.scheduler.blocks.prefix_cache, **vars(core.scheduler.config),
+    )  # fmt: skip
+    params = SamplingParams(n=2, max_tokens=9, allowed_token_ids=[7], stop_token_ids=[7])
+    for name in ("a", "b", "c"):
+        core.add(core.make_request(name, None, [ord(name), 2, 3], params))
+        sim.add([ord(name), 2, 3], [7], n=2, max_tokens=9, name=name)
+    core.add(core.make_request("d", None, list(range(20)), SamplingParams(max_tokens=1)))
+    sim.add(list(range(20)), 1, name="d")
+    while core.has_work:
+        core.step()
+    made, real = list(sim.run()), list(llm.trace)
+    assert [one.seq_id for one in real[0].ended] == [0, 4, 1, 5, 2, 6]
+    for one, other in zip(made, real, strict=True):
+        assert one.rows == other.rows
+        assert [end.seq_id for end in one.ended] == [end.seq_id for end in other.ended]
+
+
 def test_token_times_leave_out_what_failed(model):
     """Requests that fail, stop, are aborted or preempted: as many times as tokens in the end."""
     llm = workload.engine(model, swap_space=workload.HOST_GIB, preemption_mode="swap")
@@ -203,6 +237,14 @@ def test_token_times_leave_out_what_failed(model):
         ({"prompt": 3, "new": 1, "arrival": -1.0}, "not in the future"),
         ({"prompt": 3, "new": 1, "arrival": float("nan")}, "not in the future"),
         ({"prompt": 3, "new": 1, "name": "taken"}, "'taken' already"),
+        ({"prompt": "a text", "new": 1}, "prompt is 'a text'; it must be a number of tokens"),
+        ({"prompt": 3, "new": 2.5}, "new is 2.5; it must be a number of tokens"),
+        ({"prompt": 3, "new": [4, -1]}, r"new is \[4, -1\]; .* whole numbers from 0"),
+        ({"prompt": 3, "new": 1, "max_tokens": float("inf")}, "max_tokens is inf; it must be"),
+        ({"prompt": 3, "new": 1, "priority": "high"}, "priority is 'high'; it must be"),
+        ({"prompt": 3, "new": 1, "arrival": "now"}, "arrival is 'now'; it must be"),
+        ({"prompt": 3, "new": 1, "name": 7}, "name is 7; it must be"),
+        ({"prompt": 3, "new": 1, "cache_salt": 7}, "cache_salt is 7; it must be"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, says):
@@ -212,12 +254,46 @@ def test_what_makes_no_sense_is_refused(arguments, says):
         sim.add(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"num_blocks": 0}, "num_blocks is 0; it must be a whole number of at least 1"),
+        ({"num_blocks": 2.5}, "num_blocks is 2.5"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"num_host_blocks": -1}, "num_host_blocks is -1; it must be a whole number of at least 0"),
+        ({"max_num_seqs": "3"}, "max_num_seqs is '3'"),
+        ({"prefix_cache": "tree"}, "prefix_cache is 'tree'; it must be one of hash, radix, or"),
+        ({"policy": "fifo"}, "policy is 'fifo'; it must be one of fcfs"),
+        ({"policy": None}, "policy is None; it must be a name or a Policy"),
+        ({"seconds": 0.1}, r"seconds is 0.1; .* such as every_step\(0.1\)"),
+    ],
+)
+def test_a_simulation_that_makes_no_sense_is_refused(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        Simulation(**({"num_blocks": 8} | arguments))
+
+
+def test_an_unknown_limit_is_named_with_the_nearest():
+    with pytest.raises(UnknownArgumentError, match=r"'max_seqs'\. Did you mean 'max_num_seqs'"):
+        Simulation(8, max_seqs=3)
+
+
+def test_a_link_that_is_no_speed_is_refused():
+    with pytest.raises(ConfigError, match="link is 0; it must be above 0"):
+        roofline(preset("smollm2-135m"), DATASHEET["h100-sxm"], link=0)
+
+
+def test_a_name_of_ones_own_is_not_given_to_another():
+    sim = Simulation(8, 4)
+    assert [sim.add(1, 1, name="r1"), sim.add(1, 1), sim.add(1, 1)] == ["r1", "r2", "r3"]
+
+
 def test_what_can_never_fit_is_refused_when_it_is_added():
     with pytest.raises(InvalidRequestError, match="can never fit"):
         Simulation(8, 4).add(30, 10, arrival=5.0)
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), None, "1"])
 def test_a_law_that_is_no_time_is_refused(seconds):
     sim = Simulation(8, 4, seconds=every_step(seconds))
     sim.add(1, 1)
@@ -246,3 +322,11 @@ def test_a_request_that_starts_at_time_zero_has_not_waited():
     (request,) = sim.run().requests()
     assert request.queue_time == 0
     assert request.e2e == 5
+
+
+def test_a_first_token_at_time_zero_is_the_first():
+    sim = Simulation(8, 4, seconds=lambda record: float(record.step > 1))
+    sim.add(3, 4)
+    (request,) = sim.run().requests()
+    assert (request.ttft, request.tpot) == (0.0, 1.0)
+    assert sim.trace.token_times() == {"r0": [0.0, 1.0, 2.0, 3.0]}

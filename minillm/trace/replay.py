@@ -145,7 +145,7 @@ class Replay:
         if row.num_samples:
             state.num_tokens += 1
             state.before_last_token, state.last_token = state.last_token, time
-            state.first_token = state.first_token or time
+            state.first_token = time if state.first_token is None else state.first_token
 
     def _fork(
         self, parent: SequenceState, seq_id: int, index: int, step: ReplayedStep
