@@ -46,11 +46,12 @@ def load_mutants(answers: Path) -> tuple[Mutant, ...]:
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
         solution = (answers / "solution.py").read_text(encoding="utf-8")
-    except (tomllib.TOMLDecodeError, OSError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ExerciseError(f"The mutants of {answers.name} cannot be read: {error}.") from None
     found = []
     for name, entry in sorted(entries.items()):
-        if set(entry) != {"teaches", "change"} or not all(map(str, entry.values())):
+        right = isinstance(entry, dict) and set(entry) == {"teaches", "change"}
+        if not right or not all(isinstance(text, str) and text for text in entry.values()):
             raise ExerciseError(
                 f"{answers.name}, mutant {name}: write teaches = the sentence to its author, and "
                 f"change = the lines that go and come."

@@ -56,6 +56,9 @@ def test_only_added_lines_have_no_place():
         ("[a]\nteaches = 'A.'", "mutant a: write teaches"),
         ("[a]\nteaches = ''\nchange = '-    y += 1'", "mutant a: write teaches"),
         ("[a]\nteaches = 'A.'\nchange = '-    y += 1'\nwhy = 'b'", "mutant a: write teaches"),
+        ("a = 'A.'", "mutant a: write teaches"),
+        ("[a]\nteaches = 'A.'\nchange = 1", "mutant a: write teaches"),
+        ("[a]\nteaches = '\udcff'", "mutants of e1 cannot be read"),
         ("[a]\nteaches = 'A.'\nchange = '-    y += 1\\n+    y +'", "mutant a: "),
     ],
 )
@@ -64,6 +67,6 @@ def test_a_file_that_is_damaged_says_where(tmp_path, text, says):
     answers.mkdir()
     assert load_mutants(answers) == ()
     (answers / "solution.py").write_text(SOURCE)
-    (answers / "mutants.toml").write_text(text)
+    (answers / "mutants.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ExerciseError, match=says):
         load_mutants(answers)
