@@ -100,7 +100,7 @@ def test_the_doubling_length_lies_between_measured_ones():
 
 
 @pytest.mark.parametrize(
-    ("value", "letter"), [(1, "a"), (30, "b"), (45, "c"), (math.inf, "c"), (0.1, "a")]
+    ("value", "letter"), [(1, "a"), (30, "b"), (45, "c"), (math.inf, "c"), (0.1, "a"), (0, "a")]
 )
 def test_the_nearest_option_is_nearest_in_ratio(value, letter):
     assert nearest(value, {"a": 2, "b": 20, "c": 70}) == letter

@@ -49,6 +49,16 @@ def test_what_makes_no_sense_is_refused(lengths, seats):
             ends(lengths, seats)
 
 
+def test_requests_that_make_no_sense_are_refused():
+    with pytest.raises(ExerciseError, match="law is 'normal'; it must be one of equal, uniform"):
+        ch06.draw("normal", 3)
+    with pytest.raises(ExerciseError, match="given 0 requests and 0 arrivals"):
+        serve([], 3)
+    for arrivals in ([0], []):
+        with pytest.raises(ExerciseError, match=f"given 2 requests and {len(arrivals)} arrivals"):
+            serve([3, 2], 2, arrivals=arrivals)
+
+
 def test_no_order_gains_more_than_the_bound():
     chance = Random(7)
     for _ in range(200):

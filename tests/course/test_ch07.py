@@ -190,6 +190,8 @@ def test_lengths_follow_their_law():
         assert max(drawn) <= ch07.CAP
     assert 450 < sorted(ch07.lengths("mixed", 20_000))[10_000] < 540  # e^6.2 = 493
     assert all(work.prompt >= 1 for work in ch07.requests("mostly short", 5000))
+    with pytest.raises(ExerciseError, match="law is 'long'; it must be one of uniform, mixed"):
+        ch07.lengths("long", 3)
 
 
 # ---- the engine ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from minillm.presets import preset
 from minillm.scheduling.config import SchedulerConfig
 from minillm.simulation import Simulation, every_step, linear
 from minillm_exercises.chapters import ch08
+from minillm_exercises.errors import ExerciseError
 
 H100, LLAMA, OLD = DATASHEET["h100-sxm"], preset("llama-3.1-8b"), preset("llama-2-7b")
 
@@ -142,6 +143,11 @@ def test_the_crossing_is_the_first_length_at_which_moving_is_cheaper():
 
 
 # ---- many requests --------------------------------------------------------------------------
+
+
+def test_a_share_that_nobody_writes_is_refused():
+    with pytest.raises(ExerciseError, match="share is 'a third'; it must be one of a tenth, a"):
+        ch08.flood("watermark", "a third", linear(0, 0.001))
 
 
 def test_a_flood_preempts_only_without_a_promise_and_counts_all_steps():

@@ -148,7 +148,8 @@ def test_wait_is_the_time_of_what_was_not_found():
 @pytest.mark.parametrize(
     ("share", "text"),
     [(Fraction(1), "100.0"), (Fraction(0), "0.0"), (Fraction(2, 3), "66.7"),
-     (Fraction(1, 2000), "0.1"), (Fraction(1, 2001), "0.0")],
+     (Fraction(1, 2000), "0.1"), (Fraction(1, 2001), "0.0"), (Fraction(-1, 3), "-33.3"),
+     (Fraction(-1, 2001), "0.0")],
 )  # fmt: skip
 def test_percent_rounds_exactly(share, text):
     assert ch09.percent(share) == text

@@ -20,6 +20,7 @@ from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
 from minillm.simulation import Simulation, StepLaw
 from minillm.trace.recorder import Trace
+from minillm_exercises.chapters.common import chosen
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
@@ -41,9 +42,13 @@ LAWS: Mapping[str, Law] = MappingProxyType(
 
 def draw(law: str, count: int, seed: int = 6, scale: int = 1) -> list[int]:
     """So many lengths by a law of `LAWS`, divided by `scale` where a short run is wanted; the same
-    on every machine."""
-    chance = Random(seed)
-    return [max(1, round(LAWS[law](chance) / scale)) for _ in range(count)]
+    on every machine.
+
+    Raises:
+        ExerciseError: a law that is not of `LAWS`.
+    """
+    chance, length = Random(seed), chosen("law", law, LAWS)
+    return [max(1, round(length(chance) / scale)) for _ in range(count)]
 
 
 def uniform(count: int, low: int, high: int, seed: int = 6) -> list[int]:
@@ -158,9 +163,18 @@ def serve(
 
     A step's token budget is never what anybody waits for. With `max_tokens` the scheduler does
     not know how short an answer will be.
+
+    Raises:
+        ExerciseError: no request, or not one arrival for each.
     """
     room = Room(room) if isinstance(room, int) else room
     named = lengths if isinstance(lengths, Mapping) else dict(enumerate(lengths))
+    times = [0] * len(named) if arrivals is None else arrivals
+    if not named or len(times) != len(named):
+        raise ExerciseError(
+            f"serve() was given {len(named)} requests and {len(times)} arrivals; it needs one "
+            f"arrival for each request and at least one."
+        )
     longest = max(named.values()) + prompt
     sim = Simulation(
         room.blocks or (room.seats + 1) * (longest // 16 + 2),
@@ -169,7 +183,6 @@ def serve(
         max_num_batched_tokens=room.seats * (prompt + longest),
     )
     sim.scheduler = scheduler(sim.scheduler.config, sim.blocks)
-    times = arrivals or [0] * len(named)
     for (name, length), when in zip(named.items(), times, strict=True):
         sim.add(prompt, length, arrival=when, name=str(name), max_tokens=max_tokens)
     return sim.run()

@@ -9,12 +9,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from minillm import LLM, SamplingParams
 from minillm.forward_pass import Chunk
 from minillm.layers.batch import Batch
 from minillm.outputs import RequestOutput
+from minillm_exercises.chapters.common import chosen
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import show_trace as show_trace
@@ -22,7 +24,11 @@ from minillm_exercises.errors import ExerciseError
 
 CAP = 2048
 REASONS = ("no hole", "held in vain", "full")
-LAWS = {"uniform": "uniform", "mixed": "6.2 0.8", "mostly short": "5.6 0.9"}
+
+# How long requests are: uniform, or log-normal with this mean and deviation of the logarithm.
+LAWS: Mapping[str, tuple[float, float] | None] = MappingProxyType(
+    {"uniform": None, "mixed": (6.2, 0.8), "mostly short": (5.6, 0.9)}
+)
 
 
 class Work(NamedTuple):
@@ -193,12 +199,15 @@ def table_rows(runs: Mapping[str, Mapping[str, Sequence[Moment]]]) -> list[list[
 
 
 def lengths(law: str, count: int, seed: int = 0) -> list[int]:
-    """Slots that requests need in the end, of 100 to CAP ("uniform"), or by a log-normal law."""
-    draw = random.Random(seed)
-    if LAWS[law] == "uniform":
+    """Slots that requests need in the end, of 100 to CAP ("uniform"), or by a log-normal law.
+
+    Raises:
+        ExerciseError: a law that is not of `LAWS`.
+    """
+    draw, shape = random.Random(seed), chosen("law", law, LAWS)
+    if shape is None:
         return [draw.randint(100, CAP) for _ in range(count)]
-    mu, sigma = map(float, LAWS[law].split())
-    return [min(CAP, max(4, round(draw.lognormvariate(mu, sigma)))) for _ in range(count)]
+    return [min(CAP, max(4, round(draw.lognormvariate(*shape)))) for _ in range(count)]
 
 
 def requests(law: str, count: int, seed: int = 0) -> list[Work]:

@@ -23,6 +23,7 @@ from minillm.presets import preset
 from minillm.simulation import Simulation, StepLaw
 from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.ch01 import knee as knee
+from minillm_exercises.chapters.common import chosen
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import show_trace as show_trace
@@ -240,13 +241,18 @@ def flood(
     mode: str = "recompute",
 ) -> Flood:
     """`requests` of 100 tokens that may write 500 more and write the `share` of `LENGTHS`, through
-    a pool of `blocks` of 16 tokens."""
+    a pool of `blocks` of 16 tokens.
+
+    Raises:
+        ExerciseError: a share that is not of `LENGTHS`.
+    """
     sim = Simulation(
         blocks, seconds=seconds, admission=admission, max_num_seqs=64,
         preemption_mode=mode, num_host_blocks=8 * blocks,
     )  # fmt: skip
     rng, most = random.Random(0), 500
-    new = [LENGTHS[share](rng, most) for _ in range(requests)]
+    length = chosen("share", share, LENGTHS)
+    new = [length(rng, most) for _ in range(requests)]
     for tokens in new:
         sim.add(100, tokens, max_tokens=most)
     trace, count = sim.run(), sim.scheduler.counters

@@ -189,8 +189,8 @@ def wait(sim: Simulation, prompt: Ids, salt: str = "") -> float:
 
 def percent(share: Fraction) -> str:
     """A share in percent with one digit, rounded exactly."""
-    tenths = (2000 * share + 1) // 2
-    return f"{tenths // 10}.{tenths % 10}"
+    tenths = (2000 * abs(share) + 1) // 2
+    return f"{'-' * (share < 0 < tenths)}{tenths // 10}.{tenths % 10}"
 
 
 def tokens(seed: int, count: int) -> list[int]:

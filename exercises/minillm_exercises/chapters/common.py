@@ -2,16 +2,31 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from minillm.trace.recorder import Trace
+from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import show
+
+T = TypeVar("T")
 
 
 def nearest(value: float, options: Mapping[str, float]) -> str:
-    """The letter of the option whose ratio to `value` is closest to 1."""
-    value = min(value, max(options.values()))  # an infinite value is nearest to the largest
+    """The letter of the option whose ratio to `value` is closest to 1; options are above 0."""
+    low, high = min(options.values()), max(options.values())
+    value = min(max(value, low), high)  # zero is nearest to the smallest, infinity to the largest
     return min(options, key=lambda letter: abs(math.log(options[letter] / value)))
+
+
+def chosen(what: str, name: str, known: Mapping[str, T]) -> T:
+    """The entry of this name.
+
+    Raises:
+        ExerciseError: there is none; the sentence says which there are.
+    """
+    if name not in known:
+        raise ExerciseError(f"{what} is {name!r}; it must be one of {', '.join(known)}.")
+    return known[name]
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
