@@ -194,11 +194,6 @@ def ends(trace: Trace) -> dict[str, int]:
     return {names[one.seq_id]: record.step for record in trace for one in record.ended}
 
 
-def slot_use(trace: Trace, seats: int) -> Fraction:
-    """Rows that were computed, of all that the seats had room for."""
-    return Fraction(sum(len(record.rows) for record in trace), seats * len(trace))
-
-
 def seconds_by_rows(runs: Iterable[Sequence[StepRecord]]) -> dict[int, float]:
     """The median time of the steps with so many rows, over all runs: a step during which the
     machine did something else does not show."""
