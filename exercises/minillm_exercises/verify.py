@@ -273,7 +273,11 @@ class _Trial:
             yield from self._wrong(mutant)
 
     def _wrong(self, mutant: Mutant) -> Iterator[str]:
-        """A mutant passes something, fails something, and is recognised."""
+        """A mutant may be handed in, passes something, fails something, and is recognised."""
+        if finding := inspect_source(mutant.source.encode(), self._exercise):
+            why = finding.message.splitlines()[0]
+            yield f"mutant {mutant.name} is refused, so that nobody can make this mistake: {why}"
+            return
         verdict = self._grader.diagnose(self._grader.run(mutant.source))
         if verdict.status == "pass":
             yield (

@@ -85,6 +85,10 @@ def mutant_crashes(root: ToyRoot) -> None:
     root.edit(MUTANTS, ZERO, ZERO + "@@\n+        exit()\n         return self.largest\n")
 
 
+def mutant_is_refused(root: ToyRoot) -> None:
+    root.edit(MUTANTS, ZERO, ZERO + "@@\n+        import os\n         return self.largest\n")
+
+
 def same_message(root: ToyRoot) -> None:
     root.edit(
         MUTANTS,
@@ -219,6 +223,7 @@ ROT = [
     (mutant_fails_everything, "mutant starts_at_zero fails every check: add a check that its"),
     (mutant_far_away, "mutant starts_at_zero differs from the solution in 7 lines; at most 5"),
     (mutant_crashes, "mutant starts_at_zero should fail a check, but its verdict is crashed ("),
+    (mutant_is_refused, "mutant starts_at_zero is refused, so that nobody can make this mistake"),
     (same_message, "mutants last_window_lost and starts_at_zero teach the same sentence"),
     (same_behaviour, "mutants copy and starts_at_zero look the same to every check: add a case"),
     (no_sentence, "mutant starts_at_zero: write teaches = the sentence to its author, and change"),
