@@ -76,7 +76,9 @@ def roofline(
             return moved
         tokens = [row.num_tokens for row in record.rows]
         lengths = [row.start + row.num_tokens for row in record.rows]
-        return moved + step_time(step_cost(config, tokens, lengths, dtype=dtype), hardware).seconds
+        sampling = sum(row.num_samples > 0 for row in record.rows)  # no logits in mid-prompt
+        cost = step_cost(config, tokens, lengths, dtype=dtype, num_logits=sampling)
+        return moved + step_time(cost, hardware).seconds
 
     return seconds
 
@@ -200,7 +202,14 @@ class Simulation:
         return self.scheduler.has_work or bool(self._later)
 
     def run(self, until: float = math.inf) -> Trace:
-        """Step until all requests have ended, or a step begins at `until` or later."""
+        """Step until all requests have ended, or the next step would begin at `until` or later;
+        `now` is then the end of the last one.
+
+        Raises:
+            ConfigError: `until` is no time.
+        """
+        if not isinstance(until, Real) or math.isnan(until):
+            raise ConfigError(f"until is {shown(until)}; it must be a time on the virtual clock.")
         idle = 0
         while self.has_work and self._begins < until:
             idle = 0 if self.step().rows else idle + 1

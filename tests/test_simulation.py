@@ -167,6 +167,26 @@ def test_a_roofline_step_is_cost_over_hardware():
     assert took[1] - took[0] == pytest.approx(16_000 * 131_072 / device.bandwidth, rel=1e-6)
 
 
+def test_a_chunk_in_mid_prompt_pays_for_no_logits():
+    """The engine computes none, so the head is neither read nor multiplied."""
+    config, device = preset("llama-3.1-8b"), DATASHEET["h100-sxm"]
+    law = roofline(config, device)
+    sim = Simulation(64, 16, seconds=law, max_num_seqs=1, max_num_batched_tokens=64)
+    sim.add(128, 1)
+    first, second = sim.run()
+    took = [record.computed - record.started for record in (first, second)]
+    head = config.hidden_size * config.vocab_size * 2  # bytes
+    cache = 64 * 131_072  # the second chunk also reads the first
+    more = (head + cache) / device.bandwidth + device.overhead
+    assert took[1] - took[0] == pytest.approx(more, rel=1e-6)
+
+
+@pytest.mark.parametrize("until", [float("nan"), "3", None])
+def test_until_is_a_time(until):
+    with pytest.raises(ConfigError, match="until is"):
+        Simulation(8, 4).run(until=until)
+
+
 def test_the_engine_decides_the_same(model):
     """The same requests through a real engine: rows, blocks, waits and preemptions are equal."""
     llm = workload.engine(model)

@@ -232,8 +232,8 @@ def test_the_schedules_are_drawn_on_one_scale(shown):
     fig, caption = shown[0]
     assert len({ax.get_xlim() for ax in fig.axes}) == 1
     assert [ax.get_title(loc="left") for ax in fig.axes] == [
-        "static: 21 steps, 21 of 63 places stay empty",
-        "continuous: 17 steps, 9 of 51 places stay empty",
+        "static: 21 steps, 21 of 63 seats stay empty",
+        "continuous: 17 steps, 9 of 51 seats stay empty",
     ]
     assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == list(SIX)
     assert "static 21, continuous 17" in caption

@@ -31,7 +31,7 @@ def draw_schedules(traces: Mapping[str, Trace], seats: int, least: int) -> None:
                     fontsize=9)  # fmt: skip
         places = seats * len(trace)
         empty = places - sum(len(record.rows) for record in trace)
-        ax.set_title(f"{name}: {len(trace)} steps, {empty} of {places} places stay empty",
+        ax.set_title(f"{name}: {len(trace)} steps, {empty} of {places} seats stay empty",
                      loc="left", fontsize=10)  # fmt: skip
         ax.set_xlim(0, longest + 0.6)
         ax.set_xticks(range(0, longest + 1, 2 if longest < 40 else 10))
