@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from minillm import LLM
+from minillm.cost import kv_bytes_per_token
 from minillm.errors import InvalidRequestError
 from minillm.hardware import DATASHEET
 from minillm.presets import preset
@@ -206,3 +207,9 @@ def test_the_drawings_caption_what_they_draw(shown):
         "1.50 times as fast as reserve_max here and 1.50 times as fast as reserve_max there."
     )
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
+
+
+def test_claim_f26_the_cache_of_a_prompt_travels():
+    size = 8192 * kv_bytes_per_token(preset("llama-3.1-70b"))
+    assert size // 8192 == 327_680
+    assert f"{size / 1e9:.1f} GB, {1e3 * size / 50e9:.0f} ms" == "2.7 GB, 54 ms"
