@@ -25,6 +25,7 @@ from minillm.cost import kv_bytes_per_token, step_cost, step_time
 from minillm.engine_args import is_whole
 from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 from minillm.hardware import Hardware
+from minillm.outputs import PrefixReport
 from minillm.sampling_params import SamplingParams, shown
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.limits import check_fits
@@ -87,7 +88,8 @@ class Simulation:
     """A scheduler with `num_blocks` of `block_size` tokens, a clock in seconds, and a trace.
 
     `prefix_cache` is "hash", "radix" or None. `seconds` says how long each step takes. `policy`
-    is a name of `POLICIES` or one of your own; `limits` are the other fields of `SchedulerConfig`,
+    is a name of `POLICIES` or one of your own, `scheduler` the engine's or one of your own derived
+    from it; `limits` are the other fields of `SchedulerConfig`,
     with `max_num_batched_tokens` at least `max_num_seqs` where it is not given.
 
     Raises:
@@ -104,6 +106,7 @@ class Simulation:
         num_host_blocks: int = 0,
         seconds: StepLaw | None = None,
         policy: Policy | str = "fcfs",
+        scheduler: type[Scheduler] = Scheduler,
         **limits: Any,
     ):
         check_counts(num_blocks, block_size, num_host_blocks, limits)
@@ -114,10 +117,11 @@ class Simulation:
             limits["policy"] = policy
         config = SchedulerConfig(**({"max_num_batched_tokens": max(usual, seats)} | limits))
         blocks = BlockManager(num_blocks, block_size, prefix_cache, num_host_blocks)
-        self.scheduler = Scheduler(config, blocks, None if isinstance(policy, str) else policy)
+        self.scheduler = scheduler(config, blocks, None if isinstance(policy, str) else policy)
         named = policy if isinstance(policy, str) else None
         self.trace = Trace(simulated(config, blocks, named), capacity=2**40)
         self.now = 0.0
+        self.reports: dict[str, PrefixReport] = {}  # of admitted requests: what the cache had
         self._seconds = seconds or every_step()
         self._later: list[tuple[float, int, Request]] = []  # a heap, by arrival
         self._answers: dict[str, tuple[int, ...]] = {}
@@ -235,6 +239,10 @@ class Simulation:
         plan = self.scheduler.schedule()
         record = self.scheduler.record
         self.trace.append(record)
+        for seq_id in record.admitted:
+            sequence = self.scheduler.sequences[seq_id]
+            if sequence.report is not None:
+                self.reports[sequence.request.request_id] = sequence.report
         record.started = record.planned = self.now
         took = self._seconds(record)
         if not (isinstance(took, Real) and 0 <= took < math.inf):

@@ -8,8 +8,11 @@ import pytest
 from minillm import SamplingParams
 from minillm.errors import ConfigError, InvalidRequestError, UnknownArgumentError
 from minillm.hardware import DATASHEET
+from minillm.outputs import PrefixReport
 from minillm.presets import preset
 from minillm.scheduling.policies import Policy
+from minillm.scheduling.record import Blocked
+from minillm.scheduling.scheduler import Scheduler
 from minillm.simulation import Simulation, every_step, linear, roofline
 from tests.engine.small import write_model
 from tests.trace import workload
@@ -328,6 +331,29 @@ def test_a_policy_of_ones_own():
     sim.add(1, 1, name="a")
     sim.add(1, 1, name="b")
     assert ends(sim) == {"b": 1.0, "a": 2.0}
+
+
+def test_reports_say_where_each_prompt_came_from():
+    sim = Simulation(20, 4, prefix_cache="radix")
+    for name in "ab":
+        sim.add((1, 2, 3, 4, 5), 1, name=name)
+        sim.run()
+    first, second = PrefixReport(partial_block=1, new=4), PrefixReport(cached=4, partial_block=1)
+    assert sim.reports == {"a": first, "b": second}
+
+
+def test_a_scheduler_of_ones_own():
+    """Static batching: nobody is let in while anybody runs."""
+
+    class Static(Scheduler):
+        def _refusal(self, budget):
+            return Blocked.of(self.waiting[0], "seats", 1, 0) if self.running else None
+
+    for scheduler, last in ((Scheduler, 2.0), (Static, 3.0)):
+        sim = Simulation(8, 4, max_num_seqs=2, scheduler=scheduler)
+        for name, new in (("a", 2), ("b", 1), ("c", 1)):
+            sim.add(1, new, name=name)
+        assert ends(sim) == {"a": 2.0, "b": 1.0, "c": last}
 
 
 def test_it_needs_no_torch():

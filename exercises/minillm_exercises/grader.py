@@ -8,6 +8,7 @@ A `Grader` keeps the process between submissions, which `verify` needs for its h
 import ast
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -164,16 +165,21 @@ class Grader:
             return verdict
         ran = [check for check in verdict.checks if check.status != "not run"]
         ran.sort(key=lambda check: check.status == "pass")
-        mutants = [m for m in self.exercise.mutants if self._agrees(m, ran[:1])]
+        mutants = [m for m in self.mutants if self._agrees(m, ran[:1])]
         mutants = [m for m in mutants if self._agrees(m, ran[1:])]
         if len(mutants) != 1:
             return verdict
         return verdict.replace(mutant=mutants[0].name, misconception=mutants[0].teaches)
 
+    @cached_property
+    def mutants(self) -> tuple[Mutant, ...]:
+        """The known-wrong solutions, made once."""
+        return self.exercise.mutants
+
     def twins(self, mutant: Mutant) -> list[Mutant]:
         """The other mutants that no check can tell from `mutant`."""
         checks = self.run(mutant.source).checks
-        others = [other for other in self.exercise.mutants if other != mutant]
+        others = [other for other in self.mutants if other != mutant]
         return [other for other in others if self._agrees(other, checks)]
 
     def _agrees(self, mutant: Mutant, checks: Sequence[CheckResult]) -> bool:

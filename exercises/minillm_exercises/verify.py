@@ -253,7 +253,7 @@ class _Trial:
                 )
 
     def _known_wrong(self, solution: Path) -> Iterator[str]:
-        mutants = self._exercise.mutants
+        mutants = self._grader.mutants
         if len(mutants) < LEAST_MUTANTS:
             yield f"there are {len(mutants)} mutants; write at least {LEAST_MUTANTS}."
         names: dict[str, str] = {}

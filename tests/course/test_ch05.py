@@ -68,7 +68,7 @@ def test_the_products_of_a_batch_are_those_that_are_counted(tiny):
 
     model = tiny.engine.forward_pass.model
     with FlopCounterMode(display=False) as counter:
-        logits = ch05.product_pass(model, 5)()
+        logits = ch05.product_pass(model, 5, 5)()
     assert logits.shape == (5, model.config.vocab_size)
     assert counter.get_total_flops() == ch05.decode_cost(model.config, 5, 1).linear_flops
 

@@ -128,15 +128,6 @@ def test_the_order_by_longest_match_finds_more_where_lru_finds_nothing():
     assert by_policy[1].hit_rate > Fraction(1, 2)
 
 
-def test_reports_keep_those_of_every_request():
-    sim = Simulation(20, 4, prefix_cache="radix")
-    seen = ch09.reports(sim)
-    for _ in range(2):
-        sim.add((1, 2, 3, 4, 5), 1)
-        sim.run()
-    assert seen == [PrefixReport(partial_block=1, new=4), PrefixReport(cached=4, partial_block=1)]
-
-
 def test_wait_is_the_time_of_what_was_not_found():
     sim = Simulation(20, 4, prefix_cache="radix", seconds=linear(0, 1))
     text = tuple(range(1, 13))

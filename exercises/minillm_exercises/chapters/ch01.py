@@ -28,8 +28,9 @@ LONGEST = 2**20  # tokens: no machine's knee is near it
 LENGTHS = tuple(2**i for i in range(14))  # 1 to 8,192 tokens
 
 
-def product_pass(model: Decoder, num_tokens: int) -> Callable[[], Tensor]:
-    """A step that does all matrix products of a prompt of `num_tokens`, and nothing between.
+def product_pass(model: Decoder, num_tokens: int, num_logits: int = 1) -> Callable[[], Tensor]:
+    """A step that does all matrix products of `num_tokens`, and nothing between: those of a prompt
+    with one row of logits, those of a batch of decoding sequences with as many as tokens.
 
     Every weight is read once, layer by layer as in a forward pass, so none is still in a cache.
     """
@@ -42,7 +43,7 @@ def product_pass(model: Decoder, num_tokens: int) -> Callable[[], Tensor]:
     def step() -> Tensor:
         for layer in layers:
             layer(rows[layer.weight.shape[1]])
-        return model.logits(rows[weight.shape[1]][-1:])
+        return model.logits(rows[weight.shape[1]][-num_logits:])
 
     return step
 

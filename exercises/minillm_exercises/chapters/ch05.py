@@ -2,25 +2,21 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from minillm import LLM
 from minillm.config import ModelConfig
 from minillm.cost import StepCost, step_cost, step_time
 from minillm.forward_pass import Chunk
 from minillm.hardware import DATASHEET, Hardware
-from minillm.layers.linear import Linear
-from minillm.models.decoder import Decoder
 from minillm.presets import preset
 from minillm_exercises.chapters.ch01 import count_calls as calls_of
+from minillm_exercises.chapters.ch01 import product_pass as product_pass
 from minillm_exercises.chapters.ch03 import counted as counted
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
@@ -62,28 +58,12 @@ def hollow(llm: LLM, **options: Any) -> LLM:
         return LLM(folder, tokenizer="tiny", load_format="dummy", **options)
 
 
-def product_pass(model: Decoder, batch: int) -> Callable[[], Tensor]:
-    """All matrix products of a decode step of `batch` sequences, logits included, and nothing
-    between them."""
-    weight = model.embedding.weight
-    layers = [part for part in model.layers.modules() if isinstance(part, Linear)]
-    widths = {layer.weight.shape[1] for layer in layers} | {weight.shape[1]}
-    rows = {width: weight.new_ones(batch, width) for width in widths}
-
-    @torch.inference_mode()
-    def step() -> Tensor:
-        for layer in layers:
-            layer(rows[layer.weight.shape[1]])
-        return model.logits(rows[weight.shape[1]])
-
-    return step
-
-
 def product_seconds(llm: LLM, batches: Sequence[int]) -> dict[int, float]:
-    """Median seconds of `product_pass` for each batch, the less disturbed of two sweeps."""
+    """Median seconds of a decode step's products for each batch, the less disturbed of two
+    sweeps."""
     model, device = llm.engine.forward_pass.model, str(llm.engine.device)
     runs = [
-        {b: measure(product_pass(model, b), budget=0.2, device=device).median for b in batches}
+        {b: measure(product_pass(model, b, b), budget=0.2, device=device).median for b in batches}
         for _ in range(2)
     ]
     return {b: min(run[b] for run in runs) for b in batches}

@@ -181,8 +181,8 @@ def serve(
         seconds=room.seconds,
         max_num_seqs=room.seats,
         max_num_batched_tokens=room.seats * (prompt + longest),
+        scheduler=scheduler,
     )
-    sim.scheduler = scheduler(sim.scheduler.config, sim.blocks)
     for (name, length), when in zip(named.items(), times, strict=True):
         sim.add(prompt, length, arrival=when, name=str(name), max_tokens=max_tokens)
     return sim.run()

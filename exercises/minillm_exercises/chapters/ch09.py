@@ -8,11 +8,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import MappingProxyType
 from typing import NamedTuple
 
 from minillm import LLM, SamplingParams
 from minillm.cache.prefix import PrefixIndex
-from minillm.outputs import PrefixReport, RequestMetrics
+from minillm.outputs import RequestMetrics
 from minillm.simulation import Simulation
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
@@ -21,14 +22,16 @@ from minillm_exercises.plots import bars, bound, figure, series, show
 
 Ids = tuple[int, ...]
 ENOUGH = 100_000  # tokens of memory, more than any workload here needs
-REASONS: Mapping[str, str] = {
-    "cached": "found",
-    "new": "in a new block",
-    "partial_block": "at the end, in no full block",
-    "last_token": "last token",
-    "evicted": "evicted",
-    "salt": "other salt",
-}
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "cached": "found",
+        "new": "in a new block",
+        "partial_block": "at the end, in no full block",
+        "last_token": "last token",
+        "evicted": "evicted",
+        "salt": "other salt",
+    }
+)
 
 
 class Job(NamedTuple):
@@ -125,21 +128,6 @@ class Served:
 Runs = Mapping[tuple[str, str, int], Served]  # by workload, index, size of a block
 
 
-def reports(sim: Simulation) -> list[PrefixReport]:
-    """A list that the reports of all requests of `sim` will be added to, from now on."""
-    seen: list[PrefixReport] = []
-    report = sim.blocks.report
-
-    def kept(
-        token_ids: Sequence[int], num_cached: int, salt: str, reads: bool = True
-    ) -> PrefixReport:
-        seen.append(report(token_ids, num_cached, salt, reads))
-        return seen[-1]
-
-    sim.blocks.report = kept  # type: ignore[method-assign]
-    return seen
-
-
 def serve(
     jobs: Sequence[Job],
     prefix_cache: str,
@@ -158,11 +146,11 @@ def serve(
         max_num_batched_tokens=4096,
         watermark=0.0,
     )
-    seen = reports(sim)
     for prompt, answer in jobs:
         sim.add(prompt, answer)
     sim.run()
-    found = {reason: sum(getattr(report, reason) for report in seen) for reason in REASONS}
+    reports = sim.reports.values()
+    found = {reason: sum(getattr(report, reason) for report in reports) for reason in REASONS}
     return Served(found, sim.blocks.num_copies)
 
 
