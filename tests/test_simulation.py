@@ -121,6 +121,15 @@ def test_what_was_made_up_is_no_text_that_anybody_could_send():
             sim.add([1, 2, 3, 4] + 8 * [nobodys], 1)
 
 
+def test_two_made_up_answers_are_two_texts():
+    """Else a preempted sequence could find its blocks among those of another."""
+    sim = Simulation(16, 4, prefix_cache="hash")
+    for _ in range(2):
+        sim.add([1, 2, 3, 4], 9)
+        sim.run()
+    assert len(sim.blocks.index) == 1 + 2 + 2  # the prompt's, and two full ones of each answer
+
+
 def test_a_clock_that_stands_still_counts_every_token_once():
     """A prompt in three chunks, and a preemption: still as many times as tokens."""
     sim = Simulation(
