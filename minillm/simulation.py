@@ -110,7 +110,7 @@ class Simulation:
         **limits: Any,
     ):
         check_counts(num_blocks, block_size, num_host_blocks, limits)
-        check_choices(prefix_cache, seconds, policy)
+        check_choices(prefix_cache, seconds, policy, scheduler)
         seats = limits.get("max_num_seqs", SchedulerConfig.max_num_seqs)
         usual = SchedulerConfig.max_num_batched_tokens
         if isinstance(policy, str):
@@ -292,8 +292,8 @@ def check_counts(blocks: Any, size: Any, host: Any, limits: dict[str, Any]) -> N
             )
 
 
-def check_choices(prefix_cache: object, seconds: object, policy: object) -> None:
-    """The cache, the law and the policy are of those there are."""
+def check_choices(prefix_cache: object, seconds: object, policy: object, scheduler: object) -> None:
+    """The cache, the law, the policy and the scheduler are of those there are."""
     if prefix_cache not in PREFIX_CACHES:
         raise ConfigError(
             f"prefix_cache is {shown(prefix_cache)}; it must be one of hash, radix, or None."
@@ -305,6 +305,10 @@ def check_choices(prefix_cache: object, seconds: object, policy: object) -> None
         )
     if not isinstance(policy, str | Policy):
         raise ConfigError(f"policy is {shown(policy)}; it must be a name or a Policy.")
+    if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):
+        raise ConfigError(
+            f"scheduler is {shown(scheduler)}; it must be Scheduler or a class derived from it."
+        )
 
 
 def simulated(config: SchedulerConfig, blocks: BlockManager, policy: str | None) -> TraceSettings:

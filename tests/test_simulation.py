@@ -297,6 +297,8 @@ def test_what_makes_no_sense_is_refused(arguments, says):
         ({"prefix_cache": "tree"}, "prefix_cache is 'tree'; it must be one of hash, radix, or"),
         ({"policy": "fifo"}, "policy is 'fifo'; it must be one of fcfs"),
         ({"policy": None}, "policy is None; it must be a name or a Policy"),
+        ({"scheduler": int}, "it must be Scheduler or a class derived from it"),
+        ({"scheduler": None}, "scheduler is None; it must be Scheduler"),
         ({"seconds": 0.1}, r"seconds is 0.1; .* such as every_step\(0.1\)"),
     ],
 )

@@ -1,6 +1,7 @@
 """What a scheduler may do in one step, checked where it is built."""
 
 from dataclasses import dataclass
+from numbers import Real
 
 from minillm.errors import ConfigError
 from minillm.scheduling.policies import ADMISSIONS, POLICIES
@@ -52,8 +53,8 @@ class SchedulerConfig:
                 "long_prefill_token_threshold splits prompts, which enable_chunked_prefill=False "
                 "forbids; leave one of them out."
             )
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"watermark is {self.watermark}; it must be from 0 to below 1.")
+        if not (isinstance(self.watermark, Real) and 0 <= self.watermark < 1):
+            raise ConfigError(f"watermark is {self.watermark!r}; it must be from 0 to below 1.")
         for name, value, allowed in (  # the engine's names for them
             ("scheduling_policy", self.policy, tuple(POLICIES)),
             ("admission_policy", self.admission, tuple(ADMISSIONS)),

@@ -363,6 +363,7 @@ def test_an_id_can_be_used_again_only_after_its_request_ended() -> None:
         ({"watermark": 1.0}, "watermark is 1.0; it must be from 0 to below 1"),
         ({"watermark": -0.1}, "watermark is -0.1"),
         ({"watermark": float("nan")}, "watermark is nan"),
+        ({"watermark": "a"}, "watermark is 'a'"),
         ({"policy": "lifo"}, "policy is 'lifo'; it must be one of fcfs, priority, shortest_p"),
         (
             {"admission": "none"},
