@@ -9,16 +9,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm_kernels.philox import Purpose, random_words_of_vocabulary, to_gumbel
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019). [.., d]"""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The end of one block and the beginning of the next: [N, d] -> norm [N, d], sum [N, d].
+
+    The sum is rounded to the tensors' dtype before it is normed, as if it had been stored.
+    """
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU's gate (Shazeer, 2020): silu(gate) * up. [N, 2 I] -> [N, I]"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of `weight` [V, d] at `token_ids` [N] -> [N, d]"""
+    return F.embedding(token_ids, weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: [N, in], [out, in], [out] -> [N, out]"""
+    return F.linear(x, weight, bias)
+
+
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`rms_norm`, then `linear`: [N, in] -> [N, out]"""
+    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -33,6 +61,54 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     first, second = (x32[..., 0::2], x32[..., 1::2]) if interleaved else x32.chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)
+
+
+def write_cache(
+    key: Tensor, value: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Store keys [N, Hkv, D] and values [N, Hkv, Dv] in caches [blocks, Hkv, block_size, ..].
+
+    Row n goes to slot `slot_mapping[n]` = block * block_size + offset, nowhere if that is
+    negative; rows behind the end of `slot_mapping` are padding, too. `value` is None where values
+    are a part of the keys (MLA).
+    """
+    slots = slot_mapping[: len(key)]
+    kept = slots >= 0
+    if not bool(kept.all()):
+        slots, key = slots[kept], key[: len(slots)][kept]
+        value = None if value is None else value[: len(kept)][kept]
+    blocks, offsets = slots // k_cache.shape[2], slots % k_cache.shape[2]
+    k_cache[blocks, :, offsets] = key[: len(slots)]
+    if value is not None:
+        v_cache[blocks, :, offsets] = value[: len(slots)]
+
+
+def norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """From the product of all three projections to the query, with keys and values cached.
+
+    `qkv` [N, H + 2 Hkv, D] is split into heads of q, k and v; q and k are normed over D where
+    there are weights [D] (Qwen3), rotated by `cos` and `sin` [N, D/2], and k and v are written as
+    in `write_cache`. Returns q [N, H, D].
+    """
+    num_kv_heads = k_cache.shape[1]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    k = rotate(k, cos, sin, interleaved)
+    write_cache(k, v, k_cache, v_cache, slot_mapping)
+    return rotate(q, cos, sin, interleaved)
 
 
 def visible_positions(
@@ -78,6 +154,54 @@ def causal_attention(
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, v.shape[-1])
 
 
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor, soft_cap: float | None = None
+) -> Tensor:
+    """Attention written out, with the whole matrix of scores: the definition.
+
+    `q` [T, H, D], `k` [S, Hkv, D], `v` [S, Hkv, Dv], `visible` bool [T, S] -> [T, H, Dv]. With a
+    `soft_cap` scores become cap * tanh(score / cap) (Gemma 2, 2024). A row that sees nothing is 0.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [S, H, D]
+    scores = torch.einsum("thd,shd->hts", q, k) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0)
+    return torch.einsum("hts,shd->thd", weights, v)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    key_start: Tensor,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attention of B sequences whose queries and keys lie one after another, without padding.
+
+    `q` [N, H, D], `k` [S, Hkv, D], `v` [S, Hkv, Dv]; `query_start` and `key_start` int32 [B + 1]
+    bound the rows of each. If `causal`, the last query of a sequence stands beside its last key;
+    `window` needs `causal`. Returns [N, H, Dv].
+    """
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+    starts, key_starts = query_start.tolist(), key_start.tolist()
+    for row in range(len(starts) - 1):
+        queries = slice(starts[row], starts[row + 1])
+        keys = slice(key_starts[row], key_starts[row + 1])
+        shape = queries.stop - queries.start, keys.stop - keys.start
+        visible = torch.ones(shape, dtype=torch.bool, device=q.device)
+        if causal:
+            visible = visible_positions(*shape, window, q.device)
+        out[queries] = plain_attention(q[queries], k[keys], v[keys], scale, visible, soft_cap)
+    return out
+
+
 def gather_blocks(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
     """The first `seq_len` positions of one sequence: [blocks, Hkv, block_size, D] -> [Hkv, S, D].
 
@@ -99,21 +223,52 @@ def paged_attention(
     block_tables: Tensor,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attention of a flat batch over paged K and V (Kwon et al., 2023).
 
     `q` [N, H, D]; caches [blocks, Hkv, block_size, D or Dv]; `query_start` [B + 1] bounds the
     rows of each sequence; `seq_lens` [B] counts its positions, those of `q` included;
-    `block_tables` [B, M]. Returns [N, H, Dv].
+    `block_tables` [B, M]. Returns [N, H, Dv]. Rows of a sequence of length 0 are 0; rows behind
+    the last sequence are padding, and whatever they are means nothing.
     """
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     for row, length in enumerate(lengths):
         rows = slice(starts[row], starts[row + 1])
+        if length == 0:  # a padded row
+            out[rows] = 0
+            continue
         k = gather_blocks(k_cache, block_tables[row], length)
         v = gather_blocks(v_cache, block_tables[row], length)
-        out[rows] = causal_attention(q[rows], k, v, scale, window)
+        if soft_cap is None:
+            out[rows] = causal_attention(q[rows], k, v, scale, window)
+        else:
+            visible = visible_positions(rows.stop - rows.start, length, window, q.device)
+            k, v = k.transpose(0, 1), v.transpose(0, 1)  # [S, Hkv, D]
+            out[rows] = plain_attention(q[rows], k, v, scale, visible, soft_cap)
     return out
+
+
+def mla_attention(
+    q: Tensor,
+    latent_cache: Tensor,
+    value_dim: int,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """`paged_attention` in MLA's absorbed form (DeepSeek-V2, 2024, section 2.1): one KV head.
+
+    `q` [N, H, R + Dr] is [absorbed, rotated]; `latent_cache` [blocks, 1, block_size, R + Dr]; the
+    value of a position is the first `value_dim` = R numbers of its key. Returns [N, H, R].
+    """
+    value = latent_cache[..., :value_dim]
+    return paged_attention(
+        q, latent_cache, value, query_start, seq_lens, block_tables, scale, window
+    )
 
 
 def moe_route(
@@ -156,3 +311,56 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: 
         contribution = F.linear(hidden, down[expert]) * weights[token, choice, None]
         out = out.index_add(0, token, contribution.to(x.dtype))
     return out
+
+
+# ---- choosing a token ------------------------------------------------------------------------
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The best token of each row, of equal ones the smallest id: [K, V] -> int64 [K]"""
+    return logits.argmax(dim=-1)
+
+
+def gumbel_argmax(
+    logits: Tensor,
+    temperature: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    sample_index: Tensor,
+    position: Tensor,
+    purpose: int = Purpose.SAMPLE,
+) -> Tensor:
+    """A draw from softmax(logits / temperature): argmax(logits / temperature + Gumbel noise).
+
+    Tokens with less than `min_p` times the best one's probability are left out (0: none). The
+    noise of a token is a function of the other arguments and its id (`minillm_kernels.philox`).
+    `logits` [K, V]; `temperature` (above 0) and `min_p` float32 [K]; `seed`, `sample_index` and
+    `position` int64 [K]. Returns int64 [K]. -inf is never chosen.
+    """
+    raw = logits.float()
+    scaled = (raw - raw.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    scaled = scaled.masked_fill(scaled < min_p.log()[:, None], float("-inf"))
+    words = random_words_of_vocabulary(
+        seed, sample_index, position, Purpose(purpose), logits.shape[1]
+    )
+    return (scaled + to_gumbel(words)).argmax(dim=-1)
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Top-k, then top-p (Holtzman et al., 2019), with a sort: [K, V] -> float32 [K, V].
+
+    What is left out becomes -inf. `top_k` int32 [K], 0 is off; `top_p` float32 [K], 1 is off. Ties
+    of the k-th logit stay. Top-p keeps the fewest tokens, best first, whose mass reaches p of what
+    top-k left; of equal logits at the edge the smallest ids stay. The largest logit is subtracted.
+    """
+    scaled = logits.float() - logits.float().amax(dim=-1, keepdim=True)
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    places = torch.arange(logits.shape[1], device=logits.device)
+    last = (top_k.long() - 1).clamp(min=0)[:, None]
+    kth = ordered.gather(1, last).masked_fill(top_k[:, None] <= 0, float("-inf"))
+    ordered = ordered.masked_fill(ordered < kth, float("-inf"))
+    mass = ordered.exp().double()
+    goal = top_p.double()[:, None] * mass.sum(dim=-1, keepdim=True)
+    kept = (mass.cumsum(dim=-1) - mass < goal) | (top_p[:, None] >= 1) | (places == 0)
+    ordered = ordered.masked_fill(~kept, float("-inf"))
+    return torch.empty_like(scaled).scatter_(1, ids, ordered)

@@ -1,0 +1,228 @@
+"""What every kernel file stands on: Triton, the checks before a launch, and what a launch is for.
+
+A kernel file imports `tl` and `triton` from here, so that where Triton does not exist one sentence
+says so. A launcher checks its arguments first: a kernel that is given a wrong shape reads memory
+that is not its own, and interpreted it ends the whole process.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "DEBUG",
+    "INTERPRETED",
+    "KernelError",
+    "TritonMissingError",
+    "arch",
+    "check_block_tables",
+    "check_contiguous",
+    "check_device",
+    "check_dtype",
+    "check_groups",
+    "check_head_dim",
+    "check_last_contiguous",
+    "check_same_dtype",
+    "check_shape",
+    "num_multiprocessors",
+    "output",
+    "padded",
+    "tl",
+    "triton",
+]
+
+
+class KernelError(ValueError):
+    """What was given to a kernel does not fit it: one sentence with what was given and allowed."""
+
+
+class TritonMissingError(ImportError):
+    """Triton is not installed."""
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise TritonMissingError(
+        "minillm's kernels need Triton, which is not installed (it exists for Linux: pip install "
+        "triton); minillm_kernels.reference has the same operations in plain torch."
+    ) from error
+
+# Set before Triton is imported, kernels run in Python on CPU tensors: for tests and for teaching.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Set, every launch also looks at the values of block tables, which a GPU has to wait for.
+DEBUG = os.environ.get("MINILLM_DEBUG_KERNELS") == "1"
+OLDEST = 80  # Ampere: bf16 tensor cores and asynchronous copies
+MAX_HEAD_DIM = 256
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64)
+# Shared memory that one program may use, in bytes, by compute capability (CUDA C++ Programming
+# Guide, table of technical specifications). The compiler does not check it, the launch does.
+SHARED_MEMORY: Mapping[int, int] = MappingProxyType(
+    {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+)
+
+
+def arch() -> int:
+    """Compute capability that the next launch is compiled for (80, 90, 100); 0 is interpreted."""
+    if INTERPRETED:
+        return 0
+    return int(triton.runtime.driver.active.get_current_target().arch)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; of an H200 where there is none (compiling only)."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def compiles_only() -> bool:
+    """Whether launches are compiled and not run (`minillm_kernels.offline`): any tensor will do."""
+    try:
+        return getattr(triton.runtime.driver.active, "compiles_only", False)
+    except RuntimeError:  # no driver at all
+        return False
+
+
+def check_device(**tensors: Tensor | None) -> torch.device:
+    """All on one CUDA device that is new enough (or on the CPU, interpreted); returns it."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    devices = {name: tensor.device for name, tensor in given.items()}
+    name, device = next(iter(devices.items()))
+    for other, found in devices.items():
+        if found != device:
+            raise KernelError(f"{name} is on {device} and {other} on {found}; move one of them.")
+    if INTERPRETED:
+        if device.type != "cpu":
+            raise KernelError(f"{name} is on {device}; interpreted kernels need CPU tensors.")
+    elif device.type != "cuda" and not compiles_only():
+        raise KernelError(
+            f"{name} is on {device}; a compiled kernel needs CUDA tensors. Use "
+            "minillm_kernels.reference there, or set TRITON_INTERPRET=1 before the import."
+        )
+    elif device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if 10 * major + minor < OLDEST:
+            raise KernelError(
+                f"{name} is on {device} with compute capability {major}.{minor}; these kernels "
+                "need 8.0 (Ampere) or newer. Use minillm_kernels.reference there."
+            )
+    return device
+
+
+def check_dtype(allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> None:
+    """Every tensor has one of these dtypes."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in allowed:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+            raise KernelError(f"{name} is {tensor.dtype}; it must be {names}.")
+
+
+def check_same_dtype(**tensors: Tensor | None) -> torch.dtype:
+    """All have one floating-point dtype; returns it."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    check_dtype(FLOATS, **given)
+    (name, first), *rest = given.items()
+    for other, tensor in rest:
+        if tensor.dtype != first.dtype:
+            raise KernelError(
+                f"{name} is {first.dtype} and {other} {tensor.dtype}; they must be the same."
+            )
+    return first.dtype
+
+
+def check_shape(name: str, tensor: Tensor, *shape: int | str) -> None:
+    """The tensor has this shape, where a word stands for a size that may be anything."""
+    sizes = tuple(tensor.shape)
+    fits = len(sizes) == len(shape) and all(
+        isinstance(want, str) or want == size for want, size in zip(shape, sizes, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(map(str, shape))
+        raise KernelError(f"{name} is {list(sizes)}; it must be [{wanted}].")
+
+
+def check_last_contiguous(**tensors: Tensor | None) -> None:
+    """Numbers of the last dimension lie side by side; the other strides are free."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise KernelError(
+                f"{name} has strides {tensor.stride()}; its last dimension must be contiguous "
+                f"(stride 1): call {name}.contiguous()."
+            )
+
+
+def check_contiguous(**tensors: Tensor | None) -> None:
+    """No gaps and no permutation."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise KernelError(
+                f"{name} has shape {list(tensor.shape)} and strides {tensor.stride()}; it must be "
+                f"contiguous: call {name}.contiguous()."
+            )
+
+
+def check_head_dim(name: str, head_dim: int, most: int = MAX_HEAD_DIM) -> None:
+    """A head fits into the registers of a program, and its rows into 16-byte accesses."""
+    if not 0 < head_dim <= most or head_dim % 8:
+        raise KernelError(
+            f"{name} has a head_dim of {head_dim}; it must be a multiple of 8 and at most {most}."
+        )
+
+
+def check_groups(num_heads: int, num_kv_heads: int) -> int:
+    """Query heads that share a KV head."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise KernelError(
+            f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly; the first must "
+            "be a multiple of the second."
+        )
+    return num_heads // num_kv_heads
+
+
+def output(out: Tensor | None, shape: Sequence[int], like: Tensor, name: str = "out") -> Tensor:
+    """`out` after the same checks as an input, or new memory of this shape."""
+    if out is None:
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    check_shape(name, out, *shape)
+    check_last_contiguous(**{name: out})
+    if out.dtype != like.dtype or out.device != like.device:
+        raise KernelError(
+            f"{name} is {out.dtype} on {out.device}; it must be {like.dtype} on {like.device}."
+        )
+    return out
+
+
+def padded(size: int, least: int = 16) -> int:
+    """The power of two that holds `size`: what a block of a kernel measures."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def check_block_tables(
+    block_tables: Tensor, seq_lens: Tensor, num_blocks: int, block_size: int
+) -> None:
+    """Tables are wide enough; when debugging or interpreting, also that each block exists.
+
+    Only the entries that a sequence's length needs are looked at: what is behind them is old.
+    """
+    if not (DEBUG or INTERPRETED):
+        return
+    tables, lengths = block_tables.tolist(), seq_lens.tolist()
+    for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        needed = -(-length // block_size)
+        if needed > len(table):
+            raise KernelError(
+                f"seq_lens[{row}] is {length}, which needs {needed} blocks of {block_size}; its "
+                f"block table has {len(table)}."
+            )
+        for place, block in enumerate(table[:needed]):
+            if not 0 <= block < num_blocks:
+                raise KernelError(
+                    f"block_tables[{row}, {place}] is {block}; the cache has blocks 0 to "
+                    f"{num_blocks - 1}."
+                )
