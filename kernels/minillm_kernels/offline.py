@@ -78,7 +78,7 @@ class _CompileOnly:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.target.arch  # compiled kernels are kept per device: one per architecture
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
