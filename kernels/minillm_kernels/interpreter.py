@@ -274,9 +274,11 @@ def _check_bounds(module: Any) -> None:
         if not inside.all():
             raise OutOfBoundsError(_described(self, int(active[~inside][0]), what))
 
-    def masked_load(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
+    def masked_load(
+        self: Any, pointers: Any, mask: Any, other: Any, *options: Any, **named: Any
+    ) -> Any:
         check(self, pointers, mask, "reads")
-        return load(self, pointers, mask, other, *options)
+        return load(self, pointers, mask, other, *options, **named)
 
     def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
         check(self, pointers, mask, "writes")
