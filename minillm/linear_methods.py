@@ -5,8 +5,9 @@ A layer owns one method. Packing and quantisation replace the method; they never
 
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from minillm import ops
 
 
 class LinearMethod(Protocol):
@@ -18,8 +19,8 @@ class LinearMethod(Protocol):
 
 
 class PlainLinearMethod:
-    """The weight as the checkpoint has it, applied by torch."""
+    """The weight as the checkpoint has it, applied as the device does it best."""
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[N, in], [out, in], [out] -> [N, out]"""
-        return F.linear(x, weight, bias)
+        return ops.linear(x, weight, bias)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from minillm import ops
 from minillm.config import ModelConfig
 from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import AttentionBackend
+from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Linear
 from minillm.layers.norm import RMSNorm
 
@@ -36,11 +36,30 @@ class Attention(nn.Module):
         """[N, d] -> [N, d]"""
         heads = self.num_heads + 2 * self.num_kv_heads
         qkv = self.qkv_proj(x).view(-1, heads, self.head_dim)  # [N, H + 2 Hkv, D]
+        if isinstance(kv, KVCache) and kv.fuses:
+            q = self._written_at_once(qkv, rope, batch, kv)
+        else:
+            q = self._written(qkv, rope, batch, kv)
+        out = kv.attend(self.layer, q, batch, self.scale, self.window)  # [N, H, D]
+        return self.o_proj(out.flatten(1))
+
+    def _written(
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
+    ) -> Tensor:
+        """Norm, rotate, write: [N, H + 2 Hkv, D] -> query [N, H, D]"""
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = ops.rotate(q, *rope, self.interleaved)
         k = ops.rotate(k, *rope, self.interleaved)
         kv.write(self.layer, k, v, batch)
-        out = kv.attend(self.layer, q, batch, self.scale, self.window)  # [N, H, D]
-        return self.o_proj(out.flatten(1))
+        return q
+
+    def _written_at_once(
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: KVCache
+    ) -> Tensor:
+        """The same in one launch, on a GPU."""
+        if self.q_norm is None or self.k_norm is None:
+            return kv.write_qkv(self.layer, qkv, None, 0.0, rope, self.interleaved, batch)
+        norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        return kv.write_qkv(self.layer, qkv, norms, eps, rope, self.interleaved, batch)

@@ -59,7 +59,7 @@ class AttentionBackend(Protocol):
 
 # The arguments of `ops.paged_attention`.
 AttentionOp = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None],
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, int | None],
     Tensor,
 ]
 
@@ -93,6 +93,9 @@ class KVCache:
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
+        if self.fuses:
+            slots = batch.slot_mapping
+            return ops.write_cache(key, value, self.key[layer], self.value[layer], slots)
         count = len(batch.slot_mapping)
         if count < len(key):  # what is behind is padding
             key, value = key[:count], value if value is None else value[:count]
@@ -101,6 +104,37 @@ class KVCache:
         self.key[layer][blocks, :, offsets] = key
         if value is not None:
             self.value[layer][blocks, :, offsets] = value
+
+    @property
+    def fuses(self) -> bool:
+        """Whether norm, rotation and writing are one launch here: then `write_qkv`."""
+        return ops.uses_kernels(self.key)
+
+    def write_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rope: tuple[Tensor, Tensor],
+        interleaved: bool,
+        batch: Batch,
+    ) -> Tensor:
+        """Norm, rotate and store a product [N, H + 2 Hkv, D] -> query [N, H, D]."""
+        q_weight, k_weight = norms or (None, None)
+        cos, sin = rope
+        return ops.norm_rope_write(
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            cos,
+            sin,
+            interleaved,
+            self.key[layer],
+            self.value[layer],
+            batch.slot_mapping,
+        )
 
     def attend(
         self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
@@ -115,6 +149,7 @@ class KVCache:
             batch.block_tables,
             scale,
             window,
+            batch.max_query_len,
         )
 
     @property

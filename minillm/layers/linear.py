@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minillm import ops
 from minillm.linear_methods import LinearMethod, PlainLinearMethod
 
 
@@ -54,11 +54,11 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[N] -> [N, d]"""
-        return F.embedding(input_ids, self.weight)
+        return ops.embedding(input_ids, self.weight)
 
     def as_output(self, x: Tensor) -> Tensor:
         """Logits with tied weights (Press and Wolf, 2017). [K, d] -> [K, V]"""
-        return F.linear(x, self.weight)
+        return ops.linear(x, self.weight)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Each checkpoint name with the view of this layer that holds it."""

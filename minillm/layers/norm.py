@@ -21,6 +21,12 @@ class RMSNorm(nn.Module):
         """[.., d] -> [.., d]"""
         return ops.rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum: two of [N, d]. Nothing is added to None."""
+        if residual is None:
+            return self(x), x
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Each checkpoint name with the view of this layer that holds it."""
         yield f"{self.name}.weight", self.weight.data

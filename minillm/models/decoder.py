@@ -18,7 +18,11 @@ MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual connection."""
+    """Attention and MLP, each behind a norm and beside a residual connection.
+
+    A block's output is added to the residual stream by the norm that comes next, because on a GPU
+    both are one pass over memory: so a layer hands on the stream and what is still to be added.
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -38,11 +42,17 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(f"{prefix}mlp.", d, config.intermediate_size, config.mlp_bias)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
-    ) -> Tensor:
-        """[N, d] -> [N, d]"""
-        x = x + self.attention(self.input_norm(x), rope, batch, kv)
-        return x + self.mlp(self.mlp_norm(x))
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv: AttentionBackend,
+    ) -> tuple[Tensor, Tensor]:
+        """Two of [N, d] -> two of [N, d]; no residual before the first layer."""
+        x, residual = self.input_norm.add(x, residual)
+        x, residual = self.mlp_norm.add(self.attention(x, rope, batch, kv), residual)
+        return self.mlp(x), residual
 
 
 class Decoder(nn.Module):
@@ -79,10 +89,10 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
         """Run the batch's tokens, extending the cache: N tokens -> hidden states [N, d]."""
         rope = self.rope(batch.positions)
-        x = self.embedding(batch.input_ids)
+        x, residual = self.embedding(batch.input_ids), None
         for layer in self.layers:
-            x = layer(x, rope, batch, kv)
-        return self.norm(x)
+            x, residual = layer(x, residual, rope, batch, kv)
+        return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[K, d] -> [K, V], in the model's dtype."""

@@ -1,25 +1,169 @@
-"""One function per operation. Backends hide behind these names; the engine calls nothing else."""
+"""One function per operation. Backends hide behind these names; the engine calls nothing else.
 
-from minillm_kernels.batch_invariant import invariant_silu_mul, tiled_attention, tiled_moe_experts
-from minillm_kernels.reference import (
-    causal_attention,
-    moe_experts,
-    moe_route,
-    paged_attention,
-    rms_norm,
-    rotate,
-    silu_mul,
-)
+A tensor on a CPU goes to `minillm_kernels.reference`, where each operation is described; one on a
+GPU goes to a Triton kernel that agrees with it (`dispatch` says when). The kernels are imported
+when the first tensor needs one.
+"""
+
+from types import ModuleType
+
+from torch import Tensor
+
+from minillm.ops.dispatch import backend_of, uses_kernels
+from minillm_kernels import batch_invariant, reference
+from minillm_kernels.reference import causal_attention, moe_route
 
 __all__ = [
+    "add_rms_norm",
+    "backend_of",
     "causal_attention",
+    "embedding",
     "invariant_silu_mul",
+    "linear",
     "moe_experts",
     "moe_route",
+    "norm_rope_write",
     "paged_attention",
     "rms_norm",
     "rotate",
     "silu_mul",
     "tiled_attention",
     "tiled_moe_experts",
+    "uses_kernels",
+    "write_cache",
 ]
+
+
+def _rows(x: Tensor) -> ModuleType:
+    """Whose operations on rows this tensor gets."""
+    if not uses_kernels(x):
+        return reference
+    from minillm_kernels import fused
+
+    return fused
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[.., d] -> [.., d]"""
+    return _rows(x).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """[N, d], [N, d] -> the norm of their sum, and the sum."""
+    return _rows(x).add_rms_norm(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[N, 2 I] -> [N, I]"""
+    return _rows(gate_up).silu_mul(gate_up)
+
+
+def invariant_silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu_mul` with the same bits wherever in the tensor a number is, as in a kernel always."""
+    if uses_kernels(gate_up):
+        return silu_mul(gate_up)
+    return batch_invariant.invariant_silu_mul(gate_up)
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """[N], [V, d] -> [N, d]"""
+    return _rows(weight).embedding(token_ids, weight)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """[N, H, D] -> [N, H, D]"""
+    return _rows(x).rotate(x, cos, sin, interleaved)
+
+
+def write_cache(
+    key: Tensor, value: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Keys [N, Hkv, D] and values [N, Hkv, Dv] to their slots; `value` is None with MLA."""
+    _rows(key).write_cache(key, value, k_cache, v_cache, slot_mapping)
+
+
+def norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """[N, H + 2 Hkv, D] -> query [N, H, D], with keys and values cached."""
+    return _rows(qkv).norm_rope_write(
+        qkv, q_weight, k_weight, eps, cos, sin, interleaved, k_cache, v_cache, slot_mapping
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[N, in], [out, in], [out] -> [N, out]"""
+    if not uses_kernels(x):
+        return reference.linear(x, weight, bias)
+    from minillm.ops import triton
+
+    return triton.linear(x, weight, bias)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+    max_query_len: int | None = None,
+) -> Tensor:
+    """[N, H, D] -> [N, H, Dv]; `max_query_len` spares a GPU the kernel for longer queries."""
+    where = (query_start, seq_lens, block_tables, scale, window)
+    if not uses_kernels(q):
+        return reference.paged_attention(q, k_cache, v_cache, *where)
+    from minillm.ops import triton
+
+    return triton.paged_attention(q, k_cache, v_cache, *where, max_query_len)
+
+
+def tiled_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+    max_query_len: int | None = None,
+) -> Tensor:
+    """`paged_attention` whose bits for a token do not depend on what is computed beside it."""
+    where = (query_start, seq_lens, block_tables, scale, window)
+    if not uses_kernels(q):
+        return batch_invariant.tiled_attention(q, k_cache, v_cache, *where)
+    from minillm.ops import triton
+
+    return triton.tiled_attention(q, k_cache, v_cache, *where, max_query_len)
+
+
+def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """[N, d], [E, 2 I, d], [E, d, I], [N, k], [N, k] -> [N, d]"""
+    if not uses_kernels(x):
+        return reference.moe_experts(x, gate_up, down, weights, ids)
+    from minillm_kernels import moe
+
+    return moe.moe_experts(x, gate_up, down, weights, ids)
+
+
+def tiled_moe_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor
+) -> Tensor:
+    """`moe_experts` whose bits for a token do not depend on what is computed beside it."""
+    if not uses_kernels(x):
+        return batch_invariant.tiled_moe_experts(x, gate_up, down, weights, ids)
+    from minillm_kernels import moe
+
+    return moe.moe_experts(x, gate_up, down, weights, ids, batch_invariant=True)

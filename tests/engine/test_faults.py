@@ -157,7 +157,7 @@ def in_decode(llm: LLM, patch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 def in_a_layer(llm: LLM, patch: pytest.MonkeyPatch, error: Exception) -> None:
-    def marked(x: Any, rope: Any, batch: Any, kv: Any) -> bool:
+    def marked(x: Any, residual: Any, rope: Any, batch: Any, kv: Any) -> bool:
         return bool((batch.input_ids == MARK).any())
 
     wrap(patch, llm.engine.runner.model.layers[1], "forward", marked, error)
@@ -294,7 +294,7 @@ def test_what_only_fails_for_several_rows_fails_for_nobody(
     llm, params = engine(folder, monkeypatch, **SETTINGS[setting]), all_params()
     if place == "layer":
         layer = llm.engine.runner.model.layers[1]
-        several: Callable[..., bool] = lambda x, rope, batch, kv: len(batch.seq_lens) > 1  # noqa: E731
+        several: Callable[..., bool] = lambda x, r, rope, batch, kv: len(batch.seq_lens) > 1  # noqa: E731
         wrap(monkeypatch, layer, "forward", several, Planted("too many"))
     else:
         wrap(monkeypatch, runner, "sample", lambda x, rows, *_: len(rows) > 1, Planted("too many"))
@@ -374,10 +374,10 @@ def test_nan_fails_whose_logits_it_is_in(folder, expected, monkeypatch, which, s
     right, layer = expected(params), llm.engine.runner.model.layers[0]
     works = layer.forward
 
-    def forward(x: Any, rope: Any, batch: Any, kv: Any) -> Any:
-        x = works(x, rope, batch, kv)
+    def forward(x: Any, residual: Any, rope: Any, batch: Any, kv: Any) -> Any:
+        x, residual = works(x, residual, rope, batch, kv)
         wrong = batch.input_ids == MARK if which == "one" else batch.input_ids >= 0
-        return torch.where(wrong[:, None], math.nan, x)
+        return torch.where(wrong[:, None], math.nan, x), residual
 
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", forward)
@@ -434,7 +434,7 @@ def test_a_text_that_cannot_be_scored_is_refused_and_others_still_score(folder, 
     for text in texts:
         assert code not in llm.tokenizer.encode(text) or text == texts[0]
 
-    def marked(x: Any, rope: Any, batch: Any, kv: Any) -> bool:
+    def marked(x: Any, residual: Any, rope: Any, batch: Any, kv: Any) -> bool:
         return bool((batch.input_ids == code).any())
 
     with monkeypatch.context() as patch:

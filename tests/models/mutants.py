@@ -96,6 +96,7 @@ def drop_norm(suffix: str) -> Any:
         for norm in parts(model, RMSNorm):
             if norm.name.endswith(suffix):
                 patch.setattr(norm, "forward", lambda x: x)
+                patch.setattr(norm, "add", lambda x, past: (x if past is None else x + past,) * 2)
 
     return apply
 

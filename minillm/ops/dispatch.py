@@ -1,0 +1,52 @@
+"""Which implementation an operation gets: the device of its tensors decides.
+
+    cpu         today the reference, which is plain torch
+    triton      our kernels, on an NVIDIA GPU of compute capability 8.0 or newer
+    reference   the same plain torch, on a GPU that the kernels do not know
+
+Interpreted Triton is for tests: nothing chooses it.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+OLDEST = (8, 0)  # Ampere; as in minillm_kernels.launch, which needs Triton to be imported
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Backend(NamedTuple):
+    """An implementation of all operations, and why a device has it."""
+
+    name: Literal["cpu", "reference", "triton"]
+    why: str
+
+
+@cache
+def backend_of(device: torch.device) -> Backend:
+    """The backend of a device; asked once per device."""
+    if device.type == "cpu":
+        return Backend("cpu", "plain torch")
+    if device.type != "cuda" or torch.version.hip is not None:
+        return Backend("reference", "plain torch: the kernels are for NVIDIA GPUs")
+    if find_spec("triton") is None:
+        return Backend("reference", "plain torch: Triton is not installed")
+    capability = torch.get_device_module(device).get_device_capability(device)
+    if capability < OLDEST:
+        found, needed = (".".join(map(str, each)) for each in (capability, OLDEST))
+        return Backend(
+            "reference",
+            f"plain torch: compute capability {found} is older than {needed}, which the Triton "
+            "kernels need",
+        )
+    return Backend("triton", "Triton kernels of our own")
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether this tensor goes to a Triton kernel. A gradient can only come from torch."""
+    if backend_of(x.device).name != "triton" or x.dtype not in DTYPES:
+        return False
+    return not (x.requires_grad and torch.is_grad_enabled())

@@ -1,0 +1,97 @@
+"""Which device gets which implementation, asked of devices that are not there."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minillm import ops
+from minillm.cli import main
+from minillm.ops import dispatch
+from minillm.ops.dispatch import Backend
+
+CUDA = torch.device("cuda:0")
+
+
+def gpu(monkeypatch, capability):
+    """A machine whose GPU has this compute capability."""
+    module = SimpleNamespace(get_device_capability=lambda device: capability)
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    return dispatch.backend_of.__wrapped__(CUDA)
+
+
+@pytest.mark.parametrize(("capability", "name"), [((7, 5), "reference"), ((8, 0), "triton"),
+                                                  ((8, 9), "triton"), ((9, 0), "triton"),
+                                                  ((10, 0), "triton")])  # fmt: skip
+def test_kernels_need_ampere(monkeypatch, capability, name):
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", None)
+    backend = gpu(monkeypatch, capability)
+    assert backend.name == name
+    if name == "reference":
+        assert backend.why == (
+            "plain torch: compute capability 7.5 is older than 8.0, which the Triton kernels need"
+        )
+
+
+def test_without_triton_a_gpu_has_plain_torch(monkeypatch):
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert gpu(monkeypatch, (9, 0)) == Backend("reference", "plain torch: Triton is not installed")
+
+
+def test_another_maker_s_gpu_has_plain_torch(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert gpu(monkeypatch, (9, 4)).name == "reference"
+    assert dispatch.backend_of.__wrapped__(torch.device("mps")).name == "reference"
+
+
+def test_a_cpu_has_plain_torch_and_info_says_so(capsys):
+    assert dispatch.backend_of(torch.device("cpu")) == Backend("cpu", "plain torch")
+    assert main(["info"]) == 0
+    assert "operations" in capsys.readouterr().out
+
+
+def test_a_gradient_comes_from_torch(monkeypatch):
+    monkeypatch.setattr(dispatch, "backend_of", lambda device: Backend("triton", ""))
+    x = torch.zeros(2, requires_grad=True)
+    assert not dispatch.uses_kernels(x)
+    with torch.no_grad():
+        assert dispatch.uses_kernels(x)
+    assert not dispatch.uses_kernels(torch.zeros(2, dtype=torch.float64))
+
+
+def test_every_operation_of_the_engine_goes_through_the_choice(monkeypatch):
+    """Each public operation asks, except those that have one implementation."""
+    asked = []
+    monkeypatch.setattr(
+        dispatch, "backend_of", lambda device: asked.append(1) or Backend("cpu", "")
+    )
+    x, w = torch.randn(2, 1, 8), torch.randn(8)
+    ids, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+    cache, angles = torch.zeros(2, 1, 4, 8), torch.zeros(2, 4)
+    slots, lengths = torch.tensor([0, 4]), torch.tensor([1, 1], dtype=torch.int32)
+    where = torch.tensor([0, 1, 2], dtype=torch.int32), lengths, torch.tensor([[0], [1]])
+    experts = torch.randn(2, 8, 8), torch.randn(2, 8, 4)
+    calls = {
+        "rms_norm": (x, w, 1e-5),
+        "add_rms_norm": (x[:, 0], x[:, 0], w, 1e-5),
+        "silu_mul": (x[:, 0],),
+        "invariant_silu_mul": (x[:, 0],),
+        "embedding": (ids[:, 0], experts[0][0]),
+        "linear": (x[:, 0], experts[0][0]),
+        "rotate": (x, angles, angles),
+        "write_cache": (x, x, cache, cache, slots),
+        "norm_rope_write": (torch.randn(2, 3, 8), None, None, 0.0, angles, angles, False, cache,
+                            cache, slots),
+        "paged_attention": (x, cache, cache.clone(), *where, 0.3),
+        "tiled_attention": (x, cache, cache.clone(), *where, 0.3),
+        "moe_experts": (x[:, 0], *experts, weights, ids),
+        "tiled_moe_experts": (x[:, 0], *experts, weights, ids),
+    }  # fmt: skip
+    single = {"backend_of", "uses_kernels", "causal_attention", "moe_route"}
+    assert {*calls} == {*ops.__all__} - single
+    for name, arguments in calls.items():
+        asked.clear()
+        getattr(ops, name)(*arguments)
+        assert asked, name
