@@ -1,0 +1,55 @@
+"""The kernel families, and where each keeps its kernels, cases and benchmarks.
+
+A family FAMILY is `minillm_kernels.FAMILY` (launchers), `minillm_kernels.check.FAMILY` (cases and
+launches to compile) and `minillm_kernels.bench.FAMILY` (measurements). They are imported when asked
+for, because the first needs Triton.
+"""
+
+import difflib
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minillm_kernels.bench.case import Measurement
+    from minillm_kernels.check.case import Launch
+
+FAMILIES = ("flash_attention", "paged_attention", "mla", "fused", "gemv", "sampling", "moe")
+
+
+class UnknownFamilyError(ValueError):
+    """No kernel family has this name."""
+
+
+def chosen(names: Sequence[str]) -> tuple[str, ...]:
+    """The named families in the order of `FAMILIES`, all of them if none is named."""
+    for name in names:
+        if name not in FAMILIES:
+            near = difflib.get_close_matches(name, FAMILIES, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UnknownFamilyError(
+                f"There is no kernel family '{name}'; there are {', '.join(FAMILIES)}.{hint}"
+            )
+    return tuple(family for family in FAMILIES if family in names or not names)
+
+
+def launchers(family: str) -> ModuleType:
+    """The module with a family's kernels; it needs Triton."""
+    return import_module(f"minillm_kernels.{family}")
+
+
+def checks(family: str) -> ModuleType:
+    """The module with a family's cases: `CASES`, `random_case`, `verify`, `LAUNCHES`."""
+    return import_module(f"minillm_kernels.check.{family}")
+
+
+def launches(family: str) -> "tuple[Launch, ...]":
+    """Calls with the shapes of real models, to be compiled without a GPU."""
+    return tuple(checks(family).LAUNCHES)
+
+
+def measurements(family: str, tiny: bool = False) -> "list[Measurement]":
+    """A family's benchmarks, on the GPU; `tiny` ones at toy sizes, on the CPU."""
+    found: list[Measurement] = import_module(f"minillm_kernels.bench.{family}").measurements(tiny)
+    return found
