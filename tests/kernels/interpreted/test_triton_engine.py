@@ -1,0 +1,70 @@
+"""The whole engine on interpreted kernels: a few tokens, the same as on plain torch."""
+
+from pathlib import Path
+
+import pytest
+from triton.runtime.interpreter import GridExecutor
+
+from minillm import deterministic
+from minillm.ops import dispatch
+from minillm.ops.dispatch import Backend
+from minillm_kernels.interpreter import ordered_dots
+from tests.kernels.engine_cases import TINY, generate, logprobs, open_engine, tokens
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> set[str]:
+    """Send everything to kernels from now on; the names of those that ran."""
+    ran: set[str] = set()
+    call = GridExecutor.__call__
+
+    def counted(self, *args, **kwargs):
+        ran.add(self.fn.__name__)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    monkeypatch.setattr(dispatch, "backend_of", lambda device: Backend("triton", "interpreted"))
+    return ran
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    written: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in written:
+            written[family] = TINY[family].write(tmp_path_factory.mktemp(family)).folder
+        return written[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def plain(folder_of):
+    """What each family answers on plain torch, asked before a kernel is chosen."""
+    return {
+        family: generate(open_engine(folder_of(family), "cpu"), max_tokens=3) for family in TINY
+    }
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_the_engine_says_the_same(family, folder_of, plain, kernels):
+    outputs = generate(open_engine(folder_of(family), "cpu"), max_tokens=3)
+    assert tokens(outputs) == tokens(plain[family])
+    for got, expected in zip(outputs, plain[family], strict=True):
+        assert logprobs(got) == pytest.approx(logprobs(expected), abs=2e-4)
+    assert len(kernels) >= 5, kernels
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_every_bit_is_as_alone(family, folder_of, kernels, monkeypatch):
+    """The deterministic mode; its tiles are not tried, which would take a minute here."""
+    monkeypatch.setattr(deterministic, "find_tiles", lambda model: (16,))
+    with ordered_dots():
+        llm = open_engine(folder_of(family), "cpu", deterministic=True)
+        together = generate(llm, max_tokens=2)
+        for place, output in enumerate(together):
+            llm.reset_prefix_cache()
+            (alone,) = generate(llm, max_tokens=2, only=place)
+            assert tokens([alone]) == tokens([output])
+            assert logprobs(alone) == logprobs(output)
