@@ -1,0 +1,230 @@
+"""The GPU as a stopwatch: what it is, and how long a call takes on it."""
+
+import gc
+import math
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from minillm_kernels.bench.case import Call
+from minillm_kernels.bench.results import How
+
+TIMING = 2e-3  # seconds that one timing should take, so that an event's resolution is nothing
+MAX_CALLS = 512  # in one timing
+
+
+class NoGpuError(RuntimeError):
+    """There is no GPU that could run the benchmarks: one sentence that says why."""
+
+
+class NotANumberError(ValueError):
+    """A result has NaN in it, so its inputs were not what a model would give."""
+
+
+class Contender(Protocol):
+    """One implementation, warmed up and ready to be timed."""
+
+    calls: int
+    how: How
+
+    def seconds(self) -> float:
+        """Time it once; seconds of one call."""
+
+    def close(self) -> None:
+        """Give its memory back."""
+
+
+class Stopwatch(Protocol):
+    """What the runner needs of a GPU; tests give it one with a made-up clock."""
+
+    cache_bytes: int
+
+    def ready(self, call: Call, num_sets: int) -> Contender:
+        """Warm up on every input set; raises what the call raises."""
+
+    def lost(self) -> bool:
+        """Whether an error has left the device unusable for this process."""
+
+    def free(self) -> None:
+        """Give cached memory back."""
+
+
+def require_gpu() -> None:
+    """NoGpuError unless compiled kernels can run on the current CUDA device; needs Triton."""
+    from minillm_kernels.launch import INTERPRETED, OLDEST
+
+    if INTERPRETED:
+        raise NoGpuError(
+            "TRITON_INTERPRET=1 is set, and interpreted kernels have no speed: unset it."
+        )
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        raise NoGpuError(
+            "The benchmark needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, and "
+            "torch sees none here."
+        )
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < OLDEST:
+        raise NoGpuError(
+            f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}; the kernels "
+            "need 8.0 (Ampere) or newer."
+        )
+
+
+class Gpu:
+    """The current CUDA device."""
+
+    def __init__(self) -> None:
+        require_gpu()
+        self.properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self.cache_bytes = int(self.properties.L2_cache_size)
+
+    def facts(self) -> dict[str, Any]:
+        """What a reader of the numbers wants to know of it and of the software."""
+        from minillm_kernels.launch import triton
+
+        properties = self.properties
+        return {
+            "name": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_cache_bytes": self.cache_bytes,
+            "driver": driver_version(),
+            "cuda": torch.version.cuda,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        }
+
+    def ready(self, call: Call, num_sets: int) -> Contender:
+        """A graph of calls over all input sets in turn; plain launches if it cannot be captured."""
+        for index in range(num_sets):  # compiles, plans, loads modules
+            result = call(index)
+            if index == 0:
+                refuse_nan(result)
+        del result
+        torch.cuda.synchronize()
+        try:
+            return _captured(call, num_sets)
+        except Exception:
+            self._settle()
+        trial = _Launches(call, num_sets, num_sets)
+        return _Launches(call, num_sets, calls_per_timing(trial.seconds(), num_sets))
+
+    def _settle(self) -> None:
+        """A failed capture leaves an error behind, which the next call would report."""
+        for _ in range(2):
+            if not self.lost():
+                return
+
+    def lost(self) -> bool:
+        """After an illegal access, every call of this process fails."""
+        try:
+            torch.cuda.synchronize()
+        except Exception:
+            return True
+        return False
+
+    def free(self) -> None:
+        """So that the next measurement has the whole memory."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def calls_per_timing(seconds: float, num_sets: int) -> int:
+    """Enough calls to fill `TIMING`, every input set equally often."""
+    rounds = math.ceil(TIMING / max(seconds, 1e-9) / num_sets)
+    return num_sets * max(1, min(rounds, MAX_CALLS // num_sets))
+
+
+def refuse_nan(result: object) -> None:
+    """Data that are all NaN cost nothing to multiply; NotANumberError if any result is one."""
+    for tensor in _tensors(result):
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise NotANumberError("its result has NaN in it; it would not be a fair measurement")
+
+
+def _tensors(result: object) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for part in result:
+            yield from _tensors(part)
+
+
+class _Timed:
+    """Events around one step, with another step before it that keeps the GPU busy meanwhile.
+
+    Otherwise the first event passes at once and the time until the host has launched counts.
+    """
+
+    def __init__(self, step: Callable[[], object], calls: int, how: How):
+        self.step, self.calls, self.how = step, calls, how
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.stop = torch.cuda.Event(enable_timing=True)
+
+    def seconds(self) -> float:
+        self.step()
+        self.start.record()
+        self.step()
+        self.stop.record()
+        self.stop.synchronize()
+        return self.start.elapsed_time(self.stop) / 1e3 / self.calls
+
+    def close(self) -> None:
+        self.step = _nothing
+
+
+def _nothing() -> None:
+    """What is left of a step whose memory was given back."""
+
+
+class _Launches(_Timed):
+    def __init__(self, call: Call, num_sets: int, calls: int):
+        def step() -> None:
+            _rotate(call, num_sets, calls)
+
+        super().__init__(step, calls, "launches")
+
+
+class _Graph(_Timed):
+    def __init__(self, call: Call, num_sets: int, calls: int):
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.kept = _rotate(call, num_sets, calls)
+        super().__init__(self.graph.replay, calls, "graph")
+
+    def close(self) -> None:
+        super().close()
+        self.kept.clear()
+        self.graph.reset()
+
+
+def _rotate(call: Call, num_sets: int, calls: int) -> list[object]:
+    """Results of the last calls are kept, so that outputs rotate through memory as inputs do."""
+    kept: list[object] = [None] * num_sets
+    for index in range(calls):
+        kept[index % num_sets] = call(index % num_sets)
+    return kept
+
+
+def _captured(call: Call, num_sets: int) -> _Graph:
+    """A graph as long as `TIMING` asks, by the time of a short one."""
+    short = _Graph(call, num_sets, num_sets)
+    calls = calls_per_timing(short.seconds(), num_sets)
+    if calls == num_sets:
+        return short
+    short.close()
+    return _Graph(call, num_sets, calls)
+
+
+def driver_version() -> str | None:
+    """As `nvidia-smi` says it, if it is there."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None

@@ -1,0 +1,195 @@
+"""Starts workers and collects what they find; one that dies or hangs costs one row."""
+
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from minillm_kernels.bench.results import Result
+from minillm_kernels.bench.runner import Clock
+from minillm_kernels.bench.worker import INPUTS, Event, Job
+
+SILENCE = 90.0  # seconds without a word after which a worker counts as hung
+GRACE = 30.0  # seconds beyond the budget for the measurement that is running
+RESTART = 15.0  # seconds that a new worker needs before it can measure
+WORKER = (sys.executable, "-m", "minillm_kernels.bench.worker")
+ENDED = "the time budget was used up"
+
+
+class Worker(Protocol):
+    """A process that measures."""
+
+    def next(self, seconds: float) -> Event | None:
+        """Its next event, None once it has ended; TimeoutError if it says nothing for so long."""
+
+    def last_words(self) -> str:
+        """How it ended."""
+
+    def stop(self) -> None:
+        """End it, if it has not."""
+
+
+class Process:
+    """A `Worker` in a process of its own."""
+
+    def __init__(self, job: Job, command: Sequence[str] = WORKER):
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  closed in stop
+        self.process = subprocess.Popen(
+            [*command, job.to_json()], stdout=subprocess.PIPE, stderr=self.errors
+        )
+        self.lines: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def next(self, seconds: float) -> Event | None:
+        """Its next line."""
+        try:
+            line = self.lines.get(timeout=max(seconds, 0.01))
+        except queue.Empty:
+            raise TimeoutError from None
+        return None if line is None else json.loads(line)
+
+    def last_words(self) -> str:
+        """Exit code and last line of what it wrote to standard error."""
+        code = self.process.wait()
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").split("\n")
+        words = [line.strip() for line in lines if line.strip()]
+        return f"the process ended with exit code {code}" + (
+            f": {words[-1][:200]}" if words else ""
+        )
+
+    def stop(self) -> None:
+        """Kill it: a hung kernel listens to nothing gentler."""
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Run:
+    """Everything that was found."""
+
+    gpu: Mapping[str, Any] = field(default_factory=dict)
+    ceilings: tuple[Result, ...] = ()
+    ceilings_at_end: tuple[Result, ...] = ()
+    results: list[Result] = field(default_factory=list)
+    stopped: str | None = None  # why it ended early
+
+
+@dataclass
+class Supervisor:
+    """Runs a job to its end, with as many workers as that takes.
+
+    `names` are those of all measurements, for the ones that nobody came to measure.
+    """
+
+    job: Job
+    names: Mapping[str, Sequence[str]]
+    start: Callable[[Job], Worker]
+    clock: Clock
+    say: Callable[[str], None]
+    run: Run = field(default_factory=Run)
+    open: Event | None = None  # what the worker has begun and not finished
+    place: tuple[int, int] = (0, 0)  # next family and measurement
+
+    def go(self) -> Run:
+        """The run; Ctrl-C ends it with what there is."""
+        end = self.clock() + self.job.seconds
+        try:
+            while self.run.stopped is None and self.place[0] < len(self.job.families):
+                self._one_worker(end)
+        except KeyboardInterrupt:
+            self.run.stopped = "interrupted"
+        self._leave_out(self.run.stopped or ENDED)
+        return self.run
+
+    def _one_worker(self, end: float) -> None:
+        """Until it ends, dies or hangs; `place` is then where the next one goes on."""
+        left = end - self.clock()
+        first = not self.run.gpu
+        if left < RESTART and not first:
+            self.run.stopped = ENDED
+            return
+        family, index = self.place
+        job = replace(
+            self.job,
+            families=self.job.families[family:],
+            start=index,
+            seconds=left,
+            with_ceilings=first,
+        )
+        self.open, begun = None, False
+        worker = self.start(job)
+        try:
+            while True:
+                patience = min(SILENCE, end + GRACE - self.clock())
+                event = worker.next(patience)
+                if event is None:
+                    self._died(worker.last_words(), begun)
+                    return
+                begun = begun or event["event"] == "begin"
+                if event["event"] == "end":
+                    self.place = (len(self.job.families), 0)
+                    return
+                self._hear(event)
+        except TimeoutError:
+            self._died(f"no answer for {patience:.0f} s, so the process was ended", begun)
+        finally:
+            worker.stop()
+
+    def _hear(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "gpu":
+            self.run.gpu = event["gpu"]
+        elif kind == "begin":
+            self.open = event
+            self.say(f"{event['family']}: {event['name']}")
+        elif kind == "result":
+            self._record(event, Result.from_json(event["result"]))
+        else:
+            self.open = None
+            results = tuple(Result.from_json(data) for data in event["results"])
+            if kind == "ceilings":
+                self.run.ceilings = results
+            else:
+                self.run.ceilings_at_end = results
+
+    def _record(self, event: Event, result: Result) -> None:
+        self.open = None
+        self.run.results.append(result)
+        if result.error:
+            self.say(f"{result.family}: {result.name}: {result.error}")
+        self._advance(event)
+
+    def _advance(self, event: Event) -> None:
+        family = self.job.families.index(event["family"])
+        index = int(event["index"])
+        self.place = (family + 1, 0) if index == INPUTS else (family, index + 1)
+
+    def _died(self, how: str, begun: bool) -> None:
+        """Blame what was running, and go on behind it."""
+        if self.open is None:
+            if not begun:
+                self.run.stopped = how
+            return
+        event, self.open = self.open, None
+        self.say(f"{event['family']}: {event['name']}: {how}")
+        if event["family"] in self.job.families:
+            failed = Result.unmeasured(event["family"], event["name"], error=how)
+            self._record(event, failed)
+
+    def _leave_out(self, why: str) -> None:
+        """A row for everything that no worker came to."""
+        first, index = self.place
+        for number, family in enumerate(self.job.families[first:]):
+            for name in self.names[family][index if number == 0 else 0 :]:
+                self.run.results.append(Result.unmeasured(family, name, left_out=why))
