@@ -90,6 +90,8 @@ class KVCache:
             self.value = self.key[..., : spec.value_dim]
         else:
             self.value = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
+        # Whether norm, rotation and writing are one launch here, for heads of usual sizes.
+        self.fuses = ops.uses_kernels(self.key) and spec.key_dim % 8 == 0
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
@@ -104,11 +106,6 @@ class KVCache:
         self.key[layer][blocks, :, offsets] = key
         if value is not None:
             self.value[layer][blocks, :, offsets] = value
-
-    @property
-    def fuses(self) -> bool:
-        """Whether norm, rotation and writing are one launch here: then `write_qkv`."""
-        return ops.uses_kernels(self.key)
 
     def write_qkv(
         self,

@@ -5,7 +5,9 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from minillm_kernels.check.second_opinion import DTYPES, JUDGES
 from minillm_kernels.families import checks
 
 FEWEST_RANDOM = 3  # random cases, however long the others took
@@ -16,7 +18,8 @@ class Outcome:
     """What became of a family.
 
     Attributes:
-        num_cases: edges that were tried; num_invariant: those compared bit for bit.
+        num_cases: edges that were tried, and attention beside torch's own; num_invariant: those
+            compared bit for bit.
         num_random: other cases, with the seeds 0, 1, ...
         failures: the case and what was wrong, one text each.
     """
@@ -50,7 +53,7 @@ def run_family(
     module, start = checks(family), clock()
     failures: list[str] = []
 
-    def tried(verify: Callable[[object, str], None], cases: Iterator[object]) -> int:
+    def tried(verify: Callable[[Any, str], None], cases: Iterator[object]) -> int:
         count = 0
         for case in cases:
             count += 1
@@ -63,6 +66,8 @@ def run_family(
         return count
 
     num_cases = tried(module.verify, iter(module.CASES))
+    if family in JUDGES:
+        num_cases += tried(JUDGES[family], iter(DTYPES))
     invariant = getattr(module, "verify_invariant", None)
     num_invariant = tried(invariant, iter(module.CASES)) if invariant and not failures else 0
 
