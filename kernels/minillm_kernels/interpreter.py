@@ -30,6 +30,7 @@ TORCH_TYPES = MappingProxyType(
         tl.float8e5: torch.float8_e5m2,
     }
 )
+SATURATING = (tl.float8e4nv, tl.float8e5)  # as a GPU casts to them; not every torch does
 COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
 BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift")
 
@@ -65,7 +66,11 @@ def _convert(module: Any, handle: Any, target: Any) -> Any:
     source, target = handle.dtype.scalar, target.scalar
     np = module.np
     raw = np.ascontiguousarray(handle.data).reshape(-1).view(np.uint8)
-    numbers = torch.from_numpy(raw).view(TORCH_TYPES[source]).float().to(TORCH_TYPES[target])
+    wide = torch.from_numpy(raw).view(TORCH_TYPES[source]).float()
+    if target in SATURATING:
+        largest = torch.finfo(TORCH_TYPES[target]).max
+        wide = wide.clamp(-largest, largest)
+    numbers = wide.to(TORCH_TYPES[target])
     data = numbers.view(torch.uint8).numpy().view(module._get_np_dtype(target))
     return module.TensorHandle(data.reshape(handle.data.shape), target)
 
@@ -250,6 +255,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 def _check_bounds(module: Any) -> None:
     builder, np = module.InterpreterBuilder, module.np
     load, store = builder.create_masked_load, builder.create_masked_store
+    modify, swap = builder.create_atomic_rmw, builder.create_atomic_cas
     init = module.GridExecutor._init_args_hst
 
     def init_args(self: Any, args: Any, kwargs: Any) -> Any:
@@ -284,8 +290,18 @@ def _check_bounds(module: Any) -> None:
         check(self, pointers, mask, "writes")
         return store(self, pointers, value, mask, *options)
 
+    def atomic_rmw(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(self, pointers, mask, "changes")
+        return modify(self, op, pointers, value, mask, *rest)
+
+    def atomic_cas(self: Any, pointers: Any, *rest: Any) -> Any:
+        everywhere = module.TensorHandle(np.ones(pointers.data.shape, dtype=bool), tl.int1)
+        check(self, pointers, everywhere, "changes")
+        return swap(self, pointers, *rest)
+
     module.GridExecutor._init_args_hst = init_args
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+    builder.create_atomic_rmw, builder.create_atomic_cas = atomic_rmw, atomic_cas
 
 
 def _described(builder: Any, address: int, what: str) -> str:
