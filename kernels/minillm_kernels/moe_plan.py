@@ -122,6 +122,8 @@ def _plan_kernel(
             expert_of_block + block, tl.where(block < own_end, expert, -1), mask=block < marked_end
         )
 
+    if num_own_pairs == 0:
+        return
     rows = pair_of_row + first_block * BLOCK_M
     num_seen = 0
     for first in range(0, num_pairs, CHUNK):
