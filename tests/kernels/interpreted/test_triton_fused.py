@@ -1,0 +1,305 @@
+"""Norms, SwiGLU, embedding, rotation and the KV write: interpreted, against float64."""
+
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime.errors import InterpreterError
+
+from minillm_kernels import fused, rope_cache
+from minillm_kernels.check import fused as check
+from minillm_kernels.check import rope_cache as rope_check
+from minillm_kernels.check.case import Mismatch, generator
+from minillm_kernels.launch import KernelError
+from tests.kernels.mutants import mutant
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+KINDS = sorted({type(case) for case in check.CASES}, key=lambda kind: kind.__name__)
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_case(kind: type) -> None:
+    for case in check.CASES:
+        if type(case) is kind:
+            check.verify(case)
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(st.integers(0, 2**32))
+def test_any_case(seed: int) -> None:
+    check.verify(check.random_case(random.Random(seed)))
+
+
+# ---- a row's bits do not depend on what is beside it ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(BF16, 40), (torch.float32, 2048), (torch.float16, 17000)], ids=str
+)
+def test_norms_are_batch_invariant(dtype: torch.dtype, size: int) -> None:
+    rng = generator(size)
+    x, residual = (torch.randn(41, size, generator=rng).to(dtype) for _ in "xr")
+    weight = torch.randn(size, generator=rng).to(dtype)
+    together = fused.add_rms_norm(x, residual, weight, 1e-6)[0]
+    for row in (0, 40):
+        one = slice(row, row + 1)
+        alone = fused.add_rms_norm(x[one], residual[one], weight, 1e-6)[0]
+        assert torch.equal(together[one], alone)
+        assert torch.equal(fused.rms_norm((x + residual)[one], weight, 1e-6), alone)
+
+
+def test_projections_are_batch_invariant() -> None:
+    rng = generator(1)
+    qkv, weight = torch.randn(50, 7, 64, generator=rng), torch.randn(64, generator=rng)
+    turns = torch.rand(50, 32, generator=rng) * 6
+    slots = torch.randperm(50, generator=rng)
+
+    def run(rows: slice) -> tuple[torch.Tensor, ...]:
+        caches = torch.zeros(2, 4, 2, 16, 64).unbind()
+        angles = turns[rows].cos(), turns[rows].sin()
+        norm = (weight, weight, 1e-6)
+        q = rope_cache.norm_rope_write(qkv[rows], *norm, *angles, False, *caches, slots[rows])
+        return q, *caches
+
+    q, k, v = run(slice(0, 50))
+    for row in (0, 17, 49):
+        block, offset = divmod(int(slots[row]), 16)
+        alone = run(slice(row, row + 1))
+        assert torch.equal(alone[0], q[row : row + 1])
+        assert torch.equal(alone[1][block, :, offset], k[block, :, offset])
+        assert torch.equal(alone[2][block, :, offset], v[block, :, offset])
+
+
+def test_what_is_beside_a_row_cannot_reach_it() -> None:
+    x = torch.full((3, 64), float("nan"))
+    x[1] = 1.0
+    assert bool((fused.rms_norm(x, torch.ones(64), 0.0)[1] == 1).all())
+    heads = x.view(3, 1, 64)
+    turned = fused.rotate(heads, torch.ones(3, 32), torch.zeros(3, 32))
+    assert torch.equal(turned[1], heads[1])
+
+
+def test_a_result_may_replace_its_input() -> None:
+    rng = generator(2)
+    x, weight = torch.randn(6, 80, generator=rng), torch.randn(80, generator=rng)
+    expected = fused.rms_norm(x, weight, 1e-6)
+    assert fused.rms_norm(x, weight, 1e-6, out=x) is x
+    assert torch.equal(x, expected)
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+def good(**changed: object) -> dict[str, object]:
+    """Arguments of `norm_rope_write` that fit."""
+    fine = {
+        "qkv": torch.ones(3, 4, 16),
+        "q_weight": torch.ones(16),
+        "k_weight": torch.ones(16),
+        "eps": 1e-6,
+        "cos": torch.ones(3, 8),
+        "sin": torch.ones(3, 8),
+        "interleaved": False,
+        "k_cache": torch.ones(2, 1, 4, 16),
+        "v_cache": torch.ones(2, 1, 4, 16),
+        "slot_mapping": torch.tensor([0, 5, -1]),
+    }
+    return fine | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"qkv": torch.ones(3, 64)}, "qkv is [3, 64]; it must be [N, H + 2 Hkv, D]."),
+        ({"qkv": torch.ones(3, 4, 16, dtype=BF16)}, "qkv is torch.bfloat16 and k_cache"),
+        ({"qkv": torch.ones(3, 4, 12)}, "qkv has a head_dim of 12; it must be a multiple of 8"),
+        ({"qkv": torch.ones(3, 2, 16)}, "qkv has 2 heads, and the caches 1 KV heads"),
+        ({"qkv": torch.ones(3, 16, 4).transpose(1, 2)}, "qkv has strides (64, 1, 4)"),
+        ({"q_weight": None}, "only one of q_weight and k_weight is given"),
+        ({"k_weight": torch.ones(8)}, "k_weight is [8]; it must be [16]."),
+        ({"q_weight": torch.ones(32)[::2]}, "q_weight has shape [16] and strides (2,)"),
+        ({"cos": torch.ones(3, 16)}, "cos is [3, 16]; it must be [3, 8]."),
+        ({"sin": torch.ones(2, 8)}, "sin is [2, 8]; it must be [3, 8]."),
+        ({"cos": torch.ones(3, 8, dtype=BF16)}, "cos is torch.bfloat16; it must be float32."),
+        ({"k_cache": torch.ones(2, 4, 16)}, "k_cache is [2, 4, 16]"),
+        ({"v_cache": torch.ones(2, 1, 8, 16)}, "v_cache is [2, 1, 8, 16]"),
+        ({"v_cache": torch.ones(2, 1, 4, 8)}, "v_cache is [2, 1, 4, 8]; it must be [2, 1, 4, 16]"),
+        ({"slot_mapping": torch.ones(3)}, "slot_mapping is torch.float32; it must be int32 or"),
+        ({"slot_mapping": torch.tensor([[0, 1]])}, "slot_mapping is [1, 2]; it must be [N]."),
+        ({"slot_mapping": torch.arange(6)[::2]}, "slot_mapping has shape [3] and strides (2,)"),
+        ({"out": torch.ones(3, 3, 16)}, "out is [3, 3, 16]; it must be [3, 2, 16]."),
+        ({"out": torch.ones(3, 2, 16, dtype=BF16)}, "out is torch.bfloat16 on cpu"),
+        ({"qkv": torch.ones(3, 4, 16, device="meta")}, "qkv is on meta and k_cache on cpu"),
+    ],
+)
+def test_a_projection_that_does_not_fit(changed: dict[str, object], sentence: str) -> None:
+    with pytest.raises(KernelError) as error:
+        rope_cache.norm_rope_write(**good(**changed))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda x, w: fused.rms_norm(x, w[:8], 1e-6), "weight is [8]; it must be [16]."),
+        (lambda x, w: fused.rms_norm(x[0, 0], w, 1e-6), "x has no dimensions"),
+        (lambda x, w: fused.rms_norm(x.double(), w, 1e-6), "x is torch.float64; it must be float"),
+        (lambda x, w: fused.rms_norm(x, w.half(), 1e-6), "x is torch.float32 and weight torch."),
+        (lambda x, w: fused.rms_norm(x.T, x[:, 0], 1e-6), "x has strides (1, 16)"),
+        (lambda x, w: fused.rms_norm(x, w, 1e-6, out=x[:2]), "out is [2, 16]; it must be [4, 16]."),
+        (
+            lambda x, w: fused.rms_norm(x.view(2, 1, 2, 16).transpose(0, 2), w, 1e-6),
+            "with other than two or three dimensions it must be contiguous",
+        ),
+        (lambda x, w: fused.add_rms_norm(x, x[:2], w, 1e-6), "residual is [2, 16]"),
+        (lambda x, w: fused.add_rms_norm(x[None], x[None], w, 1e-6), "x is [1, 4, 16]; it must"),
+        (lambda x, w: fused.add_rms_norm(x, x, w, 1e-6, residual_out=x.half()), "residual_out is"),
+        (lambda x, w: fused.silu_mul(x[:, :7]), "gate_up is [4, 7]; its last dimension must be ev"),
+        (lambda x, w: fused.silu_mul(x.T), "gate_up has strides (1, 16)"),
+        (lambda x, w: fused.embedding(w, x), "token_ids is torch.float32; it must be int32 or"),
+        (lambda x, w: fused.embedding(torch.arange(4)[None], x), "token_ids is [1, 4]; it must be"),
+        (lambda x, w: fused.embedding(torch.arange(4), w), "weight is [16]; it must be [V, d]."),
+        (lambda x, w: fused.rotate(x, x, x), "x is [4, 16]; it must be [N, H, D]."),
+        (lambda x, w: fused.rotate(x[..., None], x, x), "rows of 1 numbers have no pairs"),
+        (
+            lambda x, w: fused.write_cache(x, x, x, x, torch.arange(4)),
+            "key is [4, 16]; it must be [N, Hkv, D].",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(call: object, sentence: str) -> None:
+    with pytest.raises(KernelError) as error:
+        call(torch.ones(4, 16), torch.ones(16))  # type: ignore[operator]
+    assert sentence in str(error.value)
+
+
+def test_values_of_keys_and_values_fit_the_caches() -> None:
+    key, cache, slots = torch.ones(3, 2, 8), torch.ones(2, 2, 4, 8), torch.arange(3)
+    with pytest.raises(KernelError, match=r"value is \[3, 2, 4\]; it must be \[3, 2, 8\]"):
+        fused.write_cache(key, key[..., :4], cache, cache, slots)
+    with pytest.raises(KernelError, match=r"k_cache is \[2, 2, 4, 8\]; it must be \[blocks, 1,"):
+        fused.write_cache(key[:, :1], None, cache, cache, slots)
+
+
+def test_debugging_names_the_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "DEBUG", True)
+    monkeypatch.setattr(rope_cache, "DEBUG", True)
+    with pytest.raises(KernelError, match=r"token_ids\[1\] is 4; the table has rows 0 to 3"):
+        fused.embedding(torch.tensor([3, 4]), torch.ones(4, 16))
+    with pytest.raises(KernelError, match=r"slot_mapping\[2\] is 8; the cache has slots 0 to 7"):
+        rope_cache.norm_rope_write(**good(slot_mapping=torch.tensor([0, -1, 8])))
+
+
+# ---- mutations ---------------------------------------------------------------------------------
+
+FUSED_BUGS = [
+    (check.Norm, "no eps", "axis=1) / SIZE + eps)", "axis=1) / SIZE)", 1),
+    (check.Norm, "no eps in the loop", "squares) / SIZE + eps)", "squares) / SIZE)", 1),
+    (check.Norm, "a mean over the padded width", "axis=1) / SIZE", "axis=1) / BLOCK", 1),
+    (check.Norm, "nothing squared", "tl.sum(x * x, axis=1)", "tl.sum(tl.abs(x), axis=1)", 1),
+    (check.Norm, "unguarded columns", "(row < num_rows)[:, None] & (column < SIZE)",
+     "(row < num_rows)[:, None] & (column < BLOCK)", 1),
+    (check.Norm, "unguarded rows", "(row < num_rows)[:, None] & (column < SIZE)",
+     "(row >= 0)[:, None] & (column < SIZE)", 1),
+    (check.Norm, "no weight", "x * scale[:, None] * weight", "x * scale[:, None]", 1),
+    (check.Norm, "heads of a wider row confused", "(row // inner)", "(row % inner)", 1),
+    (check.Norm, "the tail of a long row forgotten", "for start in range(0, SIZE, BLOCK)",
+     "for start in range(0, SIZE - SIZE % BLOCK, BLOCK)", 2),
+    (check.AddNorm, "the residual forgotten", " + residual.to(tl.float32)", "", 2),
+    (check.AddNorm, "the sum not stored", "tl.store(sum_ptr + sum_row + column, x, mask=mask)",
+     "pass", 1),
+    (check.AddNorm, "a long row's norm of what was added",
+     "x_ptr = sum_ptr + row.to(tl.int64) * sum_stride", "pass", 1),
+    (check.Swiglu, "gate and up exchanged", "gate32 = gate.to(tl.float32)",
+     "gate, up = up, gate\n    gate32 = gate.to(tl.float32)", 1),
+    (check.Swiglu, "a sigmoid alone", "(gate32 / (1.0", "(1.0 / (1.0", 1),
+    (check.Swiglu, "the sign of the exponent", "tl.exp(-gate32)", "tl.exp(gate32)", 1),
+    (check.Swiglu, "another tile's rows", "(program // blocks) * ROWS",
+     "(program // blocks) * BLOCK", 1),
+    (check.Embedding, "ids below 0 read", "(token_id >= 0) & (token_id < num_rows)",
+     "token_id < num_rows", 1),
+    (check.Embedding, "ids behind the table read", "(token_id >= 0) & (token_id < num_rows)",
+     "token_id >= 0", 1),
+]  # fmt: skip
+ROPE_BUGS = [
+    ("the sign of the sine", "first * cos - second * sin", "first * cos + second * sin", 1),
+    ("the wrong half", "second * cos + first * sin", "second * cos + second * sin", 1),
+    ("interleaved exchanged", "    if INTERLEAVED:", "    if not INTERLEAVED:", 1),
+    ("interleaved written so", "tl.store(place + DIM // 2 + pair", "tl.store(place + HALF + pair",
+     1),
+    ("unguarded columns", "inside = mask & (pair < DIM // 2)", "inside = mask & (pair < HALF)", 2),
+    ("slot -1 written", "kept = (slot >= 0) & (", "kept = (slot >= -1) & (", 1),
+    ("a slot behind the cache written", "& (slot // BLOCK_SIZE < num_blocks)", "", 1),
+    ("a padding row written", "mask=live & (token < num_slots), other=-1",
+     "mask=live & (token < num_slots), other=0", 1),
+    ("slots behind the mapping read", "mask=live & (token < num_slots)", "mask=live", 1),
+    ("a padding row without a query", "live = token < num_tokens",
+     "live = token < num_slots", 1),
+    ("k taken from q", "place = token_place + (NUM_HEADS + head) * qkv_head_stride",
+     "place = token_place + (NUM_HEADS - 1 + head) * qkv_head_stride", 1),
+    ("v taken from k", "(NUM_HEADS + NUM_KV_HEADS + head)", "(NUM_HEADS + head)", 1),
+    ("the head map of q", "row // NUM_HEADS, row % NUM_HEADS\n        live",
+     "row % num_tokens, row // num_tokens\n        live = token > 0\n        live", 1),
+    ("q's weight for k", "place, token, kept, k_weight_ptr", "place, token, kept, q_weight_ptr", 1),
+    ("no eps", "squares / DIM + eps", "squares / DIM", 1),
+    ("a mean over the padded width", "squares / DIM + eps", "squares / (2 * HALF) + eps", 1),
+    ("half of the squares", "first * first + second * second", "first * first", 1),
+    ("one token's angle for all", "cos_ptr + token.to(tl.int64) * cos_stride", "cos_ptr", 1),
+    ("block and offset exchanged", "return slot // BLOCK_SIZE, slot % BLOCK_SIZE, kept",
+     "return slot % BLOCK_SIZE, slot // BLOCK_SIZE, kept", 1),
+    ("values written as keys", "copy_rows(source, target, kept, VALUE_DIM, BLOCK)",
+     "copy_rows(source, target, kept, DIM, BLOCK)", 1),
+    ("heads not normed", "    if weight_ptr is not None:\n", "    if False:\n", 1),
+]  # fmt: skip
+
+
+def named(value: object) -> str:
+    """The first word of each parameter is enough to find it."""
+    return getattr(value, "__name__", str(value)[:30])
+
+
+def convicted(broken: ModuleType, kinds: tuple[type, ...]) -> bool:
+    """Whether a case of these kinds shows the bug, by a wrong result or a wrong access."""
+    for case in check.CASES:
+        try:
+            if isinstance(case, kinds):
+                check.verify(case, kernels=broken)
+        except Mismatch:
+            return True
+        except InterpreterError as error:  # anything else is no bug of ours, but a typing error
+            if "OutOfBoundsError" not in str(error):
+                raise
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("kind", "bug", "old", "new", "count"), FUSED_BUGS, ids=named)
+def test_a_bug_in_fused_is_found(
+    kind: type, bug: str, old: str, new: str, count: int, tmp_path: Path
+) -> None:
+    assert convicted(mutant(fused, old, new, tmp_path, count), (kind,))
+
+
+@pytest.mark.parametrize(("bug", "old", "new", "count"), ROPE_BUGS, ids=named)
+def test_a_bug_in_rope_cache_is_found(
+    bug: str, old: str, new: str, count: int, tmp_path: Path
+) -> None:
+    kinds = (rope_check.Projection, rope_check.CacheWrite)
+    assert convicted(mutant(rope_cache, old, new, tmp_path, count), kinds)
+
+
+def test_a_norm_after_the_rotation_is_found(tmp_path: Path) -> None:
+    source = Path(str(rope_cache.__file__)).read_text("utf-8")
+    start = source.index("    if weight_ptr is not None:\n")
+    norm = source[start : source.index("    pair = tl.arange", start)]
+    turn = "first * cos - second * sin, second * cos + first * sin\n"
+    end = source.index("    return " + turn) + len("    return " + turn)
+    late = source[start:end].replace(norm, "")
+    late = late.replace("return " + turn, "first, second = " + turn + norm)
+    broken = mutant(rope_cache, source[start:end], late + "    return first, second\n", tmp_path)
+    assert convicted(broken, (rope_check.Projection,))
