@@ -16,6 +16,7 @@ __all__ = [
     "DEBUG",
     "INTERPRETED",
     "KernelError",
+    "TensorDescriptor",
     "TritonMissingError",
     "arch",
     "check_block_tables",
@@ -46,6 +47,7 @@ class TritonMissingError(ImportError):
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:
     raise TritonMissingError(
         "minillm's kernels need Triton, which is not installed (it exists for Linux: pip install "

@@ -88,6 +88,7 @@ def compare(
     """Every number within `tolerance` (default: its dtype's) times the largest expected one.
 
     `expected` is in float64. Where nothing expected is larger than `floor`, that is the scale.
+    Infinities have to be the same, and are no scale.
     """
     wanted, found = expected.double().cpu(), got.double().cpu()
     if wanted.shape != found.shape:
@@ -95,7 +96,9 @@ def compare(
     if not wanted.numel():
         return
     limit = TOLERANCE[got.dtype] if tolerance is None else tolerance
-    error = (found - wanted).abs() / max(float(wanted.abs().max()), floor)
+    finite = wanted[wanted.isfinite()].abs()
+    scale = max(float(finite.max()) if finite.numel() else 0.0, floor)
+    error = (found - wanted).abs() / scale
     error = torch.where(found == wanted, 0.0, error)  # equal infinities
     worst = int(error.nan_to_num(nan=math.inf).argmax())
     if not float(error.flatten()[worst]) <= limit:
