@@ -1,0 +1,330 @@
+"""Attention over a paged KV cache: what a vLLM-like engine stands on (Kwon et al., 2023).
+
+The keys and values of a sequence lie in blocks of 1 to 256 positions anywhere in one large cache
+[blocks, Hkv, block_size, D]; its block table says where. Because blocks are head-major, a page of
+one head is one contiguous piece, which Hopper's copy engine reads as a whole. A batch is flat: N
+query rows of B sequences, each a decode row (one query) or a chunk of a prompt (several). The host
+knows only shapes, so nothing here waits for the GPU, and grids are constant under CUDA graphs.
+
+* **Decode** (paged_decode.py) reads each key and value once: 2 S Hkv D numbers per sequence of S
+  positions, for 4 S H D operations: in half precision G = H / Hkv of them per byte. A GPU is bound
+  by its matrix units from about 200 on, so memory is the bound. Llama-3.1-8B, 64 sequences of
+  4,096 positions: 1.07 GB a layer. The partial results of splits are 4 (D + 2) bytes for each
+  row, head and split, written and read once.
+* **Prefill** (paged_prefill.py) of T rows behind P cached ones does 4 H D (T P + T^2 / 2)
+  operations on 2 (P + T) Hkv D numbers: from a few hundred rows on the matrix units are the bound.
+* **Batch-invariant** calls use the second file's other kernel for every row; see `_invariant`.
+
+Later variants have their places: scales of quantised pages belong in `load_rows`, quantised
+products beside `tl.dot`, tree masks beside `visible`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minillm_kernels import paged_decode, paged_prefill
+from minillm_kernels.launch import (
+    INTEGERS,
+    KernelError,
+    arch,
+    check_block_tables,
+    check_device,
+    check_dtype,
+    check_groups,
+    check_head_dim,
+    check_last_contiguous,
+    check_same_dtype,
+    check_shape,
+    num_multiprocessors,
+    output,
+    padded,
+)
+from minillm_kernels.paged_config import Config, Tiles, choose, count_splits
+
+LOG2_E = math.log2(math.e)
+MAX_GROUP = 128  # query heads that share a KV head
+MAX_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One checked call: what all its launches have in common."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    out: Tensor
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    config: Config
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k_cache.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.num_kv_heads
+
+    @property
+    def most_positions(self) -> int:
+        """Upper bound of every length: what a table has room for."""
+        return self.block_tables.shape[1] * self.k_cache.shape[2]
+
+    def exponents(self) -> tuple[float, float, int]:
+        """`scale`, `soft_cap` and `window` as the kernels take them (`log2_scores`)."""
+        window = self.window or 0
+        if self.soft_cap is None:
+            return self.scale * LOG2_E, 0.0, window
+        return 2 * self.scale * LOG2_E / self.soft_cap, self.soft_cap * LOG2_E, window
+
+    def constants(self, tiles: Tiles) -> dict[str, Any]:
+        """What the attention kernels are compiled for."""
+        head_dim, value_dim = self.q.shape[2], self.v_cache.shape[3]
+        return {
+            "GROUP": self.group,
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "BLOCK_SIZE": self.k_cache.shape[2],
+            "BLOCK_N": tiles.block_n,
+            "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim,
+            "BLOCK_D": padded(head_dim),
+            "BLOCK_DV": padded(value_dim),
+            "HAS_WINDOW": self.window is not None,
+            "HAS_CAP": self.soft_cap is not None,
+            "BULK": self.bulk(tiles),
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
+
+    def bulk(self, tiles: Tiles) -> bool:
+        """Whether each KV tile is one piece of memory that a descriptor can name."""
+        caches = (self.k_cache, self.v_cache)
+        return (
+            tiles.bulk
+            and self.k_cache.shape[2] % tiles.block_n == 0
+            and all(cache.is_contiguous() and cache.data_ptr() % 16 == 0 for cache in caches)
+            and math.prod(self.k_cache.shape[:3]) < 2**31
+        )
+
+    def caches(self, tiles: Tiles) -> tuple[Any, Any]:
+        """K and V as pointers, or as descriptors of [blocks * Hkv * block_size, D]."""
+        if not self.bulk(tiles):
+            return self.k_cache, self.v_cache
+        rows = math.prod(self.k_cache.shape[:3])
+        return tuple(
+            TensorDescriptor(cache, [rows, dim], [dim, 1], [tiles.block_n, padded(dim)])
+            for cache, dim in (
+                (self.k_cache, self.q.shape[2]),
+                (self.v_cache, self.v_cache.shape[3]),
+            )
+        )
+
+    def strides(self) -> tuple[Any, ...]:
+        """Of q, both caches, the output and the tables, without their last dimension's 1."""
+        tensors = (self.q, self.k_cache, self.v_cache, self.out)
+        return (*(tensor.stride()[:-1] for tensor in tensors), self.block_tables.stride(0))
+
+    def workspace(self, splits: int) -> tuple[Tensor, Tensor]:
+        """For each row, head and split: weighted values [N, H, splits, Dv]; m and l [.., 2]."""
+        shape = (*self.out.shape[:2], splits)
+        return (
+            self.q.new_empty((*shape, self.out.shape[2]), dtype=torch.float32),
+            self.q.new_empty((*shape, 2), dtype=torch.float32),
+        )
+
+
+def _decode(call: _Call) -> None:
+    """Every sequence with one row of queries."""
+    tiles, config = call.config.decode, call.config
+    programs = call.num_sequences * call.num_kv_heads
+    most_tiles = -(-call.most_positions // tiles.block_n)
+    splits = config.splits or count_splits(
+        programs, most_tiles, num_multiprocessors(call.q.device), config.min_split_tiles
+    )
+    partial, stats = call.workspace(splits) if splits > 1 else (call.out, call.out)
+    scale, soft_cap, window = call.exponents()
+    paged_decode.decode_kernel[(call.num_sequences, call.num_kv_heads, splits)](
+        call.q, *call.caches(tiles), call.out, partial, stats, call.query_start, call.seq_lens,
+        call.block_tables, *call.strides(), scale, soft_cap, window, splits,
+        GROUP_PAD=padded(call.group, tiles.least_heads if tiles.swap else 16),
+        MIN_TILES=config.min_split_tiles, SWAP=tiles.swap, SPLIT=splits > 1, **call.constants(tiles),
+    )  # fmt: skip
+    if splits > 1:
+        _combine(call, tiles, partial, stats, split_tiles=0, at_once=min(16, padded(splits, 1)))
+
+
+def _combine(
+    call: _Call, tiles: Tiles, partial: Tensor, stats: Tensor, split_tiles: int, at_once: int
+) -> None:
+    """Merge the splits of every decode row."""
+    value_dim = call.out.shape[2]
+    paged_decode.combine_kernel[(call.num_sequences, call.q.shape[1])](
+        partial, stats, call.out, call.query_start, call.seq_lens, call.out.stride()[:-1],
+        call.window or 0, stats.shape[2], VALUE_DIM=value_dim, BLOCK_DV=padded(value_dim),
+        BLOCK_N=tiles.block_n, SPLIT_TILES=split_tiles, MIN_TILES=call.config.min_split_tiles,
+        HAS_WINDOW=call.window is not None, BLOCK_S=at_once, num_warps=4,
+    )  # fmt: skip
+
+
+def _prefill(call: _Call) -> None:
+    """Every sequence with several rows of queries."""
+    tiles = call.config.prefill
+    block_m = max(tiles.block_m, padded(call.group))
+    block_q = block_m // call.group
+    num_tiles = len(call.q) // block_q + call.num_sequences
+    paged_prefill.prefill_kernel[(num_tiles, call.num_kv_heads)](
+        call.q, *call.caches(tiles), call.out, call.query_start, call.seq_lens, call.block_tables,
+        *call.strides(), *call.exponents(), call.num_sequences,
+        BLOCK_M=block_m, BLOCK_Q=block_q, **call.constants(tiles),
+    )  # fmt: skip
+
+
+def _invariant(call: _Call, max_query_len: int | None) -> None:
+    """Every row, by one arithmetic: its bits depend on its query, its position and its keys only.
+
+    * One kernel, one shape of products: tiles of `block_m` rows and `block_n` keys whatever the
+      query length; a row's sums do not depend on where in the tile it stands, or beside whom.
+    * Keys are cut at multiples of `block_n` and `split_size` positions from 0, by no length, table
+      or block size. A tile that a row's neighbours need and the row does not see has weights 0:
+      it adds 0 to the row's sums and multiplies them by exp2(0) = 1, both exact.
+    * Splits are merged in ascending order by one function (`merge`) in explicit multiply-adds,
+      in registers or, where few decode rows would leave the GPU empty, by `combine_kernel`.
+    """
+    tiles, config = call.config.invariant, call.config
+    block_m = max(tiles.block_m, padded(call.group))
+    block_q = block_m // call.group
+    num_tiles = len(call.q) // block_q + call.num_sequences + 1
+    splits = -(-call.most_positions // config.split_size)
+    programs = call.num_sequences * call.num_kv_heads
+    few = programs < 2 * num_multiprocessors(call.q.device)
+    wanted = few if config.splits is None else config.splits > 1
+    apart = wanted and max_query_len == 1 and splits > 1
+    partial, stats = call.workspace(splits) if apart else (call.out, call.out)
+    paged_prefill.invariant_kernel[(num_tiles, call.num_kv_heads, splits if apart else 1)](
+        call.q, *call.caches(tiles), call.out, partial, stats, call.query_start, call.seq_lens,
+        call.block_tables, *call.strides(), *call.exponents(), call.num_sequences, len(call.q),
+        splits, int(apart), BLOCK_M=block_m, BLOCK_Q=block_q,
+        SPLIT_TILES=config.split_size // tiles.block_n, **call.constants(tiles),
+    )  # fmt: skip
+    if apart:
+        split_tiles = config.split_size // tiles.block_n
+        _combine(call, tiles, partial, stats, split_tiles, at_once=1)
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+) -> None:
+    """Everything that can be known without waiting for the GPU."""
+    check_device(
+        q=q, k_cache=k_cache, v_cache=v_cache, query_start=query_start, seq_lens=seq_lens,
+        block_tables=block_tables,
+    )  # fmt: skip
+    check_same_dtype(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_dtype(INTEGERS, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
+    check_shape("q", q, "N", "H", "D")
+    check_shape("k_cache", k_cache, "blocks", "Hkv", "block_size", q.shape[2])
+    check_shape("v_cache", v_cache, *k_cache.shape[:3], "Dv")
+    check_shape("seq_lens", seq_lens, "B")
+    check_shape("query_start", query_start, len(seq_lens) + 1)
+    check_shape("block_tables", block_tables, len(seq_lens), "M")
+    check_last_contiguous(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables)
+    check_last_contiguous(query_start=query_start, seq_lens=seq_lens)
+    check_head_dim("q", q.shape[2])
+    check_head_dim("v_cache", v_cache.shape[3])
+    group = check_groups(q.shape[1], k_cache.shape[1])
+    if group > MAX_GROUP:
+        raise KernelError(f"{group} query heads share a KV head; at most {MAX_GROUP} can.")
+    if not 1 <= k_cache.shape[2] <= MAX_BLOCK_SIZE:
+        raise KernelError(
+            f"k_cache has blocks of {k_cache.shape[2]} positions; it must be 1 to {MAX_BLOCK_SIZE}."
+        )
+    check_block_tables(block_tables, seq_lens, k_cache.shape[0], k_cache.shape[2])
+
+
+def _check_numbers(
+    scale: float, window: int | None, soft_cap: float | None, max_query_len: int | None
+) -> None:
+    if not 0 < scale < math.inf:
+        raise KernelError(f"scale is {scale}; it must be positive and finite.")
+    if window is not None and window < 1:
+        raise KernelError(f"window is {window}; it must be at least 1, or None.")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise KernelError(f"soft_cap is {soft_cap}; it must be positive and finite, or None.")
+    if max_query_len is not None and max_query_len < 1:
+        raise KernelError(f"max_query_len is {max_query_len}; it must be at least 1, or None.")
+
+
+def _check_config(config: Config) -> None:
+    tiles = config.invariant
+    if config.split_size % tiles.block_n or config.split_size < tiles.block_n:
+        raise KernelError(
+            f"config.split_size is {config.split_size}; it must be a multiple of the invariant "
+            f"kernel's block_n, {tiles.block_n}."
+        )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    max_query_len: int | None = None,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """`reference.paged_attention` of a flat batch of decode rows and prefill chunks.
+
+    `q` [N, H, D]; caches [blocks, Hkv, block_size, D or Dv], any strides but the last;
+    `query_start` [B + 1], `seq_lens` [B], `block_tables` [B, M] int32 or int64. `max_query_len`,
+    if the caller knows it, is the most query rows of a sequence: with 1, only the decode kernel is
+    launched. Returns [N, H, Dv], in `out` if that is given; padding rows are left as they were, or
+    0 with `batch_invariant`. KernelError where something does not fit.
+    """
+    _check(q, k_cache, v_cache, query_start, seq_lens, block_tables)
+    _check_numbers(scale, window, soft_cap, max_query_len)
+    out = output(out, (*q.shape[:2], v_cache.shape[3]), q)
+    if config is None:
+        largest = padded(max(q.shape[2], v_cache.shape[3]))
+        config = choose(arch(), q.dtype, largest)
+    else:
+        _check_config(config)
+    call = _Call(
+        q, k_cache, v_cache, query_start, seq_lens, block_tables, out, scale, window, soft_cap,
+        config,
+    )  # fmt: skip
+    if len(q) == 0 or (len(seq_lens) == 0 and not batch_invariant):
+        return out
+    if batch_invariant:
+        _invariant(call, max_query_len)
+        return out
+    if max_query_len != 1:
+        _prefill(call)
+    if max_query_len is None or max_query_len == 1 or len(seq_lens) > 1:
+        _decode(call)
+    return out

@@ -1,0 +1,305 @@
+"""Paged decode: one query row per sequence, its keys read once, split over the whole GPU.
+
+A decode step reads every key and value once and computes almost nothing with them (about G
+multiply-adds per number for a group of G query heads), so the one question is how to keep enough
+bytes on their way. Two kernels answer it (flash-decoding: Dao et al., 2023):
+
+1. `decode_kernel`, grid (B, Hkv, splits): each program attends to a part of one sequence's
+   positions with all G query heads that share the KV head, so that a key is read for G heads at
+   once. It keeps the running maximum m, the sum of weights l and the weighted values of an online
+   softmax (Milakov and Gimelshein, 2018) and leaves them in a float32 workspace.
+2. `combine_kernel`, grid (B, H): merges the parts in ascending order. No atomics, so that the same
+   step gives the same bits every time. With one split the first kernel writes the result itself.
+
+The matrix units of Hopper multiply at least 64 rows. G query heads as rows (the textbook form,
+padded to 16) leave them to the older, slower instruction; `SWAP` computes the transposed product
+S^T = K Q^T instead: the rows are 64 or 128 positions and the G heads, padded to 8, are columns.
+
+The helpers here (`locate`, `load_rows`, `log2_scores`, `merge`) serve paged_prefill.py, too.
+"""
+
+from minillm_kernels.launch import tl, triton
+
+# ---- from a position to memory ----------------------------------------------------------------
+
+
+@triton.jit
+def locate(table, tile, low, high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where KV tile `tile` lies: the block of each position, and its place within the block.
+
+    Only entries for positions in [low, high) are read: behind a table's end is old rubbish. A tile
+    that lies within one block costs one lookup, and block and first place are single numbers.
+    """
+    first = tile * BLOCK_N
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
+        return block, first % BLOCK_SIZE
+    else:
+        positions = first + tl.arange(0, BLOCK_N)
+        needed = (positions >= low) & (positions < high)
+        blocks = tl.load(table + positions // BLOCK_SIZE, mask=needed, other=0).to(tl.int64)
+        return blocks, positions % BLOCK_SIZE
+
+
+@triton.jit
+def load_rows(
+    cache, strides, block, place, kv_head, valid,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BULK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of a KV tile: [BLOCK_N, BLOCK_DIM], 0 in the padding of the last dimension.
+
+    If `MASKED`, rows that are not `valid` are 0 as well: a weight of 0 does not cancel a NaN.
+    In `BULK`, `cache` is a descriptor of [blocks * Hkv * block_size, D] and the copy engine reads
+    one contiguous piece of a page; otherwise it is a pointer, and threads copy 16 bytes each.
+    """
+    if BULK:
+        row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + place
+        rows = cache.load([row.to(tl.int32), 0])
+        if MASKED:
+            rows = tl.where(valid[:, None], rows, 0.0)
+    else:
+        if BLOCK_SIZE % BLOCK_N == 0:
+            place = place + tl.arange(0, BLOCK_N)
+        offsets = block * strides[0] + kv_head.to(tl.int64) * strides[1] + place * strides[2]
+        dims = tl.arange(0, BLOCK_DIM)
+        pointers = cache + offsets[:, None] + dims[None, :]
+        if MASKED:
+            rows = tl.load(pointers, mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
+        elif DIM != BLOCK_DIM:
+            rows = tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+        else:
+            rows = tl.load(pointers)
+    return rows
+
+
+# ---- the online softmax -----------------------------------------------------------------------
+
+
+@triton.jit
+def log2_scores(products, scale, soft_cap, HAS_CAP: tl.constexpr):
+    """Products of q and k -> exponents to the base 2, but for a factor: scores, factor.
+
+    exp(x) is exp2(x log2(e)), and log2(e) is already a part of `scale`, which the exponential's
+    own multiply-add then applies. With a soft cap, `scale` is 2 log2(e) scale / cap and `soft_cap`
+    is cap log2(e): cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1)).
+    """
+    if HAS_CAP:
+        return soft_cap * (1.0 - 2.0 / (tl.exp2(products * scale) + 1.0)), 1.0
+    else:
+        return products, scale
+
+
+@triton.jit
+def merge(m, total, acc, part_m, part_total, part_acc, AXIS: tl.constexpr):
+    """The softmax over two sets of positions from that of each: maximum, sum, weighted values.
+
+    Written in explicit multiply-adds: every kernel that merges gets the same bits.
+    """
+    new_m = tl.maximum(m, part_m)
+    finite = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing seen yet: no -inf minus -inf
+    old, new = tl.exp2(m - finite), tl.exp2(part_m - finite)
+    total = tl.fma(part_total, new, total * old)
+    acc = tl.fma(part_acc, tl.expand_dims(new, AXIS), acc * tl.expand_dims(old, AXIS))
+    return new_m, total, acc
+
+
+@triton.jit
+def normalized(acc, total, AXIS: tl.constexpr):
+    """Weighted values over the sum of weights; 0 where nothing was seen."""
+    return acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), AXIS)
+
+
+@triton.jit
+def splits_of(
+    seq_len, window, num_splits,
+    BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr, MIN_TILES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """How a decode row's positions are cut: first tile, tiles per split, number of splits used.
+
+    With `SPLIT_TILES` the size of a split is fixed and its edges are at absolute positions (the
+    batch-invariant mode). Otherwise every sequence is cut into `num_splits` equal parts, but none
+    smaller than `MIN_TILES`; short sequences use fewer splits, an empty one none.
+    """
+    end = (seq_len + BLOCK_N - 1) // BLOCK_N
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(seq_len - window, 0) // BLOCK_N
+    if SPLIT_TILES > 0:
+        first = first // SPLIT_TILES * SPLIT_TILES
+        size = SPLIT_TILES
+    else:
+        size = tl.maximum((end - first + num_splits - 1) // num_splits, MIN_TILES)
+    return first, size, (end - first + size - 1) // size
+
+
+# ---- the kernels ------------------------------------------------------------------------------
+
+
+@triton.jit
+def attend_heads(
+    q, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table, begin, end, kv_head,
+    low, seq_len, scale, soft_cap,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_CAP: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The online softmax of a decode row's G heads over tiles [begin, end) of positions.
+
+    Scores are [heads, positions] and `acc` [heads, Dv], or both transposed (`SWAP`). `weights` is
+    a sum of the tiles' weights position by position: one sum over them, after the loop, will do.
+    """
+    AXIS: tl.constexpr = 0 if SWAP else 1  # of the positions
+    for tile in tl.range(begin, end):
+        positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        visible = (positions >= low) & (positions < seq_len)
+        block, place = locate(table, tile, low, seq_len, BLOCK_SIZE, BLOCK_N)
+        k = load_rows(
+            k_cache, k_strides, block, place, kv_head, visible,
+            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, BULK, MASKED,
+        )  # fmt: skip
+        if SWAP:
+            products = tl.dot(k, q, input_precision="ieee")  # [BLOCK_N, heads]
+        else:
+            products = tl.dot(q, tl.trans(k), input_precision="ieee")  # [heads, BLOCK_N]
+        scores, factor = log2_scores(products, scale, soft_cap, HAS_CAP)
+        if MASKED:
+            scores = tl.where(tl.expand_dims(visible, 1 - AXIS), scores, float("-inf"))
+        new_m = tl.maximum(m, tl.max(scores, AXIS) * factor)
+        p = tl.exp2(tl.fma(scores, factor, -tl.expand_dims(new_m, AXIS)))
+        rescale = tl.expand_dims(
+            tl.exp2(m - new_m), AXIS
+        )  # of what was summed under the old maximum
+        weights = tl.fma(weights, rescale, p)
+        v = load_rows(
+            v_cache, v_strides, block, place, kv_head, visible,
+            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, VALUE_DIM, BLOCK_DV, BULK, MASKED,
+        )  # fmt: skip
+        if SWAP:
+            acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * rescale, input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale, input_precision="ieee")
+        m = new_m
+    return m, weights, acc
+
+
+@triton.jit(do_not_specialize=["table_stride", "window", "num_splits"])
+def decode_kernel(
+    q, k_cache, v_cache, out, partial, stats, query_start, seq_lens, block_tables,
+    q_strides, k_strides, v_strides, out_strides, table_stride,
+    scale, soft_cap, window, num_splits,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Program (b, kv_head, split): G heads of one decode row over one part of its positions."""
+    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(query_start + sequence).to(tl.int64)
+    if tl.load(query_start + sequence + 1) - row != 1:
+        return  # a prefill chunk, or nothing: the other kernel's
+    seq_len = tl.load(seq_lens + sequence).to(tl.int32)
+    first, size, _ = splits_of(seq_len, window, num_splits, BLOCK_N, 0, MIN_TILES, HAS_WINDOW)
+    begin = first + split * size
+    end = tl.minimum(begin + size, (seq_len + BLOCK_N - 1) // BLOCK_N)
+    if SPLIT:  # noqa: SIM102 (a constant and a number known only on the GPU)
+        if begin >= end:
+            return
+    low = 0
+    full = tl.maximum(tl.minimum(end, seq_len // BLOCK_N), begin)
+    if HAS_WINDOW:
+        low = tl.maximum(seq_len - window, 0)
+        full = begin  # few tiles: all of them take the masked loop
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    heads, dims = tl.arange(0, GROUP_PAD), tl.arange(0, BLOCK_D)
+    q_heads = row * q_strides[0] + (kv_head * GROUP + heads) * q_strides[1]
+    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    queries = tl.load(q + q_heads[:, None] + dims[None, :], mask=inside, other=0.0)
+    if SWAP:
+        queries = tl.trans(queries)
+    m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    weights = tl.zeros([BLOCK_N, GROUP_PAD] if SWAP else [GROUP_PAD, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_DV, GROUP_PAD] if SWAP else [GROUP_PAD, BLOCK_DV], tl.float32)
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    m, weights, acc = attend_heads(
+        queries, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
+        begin, full, kv_head, low, seq_len, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
+        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_CAP, SWAP, BULK, False,
+    )  # fmt: skip
+    m, weights, acc = attend_heads(
+        queries, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
+        full, end, kv_head, low, seq_len, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
+        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_CAP, SWAP, BULK, True,
+    )  # fmt: skip
+    total = tl.sum(weights, AXIS)
+    store_heads(
+        out, partial, stats, out_strides, row, kv_head, split, num_splits, m, total, acc,
+        GROUP, GROUP_PAD, NUM_KV_HEADS, VALUE_DIM, BLOCK_DV, AXIS, SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_heads(
+    out, partial, stats, out_strides, row, kv_head, split, num_splits, m, total, acc,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write the result of G heads; or, if `SPLIT`, what `combine_kernel` needs of this part."""
+    heads, dims = tl.arange(0, GROUP_PAD), tl.arange(0, BLOCK_DV)
+    head = kv_head * GROUP + heads
+    inside = tl.expand_dims(heads < GROUP, AXIS) & tl.expand_dims(dims < VALUE_DIM, 1 - AXIS)
+    if SPLIT:
+        part = (row * (NUM_KV_HEADS * GROUP) + head) * num_splits + split  # of [N, H, splits]
+        tl.store(stats + part * 2, m, mask=heads < GROUP)
+        tl.store(stats + part * 2 + 1, total, mask=heads < GROUP)
+        offsets = tl.expand_dims(part * VALUE_DIM, AXIS) + tl.expand_dims(dims, 1 - AXIS)
+        tl.store(partial + offsets, acc, mask=inside)
+    else:
+        starts = row * out_strides[0] + head * out_strides[1]
+        offsets = tl.expand_dims(starts, AXIS) + tl.expand_dims(dims, 1 - AXIS)
+        result = normalized(acc, total, AXIS)
+        tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits"])
+def combine_kernel(
+    partial, stats, out, query_start, seq_lens, out_strides, window, num_splits,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Program (b, head): the result of one head of a decode row from its parts, BLOCK_S at once.
+
+    Splits that the row did not use were never written and are never read. With BLOCK_S = 1 the
+    parts are merged one after another, as the batch-invariant kernel does in its registers.
+    """
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(query_start + sequence).to(tl.int64)
+    if tl.load(query_start + sequence + 1) - row != 1:
+        return
+    seq_len = tl.load(seq_lens + sequence).to(tl.int32)
+    _, _, used = splits_of(seq_len, window, num_splits, BLOCK_N, SPLIT_TILES, MIN_TILES, HAS_WINDOW)
+    dims = tl.arange(0, BLOCK_DV)
+    parts = (row * tl.num_programs(1) + head) * num_splits
+    m = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    for start in tl.range(0, used, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        part_m = tl.load(stats + (parts + split) * 2, mask=split < used, other=float("-inf"))
+        part_total = tl.load(stats + (parts + split) * 2 + 1, mask=split < used, other=0.0)
+        offsets = (parts + split)[:, None] * VALUE_DIM + dims[None, :]
+        inside = (split < used)[:, None] & (dims < VALUE_DIM)[None, :]
+        part_acc = tl.load(partial + offsets, mask=inside, other=0.0)  # [BLOCK_S, BLOCK_DV]
+        if BLOCK_S > 1:  # first among themselves
+            most = tl.max(part_m, 0)
+            weight = tl.exp2(part_m - tl.where(most == float("-inf"), 0.0, most))
+            part_m = tl.max(part_m, 0, keep_dims=True)
+            part_total = tl.sum(part_total * weight, 0, keep_dims=True)
+            part_acc = tl.sum(part_acc * weight[:, None], 0, keep_dims=True)
+        m, total, acc = merge(m, total, acc, part_m, part_total, part_acc, 1)
+    pointers = out + row * out_strides[0] + head * out_strides[1] + dims[None, :]
+    result = normalized(acc, total, 1).to(out.dtype.element_ty)
+    tl.store(pointers, result, mask=(dims < VALUE_DIM)[None, :])

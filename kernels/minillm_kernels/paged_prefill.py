@@ -1,0 +1,262 @@
+"""Paged prefill: chunks of several query rows, and the one arithmetic of the batch-invariant mode.
+
+The query rows of all sequences lie in one flat batch, and only the GPU knows where each begins. A
+grid of N // BLOCK_Q + B tiles is enough for any way to cut N rows into B sequences; a program finds
+its own by a binary search over `query_start` and returns if there is nothing for it. So the host
+never waits for a length. A tile holds BLOCK_Q positions with all G heads that share a KV head,
+BLOCK_Q * G rows of one matrix: a key is read once for all of them, whatever G is.
+
+`prefill_kernel` takes tiles of keys that every row sees without a mask first, then those on the
+edge of the window and on the diagonal (FlashAttention-2: Dao, 2023). `invariant_kernel` is slower
+and keeps the bits of a row free of everything but its query, its position and its keys.
+"""
+
+from minillm_kernels.launch import tl, triton
+from minillm_kernels.paged_decode import load_rows, locate, log2_scores, merge, normalized
+
+
+@triton.jit
+def find_tile(query_start, index, num_sequences, BLOCK_Q: tl.constexpr):
+    """Tile `index` of the grid -> its sequence, the tile's number in it, first row and row count.
+
+    Sequence b begins at tile query_start[b] // BLOCK_Q + b, which leaves room for the last,
+    partly filled tile of each sequence before it. The last b that begins at or before `index`.
+    """
+    low, high = 0, num_sequences
+    while low < high:
+        middle = (low + high) // 2
+        begin = tl.load(query_start + middle).to(tl.int32) // BLOCK_Q + middle
+        low = tl.where(begin <= index, middle + 1, low)
+        high = tl.where(begin <= index, high, middle)
+    sequence = low - 1
+    start = tl.load(query_start + sequence).to(tl.int32)
+    return sequence, start, index - (start // BLOCK_Q + sequence)
+
+
+@triton.jit
+def row_places(
+    row, count, kv_head, strides, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Offsets [BLOCK_M, BLOCK_DIM] and mask of `count` rows of G heads in q or in the output.
+
+    Row r of the matrix is head r % G of the position r // G.
+    """
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
+    tokens = row.to(tl.int64) + rows // GROUP
+    offsets = tokens * strides[0] + (kv_head * GROUP + rows % GROUP) * strides[1]
+    inside = (rows // GROUP < count)[:, None] & (dims < DIM)[None, :]
+    return offsets[:, None] + dims[None, :], inside
+
+
+@triton.jit
+def attend(
+    q, position, m, total, acc, k_cache, v_cache, k_strides, v_strides, table, begin, end, kv_head,
+    low, high, window, scale, soft_cap,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BULK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The online softmax of BLOCK_M rows over tiles [begin, end) of BLOCK_N positions each.
+
+    `position` [BLOCK_M] is each row's own. Keys outside of [low, high) no row may see, and they
+    may not even be this sequence's. Every multiply-add that could be contracted is explicit.
+    """
+    for tile in tl.range(begin, end):
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = (keys >= low) & (keys < high)
+        block, place = locate(table, tile, low, high, BLOCK_SIZE, BLOCK_N)
+        k = load_rows(
+            k_cache, k_strides, block, place, kv_head, valid,
+            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, BULK, MASKED,
+        )  # fmt: skip
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        scores, factor = log2_scores(products, scale, soft_cap, HAS_CAP)
+        if MASKED:
+            visible = (keys[None, :] <= position[:, None]) & valid[None, :]
+            if HAS_WINDOW:
+                visible = visible & (keys[None, :] > position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_m = tl.maximum(m, tl.max(scores, 1) * factor)
+        finite = new_m
+        if MASKED:  # a row that has seen nothing yet
+            finite = tl.where(new_m == float("-inf"), 0.0, new_m)
+        p = tl.exp2(tl.fma(scores, factor, -finite[:, None]))
+        rescale = tl.exp2(m - finite)  # of what was summed under the old maximum
+        total = tl.fma(total, rescale, tl.sum(p, 1))
+        v = load_rows(
+            v_cache, v_strides, block, place, kv_head, valid,
+            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, VALUE_DIM, BLOCK_DV, BULK, MASKED,
+        )  # fmt: skip
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        m = new_m
+    return m, total, acc
+
+
+@triton.jit(do_not_specialize=["table_stride", "window", "num_sequences"])
+def prefill_kernel(
+    q, k_cache, v_cache, out, query_start, seq_lens, block_tables,
+    q_strides, k_strides, v_strides, out_strides, table_stride,
+    scale, soft_cap, window, num_sequences,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, kv_head): BLOCK_Q rows of one chunk, all G heads. The last tiles go first:
+    they have the most keys, and the decode rows, for which there is nothing to do, come last."""
+    index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    sequence, start, number = find_tile(query_start, index, num_sequences, BLOCK_Q)
+    query_len = tl.load(query_start + sequence + 1).to(tl.int32) - start
+    row = number * BLOCK_Q  # the tile's first, in its sequence
+    if (row >= query_len) | (query_len == 1):
+        return  # nothing here, or a decode row
+    count = tl.minimum(query_len - row, BLOCK_Q)
+    first = tl.load(seq_lens + sequence).to(tl.int32) - query_len + row  # the first row's position
+    low, begin, inner, diagonal, end, high = tile_bounds(first, count, window, BLOCK_N, HAS_WINDOW)
+    position = first + tl.arange(0, BLOCK_M) // GROUP
+    places, inside = row_places(
+        start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
+    )
+    queries = tl.load(q + places, mask=inside, other=0.0)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    if HAS_WINDOW:
+        m, total, acc = attend(
+            queries, position, m, total, acc, k_cache, v_cache, k_strides, v_strides, table,
+            begin, inner, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE,
+            BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, BULK, True,
+        )  # fmt: skip
+    m, total, acc = attend(
+        queries, position, m, total, acc, k_cache, v_cache, k_strides, v_strides, table,
+        inner, diagonal, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE,
+        BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, BULK, False,
+    )  # fmt: skip
+    m, total, acc = attend(
+        queries, position, m, total, acc, k_cache, v_cache, k_strides, v_strides, table,
+        diagonal, end, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE,
+        BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, BULK, True,
+    )  # fmt: skip
+    store_rows(
+        out, out_strides, start + row, count, kv_head, total, acc,
+        GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV,
+    )  # fmt: skip
+
+
+@triton.jit
+def tile_bounds(first, count, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Which keys `count` rows from position `first` on see, and which tiles need no mask.
+
+    Keys [low, high); tiles [begin, inner) lie on the edge of a window, every row sees all of
+    [inner, diagonal), and [diagonal, end) lie on the diagonal. A sequence of length 0 has negative
+    positions and no tiles.
+    """
+    high = tl.maximum(first + count, 0)
+    end = (high + BLOCK_N - 1) // BLOCK_N
+    low, begin, inner = high * 0, high * 0, high * 0
+    if HAS_WINDOW:  # the first row sees from `low` on, the last one from high - window on
+        low = tl.maximum(first - window + 1, 0)
+        begin = low // BLOCK_N
+        inner = tl.minimum((tl.maximum(high - window, 0) + BLOCK_N - 1) // BLOCK_N, end)
+    diagonal = tl.maximum(tl.maximum(first + 1, 0) // BLOCK_N, inner)
+    return low, begin, inner, diagonal, end, high
+
+
+@triton.jit
+def store_rows(
+    out, out_strides, row, count, kv_head, total, acc,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Write the results of `count` rows of G heads; a row that sees nothing is 0."""
+    places, inside = row_places(
+        row, count, kv_head, out_strides, GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV
+    )
+    result = normalized(acc, total, 1)
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
+
+
+# ---- the batch-invariant mode -----------------------------------------------------------------
+
+# Triton compiles another kernel for a number that is 1 or a multiple of 16; not for these.
+NUMBERS = ("table_stride", "window", "num_sequences", "num_rows", "num_splits", "apart")
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def invariant_kernel(
+    q, k_cache, v_cache, out, partial, stats, query_start, seq_lens, block_tables,
+    q_strides, k_strides, v_strides, out_strides, table_stride,
+    scale, soft_cap, window, num_sequences, num_rows, num_splits, apart,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, kv_head, split): as `prefill_kernel`, for every row, with one arithmetic.
+
+    A row attends to each split (SPLIT_TILES tiles at absolute positions) from a fresh start, and
+    the splits are merged in ascending order. Either a program does that for all splits, or, if
+    `apart` (every sequence has one row), program `split` leaves its part to `combine_kernel`. Both
+    are the same machine code, since `apart` is a number and not a constant.
+    """
+    index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    sequence, start, number = find_tile(query_start, index, num_sequences + 1, BLOCK_Q)
+    real = sequence < num_sequences  # rows behind the last sequence are one without positions
+    following = tl.load(query_start + sequence + 1, mask=real, other=num_rows).to(tl.int32)
+    query_len, row = following - start, number * BLOCK_Q
+    if row >= query_len:
+        return
+    count = tl.minimum(query_len - row, BLOCK_Q)
+    seq_len = tl.load(seq_lens + sequence, mask=real, other=0).to(tl.int32)
+    first = seq_len - query_len + row
+    low, begin, _, _, end, high = tile_bounds(first, count, window, BLOCK_N, HAS_WINDOW)
+    begin, end_split = begin // SPLIT_TILES, (end + SPLIT_TILES - 1) // SPLIT_TILES
+    if apart != 0:
+        begin = begin + tl.program_id(2)
+        end_split = tl.minimum(end_split, begin + 1)
+    position = first + tl.arange(0, BLOCK_M) // GROUP
+    places, inside = row_places(
+        start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
+    )
+    queries = tl.load(q + places, mask=inside, other=0.0)
+    none = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    zero = tl.zeros([BLOCK_M], tl.float32)
+    zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m, total, acc = none, zero, zeros
+    table = block_tables + tl.minimum(sequence, num_sequences - 1).to(tl.int64) * table_stride
+    for split in tl.range(begin, end_split):
+        part_m, part_total, part_acc = attend(
+            queries, position, none, zero, zeros, k_cache, v_cache, k_strides, v_strides, table,
+            split * SPLIT_TILES, tl.minimum((split + 1) * SPLIT_TILES, end), kv_head, low, high,
+            window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE,
+            BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, BULK, True,
+        )  # fmt: skip
+        m, total, acc = merge(m, total, acc, part_m, part_total, part_acc, 1)
+    if (apart != 0) & real:
+        store_part(
+            partial, stats, start, kv_head, tl.program_id(2), num_splits, m, total, acc,
+            GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
+    else:
+        store_rows(
+            out, out_strides, start + row, count, kv_head, total, acc,
+            GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_part(
+    partial, stats, row, kv_head, split, num_splits, m, total, acc,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Leave one split of one decode row, G heads of it, in the workspace of `combine_kernel`."""
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+    head = row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows
+    part = head * num_splits + split  # of [N, H, splits]
+    tl.store(stats + part * 2, m, mask=rows < GROUP)
+    tl.store(stats + part * 2 + 1, total, mask=rows < GROUP)
+    inside = (rows < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
+    tl.store(partial + part[:, None] * VALUE_DIM + dims[None, :], acc, mask=inside)
