@@ -1,9 +1,11 @@
 """The benchmark without a GPU: a stopwatch whose time is made up, workers that follow a script."""
 
+import gc
 import json
 import math
 import re
 import sys
+import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager
 from datetime import date
@@ -68,7 +70,7 @@ class FakeContender:
         return took
 
     def close(self):
-        self.closed = True
+        self.closed, self.call = True, None
 
 
 class FakeGpu:
@@ -193,7 +195,6 @@ def test_a_failing_measurement_hurts_no_other():
     ]
     assert found[0].timing is found[1].timing is None
     assert found[2].timing.seconds == 1e-3
-    assert gpu.freed == 3
 
 
 def test_inputs_that_stay_in_the_cache_are_noted():
@@ -406,10 +407,11 @@ def kinds(found):
 
 
 def test_a_worker_says_what_it_does():
-    job = Job(("mla", "moe"), {"mla": 2, "moe": 1}, 1e6)
+    job = Job(("mla", "moe"), 1e6)
     cases = {"mla": [case("a"), case("b")], "moe": [case("c")]}
     found = events(job, FakeGpu(), cases)
-    assert kinds(found) == [
+    assert found[0] == {"event": "plan", "names": {"mla": ["a", "b"], "moe": ["c"]}}
+    assert kinds(found[1:]) == [
         ("begin", "ceilings", -1),
         ("ceilings", None, None),
         ("begin", "mla", -1),
@@ -424,7 +426,7 @@ def test_a_worker_says_what_it_does():
         ("ceilings at the end", None, None),
         ("end", None, None),
     ]
-    limits = Ceilings.of([Result.from_json(data) for data in found[1]["results"]])
+    limits = Ceilings.of([Result.from_json(data) for data in found[2]["results"]])
     assert limits == Ceilings(copy=4000.0, matmul=200.0)
 
 
@@ -434,15 +436,34 @@ def test_a_result_survives_its_journey_between_processes():
 
 
 def test_a_worker_goes_on_where_the_last_one_died():
-    job = Job(("mla", "moe"), {"mla": 3, "moe": 1}, 1e6, start=2, with_ceilings=False)
+    job = Job(("mla", "moe"), 1e6, {"mla": 3, "moe": 1}, start=2, with_ceilings=False)
     cases = {"mla": [case("a"), case("b"), case("c")], "moe": [case("d")]}
     names = [each["name"] for each in events(job, FakeGpu(), cases) if each["event"] == "begin"]
     assert names == ["inputs", "c", "inputs", "d", "device copy and matmul"]
     assert Job.from_json(job.to_json()) == job
 
 
+def test_inputs_are_given_back_after_their_measurement():
+    references, seen = [], []
+
+    class Inputs:
+        def __call__(self, index):
+            seen.append(sum(each() is not None for each in references))
+            return 1e-3
+
+    def load(family):
+        made = [Inputs() for _ in range(3)]
+        references.extend(weakref.ref(each) for each in made)
+        return [case(str(number), each) for number, each in enumerate(made)]
+
+    gpu = FakeGpu()
+    for _ in work(Job(("mla",), 1e6, {"mla": 3}), gpu, gpu.clock, load, two_ceilings):
+        gc.collect()
+    assert sorted(set(seen), reverse=True) == [3, 2, 1]
+
+
 def test_inputs_that_cannot_be_made_cost_one_family():
-    job = Job(("mla", "moe"), {"mla": 3, "moe": 1}, 1e6, with_ceilings=False)
+    job = Job(("mla", "moe"), 1e6, with_ceilings=False)
     cases = {"mla": torch.OutOfMemoryError("CUDA out of memory."), "moe": [case("d")]}
     found = [each["result"] for each in events(job, FakeGpu(), cases) if "result" in each]
     assert [each["name"] for each in found] == ["inputs", "d"]
@@ -456,13 +477,13 @@ def test_a_worker_ends_when_its_gpu_is_lost():
         gpu.broken = True
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    job = Job(("mla",), {"mla": 3}, 1e6, with_ceilings=False)
+    job = Job(("mla",), 1e6, {"mla": 3}, with_ceilings=False)
     found = events(job, gpu, {"mla": [case("a"), case("b", illegal), case("c")]})
     assert kinds(found)[-1] == ("result", "mla", 1)
 
 
 def test_a_short_budget_leaves_out_the_last_and_ends():
-    job = Job(("mla",), {"mla": 4}, 12.0, quick=True, with_ceilings=False)
+    job = Job(("mla",), 12.0, quick=True, with_ceilings=False)
     cases = [case(str(number)) for number in range(4)]
     found = events(job, FakeGpu(warm_up=3.5), {"mla": cases})
     results = [each["result"] for each in found if each["event"] == "result"]
@@ -528,18 +549,24 @@ def supervise(scripts, names, seconds=400.0):
         workers.append(Scripted(next(todo), clock))
         return workers[-1]
 
-    counts = {family: len(each) for family, each in names.items()}
-    job = Job(tuple(names), counts, seconds)
-    run = Supervisor(job, names, start, clock, said.append).go()
+    job = Job(tuple(names), seconds)
+    run = Supervisor(job, start, clock, said.append).go()
     assert all(worker.stopped for worker in workers)
     return run, jobs, said
 
 
 NAMES = {"mla": ["a", "b"], "moe": ["c"]}
+PLAN = {"event": "plan", "names": NAMES}
 
 
 def test_a_good_run_needs_one_worker():
-    script = [GPU_EVENT, begin("ceilings", -1, "x"), limits_event(), begin("mla", -1, "inputs")]
+    script = [
+        GPU_EVENT,
+        PLAN,
+        begin("ceilings", -1, "x"),
+        limits_event(),
+        begin("mla", -1, "inputs"),
+    ]
     script += [begin("mla", 0, "a"), result("mla", 0, "a"), begin("mla", 1, "b")]
     script += [result("mla", 1, "b"), begin("moe", 0, "c"), result("moe", 0, "c")]
     script += [limits_event("ceilings at the end"), END]
@@ -551,7 +578,7 @@ def test_a_good_run_needs_one_worker():
 
 
 def test_a_worker_that_dies_costs_one_row_and_is_replaced():
-    first = [GPU_EVENT, limits_event(), begin("mla", 0, "a")]
+    first = [GPU_EVENT, PLAN, limits_event(), begin("mla", 0, "a")]
     second = [GPU_EVENT, begin("mla", 1, "b"), result("mla", 1, "b"), begin("moe", -1, "inputs")]
     third = [END]
     run, jobs, _ = supervise([first, second, third], NAMES)
@@ -564,12 +591,18 @@ def test_a_worker_that_dies_costs_one_row_and_is_replaced():
         (("mla", "moe"), 0, True),
         (("mla", "moe"), 1, False),
     ]
+    assert [job.counts for job in jobs] == [None, {"mla": 2, "moe": 1}]
     assert jobs[1].seconds < jobs[0].seconds
     assert run.stopped is None  # `moe` had no inputs, and nothing was left
 
 
 def test_a_worker_that_lost_its_gpu_is_replaced_behind_the_result():
-    first = [GPU_EVENT, begin("mla", 0, "a"), result("mla", 0, "a", timing=None, error="illegal")]
+    first = [
+        GPU_EVENT,
+        PLAN,
+        begin("mla", 0, "a"),
+        result("mla", 0, "a", timing=None, error="illegal"),
+    ]
     second = [begin("mla", 1, "b"), result("mla", 1, "b"), begin("moe", 0, "c")]
     second += [result("moe", 0, "c"), END]
     run, jobs, _ = supervise([first, second], NAMES)
@@ -578,7 +611,7 @@ def test_a_worker_that_lost_its_gpu_is_replaced_behind_the_result():
 
 
 def test_a_worker_that_hangs_is_ended():
-    first = [GPU_EVENT, begin("mla", 0, "a"), "hang"]
+    first = [GPU_EVENT, PLAN, begin("mla", 0, "a"), "hang"]
     second = [begin("mla", 1, "b"), result("mla", 1, "b"), END]
     run, jobs, _ = supervise([first, second], NAMES)
     assert run.results[0].error == "no answer for 90 s, so the process was ended"
@@ -598,25 +631,29 @@ def test_ceilings_that_kill_their_worker_are_not_tried_again():
 def test_a_worker_that_never_begins_ends_the_run():
     run, jobs, _ = supervise([[]], NAMES)
     assert run.stopped == "the process ended with exit code -11"
-    assert [each.left_out for each in run.results] == [run.stopped] * 3
+    assert [(each.family, each.name) for each in run.results] == [
+        ("mla", "everything"),
+        ("moe", "everything"),
+    ]
+    assert [each.left_out for each in run.results] == [run.stopped] * 2
     assert len(jobs) == 1
 
 
 def test_no_worker_is_started_for_a_few_seconds():
-    script = [GPU_EVENT, begin("mla", 0, "a"), "hang"]
+    script = [GPU_EVENT, PLAN, begin("mla", 0, "a"), "hang"]
     run, jobs, _ = supervise([script], NAMES, seconds=20.0)
-    assert run.results[0].error.startswith("no answer for 48 s")  # 30 beyond the budget
+    assert run.results[0].error.startswith("no answer for 47 s")  # 30 beyond the budget
     assert [each.left_out for each in run.results[1:]] == ["the time budget was used up"] * 2
     assert len(jobs) == 1
 
 
 def test_an_interruption_keeps_what_there_is():
-    script = [GPU_EVENT, begin("mla", 0, "a"), result("mla", 0, "a"), "interrupt"]
+    script = [GPU_EVENT, PLAN, begin("mla", 0, "a"), result("mla", 0, "a"), "interrupt"]
     run, _, _ = supervise([script], NAMES)
     assert [each.left_out for each in run.results] == [None, "interrupted", "interrupted"]
 
 
-JOB = Job(("mla",), {"mla": 1}, 5.0)
+JOB = Job(("mla",), 5.0)
 
 
 def process(script):
@@ -890,6 +927,17 @@ def test_without_a_place_for_the_numbers_nothing_is_measured(fakes, tmp_path, ca
 def test_list_needs_no_gpu(fakes, capsys):
     assert cli.main(["mla", "--list"], fakes, no_gpu) == 0
     assert capsys.readouterr().out == "mla\n  mla 1\n"
+
+
+def test_list_falls_back_to_toy_sizes(monkeypatch, capsys):
+    def measurements(family, tiny=False):
+        if not tiny:
+            raise AssertionError("Torch not compiled with CUDA enabled")
+        return [case("small")]
+
+    monkeypatch.setattr(families, "measurements", measurements)
+    assert cli.main(["mla", "--list"]) == 0
+    assert capsys.readouterr().out == "mla\n  small (toy size)\n"
 
 
 def test_help_has_examples(capsys):

@@ -114,7 +114,6 @@ def measure_all(
             yield Result.of(measurement, left_out="the time budget was used up")
             continue
         yield measure(measurement, gpu, budget.clock, stop, effort)
-        gpu.free()
 
 
 def described(error: Exception) -> str:

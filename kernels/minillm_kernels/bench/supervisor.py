@@ -87,17 +87,14 @@ class Run:
 
 @dataclass
 class Supervisor:
-    """Runs a job to its end, with as many workers as that takes.
-
-    `names` are those of all measurements, for the ones that nobody came to measure.
-    """
+    """Runs a job to its end, with as many workers as that takes."""
 
     job: Job
-    names: Mapping[str, Sequence[str]]
     start: Callable[[Job], Worker]
     clock: Clock
     say: Callable[[str], None]
     run: Run = field(default_factory=Run)
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of all measurements
     open: Event | None = None  # what the worker has begun and not finished
     place: tuple[int, int] = (0, 0)  # next family and measurement
 
@@ -125,6 +122,7 @@ class Supervisor:
             families=self.job.families[family:],
             start=index,
             seconds=left,
+            counts={name: len(each) for name, each in self.names.items()} or None,
             with_ceilings=first,
         )
         self.open, begun = None, False
@@ -150,6 +148,8 @@ class Supervisor:
         kind = event["event"]
         if kind == "gpu":
             self.run.gpu = event["gpu"]
+        elif kind == "plan":
+            self.names = event["names"]
         elif kind == "begin":
             self.open = event
             self.say(f"{event['family']}: {event['name']}")
@@ -191,5 +191,6 @@ class Supervisor:
         """A row for everything that no worker came to."""
         first, index = self.place
         for number, family in enumerate(self.job.families[first:]):
-            for name in self.names[family][index if number == 0 else 0 :]:
+            names = self.names.get(family) or ["everything"]
+            for name in names[index if number == 0 else 0 :]:
                 self.run.results.append(Result.unmeasured(family, name, left_out=why))

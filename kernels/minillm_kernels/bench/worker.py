@@ -5,6 +5,7 @@ ends nothing at all. Both may happen on a new GPU, and neither may cost more tha
 table: so what is measured and what waits are different processes. What it says are lines of JSON.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -33,16 +34,16 @@ class Job:
 
     Attributes:
         families: in this order.
-        start: where to go on in the first of them: number of its first measurement.
-        counts: measurements of each family, for sharing out the time.
         seconds: for everything, from the worker's start.
+        counts: measurements of each family, for sharing out the time; None to find out.
+        start: where to go on in the first family: number of its first measurement.
         quick: a first impression instead of good medians.
         with_ceilings: whether to measure them first; at the end they are measured in any case.
     """
 
     families: tuple[str, ...]
-    counts: Mapping[str, int]
     seconds: float
+    counts: Mapping[str, int] | None = None
     start: int = 0
     quick: bool = False
     with_ceilings: bool = True
@@ -71,13 +72,18 @@ def work(
     """
     effort = QUICK if job.quick else Effort()
     end = clock() + job.seconds
+    counts = job.counts
+    if counts is None:
+        names = {family: _names(family, gpu, load) for family in job.families}
+        counts = {family: len(found) for family, found in names.items()}
+        yield {"event": "plan", "names": names}
     if job.with_ceilings:
         yield from _ceilings("ceilings", gpu, Budget(clock, end, 10), limits)
     budget = Budget(clock, end - AT_END, 0)
     for number, family in enumerate(job.families):
         start = job.start if number == 0 else 0
-        after = sum(job.counts.get(name, 0) for name in job.families[number + 1 :])
-        budget.left = max(job.counts.get(family, 0) - start, 0) + after
+        after = sum(counts.get(name, 0) for name in job.families[number + 1 :])
+        budget.left = max(counts.get(family, 0) - start, 0) + after
         for event in _family(family, start, gpu, budget, effort, load):
             yield event
             if event["event"] == "result" and failed(event["result"]) and gpu.lost():
@@ -85,6 +91,16 @@ def work(
     if clock() + AT_END / 2 < end:
         yield from _ceilings("ceilings at the end", gpu, Budget(clock, end, 2), limits)
     yield {"event": "end"}
+
+
+def _names(family: str, gpu: Stopwatch, load: Callable[[str], list[Measurement]]) -> list[str]:
+    """What a family will measure; nothing if its inputs cannot be made, which is said later."""
+    try:
+        return [measurement.name for measurement in load(family)]
+    except Exception:
+        return []
+    finally:
+        gpu.free()
 
 
 def failed(result: Mapping[str, Any]) -> bool:
@@ -113,18 +129,20 @@ def _family(
     """The measurements of one family from number `start` on."""
     yield {"event": "begin", "family": family, "index": INPUTS, "name": "inputs"}
     try:
-        measurements = load(family)
+        measurements = load(family)[start:]
     except Exception as error:
         result = Result.unmeasured(family, "inputs", error=described(error))
         yield {"event": "result", "family": family, "index": INPUTS, "result": result.to_json()}
         return
-    for index in range(start, len(measurements)):
-        measurement = measurements[index]
+    for index in itertools.count(start):
+        if not measurements:
+            break
+        measurement = measurements.pop(0)  # whose inputs are given back when it is done
         yield {"event": "begin", "family": family, "index": index, "name": measurement.name}
         (result,) = measure_all([measurement], gpu, budget, effort)
+        del measurement
+        gpu.free()
         yield {"event": "result", "family": family, "index": index, "result": result.to_json()}
-    del measurements
-    gpu.free()
 
 
 def main() -> None:
