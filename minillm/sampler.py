@@ -8,7 +8,8 @@ The order of operations is vLLM's::
     top_k -> top_p                                                     ops.truncation
     argmax(logits + Gumbel noise)                                                    sample
 
-An operation that no row asks for is not executed, and the vocabulary is never sorted.
+An operation that no row asks for is not executed, and the vocabulary is never sorted. On a GPU all
+but the edits is one call of `minillm_kernels.sampling`, which draws the same tokens.
 """
 
 import math
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minillm import ops
 from minillm.errors import InvalidRequestError
 from minillm.ops.philox import Purpose, random_words, random_words_of_vocabulary, to_gumbel
 from minillm.ops.truncation import best_tokens, truncate_row
@@ -95,13 +97,15 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False
     raw = logits.float()
     edited = edit_logits(raw, rows)
     failed = _failures(raw, edited)
+    kernels = ops.uses_kernels(raw)
     groups: dict[Chooser, list[int]] = {}
     for index, row in enumerate(rows):
         if index not in failed:
-            groups.setdefault(_chooser(row.params, raw.shape[1]), []).append(index)
+            choose = _choose_by_kernels if kernels else _chooser(row.params, raw.shape[1])
+            groups.setdefault(choose, []).append(index)
     token_ids = [NO_TOKEN] * len(rows)
     for choose, group in groups.items():
-        exact = choose is _choose_best
+        exact = kernels or choose is _choose_best
         for members in _chunks(group, raw, alone=row_by_row and not exact):
             chosen = choose(_select(edited, members), [rows[index] for index in members])
             for index, token in zip(members, chosen.tolist(), strict=True):
@@ -139,6 +143,12 @@ def _choose_among_best(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         wide = truncate_row(scaled[index], params.top_k, params.top_p)
         chosen[index] = _draw(wide[None], rows[index : index + 1])[0]
     return chosen
+
+
+def _choose_by_kernels(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    from minillm.ops import triton
+
+    return triton.sample(logits, [row.params for row in rows], *_stream(rows, logits.device))
 
 
 def _draw(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

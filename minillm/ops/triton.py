@@ -4,9 +4,14 @@ A shape that no kernel takes goes to torch, which is as right: a product of many
 head_dim that no real model has.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
+import torch
 from torch import Tensor
 
-from minillm_kernels import batch_invariant, gemv, mla, reference
+from minillm.sampling_params import SamplingParams
+from minillm_kernels import batch_invariant, gemv, mla, reference, sampling
 from minillm_kernels import paged_attention as paged
 from minillm_kernels.launch import MAX_HEAD_DIM
 
@@ -63,3 +68,26 @@ def tiled_attention(
 def takes_head_dims(*caches: Tensor) -> bool:
     """Whether the attention kernels have tiles for heads of this size."""
     return all(cache.shape[-1] % 8 == 0 and cache.shape[-1] <= MAX_HEAD_DIM for cache in caches)
+
+
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    seed: Tensor,
+    sample_index: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """Choose a token per row of logits [K, V] as its `params` ask -> int64 [K].
+
+    Where no row has a top-k or top-p, their launch is left out.
+    """
+    number = partial(torch.tensor, dtype=torch.float32, device=logits.device)
+    top_k = top_p = None
+    if any(each.top_k > 0 or each.top_p < 1 for each in params):
+        counts = [each.top_k for each in params]
+        top_k = torch.tensor(counts, dtype=torch.int32, device=logits.device)
+        top_p = number([each.top_p for each in params])
+    temperature = number([0.0 if each.greedy else each.temperature for each in params])
+    min_p = number([each.min_p for each in params])
+    where = (seed, sample_index, position)
+    return sampling.sample(logits, temperature, top_k, top_p, min_p, *where)
