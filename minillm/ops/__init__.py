@@ -146,7 +146,7 @@ def tiled_attention(
         return batch_invariant.tiled_attention(q, k_cache, v_cache, *where)
     from minillm.ops import triton
 
-    return triton.tiled_attention(q, k_cache, v_cache, *where, max_query_len)
+    return triton.paged_attention(q, k_cache, v_cache, *where, max_query_len, batch_invariant=True)
 
 
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

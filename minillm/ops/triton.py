@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from minillm.sampling_params import SamplingParams
-from minillm_kernels import batch_invariant, gemv, mla, reference, sampling
+from minillm_kernels import gemv, mla, reference, sampling
 from minillm_kernels import paged_attention as paged
+from minillm_kernels.batch_invariant import tiled_attention
 from minillm_kernels.launch import MAX_HEAD_DIM
 
 GEMV_ROWS = 8  # above, cuBLAS has enough rows for its tiles
@@ -34,35 +35,30 @@ def paged_attention(
     scale: float,
     window: int | None,
     max_query_len: int | None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """[N, H, D] -> [N, H, Dv]"""
     where = (query_start, seq_lens, block_tables, scale, window)
     if v_cache.data_ptr() == k_cache.data_ptr():  # MLA: a value is the first part of its key
-        value_dim = v_cache.shape[-1]
-        return mla.mla_attention(q, k_cache, value_dim, *where, max_query_len=max_query_len)
+        return mla.mla_attention(
+            q,
+            k_cache,
+            v_cache.shape[-1],
+            *where,
+            max_query_len=max_query_len,
+            batch_invariant=batch_invariant,
+        )
     if not takes_head_dims(k_cache, v_cache):
-        return reference.paged_attention(q, k_cache, v_cache, *where)
-    return paged.paged_attention(q, k_cache, v_cache, *where, max_query_len=max_query_len)
-
-
-def tiled_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int | None,
-    max_query_len: int | None,
-) -> Tensor:
-    """The same in the kernels' batch-invariant mode."""
-    where = (query_start, seq_lens, block_tables, scale, window)
-    if v_cache.data_ptr() == k_cache.data_ptr():
-        return mla.mla_attention(q, k_cache, v_cache.shape[-1], *where, batch_invariant=True)
-    if not takes_head_dims(k_cache, v_cache):
-        return batch_invariant.tiled_attention(q, k_cache, v_cache, *where)
-    return paged.paged_attention(q, k_cache, v_cache, *where, batch_invariant=True)
+        torch_way = tiled_attention if batch_invariant else reference.paged_attention
+        return torch_way(q, k_cache, v_cache, *where)
+    return paged.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        *where,
+        max_query_len=max_query_len,
+        batch_invariant=batch_invariant,
+    )
 
 
 def takes_head_dims(*caches: Tensor) -> bool:
