@@ -14,18 +14,19 @@ Shapes: N tokens of d numbers; E experts with `gate_up` [E, 2 I, d] (gate above 
 4. `_sum_kernel` adds the k contributions of a token, in the order of its choices. That order is a
    part of the token's own input, so its bits depend on nothing else, and no atomics are needed.
 
-Programs are numbered so that all blocks of rows pass under one column of weight tiles before the
-next column begins: blocks of one expert run side by side, and the second one finds the tile in L2.
+Programs are numbered in groups of blocks: a group passes under one column of weight tiles before
+the next begins. Blocks of one expert run side by side, so that the second finds the tile in the L2
+cache; and a group is so small that its rows stay there until the last column.
 
 *Direct.* When a few tokens hardly ever share an expert (N = 1 above all), there is nothing to sort:
 each pair is a block of its own, and `_down_of_token_kernel` walks over the k experts of a token and
 keeps the sum in registers. Two launches instead of four.
 
 Bytes: each weight of an active expert once, 3 A d I numbers for A active experts, and then x, out,
-hidden and contributions (written and read, N k (I + d)). Operations: 6 N k d I. With few rows per
-expert (N k / E below about 200 on an H200) the weights' bytes are the bound; above, the tensor
-cores. Qwen3-30B-A3B (128 experts, top-8, 2048 x 768): 75 MB for one token, 1.2 GB and 309 GFLOP for
-4096 tokens, where both bounds are close.
+hidden and contributions (written and read, N k (I + d)). Operations: 6 N k d I, in half precision
+N k / A per byte: below about 180 rows per expert an H200 is bound by the weights' bytes, above by
+its tensor cores. Qwen3-30B-A3B (128 experts, top-8, 2048 x 768): 75 MB for one token; 1.2 GB and
+309 GFLOP for 4096 tokens, where both bounds are close.
 
 Half precision adds up in float32; hidden and each contribution are rounded once to the dtype of x.
 """
@@ -107,6 +108,7 @@ def _run_sorted(call: _Call) -> None:
         contributions,
         *plan,
         num_blocks,
+        config.group(hidden),
         contributions.stride(0),
         d,
         intermediate,
@@ -114,9 +116,8 @@ def _run_sorted(call: _Call) -> None:
     )
     if top_k > 1:
         block = min(1024, padded(d))
-        _sum_kernel[(num_tokens, triton.cdiv(d, block))](
-            contributions, out, out.stride(0), d, TOP_K=top_k, BLOCK=block
-        )
+        grid = num_tokens, triton.cdiv(d, block)
+        _sum_kernel[grid](contributions, out, out.stride(0), d, TOP_K=top_k, BLOCK=block)
 
 
 def _run_direct(call: _Call) -> None:
@@ -132,11 +133,11 @@ def _run_direct(call: _Call) -> None:
         call.weights,
         call.ids,
         call.out,
+        num_experts,
+        top_k,
         call.out.stride(0),
         d,
         intermediate,
-        NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
         CHOICES=padded(top_k, 2),
         **_options(config, tile, weight is not call.down),
     )
@@ -157,11 +158,12 @@ def _launch_gate_up(
         expert_of_block,
         pair_of_row,
         num_blocks,
+        call.config.group(call.x),
+        len(call.gate_up),
+        call.ids.shape[1],
         call.x.stride(0),
         call.x.shape[1],
         intermediate,
-        NUM_EXPERTS=len(call.gate_up),
-        TOP_K=call.ids.shape[1],
         **_options(call.config, tile, weight is not call.gate_up),
     )
 
@@ -179,6 +181,21 @@ def _options(config: Config, tile: Tile, descriptors: bool) -> dict[str, int]:
 
 
 # ---- kernels -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _place(num_blocks, num_columns, group):
+    """Which block and column of tiles this program computes: down a group's blocks, then right.
+
+    0 2 4      blocks 0 and 1, group = 2
+    1 3 5
+    6 7 8      block 2: the last group may be smaller
+    """
+    program = tl.program_id(0)
+    first = program // (group * num_columns) * group
+    size = tl.minimum(num_blocks - first, group)
+    inside = program - first * num_columns
+    return first + inside % size, inside // size
 
 
 @triton.jit
@@ -217,7 +234,7 @@ def _rows_tile(x, offsets, valid, k, K, BLOCK_K: tl.constexpr):
     return tl.load(x + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "group", "num_experts", "top_k"])
 def _gate_up_kernel(
     x,
     weight,  # rows of [E, 2 I, d]
@@ -226,22 +243,23 @@ def _gate_up_kernel(
     expert_of_block,
     pair_of_row,
     num_blocks,
+    group,
+    num_experts,
+    top_k,
     x_stride,
     d,
     intermediate,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
     """hidden = silu(x gate^T) * (x up^T) for one block of rows and BLOCK_N columns."""
-    block = tl.program_id(0) % num_blocks
-    column = tl.program_id(0) // num_blocks * BLOCK_N
+    block, column = _place(num_blocks, tl.cdiv(intermediate, BLOCK_N), group)
+    column *= BLOCK_N
     row = tl.arange(0, BLOCK_M)
     if expert_of_block is None:  # block b is pair b, alone
-        expert = existing_expert(tl.load(ids + block), NUM_EXPERTS)
+        expert = existing_expert(tl.load(ids + block), num_experts)
         pair = tl.where(row == 0, block, -1)
         hidden_row, stored = block + row, pair >= 0
     else:
@@ -251,7 +269,7 @@ def _gate_up_kernel(
         pair = tl.load(pair_of_row + block * BLOCK_M + row)
         hidden_row, stored = block * BLOCK_M + row, row >= 0  # padding is stored, too: as 0
     valid = pair >= 0
-    token = tl.where(valid, pair // TOP_K, 0).to(tl.int64)
+    token = tl.where(valid, pair // top_k, 0).to(tl.int64)
 
     gate_row = expert * 2 * intermediate + column
     up_row = gate_row + intermediate
@@ -272,7 +290,7 @@ def _gate_up_kernel(
     tl.store(pointers, (silu * up).to(hidden.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "group"])
 def _down_kernel(
     hidden,
     weight,  # rows of [E, d, I]
@@ -281,6 +299,7 @@ def _down_kernel(
     expert_of_block,
     pair_of_row,
     num_blocks,
+    group,
     contribution_stride,
     d,
     intermediate,
@@ -290,8 +309,8 @@ def _down_kernel(
     DESCRIPTORS: tl.constexpr,
 ):
     """contribution = (hidden down^T) * routing weight, back in the order of the pairs."""
-    block = tl.program_id(0) % num_blocks
-    column = tl.program_id(0) // num_blocks * BLOCK_N
+    block, column = _place(num_blocks, tl.cdiv(d, BLOCK_N), group)
+    column *= BLOCK_N
     expert = tl.load(expert_of_block + block)
     if expert < 0:
         return
@@ -331,18 +350,18 @@ def _sum_kernel(contributions, out, out_stride, d, TOP_K: tl.constexpr, BLOCK: t
     tl.store(out + token * out_stride + columns, total.to(out.dtype.element_ty), mask=columns < d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts", "top_k"])
 def _down_of_token_kernel(
     hidden,
     weight,  # rows of [E, d, I]
     weights,
     ids,
     out,
+    num_experts,
+    top_k,
     out_stride,
     d,
     intermediate,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -352,23 +371,23 @@ def _down_of_token_kernel(
     """out = sum over choices of (hidden down^T) * routing weight, for one token's BLOCK_N columns.
 
     One loop over all tiles of all choices, so that loads run ahead from one expert into the next.
-    An id that were loaded inside would have to arrive before its weights could set off, and half
-    of the stages would be waiting for ids: all k of them are read first, and picked by a sum.
+    Weights could not set off before an id loaded inside had arrived: all k are read before, and
+    picked by a sum.
     Tensor cores want BLOCK_M rows; only the first is real.
     """
     column = tl.program_id(0) * BLOCK_N
     token = tl.program_id(1)
     choices = tl.arange(0, CHOICES)
-    pairs = token * TOP_K + choices
-    experts = existing_expert(tl.load(ids + pairs, mask=choices < TOP_K, other=0), NUM_EXPERTS)
-    routing = tl.load(weights + pairs, mask=choices < TOP_K, other=0.0)
+    pairs = token * top_k + choices
+    experts = existing_expert(tl.load(ids + pairs, mask=choices < top_k, other=0), num_experts)
+    routing = tl.load(weights + pairs, mask=choices < top_k, other=0.0)
     first_row = tl.arange(0, BLOCK_M) == 0
     num_tiles = tl.cdiv(intermediate, BLOCK_K)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(TOP_K * num_tiles):
+    for step in range(top_k * num_tiles):
         choice, k = step // num_tiles, step % num_tiles * BLOCK_K
         expert = tl.sum(tl.where(choices == choice, experts, 0))
-        offsets = tl.where(first_row, token * TOP_K + choice, 0).to(tl.int64) * intermediate
+        offsets = tl.where(first_row, token * top_k + choice, 0).to(tl.int64) * intermediate
         rows = _rows_tile(hidden, offsets, first_row, k, intermediate, BLOCK_K)
         tile = _weight_tile(
             weight, expert * d + column, d - column, k, intermediate, BLOCK_N, BLOCK_K, DESCRIPTORS

@@ -44,6 +44,7 @@ class Config:
         gate_up: its tile is there twice, for gate and for up.
         descriptors: weights and hidden come by bulk copies (TMA), where their rows allow it.
         direct: each pair for itself, without sorting (see `moe`).
+        group_bytes: how much of the rows shall stay in the L2 cache while all columns pass.
     """
 
     block_m: int
@@ -51,6 +52,12 @@ class Config:
     down: Tile
     descriptors: bool = False
     direct: bool = False
+    group_bytes: int = 16 << 20
+
+    def group(self, rows: Tensor) -> int:
+        """Blocks of `rows` [.., K] that fit into `group_bytes`, at least one."""
+        block = self.block_m * rows.shape[-1] * rows.element_size()
+        return max(1, self.group_bytes // block)
 
 
 # The interpreter pays for operations, not for numbers: tiles that hold a whole test.

@@ -67,18 +67,18 @@ def make_plan(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tens
         BINS=padded(num_experts + 1),
         BLOCK_M=block_m,
         CHUNK=min(MAX_CHUNK, padded(num_pairs, 128)),
-        num_warps=4 if num_pairs <= 1024 else 8,
+        num_warps=4 if num_pairs <= 1024 else 16,
     )
     return expert_of_block, pair_of_row
 
 
 @triton.jit
-def existing_expert(expert, NUM_EXPERTS: tl.constexpr):
+def existing_expert(expert, num_experts):
     """An id that names no expert would lead out of the weights: it is taken for the nearest one.
 
     The token that it belongs to is lost, its neighbours and the process are not.
     """
-    return tl.minimum(tl.maximum(expert.to(tl.int32), 0), NUM_EXPERTS - 1)
+    return tl.minimum(tl.maximum(expert, 0), num_experts - 1).to(tl.int32)
 
 
 @triton.jit
