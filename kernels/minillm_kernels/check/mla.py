@@ -1,0 +1,353 @@
+"""Cases of `minillm_kernels.mla`: attention over a paged latent cache."""
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm_kernels import mla, reference
+from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
+from minillm_kernels.check.pages import Paged, paged
+from minillm_kernels.mla_config import Config, Tile
+
+# Small tiles, so that short sequences have many of them; "chosen" is what the launcher takes.
+FORMS = ("chosen", "swap", "rows", "descriptors")
+BLOCK_N = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: sequences as (query_len, seq_len), sizes, and how it is to be computed.
+
+    `form` and `split` choose tiles (see `config`); `padding` counts rows behind the last sequence;
+    `max_query_len` is passed on.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    value_dim: int = 32
+    rope_dim: int = 8
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    scale: float = 0.15
+    padding: int = 0
+    form: str = "chosen"
+    split: int = 0
+    batch_invariant: bool = False
+    max_query_len: int | None = None
+    seed: int = 0
+
+    @property
+    def config(self) -> Config | None:
+        """The tiles of `form`, None for the launcher's own."""
+        if self.form == "chosen":
+            return None
+        tile = Tile(
+            block_h=16,
+            block_q=1,
+            block_n=BLOCK_N,
+            swap=self.form == "swap",
+            num_warps=4,
+            descriptors=self.form == "descriptors",
+        )
+        heads = 1 << (min(self.num_heads, 16) - 1).bit_length()
+        prefill = replace(tile, block_h=heads, block_q=max(2, 16 // heads))
+        return Config(tile, prefill, self.split)
+
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+MIXED = ((1, 37), (7, 7), (1, 1), (5, 52), (0, 20), (1, 48))
+CASES = (
+    Case(MIXED),
+    Case(MIXED, form="rows", num_heads=3, dtype=HALF, padding=3, seed=1),
+    Case(MIXED, form="swap", num_heads=5, dtype=BRAIN, rope_dim=4, value_dim=24, seed=2),
+    Case(
+        ((1, 16), (3, 47), (1, 49), (1, 80)),
+        form="descriptors", value_dim=32, rope_dim=16, dtype=HALF, num_heads=17, seed=3,
+    ),
+    # Lengths around a page, and rows of padding in a decode batch under a CUDA graph.
+    Case(
+        tuple((1, length) for length in (0, 1, 15, 16, 17, 33, 0)),
+        max_query_len=1, padding=2, dtype=HALF, form="rows", seed=4,
+    ),
+    Case(((3, 0), (1, 0), (2, 2), (1, 100)), form="swap", dtype=BRAIN, seed=5),
+    # One long sequence, cut into splits of which the last is short; beside it, empty splits.
+    Case(((1, 700), (1, 30), (1, 0), (1, 129)), form="rows", block_size=1, seed=6),
+    Case(((1, 600), (2, 400)), form="swap", block_size=256, num_heads=2, dtype=HALF, seed=7),
+    Case(((1, 530), (1, 64), (1, 65), (1, 0)), dtype=BRAIN, num_heads=20, seed=8),
+    # Windows: in a tile, over pages, wider than the sequence.
+    Case(((1, 200), (9, 90), (1, 12), (1, 0)), window=33, form="rows", seed=9),
+    Case(((1, 200), (9, 90), (3, 3)), window=1, form="swap", block_size=5, dtype=HALF, seed=10),
+    Case(((1, 40), (9, 23)), window=1000, block_size=7, seed=11),
+    # Logits of 1e4, and one token in a batch.
+    Case(((1, 90), (6, 60)), scale=1200.0, dtype=HALF, form="rows", seed=12),
+    Case(((1, 1),), num_heads=1, value_dim=16, rope_dim=4, block_size=1, dtype=BRAIN, seed=13),
+    # Splits at absolute places: partial results, and one after another.
+    Case(MIXED, form="rows", split=32, batch_invariant=True, seed=14),
+    Case(
+        ((1, 150), (4, 130), (1, 0), (1, 31)),
+        form="swap", split=32, window=50, dtype=HALF, batch_invariant=True, seed=15,
+    ),
+    Case(((1, 90), (3, 70)), batch_invariant=True, dtype=BRAIN, seed=16),
+    # The sizes of DeepSeek-V2 and V3.
+    Case(
+        ((1, 70), (3, 40)), value_dim=512, rope_dim=64, num_heads=16, block_size=64,
+        scale=0.07, dtype=BRAIN, seed=17,
+    ),
+)  # fmt: skip
+
+
+def random_case(rng: random.Random) -> Case:
+    """Any call: up to five sequences of any mix of lengths, small sizes."""
+    sequences = []
+    for _ in range(rng.randint(1, 5)):
+        seq_len = rng.choice((0, 1, rng.randint(2, 40), rng.randint(41, 300)))
+        most = min(seq_len, 12) if seq_len else 3
+        sequences.append((rng.choice((1, 1, rng.randint(0, most))), seq_len))
+    form = rng.choice(FORMS)
+    dims = ((16, 16), (32, 16)) if form == "descriptors" else ((16, 4), (24, 8), (32, 8), (48, 20))
+    value_dim, rope_dim = rng.choice(dims)
+    split = rng.choice((0, 32, 64)) if form != "chosen" else 0
+    return Case(
+        sequences=tuple(sequences),
+        num_heads=rng.choice((1, 2, 3, 4, 8, 16, 19)),
+        value_dim=value_dim,
+        rope_dim=rope_dim,
+        block_size=rng.choice((16, 64) if form == "descriptors" else (1, 3, 8, 16, 64, 256)),
+        dtype=rng.choice((torch.float32, HALF, BRAIN)),
+        window=rng.choice((None, None, rng.randint(1, 200))),
+        padding=rng.choice((0, 0, 2)),
+        form=form,
+        split=split,
+        batch_invariant=split > 0 or rng.random() < 0.3,
+        seed=rng.randrange(2**31),
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a case."""
+
+    q: Tensor
+    pages: Paged
+    query_start: Tensor
+    num_tokens: int
+
+    def run(self, case: Case, kernels: Any, **options: Any) -> Tensor:
+        """One call of the launcher of `kernels`."""
+        return kernels.mla_attention(
+            self.q,
+            self.pages.caches[0],
+            case.value_dim,
+            self.query_start,
+            self.pages.seq_lens,
+            self.pages.block_tables,
+            case.scale,
+            case.window,
+            **{"batch_invariant": case.batch_invariant, "config": case.config} | options,
+        )
+
+
+def inputs(case: Case, device: str) -> Inputs:
+    """Queries, a cache full of poison around what may be read, and where sequences begin."""
+    rng = generator(case.seed)
+    width = case.value_dim + case.rope_dim
+    query_lens = [query_len for query_len, _ in case.sequences]
+    seq_lens = [seq_len for _, seq_len in case.sequences]
+    pages = paged(rng, seq_lens, case.block_size, 1, (width,), case.dtype, device)
+    num_tokens = sum(query_lens)
+    q = normal(rng, (num_tokens + case.padding, case.num_heads, width), case.dtype, "cpu")
+    q[num_tokens:] = math.nan
+    query_start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    tables = pages.block_tables.to(torch.int32 if case.seed % 2 else torch.int64)
+    pages = replace(pages, block_tables=tables)
+    return Inputs(q.to(device), pages, query_start.to(device), num_tokens)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, new memory is full of NaN: whoever reads a workspace must have written it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def verify(case: Case, device: str, kernels: Any = mla) -> None:
+    """Mismatch if the launcher of `kernels` computes something else than the reference."""
+    given = inputs(case, device)
+    out = guarded((len(given.q), case.num_heads, case.value_dim), case.dtype, device)
+    with poisoned_memory():
+        got = given.run(case, kernels, out=out.view, max_query_len=case.max_query_len)
+    out.check(written=False)
+    if got is not out.view:
+        raise Mismatch("the result is not in out")
+    pages = given.pages
+    expected = reference.mla_attention(
+        given.q.cpu().double(),
+        pages.caches[0].cpu().double(),
+        case.value_dim,
+        given.query_start.cpu(),
+        pages.seq_lens.cpu(),
+        pages.block_tables.cpu().long(),
+        case.scale,
+        case.window,
+    )
+    compare(got[: given.num_tokens], expected[: given.num_tokens], "attention")
+    if not bool(got[given.num_tokens :].isnan().all()):
+        raise Mismatch("rows behind the last sequence were written")
+
+
+# ---- batch-invariant mode --------------------------------------------------------------------
+
+
+def repaged(case: Case, given: Inputs, block_size: int) -> Inputs:
+    """The same positions in pages of another size."""
+    cache, tables = given.pages.caches[0].cpu(), given.pages.block_tables.cpu().long()
+    new = paged(
+        generator(case.seed + 1), given.pages.seq_lens.tolist(), block_size, 1,
+        (cache.shape[-1],), case.dtype, "cpu",
+    )  # fmt: skip
+    for row, length in enumerate(given.pages.seq_lens.tolist()):
+        positions = torch.arange(length)
+        old_size = cache.shape[2]
+        source = cache[tables[row, positions // old_size], 0, positions % old_size]
+        blocks = new.block_tables[row, positions // block_size].long()
+        new.caches[0][blocks, 0, positions % block_size] = source
+    device = given.q.device
+    pages = Paged((new.caches[0].to(device),), new.block_tables.to(device), new.seq_lens.to(device))
+    return replace(given, pages=pages)
+
+
+def recut(given: Inputs, most: int) -> Inputs:
+    """The same tokens, at most `most` of a sequence at a time: chunks become sequences."""
+    starts, ends = given.query_start.tolist(), given.pages.seq_lens.tolist()
+    lens, seq_lens, rows = [], [], []
+    for row, end in enumerate(ends):
+        left = starts[row + 1] - starts[row]
+        while left > 0:
+            count = min(left, most)
+            left -= count
+            lens.append(count)
+            seq_lens.append(end - left if end else 0)
+            rows.append(row)
+    device = given.q.device
+    query_start = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+    pages = replace(
+        given.pages,
+        block_tables=given.pages.block_tables[rows],
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+    )
+    return replace(given, pages=pages, query_start=query_start.to(device))
+
+
+def alone(given: Inputs, row: int) -> tuple[Inputs, slice]:
+    """One sequence without the others, and its rows in the batch."""
+    starts = given.query_start.tolist()
+    rows = slice(starts[row], starts[row + 1])
+    pages = replace(
+        given.pages,
+        block_tables=given.pages.block_tables[row : row + 1],
+        seq_lens=given.pages.seq_lens[row : row + 1],
+    )
+    query_start = given.query_start[row : row + 2] - starts[row]
+    return Inputs(given.q[rows], pages, query_start, rows.stop - rows.start), rows
+
+
+def verify_invariant(case: Case, device: str, kernels: Any = mla) -> None:
+    """Mismatch if the bits of a token depend on what it is computed with (`batch_invariant`).
+
+    Its sequence comes whole, in chunks, token by token, alone, in other pages, and with splits
+    computed one after another instead of by several programs.
+    """
+    given = inputs(replace(case, padding=0), device)
+    run = partial(Inputs.run, case=case, kernels=kernels, batch_invariant=True)
+    whole = run(given)
+    ways = {
+        "token by token": run(recut(given, 1)),
+        "in chunks of three": run(recut(given, 3)),
+        "in other pages": run(repaged(case, given, 7)),
+    }
+    if case.config is not None:
+        config = replace(case.config, max_workspace=0)
+        ways["without a workspace"] = run(recut(given, 1), config=config)
+    for name, got in ways.items():
+        _same_bits(got, whole, name)
+    for row in range(len(case.sequences)):
+        one, rows = alone(given, row)
+        _same_bits(run(one), whole[rows], f"alone, sequence {row}")
+
+
+def _same_bits(got: Tensor, whole: Tensor, name: str) -> None:
+    differ = (got != whole).flatten(1).any(1)
+    if bool(differ.any()):
+        tokens = differ.nonzero().flatten().tolist()
+        raise Mismatch(f"{name}, tokens {tokens} have other bits than in the whole batch")
+
+
+INVARIANT_CASES = (
+    Case(((9, 75), (1, 70), (6, 6), (1, 0)), form="rows", split=32, dtype=HALF, seed=30),
+    Case(((5, 69), (1, 40)), form="swap", split=32, window=37, num_heads=3, seed=31),
+    Case(((3, 20), (1, 530)), dtype=BRAIN, block_size=16, num_heads=8, seed=32),
+)
+
+
+# ---- shapes of real models ---------------------------------------------------------------------
+
+
+def _launch(
+    num_heads: int,
+    rows: int,
+    num_tokens: int,
+    dtype: torch.dtype = BRAIN,
+    block_size: int = 64,
+    value_dim: int = 512,
+    rope_dim: int = 64,
+    window: int | None = None,
+    invariant: bool = False,
+) -> Tensor:
+    width = value_dim + rope_dim
+    return mla.mla_attention(
+        torch.empty(num_tokens, num_heads, width, dtype=dtype),
+        torch.empty(rows, 1, block_size, width, dtype=dtype),
+        value_dim,
+        torch.zeros(rows + 1, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int32),
+        torch.zeros(rows, 8192 // block_size, dtype=torch.int32),
+        (128 + 64) ** -0.5,
+        window,
+        max_query_len=1 if num_tokens == rows else None,
+        batch_invariant=invariant,
+    )
+
+
+ALL = (80, 90, 100)
+LAUNCHES = (
+    Launch("V2-Lite decode, 16 heads, bf16", partial(_launch, 16, 64, 64), ALL, (90,)),
+    Launch("V2-Lite mixed, 16 heads, fp16", partial(_launch, 16, 64, 2048, HALF), ALL, (90,)),
+    Launch("V2-Lite mixed, pages of 16", partial(_launch, 16, 64, 2048, block_size=16), ALL),
+    Launch("V3 split over 4 GPUs, 32 heads", partial(_launch, 32, 64, 64), ALL, (90,)),
+    Launch("V3 mixed, 128 heads, bf16", partial(_launch, 128, 64, 2048), ALL, (90,)),
+    Launch("V3 mixed, pages of 1", partial(_launch, 128, 64, 2048, block_size=1), ALL),
+    Launch("V2-Lite, window", partial(_launch, 16, 64, 2048, window=4096), ALL, (90,)),
+    Launch("V2-Lite, batch-invariant", partial(_launch, 16, 8, 2048, invariant=True), ALL),
+    Launch("V3, batch-invariant", partial(_launch, 128, 8, 2048, HALF, invariant=True), ALL),
+    Launch(
+        "tiny model, fp16",
+        partial(_launch, 4, 8, 64, HALF, block_size=16, value_dim=24, rope_dim=4),
+        ALL,
+    ),
+    Launch(
+        "tiny model, float32",
+        partial(_launch, 4, 8, 64, torch.float32, block_size=16, value_dim=32, rope_dim=8),
+    ),
+)

@@ -1,0 +1,221 @@
+"""What `minillm_kernels.mla` decides before a launch: tiles, splits, and whether arguments fit.
+
+Tiles come from a table by architecture, dtype and shape: nothing is tuned while an engine runs.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm_kernels import launch
+from minillm_kernels.launch import KernelError, padded
+
+MAX_VALUE_DIM = 512
+MAX_ROPE_DIM = 128
+INVARIANT_SPLIT = 512  # positions; with it go the bits of every result
+LEAST_TILES = 4  # of a split: less, and writing float32 partial results costs more than reading
+MAX_WORKSPACE = 256 * 2**20  # bytes of partial results
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program does at a time.
+
+    Attributes:
+        block_h: heads.
+        block_q: query tokens (decode: 1). block_h * block_q is at least 16, the smallest product.
+        block_n: keys.
+        swap: transposed products, keys first.
+        descriptors: bulk copies of whole tiles; a page must be a multiple of `block_n`.
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+    """
+
+    block_h: int
+    block_q: int
+    block_n: int
+    swap: bool
+    num_warps: int = 8
+    num_stages: int = 2
+    descriptors: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of both kernels, and the positions of a split.
+
+    `split` 0 divides a sequence evenly, so that the GPU is full. Otherwise splits lie at
+    multiples of it, in both kernels, which then need the same `block_n`; and where partial results
+    would take more than `max_workspace` bytes, the prefill kernel does everything.
+    """
+
+    decode: Tile
+    prefill: Tile
+    split: int = 0
+    max_workspace: int = MAX_WORKSPACE
+
+    def fit(self, value_dim: int, rope_dim: int) -> "Config":
+        """The same without descriptors where sizes are none that they can have."""
+        if all(padded(size) == size for size in (value_dim, rope_dim)):
+            return self
+        plain = [replace(tile, descriptors=False) for tile in (self.decode, self.prefill)]
+        return replace(self, decode=plain[0], prefill=plain[1])
+
+
+def choose(
+    arch: int, dtype: torch.dtype, num_heads: int, page: int, invariant: bool = False
+) -> Config:
+    """The tiles for an architecture (0: interpreted), dtype, number of heads and block size."""
+    heads = padded(num_heads, 1)
+    if invariant:
+        tile = _invariant_tile(arch, dtype, heads)
+        return Config(replace(tile, block_h=16, block_q=1), tile, INVARIANT_SPLIT)
+    return Config(_decode_tile(arch, dtype, heads, page), _prefill_tile(arch, dtype, heads, page))
+
+
+# Stages: a tile of the cache is found through a block table, so its address has to be fetched a
+# stage before itself. Hopper's own products run on while the next tile arrives: 3 stages are two
+# tiles in shared memory there, and 5 elsewhere. Descriptors (2 stages) look addresses up by hand.
+
+
+def _decode_tile(arch: int, dtype: torch.dtype, heads: int, page: int) -> Tile:
+    heads = max(16, heads)
+    if arch == 0:
+        return Tile(min(heads, 64), 1, 128, swap=True)
+    if dtype == torch.float32:
+        return Tile(16, 1, 16, swap=False, num_warps=4, num_stages=1)
+    if arch != 90:
+        return Tile(16, 1, 32, swap=False, num_stages=3 if arch < 90 else 5)
+    if heads <= 32:  # memory-bound: 74 KB on their way while 74 KB are worked on
+        bulk = page % 64 == 0
+        return Tile(heads, 1, 64, swap=True, num_stages=2 if bulk else 3, descriptors=bulk)
+    return _wide_tile(64, 1, page)
+
+
+def _prefill_tile(arch: int, dtype: torch.dtype, heads: int, page: int) -> Tile:
+    if arch == 0:
+        block_h = min(heads, 64)
+        return Tile(block_h, max(1, 64 // block_h), 128, swap=False)
+    if dtype == torch.float32:
+        block_h = min(heads, 16)
+        return Tile(block_h, 16 // block_h, 16, swap=False, num_warps=4, num_stages=1)
+    if arch == 90:
+        block_h = min(heads, 64)
+        return _wide_tile(block_h, 64 // block_h, page)
+    queries = 32 if arch < 90 else 64
+    block_h = min(heads, queries)
+    return Tile(block_h, queries // block_h, 32, swap=False, num_stages=5 if arch < 90 else 3)
+
+
+def _wide_tile(block_h: int, block_q: int, page: int) -> Tile:
+    """64 queries fill Hopper's instruction, and their float32 sums half of the registers."""
+    if page % 64:
+        return Tile(block_h, block_q, 32, swap=False, num_stages=3)
+    return Tile(block_h, block_q, 64, swap=False, descriptors=True)
+
+
+def _invariant_tile(arch: int, dtype: torch.dtype, heads: int) -> Tile:
+    """16 queries: the prefill kernel has two sums in its registers, of a split and of all."""
+    block_h = min(heads, 16)
+    block_q = 16 // block_h
+    if arch == 0:
+        return Tile(block_h, block_q, 64, swap=True)
+    if dtype == torch.float32:
+        return Tile(block_h, block_q, 16, swap=False, num_warps=4, num_stages=1)
+    if arch == 90:
+        return Tile(block_h, block_q, 64, swap=True, num_stages=3)
+    return Tile(block_h, block_q, 32, swap=False, num_stages=3 if arch < 90 else 5)
+
+
+def count_splits(config: Config, rows: int, heads: int, positions: int, processors: int) -> int:
+    """Splits that a decode launch has room for, from shapes alone.
+
+    `positions` is what a block table has room for. Even splits: as many as make the programs
+    fill the processors once, or twice if once would leave many idle.
+    """
+    if config.split:
+        return max(1, -(-positions // config.split))
+    programs = rows * -(-heads // config.decode.block_h)
+    most = max(1, positions // (config.decode.block_n * LEAST_TILES))
+    once, twice = processors // programs, 2 * processors // programs
+    splits = twice if twice > 2.3 * once else once
+    return max(1, min(splits, most))
+
+
+def check_config(config: Config, page: int, value_dim: int, rope_dim: int) -> None:
+    """A configuration that the kernels can run; KernelError otherwise."""
+    for name, tile in (("decode", config.decode), ("prefill", config.prefill)):
+        sizes = (tile.block_h, tile.block_q, tile.block_n)
+        if any(size < 1 or size & (size - 1) for size in sizes) or tile.block_n < 16:
+            raise KernelError(
+                f"the {name} tile is {tile}; blocks must be powers of two, of 16 keys at least."
+            )
+        if tile.block_h * tile.block_q < 16 or (name == "decode" and tile.block_q != 1):
+            raise KernelError(
+                f"the {name} tile is {tile}; it must have 16 queries, in decode those of one token."
+            )
+        whole = padded(value_dim) == value_dim and padded(rope_dim) == rope_dim
+        if tile.descriptors and (page % tile.block_n or not whole):
+            raise KernelError(
+                f"the {name} tile has descriptors: a page of {page} must be a multiple of "
+                f"{tile.block_n}, and {value_dim} and {rope_dim} powers of two from 16 on."
+            )
+        if config.split % tile.block_n or (config.split and tile.block_n != config.decode.block_n):
+            raise KernelError(
+                f"a split of {config.split} positions needs tiles of one size that divides it; "
+                f"decode has {config.decode.block_n} keys and {name} {tile.block_n}."
+            )
+
+
+def check_arguments(
+    q: Tensor,
+    latent_cache: Tensor,
+    value_dim: int,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    window: int | None,
+    out: Tensor | None,
+) -> Tensor:
+    """The output, after everything that a wrong argument could break was looked at."""
+    launch.check_shape("q", q, "N", "H", "R + Dr")
+    num_tokens, num_heads, width = q.shape
+    launch.check_shape("latent_cache", latent_cache, "blocks", 1, "block_size", width)
+    launch.check_shape("seq_lens", seq_lens, "B")
+    launch.check_shape("query_start", query_start, len(seq_lens) + 1)
+    launch.check_shape("block_tables", block_tables, len(seq_lens), "M")
+    launch.check_same_dtype(q=q, latent_cache=latent_cache)
+    integers = {"query_start": query_start, "seq_lens": seq_lens, "block_tables": block_tables}
+    launch.check_dtype(launch.INTEGERS, **integers)
+    launch.check_device(q=q, latent_cache=latent_cache, **integers)
+    launch.check_last_contiguous(q=q, **integers)
+    launch.check_contiguous(latent_cache=latent_cache)
+    if not 0 < value_dim <= MAX_VALUE_DIM or value_dim >= width:
+        raise KernelError(
+            f"value_dim is {value_dim} of a key of {width}; it must be from 1 to {MAX_VALUE_DIM}, "
+            "and leave a rotated part."
+        )
+    if width - value_dim > MAX_ROPE_DIM:
+        raise KernelError(
+            f"the rotated part of a key is {width - value_dim}; it must be at most {MAX_ROPE_DIM}."
+        )
+    if window is not None and window < 1:
+        raise KernelError(f"window is {window}; it must be at least 1, or None.")
+    launch.check_block_tables(block_tables, seq_lens, latent_cache.shape[0], latent_cache.shape[2])
+    return launch.output(out, (num_tokens, num_heads, value_dim), q)
+
+
+def tensor_descriptors(cache: Tensor, value_dim: int, tile: Tile) -> tuple[Any, Any]:
+    """What the bulk copy engine needs for the two parts of a tile; None, None without it."""
+    if not tile.descriptors:
+        return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows = cache.view(-1, cache.shape[-1])  # [blocks * block_size, R + Dr]
+    rope_dim = cache.shape[-1] - value_dim
+    return (
+        TensorDescriptor.from_tensor(rows, [tile.block_n, value_dim]),
+        TensorDescriptor.from_tensor(rows, [tile.block_n, rope_dim]),
+    )

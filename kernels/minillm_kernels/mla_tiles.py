@@ -1,0 +1,180 @@
+"""What a program of `minillm_kernels.mla` does with a tile of queries: load, attend, merge, store.
+
+A *query* is one head of one token; a tile has BLOCK_M of them. Scores are [queries, keys] and sums
+[queries, R]; with SWAP both are transposed, which changes the axis and no number.
+"""
+
+from minillm_kernels.launch import tl, triton
+
+
+@triton.jit
+def load_query(
+    q_ptr, stride_token, stride_head, tokens, heads, inside,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries: latent parts [BLOCK_M, BLOCK_R] and rotated parts [BLOCK_M, BLOCK_D]."""
+    rows = q_ptr + tokens.to(tl.int64) * stride_token + heads * stride_head
+    r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    latent = tl.load(rows[:, None] + r[None, :], mask=inside[:, None] & (r < R)[None, :], other=0.0)
+    rope = tl.load(
+        rows[:, None] + R + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
+    )
+    return latent, rope
+
+
+@triton.jit
+def load_keys(
+    cache_ptr, table_ptr, positions, valid, PAGE: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys through the block table: [BLOCK_N, BLOCK_R] and [BLOCK_N, BLOCK_D].
+
+    What is not `valid` is 0: a weight of 0 does not hide a NaN.
+    """
+    blocks = tl.load(table_ptr + positions // PAGE, mask=valid, other=0).to(tl.int64)
+    rows = cache_ptr + (blocks * PAGE + positions % PAGE) * (R + D)
+    r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    latent = tl.load(rows[:, None] + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
+    rope = tl.load(
+        rows[:, None] + R + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0
+    )
+    return latent, rope
+
+
+@triton.jit
+def add_tile(
+    state, q_latent, q_rope, latent, rope, positions, places, window, scale,
+    WINDOW: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax (Milakov and Gimelshein, 2018): one tile of keys.
+
+    `positions` [BLOCK_N] are the keys', `places` [BLOCK_M] the queries' (-1 sees nothing). The
+    state is unnormalised: sum of weighted values, largest score, sum of weights.
+    """
+    acc, highest, total = state
+    KEYS: tl.constexpr = 0 if SWAP else 1  # the axis of the scores along which keys lie
+    if SWAP:
+        scores = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
+        scores = tl.dot(rope, tl.trans(q_rope), scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
+    key, query = tl.expand_dims(positions, 1 - KEYS), tl.expand_dims(places, KEYS)
+    visible = key <= query
+    if WINDOW:
+        visible = visible & (key > query - window)
+    scores = tl.where(visible, scores * scale, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, KEYS))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that saw nothing yet
+    decay = tl.exp2(highest - shift)
+    weights = tl.exp2(scores - tl.expand_dims(shift, KEYS))
+    total = tl.fma(total, decay, tl.sum(weights, KEYS))
+    acc = acc * tl.expand_dims(decay, KEYS)
+    weights = weights.to(latent.dtype)
+    if SWAP:  # the value is the key's latent part, which is here already
+        acc = tl.dot(tl.trans(latent), weights, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weights, latent, acc, input_precision="ieee")
+    return acc, higher, total
+
+
+@triton.jit
+def empty_state(BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, SWAP: tl.constexpr):
+    """Before the first key: [BLOCK_R, BLOCK_M] if SWAP, else [BLOCK_M, BLOCK_R]; and [BLOCK_M]."""
+    acc = tl.zeros([BLOCK_R, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_R], tl.float32)
+    return acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+
+
+@triton.jit
+def attend(
+    q_latent, q_rope, places, begin, end, cache_ptr, latent_tiles, rope_tiles, table_ptr,
+    window, scale, PAGE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, SWAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """The queries of a tile over the keys from `begin` (a multiple of BLOCK_N) up to `end`.
+
+    With descriptors, whole tiles are fetched by the bulk copy engine, each out of one page; what
+    is left at the end is loaded row by row, because a copy cannot leave out rows that may be NaN.
+    """
+    state = empty_state(BLOCK_M, BLOCK_R, SWAP)
+    offsets = tl.arange(0, BLOCK_N)
+    rest = begin
+    if DESCRIPTORS:
+        rest = tl.maximum(begin, end // BLOCK_N * BLOCK_N)
+        block = tl.load(table_ptr + begin // PAGE, mask=begin < rest, other=0)
+        for start in tl.range(begin, rest, BLOCK_N, num_stages=STAGES):
+            row = block.to(tl.int32) * PAGE + start % PAGE
+            following = start + BLOCK_N  # looked up early, so that no copy waits for its address
+            block = tl.load(table_ptr + following // PAGE, mask=following < rest, other=0)
+            latent, rope = latent_tiles.load([row, 0]), rope_tiles.load([row, R])
+            state = add_tile(
+                state, q_latent, q_rope, latent, rope, start + offsets, places, window, scale,
+                WINDOW, SWAP,
+            )  # fmt: skip
+    for start in tl.range(
+        rest, end, BLOCK_N, num_stages=1 if DESCRIPTORS else STAGES, disable_licm=True
+    ):
+        positions = start + offsets
+        latent, rope = load_keys(
+            cache_ptr, table_ptr, positions, positions < end, PAGE, R, D, BLOCK_R, BLOCK_D
+        )
+        state = add_tile(
+            state, q_latent, q_rope, latent, rope, positions, places, window, scale, WINDOW, SWAP
+        )
+    return state
+
+
+@triton.jit
+def merge(state, part, KEYS: tl.constexpr):
+    """Two results over different keys are one over all (Dao et al., 2023), each sum rounded once.
+
+    Written with `fma`, so that no compiler may choose to round differently here and there.
+    """
+    acc, highest, total = state
+    part_acc, part_highest, part_total = part
+    higher = tl.maximum(highest, part_highest)
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    old, new = tl.exp2(highest - shift), tl.exp2(part_highest - shift)
+    total = tl.fma(total, old, part_total * new)
+    acc = tl.fma(acc, tl.expand_dims(old, KEYS), part_acc * tl.expand_dims(new, KEYS))
+    return acc, higher, total
+
+
+@triton.jit
+def normalised(acc, total, KEYS: tl.constexpr):
+    """What saw no key is 0."""
+    return acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), KEYS)
+
+
+@triton.jit
+def store_rows(
+    base_ptr, rows, values, inside, R: tl.constexpr, BLOCK_R: tl.constexpr, SWAP: tl.constexpr
+):
+    """Values of either orientation to rows of R numbers."""
+    KEYS: tl.constexpr = 0 if SWAP else 1
+    r = tl.expand_dims(tl.arange(0, BLOCK_R), 1 - KEYS)
+    mask = tl.expand_dims(inside, KEYS) & (r < R)
+    pointers = base_ptr + tl.expand_dims(rows, KEYS) + r
+    tl.store(pointers, values.to(base_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def plan_splits(seq_len, window, capacity, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
+                LEAST: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """How the keys of one token at the end of a sequence are cut: origin, size, first, last + 1.
+
+    Split i covers the positions from origin + i * size on. With SPLIT that is its size, counted
+    from position 0; otherwise what is visible is divided into at most `capacity` equal splits.
+    """
+    first_key = 0
+    if WINDOW:
+        first_key = tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
+    if SPLIT > 0:
+        origin = 0
+        size = SPLIT
+    else:
+        origin = first_key
+        tiles = tl.cdiv(seq_len - first_key, BLOCK_N)
+        size = tl.maximum(tl.cdiv(tiles, capacity), LEAST) * BLOCK_N
+    return origin, size, first_key, (first_key - origin) // size, tl.cdiv(seq_len - origin, size)
