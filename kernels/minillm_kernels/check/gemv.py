@@ -1,0 +1,186 @@
+"""Cases of the products of few rows (`gemv.py`), and launches of real models' layers."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm_kernels import gemv, reference
+from minillm_kernels.check.case import Launch, compare, generator, guarded, normal
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (FP32, FP16, BF16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: x [rows, size], weight [num_out, size].
+
+    Attributes:
+        norm: `norm_linear`.
+        view: x and weight are parts of wider rows.
+        tile: another `Config`, as block_out, block_in and splits.
+        scale: of x; small, so that eps decides.
+    """
+
+    rows: int
+    num_out: int
+    size: int
+    dtype: torch.dtype = BF16
+    norm: bool = False
+    bias: bool = False
+    view: bool = False
+    batch_invariant: bool = False
+    tile: tuple[int, int, int] | None = None
+    scale: float = 1.0
+    eps: float = 1e-6
+    seed: int = 0
+
+
+def verify(case: Case, device: str = "cpu", kernels: ModuleType = gemv) -> None:
+    """Run the case with the launchers of `kernels`; Mismatch if they are wrong."""
+    x = _rows(case, 1, (case.rows, case.size), device, case.scale)
+    weight = _rows(case, 2, (case.num_out, case.size), device, 1.0)
+    bias = _surrounded(case, 3, (case.num_out,), device) if case.bias else None
+    norm_weight = _surrounded(case, 4, (case.size,), device) if case.norm else None
+    out = guarded((case.rows, case.num_out), case.dtype, device)
+    options: dict[str, Any] = {"out": out.view, "batch_invariant": case.batch_invariant}
+    if case.tile is not None:
+        block_out, block_in, splits = case.tile
+        options["config"] = kernels.Config(block_out, block_in, splits=splits)
+    product = (weight.double().cpu(), None if bias is None else bias.double().cpu())
+    factors = x.double().cpu()
+    if norm_weight is None:
+        kernels.linear(x, weight, bias, **options)
+    else:
+        kernels.norm_linear(x, norm_weight, case.eps, weight, bias, **options)
+        factors = reference.rms_norm(factors, norm_weight.double().cpu(), case.eps)
+    expected = reference.linear(factors, *product)
+    out.check()
+    # Each row by its own scale: how far apart sums of such products are, even if one is near 0.
+    spread = (factors**2 @ product[0].T ** 2).sqrt()  # [rows, num_out]
+    for row in range(case.rows if case.num_out else 0):
+        floor = max(1e-3, float(spread[row].max()))
+        compare(out.view[row], expected[row], f"row {row}", floor=floor)
+
+
+def _surrounded(
+    case: Case, salt: int, shape: tuple[int, ...], device: str, scale: float = 1.0
+) -> Tensor:
+    """Random numbers between guard bands."""
+    place = guarded(shape, case.dtype, device)
+    rng = generator(1000 * case.seed + salt)
+    return place.view.copy_(normal(rng, shape, case.dtype, device, scale))
+
+
+def _rows(case: Case, salt: int, shape: tuple[int, int], device: str, scale: float) -> Tensor:
+    """The same, with NaN between the rows if `view`; rows of x differ by powers of two."""
+    rows, size = shape
+    gap = 8 if case.view else 0
+    place = guarded((rows, size + gap), case.dtype, device).view[:, :size]
+    place.copy_(_surrounded(case, salt, shape, device, scale))
+    if salt == 1:
+        place *= 2.0 ** (torch.arange(rows, device=device) % 3).to(case.dtype)[:, None]
+    return place
+
+
+CASES: tuple[Case, ...] = (
+    *(Case(1, 48, 256, dtype) for dtype in DTYPES),
+    *(Case(5, 48, 256, dtype) for dtype in DTYPES),
+    *(Case(rows, 33, 200, FP32, bias=True) for rows in (1, 2, 4, 8, 15, 16)),
+    *(Case(rows, 70, 264, norm=True, bias=True) for rows in (1, 3, 16)),
+    *(Case(rows, 40, 96, dtype, norm=True) for rows in (1, 4) for dtype in (FP32, FP16)),
+    *(Case(rows, 1, 1, FP32) for rows in (1, 2)),
+    *(Case(rows, 17, 1500, norm=True, view=True) for rows in (1, 6)),  # the last tile is not full
+    *(Case(rows, 130, 40, FP16, view=True, bias=True) for rows in (1, 7)),
+    *(Case(rows, 24, 128, FP32, norm=True, scale=1e-3, eps=1e-5) for rows in (1, 3)),
+    *(Case(rows, 24, 128, norm=True, scale=0.0, bias=True) for rows in (1, 3)),
+    *(Case(rows, 20, 64, FP16, norm=True, scale=3000.0) for rows in (1, 4)),  # fp16 ends at 65504
+    *(Case(1, 40, 300, dtype, norm=True, batch_invariant=True) for dtype in DTYPES),
+    Case(1, 21, 700, FP32, tile=(4, 64, 1)),
+    Case(3, 100, 1100, bias=True, tile=(32, 128, 4)),  # splits of 384, the last one shorter
+    Case(2, 20, 1025, FP32, norm=True, bias=True, tile=(16, 64, 8)),
+    Case(16, 9, 130, FP16, tile=(16, 64, 16)),  # more splits than tiles
+    Case(9, 65, 2100, norm=True, view=True),  # splits of its own
+    Case(0, 8, 16),
+    Case(3, 0, 16),
+)
+
+
+def random_case(rng: random.Random) -> Case:
+    """Any case."""
+    several = rng.random() < 0.6
+    norm, bias, view, batch_invariant = (rng.random() < 0.5 for _ in range(4))
+    tile = None
+    if rng.random() < 0.5:
+        tile = (rng.choice((16, 32, 64)), rng.choice((32, 64, 256)), rng.randint(1, 6))
+    return Case(
+        rng.randint(0, gemv.MAX_ROWS) if several else 1,
+        rng.choice((1, 8, rng.randint(1, 200))),
+        rng.choice((1, 64, rng.randint(1, 600), 8 * rng.randint(1, 200))),
+        rng.choice(DTYPES),
+        norm,
+        bias,
+        view,
+        batch_invariant,
+        tile=tile,
+        scale=rng.choice((1e-3, 1.0, 30.0)),
+        eps=rng.choice((1e-6, 1e-5)),
+        seed=rng.randrange(2**20),
+    )
+
+
+# ---- real models, to be compiled -------------------------------------------------------------
+
+ARCHITECTURES = (80, 90, 100)
+
+
+def _launch(
+    name: str, rows: int, num_out: int, size: int, norm: bool = False, dtype: torch.dtype = BF16
+) -> Launch:
+    """A layer of a model; matrix units where there are several rows in half precision."""
+
+    def run() -> object:
+        x, weight = torch.empty(rows, size, dtype=dtype), torch.empty(num_out, size, dtype=dtype)
+        return gemv.norm_linear(x, x[0], 1e-6, weight) if norm else gemv.linear(x, weight)
+
+    units = rows > 1 and dtype != FP32
+    kind = str(dtype).removeprefix("torch.")
+    return Launch(
+        f"{'norm_linear' if norm else 'linear'} {name} {rows}x{size}x{num_out} {kind}",
+        run,
+        tensor_cores=ARCHITECTURES if units else (),
+    )
+
+
+def _with_bias(rows: int, dtype: torch.dtype) -> Callable[[], object]:
+    def run() -> object:
+        x, weight = torch.empty(rows, 896, dtype=dtype), torch.empty(1152, 896, dtype=dtype)
+        return gemv.norm_linear(x, x[0], 1e-6, weight, torch.empty(1152, dtype=dtype))
+
+    return run
+
+
+LAUNCHES: tuple[Launch, ...] = (
+    _launch("Llama-3.1-8B qkv", 1, 6144, 4096, norm=True),
+    _launch("Llama-3.1-8B o", 1, 4096, 4096),
+    _launch("Llama-3.1-8B gate_up", 1, 28672, 4096, norm=True),
+    _launch("Llama-3.1-8B down", 1, 4096, 14336),
+    _launch("Llama-3.1-8B down", 1, 4096, 14336, dtype=FP16),
+    _launch("Qwen3-0.6B qkv", 1, 4096, 1024, norm=True),
+    _launch("Qwen3-0.6B o", 1, 1024, 2048),
+    _launch("Qwen3-30B-A3B router", 1, 128, 2048),
+    _launch("Llama-3.1-8B qkv", 8, 6144, 4096, norm=True),
+    _launch("Llama-3.1-8B qkv", 8, 6144, 4096, norm=True, dtype=FP16),
+    _launch("Llama-3.1-8B gate_up", 4, 28672, 4096, norm=True),
+    _launch("Llama-3.1-8B down", 16, 4096, 14336),
+    _launch("Qwen3-0.6B o", 16, 1024, 2048),
+    _launch("equality tests", 1, 1024, 1024, norm=True, dtype=FP32),
+    _launch("equality tests", 8, 1024, 1024, norm=True, dtype=FP32),
+    Launch("norm_linear Qwen2.5-0.5B qkv with bias 1", _with_bias(1, BF16)),
+    Launch("norm_linear Qwen2.5-0.5B qkv with bias 4", _with_bias(4, BF16), ARCHITECTURES),
+)

@@ -1,0 +1,353 @@
+"""Products of few rows with a large weight, which is what decode is made of.
+
+y = x W^T + b with x [M, in], W [out, in] and M from 1 to 16. Every weight is used M times and read
+once, so at M = 1 there is one multiply-add for two bytes (bf16):
+
+    bytes   s (in out + M in + M out)       operations   2 M in out
+
+An H200 reaches 790 TFLOP/s and 4.3 TB/s, so it would take about 180 rows until the matrix units
+are the bound; up to 16 all there is to do is to keep the memory bus busy. Bandwidth times latency
+is about 30 kB under way for each multiprocessor; both kernels ask for more than twice that.
+
+* One row: no matrix unit. A program takes up to eight rows of W, 1024 columns at a time. Two tiles
+  are under way into shared memory (cp.async) while one is multiplied; loads into registers would
+  do, if the assembler did not move them down to where they are used. A thread multiplies its 16
+  bytes of every row with its part of x, and keeps one sum per row.
+* 2 to 16 rows: operands are exchanged, y^T = W x^T, because a tile of a matrix product is 64 rows
+  high at least, and W has so many rows while x has few. W streams through shared memory, three
+  tiles ahead, and WGMMA reads it from there, so that it never passes a register.
+* A layer whose weight has few rows gives too few programs to fill the chip: then `in` is split,
+  partial sums go to a workspace, and a second kernel adds them in a fixed order. There is nothing
+  atomic here, and the same input gives the same bits every time.
+
+`norm_linear` takes the RMSNorm before the product along, which saves a launch and the trip of the
+normed rows through memory. A norm is a factor per row once the weight of the norm is multiplied
+in, and a factor can wait: the one-row kernel sums the squares beside the product and scales the
+result. With matrix units the rows would have to be rounded unscaled, which overflows in fp16, so
+the other kernel computes its factors first; every program does so for itself, from the L2 cache.
+
+With `batch_invariant=True` one row is computed as 2 to 16 are: a row then has the same bits for
+every M (He et al., Defeating Nondeterminism in LLM Inference, 2025). In the second kernel neither
+tiles nor splits depend on M.
+
+A quantised weight would be unpacked and scaled between its load and its product; a constexpr for
+its format and an argument for its scales have their places in both kernels.
+
+Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from minillm_kernels.launch import (
+    INTERPRETED,
+    KernelError,
+    arch,
+    check_contiguous,
+    check_device,
+    check_last_contiguous,
+    check_same_dtype,
+    check_shape,
+    num_multiprocessors,
+    output,
+    padded,
+    tl,
+    triton,
+)
+
+__all__ = ["MAX_ROWS", "Config", "config_for", "linear", "norm_linear"]
+
+MAX_ROWS = 16  # of x; the narrowest tile of a matrix unit that is worth its name
+LEAST_SPLIT = 512  # columns; what is shorter is over before its pipeline is full
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile of W that a program has at a time, and how it is fed.
+
+    Attributes:
+        num_stages: tiles in flight and in use together; 1 loads straight into registers.
+        splits: programs that share the columns of a row; one, where there is one row of x.
+    """
+
+    block_out: int
+    block_in: int
+    num_warps: int = 4
+    num_stages: int = 1
+    splits: int = 1
+
+
+@lru_cache(maxsize=1024)
+def config_for(
+    several: bool, num_out: int, size: int, dtype: torch.dtype, arch: int, multiprocessors: int
+) -> Config:
+    """Chosen by the machine code and by counting; of M, only whether it is one row matters."""
+    half = dtype.itemsize == 2
+    if arch == 0:  # an interpreted program costs the same whatever its size
+        tile = Config(64, 512) if several else Config(64, 1024)
+    elif not several:
+        # At least three programs for each multiprocessor, of eight rows if there are enough.
+        wanted = 3 * multiprocessors
+        rows = next((rows for rows in (8, 4, 2) if triton.cdiv(num_out, rows) >= wanted), 1)
+        return Config(rows, min(1024 if half else 512, padded(size)), num_stages=3)
+    elif half:
+        tile = Config(64, 128, num_stages=4)  # 72 kB: two programs fit into a multiprocessor
+    else:
+        tile = Config(32, 32, num_stages=4)  # no matrix unit computes in whole float32
+    if not several:
+        return tile
+    slots = 2 * multiprocessors // triton.cdiv(num_out, tile.block_out)
+    splits = max(1, min(slots, size // LEAST_SPLIT))
+    return Config(tile.block_out, tile.block_in, tile.num_warps, tile.num_stages, splits)
+
+
+# ---- one row ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _one_row(
+    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, eps, num_out, weight_stride,
+    SIZE: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """`BLOCK_OUT` numbers of y from as many rows of W."""
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    weight_rows = weight_ptr + out.to(tl.int64)[:, None] * weight_stride
+    # `VECTOR` numbers are what a thread loads at once: their sum needs no other thread.
+    total = tl.zeros((BLOCK_OUT, BLOCK_IN // VECTOR), tl.float32)
+    squares = tl.zeros((BLOCK_IN,), tl.float32)
+    for start in tl.range(0, SIZE, BLOCK_IN, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK_IN)
+        inside = column < SIZE
+        mask = (out < num_out)[:, None] & inside[None, :]
+        place = weight_rows + column[None, :]
+        weight = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        if norm_weight_ptr is not None:
+            squares += x * x
+            x *= tl.load(norm_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        products = weight.to(tl.float32) * x[None, :]
+        total += tl.sum(tl.reshape(products, (BLOCK_OUT, BLOCK_IN // VECTOR, VECTOR)), axis=2)
+    result = tl.sum(total, axis=1)
+    if norm_weight_ptr is not None:
+        result *= tl.rsqrt(tl.sum(squares) / SIZE + eps)  # what the norm multiplies x with
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + out, mask=out < num_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out, result.to(out_ptr.dtype.element_ty), mask=out < num_out)
+
+
+# ---- several rows -----------------------------------------------------------------------------
+
+
+@triton.jit
+def norm_scales(
+    x_rows, live, eps, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """What the norm multiplies each row with: [ROWS, 1]. `live` [ROWS, 1] are the rows there are.
+
+    Wide tiles, because there is nothing to do while a load is under way.
+    """
+    squares = tl.zeros((ROWS, BLOCK // VECTOR), tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_rows + column, mask=live & (column < SIZE), other=0.0).to(tl.float32)
+        squares += tl.sum(tl.reshape(x * x, (ROWS, BLOCK // VECTOR, VECTOR)), axis=2)
+    return tl.rsqrt(tl.sum(squares, axis=1) / SIZE + eps)[:, None]
+
+
+@triton.jit
+def _several_rows(
+    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, eps, num_rows, num_out,
+    x_stride, weight_stride, out_stride, split_stride,
+    SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, NORM_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """`BLOCK_OUT` columns of y [M, out] for all rows, from `SPLIT` columns of W and x.
+
+    With one split `out` is y; with several it is a workspace of float32, a matrix for each.
+    """
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.arange(0, ROWS)
+    live = (row < num_rows)[:, None]
+    x_rows = x_ptr + row.to(tl.int64)[:, None] * x_stride
+    weight_rows = weight_ptr + out.to(tl.int64)[:, None] * weight_stride
+    if norm_weight_ptr is not None:
+        scale = norm_scales(x_rows, live, eps, SIZE, ROWS, NORM_BLOCK, VECTOR)
+    begin = tl.program_id(1) * SPLIT
+    total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    for start in range(begin, tl.minimum(begin + SPLIT, SIZE), BLOCK_IN):
+        column = start + tl.arange(0, BLOCK_IN)
+        inside = (column < SIZE)[None, :]
+        mask = (out < num_out)[:, None] & inside
+        place = weight_rows + column[None, :]
+        weight = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_rows + column[None, :], mask=live & inside, other=0.0)
+        if norm_weight_ptr is not None:
+            norm_weight = tl.load(norm_weight_ptr + column, mask=column < SIZE, other=0.0)
+            normed = x.to(tl.float32) * scale * norm_weight.to(tl.float32)[None, :]
+            x = normed.to(x.dtype)  # rounded, as if the norm had stored it
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    mask = (out < num_out)[:, None] & (row < num_rows)[None, :]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + out, mask=out < num_out, other=0.0).to(tl.float32)
+        total += bias[:, None]
+    place = out_ptr + tl.program_id(1).to(tl.int64) * split_stride
+    place += row.to(tl.int64)[None, :] * out_stride + out[:, None]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_splits(
+    parts_ptr, bias_ptr, out_ptr, num_numbers, num_out, out_stride,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Partial results [splits, M, out] to y, one split after the other."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = number < num_numbers
+    row, column = (number // num_out).to(tl.int64), number % num_out
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + split * num_numbers + number, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    place = out_ptr + row * out_stride + column
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# ---- launchers --------------------------------------------------------------------------------
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    config: Config | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`reference.linear` for at most `MAX_ROWS` rows: x [M, in], weight [out, in] -> [M, out].
+
+    Rows may have any stride; `config` tries another tile.
+    """
+    return _product(x, None, 0.0, weight, bias, out, config, batch_invariant)
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    config: Config | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`reference.norm_linear`: `linear` of the normed rows, in one launch; norm_weight [in]."""
+    check_same_dtype(x=x, norm_weight=norm_weight)
+    check_shape("norm_weight", norm_weight, x.shape[-1])
+    check_contiguous(norm_weight=norm_weight)
+    return _product(x, norm_weight, eps, weight, bias, out, config, batch_invariant)
+
+
+def _product(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    config: Config | None,
+    batch_invariant: bool,
+) -> Tensor:
+    device = check_device(x=x, norm_weight=norm_weight, weight=weight, bias=bias)
+    check_same_dtype(x=x, weight=weight, bias=bias)
+    check_shape("x", x, "M", "in")
+    num_rows, size = x.shape
+    check_shape("weight", weight, "out", size)
+    num_out = len(weight)
+    if num_rows > MAX_ROWS:
+        raise KernelError(
+            f"x has {num_rows} rows; this kernel is for at most {MAX_ROWS}: use "
+            "torch.nn.functional.linear for more."
+        )
+    check_last_contiguous(x=x, weight=weight)
+    if bias is not None:
+        check_shape("bias", bias, num_out)
+        check_contiguous(bias=bias)
+    out = output(out, (num_rows, num_out), x)
+    if not out.numel():
+        return out
+    several = num_rows > 1 or batch_invariant
+    config = config or config_for(
+        several, num_out, size, x.dtype, arch(), num_multiprocessors(device)
+    )
+    tensors = (x, norm_weight, weight, bias)
+    (_launch_several if several else _launch_one)(*tensors, out, eps, config)
+    return out
+
+
+def _launch_one(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    config: Config,
+) -> None:
+    num_out, size = weight.shape
+    _one_row[(triton.cdiv(num_out, config.block_out),)](
+        *(x, norm_weight, weight, bias, out, eps, num_out, weight.stride(0)),
+        SIZE=size,
+        BLOCK_OUT=config.block_out,
+        BLOCK_IN=config.block_in,
+        VECTOR=16 // x.element_size(),
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )
+
+
+def _launch_several(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    config: Config,
+) -> None:
+    (num_out, size), num_rows = weight.shape, len(x)
+    # Whole tiles for each split; rounding up may leave fewer splits than were asked for.
+    split = triton.cdiv(triton.cdiv(size, config.splits), config.block_in) * config.block_in
+    splits = max(1, triton.cdiv(size, split))
+    target, target_bias = out, bias
+    if splits > 1:
+        target = torch.empty(splits, num_rows, num_out, dtype=torch.float32, device=x.device)
+        target_bias = None  # added once, by the second kernel
+    _several_rows[(triton.cdiv(num_out, config.block_out), splits)](
+        *(x, norm_weight, weight, target_bias, target, eps, num_rows, num_out),
+        *(x.stride(0), weight.stride(0), target.stride(-2), target.stride(0)),
+        SIZE=size,
+        SPLIT=split,
+        ROWS=MAX_ROWS,
+        BLOCK_OUT=config.block_out,
+        BLOCK_IN=config.block_in,
+        NORM_BLOCK=1024,
+        VECTOR=16 // x.element_size(),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if splits > 1:
+        block = 8192 if INTERPRETED else 512
+        _sum_splits[(triton.cdiv(num_rows * num_out, block),)](
+            *(target, bias, out, num_rows * num_out, num_out, out.stride(0)),
+            SPLITS=splits,
+            BLOCK=block,
+            num_warps=4,
+        )

@@ -1,0 +1,211 @@
+"""Products of few rows, with and without a norm before them: interpreted, against float64."""
+
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime.errors import InterpreterError
+
+from minillm_kernels import gemv
+from minillm_kernels.check import gemv as check
+from minillm_kernels.check.case import Mismatch, generator
+from minillm_kernels.interpreter import ordered_dots
+from minillm_kernels.launch import KernelError
+from tests.kernels.mutants import mutant
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_every_case(several: bool) -> None:
+    for case in check.CASES:
+        if (case.rows > 1) is several:
+            check.verify(case)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(st.integers(0, 2**32))
+def test_any_case(seed: int) -> None:
+    check.verify(check.random_case(random.Random(seed)))
+
+
+@pytest.mark.parametrize("dtype", check.DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_row_has_the_same_bits_for_every_number_of_rows(dtype: torch.dtype, norm: bool) -> None:
+    rng = generator(3)
+    x, norm_weight = torch.randn(16, 72, generator=rng), torch.randn(72, generator=rng)
+    weight, bias = torch.randn(24, 72, generator=rng), torch.randn(24, generator=rng)
+    x, norm_weight, weight, bias = (t.to(dtype) for t in (x, norm_weight, weight, bias))
+    config = gemv.Config(16, 32, splits=2)  # of 64 and 8 columns
+
+    def run(rows: slice) -> torch.Tensor:
+        options = {"config": config, "batch_invariant": True}
+        if norm:
+            return gemv.norm_linear(x[rows], norm_weight, 1e-6, weight, bias, **options)
+        return gemv.linear(x[rows], weight, bias, **options)
+
+    with ordered_dots():
+        together = run(slice(0, 16))
+        for rows in (slice(0, 1), slice(15, 16), slice(3, 5), slice(2, 11)):
+            assert torch.equal(run(rows), together[rows])
+
+
+def test_one_row_is_invariant_only_if_asked() -> None:
+    rng = generator(4)
+    x, weight = torch.randn(2, 999, generator=rng), torch.randn(40, 999, generator=rng)
+    with ordered_dots():
+        both = gemv.linear(x, weight)
+        assert torch.equal(gemv.linear(x[:1], weight, batch_invariant=True), both[:1])
+        assert not torch.equal(gemv.linear(x[:1], weight), both[:1])  # another arithmetic
+
+
+def test_a_bad_row_hurts_no_other() -> None:
+    rng = generator(5)
+    x, weight = torch.randn(4, 96, generator=rng), torch.randn(20, 96, generator=rng)
+    fine = gemv.norm_linear(x, torch.ones(96), 1e-6, weight)
+    x[2] = torch.nan
+    spoilt = gemv.norm_linear(x, torch.ones(96), 1e-6, weight)
+    assert bool(spoilt[2].isnan().all())
+    assert torch.equal(spoilt[[0, 1, 3]], fine[[0, 1, 3]])
+
+
+# ---- configurations ----------------------------------------------------------------------------
+
+
+def config(several: bool, num_out: int, size: int, dtype: torch.dtype = BF16) -> gemv.Config:
+    """Of an H200."""
+    return gemv.config_for(several, num_out, size, dtype, 90, 132)
+
+
+@pytest.mark.parametrize(
+    ("num_out", "rows"), [(4096, 8), (28672, 8), (2560, 4), (1024, 2), (512, 1), (128, 1), (1, 1)]
+)
+def test_one_row_fills_the_chip_with_programs(num_out: int, rows: int) -> None:
+    found = config(False, num_out, 4096)
+    assert (found.block_out, found.splits) == (rows, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_out", "size", "splits"),
+    [
+        (4096, 4096, 4),
+        (6144, 4096, 2),
+        (28672, 4096, 1),
+        (1024, 2048, 4),
+        (128, 2048, 4),
+        (8, 9, 1),
+    ],
+)
+def test_several_rows_fill_it_once(num_out: int, size: int, splits: int) -> None:
+    assert config(True, num_out, size).splits == splits
+
+
+def test_a_tile_fits_into_shared_memory() -> None:
+    for dtype in check.DTYPES:
+        found = config(True, 4096, 4096, dtype)
+        tile = (found.block_out + gemv.MAX_ROWS) * found.block_in * dtype.itemsize
+        assert tile * found.num_stages <= 101_376  # of an RTX 4090
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda x, w: gemv.linear(x.repeat(9, 1), w), "x has 18 rows; this kernel is for at most"),
+        (lambda x, w: gemv.linear(x[0], w), "x is [16]; it must be [M, in]."),
+        (lambda x, w: gemv.linear(x, w[:, :8]), "weight is [4, 8]; it must be [out, 16]."),
+        (lambda x, w: gemv.linear(x, w.half()), "x is torch.float32 and weight torch.float16"),
+        (lambda x, w: gemv.linear(x.int(), w), "x is torch.int32; it must be float32 or float16"),
+        (lambda x, w: gemv.linear(x, x.view(16, 2).T), "weight has strides (1, 2)"),
+        (lambda x, w: gemv.linear(x.view(16, 2).T, w), "x has strides (1, 2)"),
+        (lambda x, w: gemv.linear(x, w, w), "bias is [4, 16]; it must be [4]."),
+        (lambda x, w: gemv.linear(x, w, w[:, 0]), "bias has shape [4] and strides (16,)"),
+        (lambda x, w: gemv.linear(x, w, out=w), "out is [4, 16]; it must be [2, 4]."),
+        (lambda x, w: gemv.linear(x, w.to("meta")), "x is on cpu and weight on meta"),
+        (lambda x, w: gemv.norm_linear(x, w[0, :8], 0.0, w), "norm_weight is [8]; it must be [16]"),
+        (lambda x, w: gemv.norm_linear(x, w[0].to(BF16), 0.0, w), "x is torch.float32 and norm_we"),
+        (lambda x, w: gemv.norm_linear(x, w.view(64)[::4], 0.0, w), "norm_weight has shape [16]"),
+    ],
+)
+def test_bad_input_is_one_sentence(call: object, sentence: str) -> None:
+    with pytest.raises(KernelError) as error:
+        call(torch.ones(2, 16), torch.ones(4, 16))  # type: ignore[operator]
+    assert sentence in str(error.value)
+
+
+# ---- mutations ---------------------------------------------------------------------------------
+
+ONE = tuple(case for case in check.CASES if case.rows == 1)
+SPLIT = tuple(case for case in check.CASES if case.tile)
+MANY = tuple(case for case in check.CASES if case.rows != 1)
+BUGS = [
+    (ONE, "the last columns forgotten", "tl.range(0, SIZE, BLOCK_IN,",
+     "tl.range(0, SIZE - SIZE % BLOCK_IN, BLOCK_IN,", 1),
+    (ONE, "unguarded columns", "        inside = column < SIZE\n",
+     "        inside = column < SIZE + BLOCK_IN\n", 1),
+    (MANY, "unguarded columns of several rows", "inside = (column < SIZE)[None, :]",
+     "inside = (column >= 0)[None, :]", 1),
+    (ONE, "unguarded rows of the weight", "mask = (out < num_out)[:, None] & inside[None, :]",
+     "mask = (out >= 0)[:, None] & inside[None, :]", 1),
+    (MANY, "unguarded rows of the weight, many of x", "(out < num_out)[:, None] & inside\n",
+     "(out >= 0)[:, None] & inside\n", 1),
+    (MANY, "unguarded rows of x", "live = (row < num_rows)[:, None]", "live = (row >= 0)[:, None]", 1),
+    (MANY, "unguarded rows of y", "mask = (out < num_out)[:, None] & (row < num_rows)[None, :]",
+     "mask = (out < num_out)[:, None] & (row >= 0)[None, :]", 1),
+    (ONE, "the bias of one row forgotten", "    if bias_ptr is not None:\n        result",
+     "    if False:\n        result", 1),
+    (MANY, "the bias of several rows forgotten", "    if bias_ptr is not None:\n        bias",
+     "    if False:\n        bias", 1),
+    (SPLIT, "the bias of splits forgotten", "    if bias_ptr is not None:\n        total",
+     "    if False:\n        total", 1),
+    (SPLIT, "the bias added with every split", "target_bias = None  #", "pass  #", 1),
+    (ONE, "no eps with one row", "tl.sum(squares) / SIZE + eps", "tl.sum(squares) / SIZE", 1),
+    (MANY, "no eps with several", "tl.sum(squares, axis=1) / SIZE + eps",
+     "tl.sum(squares, axis=1) / SIZE", 1),
+    (ONE, "a mean over the padded width", "tl.sum(squares) / SIZE",
+     "tl.sum(squares) / BLOCK_IN", 1),
+    (MANY, "the norm of another row", "scale = norm_scales(x_rows,",
+     "scale = norm_scales(x_ptr + (row * 0).to(tl.int64)[:, None],", 1),
+    (SPLIT, "the norm of one split", "live, eps, SIZE, ROWS, NORM_BLOCK",
+     "live, eps, SPLIT, ROWS, NORM_BLOCK", 1),
+    (MANY, "no weight of the norm", "scale * norm_weight.to(tl.float32)",
+     "scale + 0 * norm_weight.to(tl.float32)", 1),
+    (ONE, "the norm of weighted numbers", "            squares += x * x\n            x *=",
+     "            x *=", 1),
+    (SPLIT, "splits from the beginning", "begin = tl.program_id(1) * SPLIT", "begin = 0", 1),
+    (SPLIT, "splits to the end", "tl.minimum(begin + SPLIT, SIZE)", "SIZE", 1),
+    (SPLIT, "the last split forgotten", "tl.static_range(SPLITS)",
+     "tl.static_range(SPLITS - 1)", 1),
+    (SPLIT, "rows of splits exchanged", "row * out_stride + column", "column + row", 1),
+    (MANY, "an unscaled product in half precision", "x.to(tl.float32) * scale * norm",
+     "x.to(tl.float32) * norm", 1),
+]  # fmt: skip
+
+
+def convicted(broken: ModuleType, cases: tuple[check.Case, ...]) -> bool:
+    """Whether a case shows the bug, by a wrong result or a wrong access."""
+    for case in cases:
+        try:
+            check.verify(case, kernels=broken)
+        except Mismatch:
+            return True
+        except InterpreterError as error:  # anything else is no bug of ours, but a typing error
+            if "OutOfBoundsError" not in str(error):
+                raise
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("cases", "bug", "old", "new", "count"), BUGS, ids=[bug for _, bug, *_ in BUGS]
+)
+def test_a_bug_is_found(
+    cases: tuple[check.Case, ...], bug: str, old: str, new: str, count: int, tmp_path: Path
+) -> None:
+    assert convicted(mutant(gemv, old, new, tmp_path, count), cases)
