@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +132,26 @@ def compile_for(capability: int, run: Callable[[], object]) -> list[Compiled]:
 
 def inspect(kernel: Any, capability: int) -> Compiled:
     """Read a compiled kernel's resources and instructions with Triton's own `cuobjdump`."""
+    registers, stack, counts = _machine_code(kernel.asm["cubin"])
+    return Compiled(
+        kernel=kernel.metadata.name,
+        arch=capability,
+        registers=registers,
+        stack=stack,
+        shared=kernel.metadata.shared,
+        num_warps=_num_warps(kernel),
+        opcodes=Counter(dict(counts)),
+    )
+
+
+@lru_cache(maxsize=256)  # launches of several models often need the same kernel
+def _machine_code(binary: bytes) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+    """Registers, bytes of stack, and how often each of `OPCODES` occurs."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(kernel.asm["cubin"])
+        cubin.write_bytes(binary)
         usage = _cuobjdump("--dump-resource-usage", cubin)
         code = _cuobjdump("-sass", cubin)
-    counts = Counter(re.findall(r"\b(" + "|".join(OPCODES) + r")\b", code))
 
     def number(name: str) -> int:
         found = re.search(rf"\b{name}:(\d+)", usage)
@@ -144,15 +159,8 @@ def inspect(kernel: Any, capability: int) -> Compiled:
             raise KernelError(f"cuobjdump said nothing of {name}: {usage[:200]!r}")
         return int(found[1])
 
-    return Compiled(
-        kernel=kernel.metadata.name,
-        arch=capability,
-        registers=number("REG"),
-        stack=number("STACK"),
-        shared=kernel.metadata.shared,
-        num_warps=_num_warps(kernel),
-        opcodes=counts,
-    )
+    counts = Counter(re.findall(r"\b(" + "|".join(OPCODES) + r")\b", code))
+    return number("REG"), number("STACK"), tuple(counts.items())
 
 
 def _num_warps(kernel: Any) -> int:

@@ -1,0 +1,213 @@
+"""``python -m minillm_kernels.compiled_table``: what the compiler makes of every kernel.
+
+Each launch of each family, with the shapes of real models, is compiled for three architectures on a
+machine without a GPU, and what its machine code needs becomes the table in kernels/README.md.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from minillm_kernels import families
+from minillm_kernels.check.case import Launch
+from minillm_kernels.launch import triton
+from minillm_kernels.offline import ARCHITECTURES, Compiled, compile_for
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN = "<!-- compiled: begin (python -m minillm_kernels.compiled_table --write) -->"
+END = "<!-- compiled: end -->"
+MADE_WITH = re.compile(r"Made with Triton ([\w.]+)")
+ABSENT = "-"
+# Instructions a reader may want to know of, in this order; local memory is shown as spilled bytes.
+SHOWN = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "LDGSTS", "UTMALDG", "UBLKCP", "USETMAXREG")
+EXAMPLES = """\
+examples:
+  python -m minillm_kernels.compiled_table                    the whole table, to the screen
+  python -m minillm_kernels.compiled_table gemv fused         two families
+  python -m minillm_kernels.compiled_table --write            into kernels/README.md
+  python -m minillm_kernels.compiled_table --check            is kernels/README.md up to date?
+
+exit codes: 0, 1 if --check found a difference, 2 if it cannot be done here.
+"""
+
+
+class TableError(ValueError):
+    """The table is not there, or was made with another Triton."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kernel with one set of figures.
+
+    Attributes:
+        kernel: name of the Triton function, numbered where a launch needs it several times.
+        launches: those of its family that compile to exactly this.
+        cells: its figures by architecture, in the order of `ARCHITECTURES`.
+    """
+
+    kernel: str
+    launches: tuple[str, ...]
+    cells: tuple[str, ...]
+
+
+Table = Mapping[str, Sequence[Line]]  # by family
+
+
+def figures(compiled: Compiled) -> str:
+    """Registers, warps, shared memory, instructions; and spilled bytes, if there are any."""
+    parts = [f"{compiled.registers} regs", f"{compiled.num_warps} warps"]
+    if compiled.shared:
+        parts.append(f"{compiled.shared / 1024:.1f} KiB")
+    if compiled.spills:
+        parts.append(f"**spills {compiled.stack} B**")
+    parts += [f"{name} {compiled.opcodes[name]}" for name in SHOWN if compiled.opcodes[name]]
+    return ", ".join(parts)
+
+
+def cells(launch: Launch, capability: int) -> dict[str, str]:
+    """The figures of every kernel of a launch, by its name."""
+    found: dict[str, str] = {}
+    for compiled in compile_for(capability, launch.run):
+        text, number, name = figures(compiled), 1, compiled.kernel
+        while name in found and found[name] != text:
+            number += 1
+            name = f"{compiled.kernel} ({number})"
+        found[name] = text
+    return found
+
+
+def compile_table(names: Sequence[str]) -> dict[str, list[Line]]:
+    """The table of these families; launches that compile to the same share a line."""
+    table: dict[str, list[Line]] = {}
+    for family in names:
+        merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        for launch in families.launches(family):
+            by_arch = [cells(launch, capability) for capability in ARCHITECTURES]
+            for kernel in dict.fromkeys(name for found in by_arch for name in found):
+                found = tuple(each.get(kernel, ABSENT) for each in by_arch)
+                merged.setdefault((kernel, found), []).append(launch.name)
+        table[family] = [Line(kernel, tuple(of), found) for (kernel, found), of in merged.items()]
+    return table
+
+
+def render(table: Table, version: str) -> str:
+    """As Markdown, with the version of Triton that compiled it."""
+    count = sum(len(line.launches) for lines in table.values() for line in lines)
+    parts = [f"Made with Triton {version}: {count} kernels of real models' launches.", ""]
+    for family, lines in table.items():
+        heads = " | ".join(f"sm_{capability}" for capability in ARCHITECTURES)
+        parts += [f"### `{family}`", "", f"| kernel | launch | {heads} |"]
+        parts += ["|---|---|" + "---|" * len(ARCHITECTURES)]
+        for line in lines:
+            found = " | ".join(line.cells)
+            parts.append(f"| `{line.kernel}` | {'; '.join(line.launches)} | {found} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def parse(text: str) -> dict[str, list[Line]]:
+    """What `render` wrote."""
+    table: dict[str, list[Line]] = {}
+    family = ""
+    for row in text.splitlines():
+        if row.startswith("### `"):
+            family = row.strip("#` ")
+            table[family] = []
+        elif row.startswith("| `"):
+            kernel, launches, *found = (part.strip() for part in row.strip("|").split(" | "))
+            found[-1] = found[-1].rstrip("| ")
+            table[family].append(Line(kernel.strip("`"), tuple(launches.split("; ")), tuple(found)))
+    return table
+
+
+def section(text: str) -> str:
+    """What stands between the markers of a README; TableError if they do not."""
+    begin, end = text.find(BEGIN), text.find(END)
+    if begin < 0 or end < begin:
+        raise TableError(f"There are no lines '{BEGIN}' and '{END}' in {README.name}.")
+    return text[begin + len(BEGIN) : end]
+
+
+def made_with(text: str) -> str:
+    """Version of Triton that a README's table was made with; TableError if it does not say."""
+    found = MADE_WITH.search(section(text))
+    if found is None:
+        raise TableError(f"The table in {README.name} is empty: make it with --write.")
+    return found[1]
+
+
+def stated(table: Table, family: str, launch: str, capability: int) -> dict[str, str]:
+    """What a table says of the kernels of one launch on one architecture."""
+    column = ARCHITECTURES.index(capability)
+    lines = [line for line in table.get(family, ()) if launch in line.launches]
+    return {line.kernel: line.cells[column] for line in lines if line.cells[column] != ABSENT}
+
+
+def replaced(text: str, old: Table, new: Table) -> str:
+    """A README with the families of `new` in its table, the others as they are."""
+    whole = {
+        family: new.get(family) or old.get(family) or []
+        for family in families.FAMILIES
+        if family in new or family in old
+    }
+    before, after = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return text[:before] + "\n" + render(whole, triton.__version__) + "\n" + text[after:]
+
+
+def differences(old: Table, new: Table) -> Iterator[str]:
+    """Lines of `new` that `old` has not, and lines of `old` for which that is so the other way."""
+    for family, lines in new.items():
+        had = set(old.get(family, ()))
+        yield from (f"+ {family}: {line}" for line in lines if line not in had)
+        yield from (f"- {family}: {line}" for line in old.get(family, ()) if line not in lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minillm_kernels.compiled_table",
+        description="Compile every kernel for sm_80, sm_90 and sm_100; no GPU is needed.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("family", nargs="*", metavar="FAMILY", help="default: all")
+    parser.add_argument("--write", action="store_true", help="put it into kernels/README.md")
+    parser.add_argument("--check", action="store_true", help="compare with kernels/README.md")
+    options = parser.parse_args(arguments)
+    try:
+        wanted = families.chosen(options.family)
+        text = README.read_text("utf-8") if options.write or options.check else ""
+        old = parse(section(text)) if text else {}
+        if options.check and made_with(text) != triton.__version__:
+            raise TableError(
+                f"The table was made with Triton {made_with(text)}, and this is "
+                f"{triton.__version__}: the figures need not agree."
+            )
+        return _act(options, wanted, text, old)
+    except (ValueError, OSError, ImportError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _act(options: argparse.Namespace, wanted: Sequence[str], text: str, old: Table) -> int:
+    new = compile_table(wanted)
+    if options.check:
+        return _say(differences({family: old.get(family, ()) for family in wanted}, new))
+    if options.write:
+        README.write_text(replaced(text, old, new), "utf-8")
+    else:
+        sys.stdout.write(render(new, triton.__version__))
+    return 0
+
+
+def _say(lines: Iterable[str]) -> int:
+    found = list(lines)
+    sys.stdout.write("".join(f"{line}\n" for line in found) or "The table is up to date.\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,368 @@
+"""Every kernel at the sizes of real models, compiled for GPUs that are not there.
+
+`make test` compiles each launch for one architecture, `make test-full` for all three. What is read
+from the machine code: no register was spilled, shared memory fits, products run on tensor cores
+and tiles come by bulk copies where a launch says so.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from minillm_kernels import compiled_table
+from minillm_kernels.check.case import Launch
+from minillm_kernels.compiled_table import README, Line, TableError
+from minillm_kernels.families import FAMILIES, launches
+from minillm_kernels.launch import SHARED_MEMORY, KernelError, TensorDescriptor, tl, triton
+from minillm_kernels.offline import ARCHITECTURES, Compiled, compile_for, compiling
+
+CALLS = [(family, launch, place) for family in FAMILIES
+         for place, launch in enumerate(launches(family))]  # fmt: skip
+
+
+def first_architecture(launch: Launch, place: int) -> int:
+    """One on which the launch makes the strongest claim there is, in turn."""
+    claimed = launch.bulk_copies or launch.tensor_cores or ARCHITECTURES
+    return claimed[place % len(claimed)]
+
+
+def parameters():
+    for family, launch, place in CALLS:
+        first = first_architecture(launch, place)
+        for capability in ARCHITECTURES:
+            marks = [] if capability == first else [pytest.mark.slow]
+            name = f"{family}-{launch.name}-sm_{capability}"
+            yield pytest.param(launch, capability, id=name, marks=marks)
+
+
+def describe(compiled: Compiled) -> str:
+    return f"{compiled.kernel} on sm_{compiled.arch}: {compiled_table.figures(compiled)}"
+
+
+def broken_claims(launch: Launch, found: list[Compiled], capability: int) -> list[str]:
+    """Everything that a launch says of itself and that its machine code does not show."""
+    broken = [] if found else [f"{launch.name} launches no kernel"]
+    if capability not in launch.may_spill:
+        broken += [f"spills: {describe(each)}" for each in found if each.spills]
+    most = SHARED_MEMORY[capability]
+    broken += [f"needs more than {most} B shared: {describe(each)}" for each in found
+               if not each.fits]  # fmt: skip
+    claims = (
+        ("tensor cores", launch.tensor_cores, lambda each: each.uses_tensor_cores),
+        ("bulk copies", launch.bulk_copies, lambda each: each.opcodes["UTMALDG"] > 0),
+    )
+    for what, claimed, shows in claims:
+        if capability in claimed and not any(shows(each) for each in found):
+            broken += [f"no {what}: {describe(each)}" for each in found]
+    return broken
+
+
+@pytest.mark.parametrize(("launch", "capability"), parameters())
+def test_a_launch_compiles_to_what_it_claims(launch, capability):
+    found = compile_for(capability, launch.run)
+    broken = broken_claims(launch, found, capability)
+    assert not broken, "\n".join(broken)
+
+
+def test_every_family_has_launches_with_names_of_their_own():
+    for family in FAMILIES:
+        names = [launch.name for launch in launches(family)]
+        assert names
+        assert len(set(names)) == len(names)
+        assert not [name for name in names if "|" in name or ";" in name]  # the table's own
+
+
+def test_every_architecture_is_compiled_for():
+    firsts = [first_architecture(launch, place) for _, launch, place in CALLS]
+    assert set(firsts) == set(ARCHITECTURES)
+
+
+def test_attention_and_products_claim_the_newest_hardware():
+    """A claim that is dropped would not be missed otherwise."""
+    for family in ("flash_attention", "moe"):
+        assert any(90 in launch.bulk_copies for launch in launches(family)), family
+    for family in ("flash_attention", "paged_attention", "mla", "moe"):
+        for capability in ARCHITECTURES:
+            claims = [launch for launch in launches(family) if capability in launch.tensor_cores]
+            assert claims, f"{family} on sm_{capability}"
+
+
+# ---- a claim that is broken -------------------------------------------------------------------
+
+
+def compiled(**figures) -> Compiled:
+    usual = {"kernel": "k", "arch": 90, "registers": 8, "stack": 0, "shared": 0, "num_warps": 4}
+    usual["opcodes"] = {"HMMA": 8, "UTMALDG": 1}
+    figures = usual | figures
+    return Compiled(**figures | {"opcodes": Counter(figures["opcodes"])})
+
+
+GOOD = Launch("good", lambda: None, tensor_cores=(90,), bulk_copies=(90,))
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"stack": 8}, "spills: k on sm_90: 8 regs, 4 warps, **spills 8 B**, HMMA 8, UTMALDG 1"),
+        ({"opcodes": {"HMMA": 1, "UTMALDG": 1, "LDL": 1}}, "spills: k on sm_90: "),
+        (
+            {"shared": 232_449},
+            "needs more than 232448 B shared: k on sm_90: 8 regs, 4 warps, 227.0",
+        ),
+        ({"opcodes": {"FFMA": 8, "UTMALDG": 1}}, "no tensor cores: k on sm_90: "),
+        ({"opcodes": {"HGMMA": 8, "LDGSTS": 1}}, "no bulk copies: k on sm_90: "),
+    ],
+)
+def test_a_broken_claim_names_the_kernel_and_its_figures(figures, message):
+    (found,) = broken_claims(GOOD, [compiled(**figures)], 90)
+    assert found.startswith(message)
+
+
+def test_claims_hold_where_they_are_made_and_for_one_of_several_kernels():
+    assert broken_claims(GOOD, [compiled(opcodes={}), compiled()], 90) == []
+    assert broken_claims(GOOD, [compiled(arch=80, opcodes={})], 80) == []
+    assert broken_claims(GOOD, [], 90) == ["good launches no kernel"]
+    spiller = Launch("spiller", lambda: None, may_spill=(80,))
+    assert broken_claims(spiller, [compiled(arch=80, stack=8)], 80) == []
+    assert len(broken_claims(spiller, [compiled(stack=8)], 90)) == 1
+
+
+# ---- the reader of machine code ---------------------------------------------------------------
+
+
+@triton.jit
+def product(a, b, out, K: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr):
+    """One tile of out = a b, [TILE, K] by [K, TILE]; by descriptors or by pointers."""
+    m, k = tl.arange(0, TILE), tl.arange(0, 64)
+    acc = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(0, K, 64):
+        if DESCRIBED:
+            left, right = a.load([0, start]), b.load([start, 0])
+        else:
+            left = tl.load(a + m[:, None] * K + start + k[None, :])
+            right = tl.load(b + (start + k[:, None]) * TILE + m[None, :])
+        acc = tl.dot(left, right, acc)
+    tl.store(out + m[:, None] * TILE + m[None, :], acc)
+
+
+def run_product(described: bool, tile: int = 128, num_warps: int = 8, num_stages: int = 3):
+    def run() -> None:
+        a = torch.empty(tile, 512, dtype=torch.bfloat16)
+        b = torch.empty(512, tile, dtype=torch.bfloat16)
+        out = torch.empty(tile, tile)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        if described:
+            left = TensorDescriptor.from_tensor(a, [tile, 64])
+            right = TensorDescriptor.from_tensor(b, [64, tile])
+            product[(1,)](left, right, out, 512, tile, True, **options)
+        else:
+            product[(1,)](a, b, out, 512, tile, False, **options)
+
+    return run
+
+
+MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_bulk_copies_are_seen_and_missed(capability):
+    (by_descriptor,) = compile_for(capability, run_product(described=True))
+    (by_pointer,) = compile_for(capability, run_product(described=False))
+    assert by_descriptor.opcodes["UTMALDG"] == 0 if capability == 80 else True
+    assert (by_descriptor.opcodes["UTMALDG"] > 0) == (capability >= 90)
+    assert by_pointer.opcodes["UTMALDG"] == 0
+    assert by_pointer.opcodes["LDGSTS"] > 0
+    for found in (by_descriptor, by_pointer):
+        assert (found.kernel, found.arch) == ("product", capability)
+        assert found.opcodes[MATRIX[capability]] > 0
+        assert found.uses_tensor_cores
+        assert not found.spills
+        assert found.fits
+        assert 16 <= found.registers <= 255
+
+
+def test_spilling_is_seen():
+    """128 x 128 sums in one warp are 512 registers per thread, and there are 255."""
+    (found,) = compile_for(80, run_product(described=False, num_warps=1))
+    assert found.spills
+    assert found.stack > 0
+    assert found.opcodes["STL"] > 0
+    assert found.opcodes["LDL"] > 0
+
+
+def test_too_much_shared_memory_is_seen():
+    """Six stages of two tiles of 256 x 64 numbers are 384 KiB; the compiler does not mind."""
+    (found,) = compile_for(90, run_product(described=True, tile=256, num_stages=6))
+    assert found.shared > SHARED_MEMORY[90]
+    assert not found.fits
+
+
+@triton.jit
+def add(x, out, n, SIZE: tl.constexpr):
+    """A kernel without products."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+
+def test_a_kernel_without_products_uses_no_tensor_cores():
+    x = torch.empty(1000)
+    (found,) = compile_for(90, lambda: add[(8,)](x, x, 1000, 128))
+    assert not found.uses_tensor_cores
+    assert found.shared == 0
+    assert found.num_warps == 4
+
+
+def test_a_launch_is_compiled_once_per_architecture_and_nothing_runs():
+    x = torch.zeros(1000)
+    found = [
+        compile_for(capability, lambda: add[(8,)](x, x, 1000, 256))[0] for capability in (80, 90)
+    ]
+    assert [each.arch for each in found] == [80, 90]
+    assert not x.any()
+
+
+def test_afterwards_there_is_no_driver_left_over():
+    from triton.runtime.driver import driver
+
+    before = getattr(driver, "_active", None)
+    launch = triton.runtime.jit.KernelInterface.__getitem__
+    with pytest.raises(RuntimeError, match="stop"), compiling(90):
+        raise RuntimeError("stop")
+    assert getattr(driver, "_active", None) is before
+    assert triton.runtime.jit.KernelInterface.__getitem__ is launch
+
+
+def test_an_unknown_architecture_is_refused():
+    with pytest.raises(KernelError, match="the architecture is 70; known are 80, 86, 89, 90, 100"):
+        compile_for(70, lambda: None)
+
+
+def test_interpreted_kernels_are_not_compiled():
+    code = "from minillm_kernels.offline import compile_for\ncompile_for(90, lambda: None)"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1
+    assert "TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled." in done.stderr
+
+
+# ---- the table in the README ------------------------------------------------------------------
+
+
+def readme_table():
+    return compiled_table.parse(compiled_table.section(README.read_text("utf-8")))
+
+
+def test_the_table_has_a_line_for_every_launch_and_architecture():
+    table = readme_table()
+    assert list(table) == list(FAMILIES)
+    for family, launch, _ in CALLS:
+        for capability in ARCHITECTURES:
+            assert compiled_table.stated(table, family, launch.name, capability), (
+                f"{family}, {launch.name}, sm_{capability}: run "
+                "python -m minillm_kernels.compiled_table --write"
+            )
+    known = {(family, launch.name) for family, launch, _ in CALLS}
+    listed = {(family, name) for family in table for line in table[family]
+              for name in line.launches}  # fmt: skip
+    assert listed == known
+
+
+def differs_from_the_table(family: str, launch: Launch, capability: int) -> bool:
+    made_with = compiled_table.made_with(README.read_text("utf-8"))
+    if made_with != triton.__version__:
+        pytest.skip(f"the table is of Triton {made_with}, this is {triton.__version__}")
+    found = compiled_table.cells(launch, capability)
+    return found != compiled_table.stated(readme_table(), family, launch.name, capability)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sample_of_the_table_agrees(family):
+    launch = launches(family)[0]
+    capability = first_architecture(launch, 0)  # compiled above, too
+    assert not differs_from_the_table(family, launch, capability), (
+        "run python -m minillm_kernels.compiled_table --write"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_table_agrees(family):
+    different = [
+        f"{launch.name} on sm_{capability}"
+        for launch in launches(family)
+        for capability in ARCHITECTURES
+        if differs_from_the_table(family, launch, capability)
+    ]
+    assert not different, "run python -m minillm_kernels.compiled_table --write"
+
+
+TABLE = {
+    "mla": [Line("k", ("a", "b"), ("8 regs, 4 warps", "9 regs", "-"))],
+    "moe": [Line("k", ("c",), ("1", "2", "3")), Line("k (2)", ("c",), ("4", "5", "6"))],
+}
+
+
+def test_a_table_can_be_read_back():
+    text = compiled_table.render(TABLE, "3.7.1")
+    assert compiled_table.parse(text) == TABLE
+    whole = f"{compiled_table.BEGIN}\n{text}\n{compiled_table.END}"
+    assert compiled_table.made_with(whole) == "3.7.1"
+    assert compiled_table.stated(TABLE, "mla", "b", 90) == {"k": "9 regs"}
+    assert compiled_table.stated(TABLE, "mla", "b", 100) == {}
+    assert compiled_table.stated(TABLE, "moe", "c", 80) == {"k": "1", "k (2)": "4"}
+    assert compiled_table.stated(TABLE, "mla", "c", 80) == {}
+
+
+def test_writing_replaces_the_families_that_were_compiled():
+    text = f"before\n{compiled_table.BEGIN}\n{compiled_table.END}\nbehind"
+    new = {"mla": [Line("new", ("a",), ("1", "2", "3"))]}
+    written = compiled_table.replaced(text, TABLE, new)
+    assert written.startswith("before\n")
+    assert written.endswith("\nbehind")
+    assert compiled_table.parse(compiled_table.section(written)) == TABLE | new
+    again = compiled_table.replaced(written, compiled_table.parse(written), new)
+    assert again == written
+
+
+def test_differences_are_told():
+    changed = {"mla": [Line("k", ("a", "b"), ("8 regs, 4 warps", "10 regs", "-"))]}
+    told = list(compiled_table.differences(TABLE, changed))
+    assert [line[:6] for line in told] == ["+ mla:", "- mla:"]
+    assert "10 regs" in told[0]
+    assert list(compiled_table.differences(TABLE, TABLE)) == []
+
+
+def test_a_readme_without_a_table_is_refused():
+    with pytest.raises(TableError, match="There are no lines '<!-- compiled: begin"):
+        compiled_table.section("nothing")
+    with pytest.raises(TableError, match="is empty: make it with --write"):
+        compiled_table.made_with(f"{compiled_table.BEGIN}\n{compiled_table.END}")
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    x = torch.empty(1000)
+    launch = Launch("tiny", lambda: add[(8,)](x, x, 1000, 128))
+    monkeypatch.setattr(compiled_table.families, "launches", lambda family: (launch,))
+    file = tmp_path / "README.md"
+    file.write_text(f"before\n{compiled_table.BEGIN}\n{compiled_table.END}\n")
+    monkeypatch.setattr(compiled_table, "README", file)
+    assert compiled_table.main(["mla", "--check"]) == 2
+    assert compiled_table.main(["mla", "--write"]) == 0
+    assert "| `add` | tiny |" in file.read_text()
+    assert compiled_table.main(["mla", "--check"]) == 0
+    assert "The table is up to date." in capsys.readouterr().out
+    file.write_text(file.read_text().replace(" regs", "9 regs"))
+    assert compiled_table.main(["mla", "--check"]) == 1
+    file.write_text(file.read_text().replace(f"Triton {triton.__version__}", "Triton 1.0"))
+    assert compiled_table.main(["mla", "--check"]) == 2
+    assert "the figures need not agree" in capsys.readouterr().err
+    assert compiled_table.main(["mlaa"]) == 2
