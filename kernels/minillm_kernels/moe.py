@@ -70,8 +70,8 @@ def moe_experts(
     `x` [N, d] (rows may have gaps), `gate_up` [E, 2 I, d], `down` [E, d, I], `weights` float32
     [N, k] and `ids` int32 or int64 [N, k], an expert at most once in a row -> [N, d]. With
     `batch_invariant` a token's bits depend on its row of x, weights and ids only. Shapes of
-    launches follow from shapes alone (CUDA graphs). Raises KernelError for what does not fit, and
-    when debugging for ids that name no expert.
+    launches follow from shapes alone (CUDA graphs). KernelError for what does not fit, and, when
+    debugging, for ids that name no expert.
     """
     check_device(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids)
     check_arguments(x, gate_up, down, weights, ids)
@@ -147,9 +147,9 @@ def _launch_gate_up(
     call: _Call, hidden: Tensor, expert_of_block: Tensor | None, pair_of_row: Tensor | None
 ) -> None:
     """The first product, of sorted rows or (without a plan) of every pair for itself."""
-    tile, intermediate = call.config.gate_up, hidden.shape[1]
+    config, tile, intermediate = call.config, call.config.gate_up, hidden.shape[1]
     num_blocks = call.ids.numel() if expert_of_block is None else len(expert_of_block)
-    weight = operand(call.gate_up, tile.n, tile.k, call.config)
+    weight = operand(call.gate_up, tile.n, tile.k, config)
     _gate_up_kernel[(num_blocks * triton.cdiv(intermediate, tile.n),)](
         call.x,
         weight,
@@ -158,13 +158,13 @@ def _launch_gate_up(
         expert_of_block,
         pair_of_row,
         num_blocks,
-        call.config.group(call.x),
+        config.group(call.x),
         len(call.gate_up),
         call.ids.shape[1],
         call.x.stride(0),
         call.x.shape[1],
         intermediate,
-        **_options(call.config, tile, weight is not call.gate_up),
+        **_options(config, tile, weight is not call.gate_up),
     )
 
 
@@ -372,8 +372,7 @@ def _down_of_token_kernel(
 
     One loop over all tiles of all choices, so that loads run ahead from one expert into the next.
     Weights could not set off before an id loaded inside had arrived: all k are read before, and
-    picked by a sum.
-    Tensor cores want BLOCK_M rows; only the first is real.
+    picked by a sum. Tensor cores want BLOCK_M rows; the first is real.
     """
     column = tl.program_id(0) * BLOCK_N
     token = tl.program_id(1)
