@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from triton.runtime.errors import InterpreterError
 
 from minillm_kernels import fused, rope_cache
+from minillm_kernels.bench import fused as bench
 from minillm_kernels.check import fused as check
 from minillm_kernels.check import rope_cache as rope_check
 from minillm_kernels.check.case import Mismatch, generator
@@ -303,3 +304,10 @@ def test_a_norm_after_the_rotation_is_found(tmp_path: Path) -> None:
     late = late.replace("return " + turn, "first, second = " + turn + norm)
     broken = mutant(rope_cache, source[start:end], late + "    return first, second\n", tmp_path)
     assert convicted(broken, (rope_check.Projection,))
+
+
+def test_the_benchmark_runs() -> None:
+    for measurement in bench.measurements(tiny=True):
+        found, expected = measurement.run(1), measurement.peers["torch"](1)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+        assert measurement.num_bytes > 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from triton.runtime.errors import InterpreterError
 
 from minillm_kernels import gemv
+from minillm_kernels.bench import gemv as bench
 from minillm_kernels.check import gemv as check
 from minillm_kernels.check.case import Mismatch, generator
 from minillm_kernels.interpreter import ordered_dots
@@ -155,7 +156,8 @@ BUGS = [
      "mask = (out >= 0)[:, None] & inside[None, :]", 1),
     (MANY, "unguarded rows of the weight, many of x", "(out < num_out)[:, None] & inside\n",
      "(out >= 0)[:, None] & inside\n", 1),
-    (MANY, "unguarded rows of x", "live = (row < num_rows)[:, None]", "live = (row >= 0)[:, None]", 1),
+    (MANY, "unguarded rows of x", "live = (row < num_rows)[:, None]",
+     "live = (row >= 0)[:, None]", 1),
     (MANY, "unguarded rows of y", "mask = (out < num_out)[:, None] & (row < num_rows)[None, :]",
      "mask = (out < num_out)[:, None] & (row >= 0)[None, :]", 1),
     (ONE, "the bias of one row forgotten", "    if bias_ptr is not None:\n        result",
@@ -209,3 +211,11 @@ def test_a_bug_is_found(
     cases: tuple[check.Case, ...], bug: str, old: str, new: str, count: int, tmp_path: Path
 ) -> None:
     assert convicted(mutant(gemv, old, new, tmp_path, count), cases)
+
+
+def test_the_benchmark_runs() -> None:
+    for measurement in bench.measurements(tiny=True):
+        expected = measurement.peers["torch"](1)
+        for call in (measurement.run, *measurement.peers.values()):
+            torch.testing.assert_close(call(1), expected, rtol=0.02, atol=0.02)
+        assert measurement.num_bytes > 0

@@ -1,0 +1,154 @@
+"""Benchmarks of what only moves memory, at the sizes of a long prompt and of one decoded token."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minillm_kernels import fused, reference
+from minillm_kernels.bench.case import Call, Measurement
+
+CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold
+EPS = 1e-6
+BLOCK_SIZE = 16
+COMPILED = "torch.compile"
+
+
+@dataclass(frozen=True)
+class Size:
+    """One operation on N tokens; `shape` is what else it needs to know.
+
+    Attributes:
+        shape: the width of a row; for a projection (H, Hkv, D).
+        target: wanted share of the copy rate; for one token, microseconds.
+    """
+
+    op: str
+    num_tokens: int
+    shape: tuple[int, ...]
+    target: float | None = None
+    norm: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Everything read and written once, in bfloat16; angles are float32."""
+        if self.op == "norm_rope_write":
+            heads, kv_heads, dim = self.shape
+            return self.num_tokens * (4 * (heads + 2 * kv_heads) * dim + 4 * dim)
+        passes = {"rms_norm": 2, "add_rms_norm": 4, "silu_mul": 3, "embedding": 2}[self.op]
+        return 2 * passes * self.num_tokens * self.shape[0]
+
+    @property
+    def name(self) -> str:
+        """What is computed."""
+        return f"{self.op} N={self.num_tokens} {'x'.join(map(str, self.shape))}"
+
+
+SIZES = (
+    Size("add_rms_norm", 16384, (4096,), 0.96),
+    Size("add_rms_norm", 65536, (1024,), 0.96),
+    Size("add_rms_norm", 16384, (5120,), 0.96),
+    Size("rms_norm", 16384, (8192,), 0.96),
+    Size("silu_mul", 8192, (14336,), 0.96),
+    Size("silu_mul", 65536, (768,), 0.96),
+    Size("embedding", 32768, (4096,)),
+    Size("norm_rope_write", 16384, (32, 8, 128), norm=False),  # Llama-3.1-8B
+    Size("norm_rope_write", 16384, (16, 8, 128)),  # Qwen3-0.6B
+    Size("add_rms_norm", 1, (4096,)),
+    Size("silu_mul", 1, (14336,)),
+    Size("norm_rope_write", 1, (32, 8, 128), norm=False),
+    Size("norm_rope_write", 64, (16, 8, 128)),
+)
+TINY = (
+    Size("add_rms_norm", 3, (48,), 0.96),
+    Size("rms_norm", 3, (48,)),
+    Size("silu_mul", 3, (48,)),
+    Size("embedding", 3, (48,)),
+    Size("norm_rope_write", 3, (4, 2, 16)),
+)
+DECODE = 256  # tokens up to which a call is too short for bandwidth to matter
+
+
+def measurements(tiny: bool = False) -> list[Measurement]:
+    """The targets of one H200 and their neighbours; `tiny` ones at toy sizes on the CPU."""
+    return [measurement(size, "cpu" if tiny else "cuda") for size in (TINY if tiny else SIZES)]
+
+
+def measurement(size: Size, device: str) -> Measurement:
+    """Inputs are made at the first call, so that a list of measurements costs no memory."""
+    sets = Sets(size, device)
+    return Measurement(
+        family="fused",
+        name=size.name,
+        run=sets.call(getattr(fused, size.op)),
+        num_bytes=size.num_bytes,
+        bound="latency" if size.num_tokens <= DECODE and device != "cpu" else "copy",
+        peers=sets.peers(),
+        num_sets=sets.count,
+        target=size.target,
+    )
+
+
+@dataclass
+class Sets:
+    """The arguments of a measurement's calls, as many as a cache cannot hold."""
+
+    size: Size
+    device: str
+    made: list[tuple[object, ...]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Input sets; in decode, inputs are in the cache anyway, where their producer left them."""
+        if self.size.num_tokens <= DECODE:
+            return 2
+        return max(2, -(-CACHE // self.size.num_bytes) + 1)
+
+    def arguments(self, number: int) -> tuple[object, ...]:
+        """Those of one set."""
+        if not self.made:
+            self.made = [self.make() for _ in range(self.count)]
+        return self.made[number % self.count]
+
+    def normal(self, *shape: int) -> Tensor:
+        """Normal numbers in bfloat16."""
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
+
+    def make(self) -> tuple[object, ...]:
+        """The positional arguments of the launcher, which are the reference's."""
+        size, rows = self.size, self.size.num_tokens
+        if size.op == "norm_rope_write":
+            return self.projection()
+        (width,) = size.shape
+        if size.op == "embedding":
+            ids = torch.randint(128256 if self.device != "cpu" else 9, (rows,), device=self.device)
+            return ids, self.normal(128256 if self.device != "cpu" else 9, width)
+        if size.op == "silu_mul":
+            return (self.normal(rows, 2 * width),)
+        inputs = [self.normal(rows, width) for _ in range(2 if size.op == "add_rms_norm" else 1)]
+        return *inputs, self.normal(width), EPS
+
+    def projection(self) -> tuple[object, ...]:
+        """Tokens of one sequence in a cache with room for them and some more."""
+        (heads, kv_heads, dim), rows = self.size.shape, self.size.num_tokens
+        weight = self.normal(dim) if self.size.norm else None
+        turns = torch.rand(rows, dim // 2, device=self.device) * 6.28
+        num_blocks = -(-rows // BLOCK_SIZE) + 1
+        caches = [self.normal(num_blocks, kv_heads, BLOCK_SIZE, dim) for _ in "kv"]
+        blocks = torch.randperm(num_blocks)[: -(-rows // BLOCK_SIZE)].unsqueeze(1)
+        slots = (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:rows].to(self.device)
+        qkv = self.normal(rows, heads + 2 * kv_heads, dim)
+        return qkv, weight, weight, EPS, turns.cos(), turns.sin(), False, *caches, slots
+
+    def call(self, function: Callable[..., object]) -> Call:
+        """One call of a launcher or of a peer."""
+        return lambda number: function(*self.arguments(number))
+
+    def peers(self) -> Mapping[str, Call]:
+        """torch, operation by operation, and what its compiler makes of it."""
+        plain = getattr(reference, self.size.op)
+        found = {"torch": self.call(plain)}
+        if self.device != "cpu" and self.size.op in ("rms_norm", "add_rms_norm", "silu_mul"):
+            found[COMPILED] = self.call(torch.compile(plain, dynamic=False))
+        return found

@@ -1,0 +1,159 @@
+"""Benchmarks of products of few rows: the layers of a model in decode, and other tiles for them.
+
+Peers named by a tile are the same kernel with another `Config`: what a table of them would say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm_kernels import gemv
+from minillm_kernels.bench.case import Call, Measurement
+
+CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold
+EPS = 1e-6
+# Tiles to compare: rows and columns of W, warps, stages (1: loads into registers) and splits.
+ONE_ROW = (
+    gemv.Config(8, 1024, num_stages=1),
+    gemv.Config(8, 1024, num_stages=4),
+    gemv.Config(4, 1024, num_stages=4),
+    gemv.Config(16, 512, num_stages=4),
+)
+SEVERAL_ROWS = (
+    gemv.Config(64, 64, num_stages=6),
+    gemv.Config(64, 128, num_stages=4, splits=4),
+    gemv.Config(32, 128, num_stages=5),
+    gemv.Config(128, 64, num_warps=4, num_stages=6),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A layer, the rows of a step, and the share of the copy rate that is wanted."""
+
+    model: str
+    num_rows: int
+    num_out: int
+    size: int
+    norm: bool = False
+    batch_invariant: bool = False
+    tiles: tuple[gemv.Config, ...] = ()
+    target: float | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight, x and y in bfloat16, each once."""
+        return 2 * (self.num_out * self.size + self.num_rows * (self.size + self.num_out))
+
+    @property
+    def name(self) -> str:
+        """What is computed."""
+        what = "norm_linear" if self.norm else "linear"
+        shape = f"M={self.num_rows} {self.size}->{self.num_out}"
+        return f"{what} {self.model} {shape}" + " batch-invariant" * self.batch_invariant
+
+
+SIZES = (
+    Size("8B down", 1, 4096, 14336, tiles=ONE_ROW, target=0.90),
+    Size("8B gate_up", 1, 28672, 4096, norm=True, tiles=ONE_ROW, target=0.90),
+    Size("8B qkv", 1, 6144, 4096, norm=True),
+    Size("8B o", 1, 4096, 4096),
+    Size("8B lm_head", 1, 128256, 4096, norm=True),
+    Size("0.6B qkv", 1, 4096, 1024, norm=True),
+    Size("0.6B o", 1, 1024, 2048, tiles=(gemv.Config(1, 1024, num_stages=3),)),
+    Size("8B down", 1, 4096, 14336, batch_invariant=True),
+    Size("8B down", 2, 4096, 14336),
+    Size("8B down", 8, 4096, 14336, tiles=SEVERAL_ROWS),
+    Size("8B gate_up", 8, 28672, 4096, norm=True, tiles=SEVERAL_ROWS),
+    Size("8B down", 16, 4096, 14336),
+    Size("8B qkv", 16, 6144, 4096, norm=True),
+    Size("0.6B o", 8, 1024, 2048),
+)
+TINY = (
+    Size("toy", 1, 24, 40, tiles=(gemv.Config(8, 32),)),
+    Size("toy", 1, 24, 40, norm=True, target=0.90),
+    Size("toy", 1, 24, 40, batch_invariant=True),
+    Size("toy", 4, 24, 40, norm=True, tiles=(gemv.Config(16, 16, splits=2),)),
+)
+
+
+def measurements(tiny: bool = False) -> list[Measurement]:
+    """The targets of one H200 and their neighbours; `tiny` ones at toy sizes on the CPU."""
+    return [measurement(size, "cpu" if tiny else "cuda") for size in (TINY if tiny else SIZES)]
+
+
+def measurement(size: Size, device: str) -> Measurement:
+    """Weights are made at the first call, so that a list of measurements costs no memory."""
+    sets = Sets(size, device)
+    return Measurement(
+        family="gemv",
+        name=size.name,
+        run=sets.ours(None),
+        num_bytes=size.num_bytes,
+        num_flops=2 * size.num_rows * size.num_out * size.size,
+        peers=sets.peers(),
+        num_sets=sets.count,
+        target=size.target,
+    )
+
+
+@dataclass
+class Sets:
+    """The tensors of a measurement: as many weights as a cache cannot hold."""
+
+    size: Size
+    device: str
+    made: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Input sets, together larger than the cache."""
+        return 2 if self.device == "cpu" else max(2, -(-CACHE // self.size.num_bytes) + 1)
+
+    def inputs(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x, the norm's weight and the weight of one set."""
+        if not self.made:
+            self.made = [self.make() for _ in range(self.count)]
+        return self.made[number % self.count]
+
+    def make(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Normal numbers of a size that keeps results near 1."""
+        size, options = self.size, {"dtype": torch.bfloat16, "device": self.device}
+        x = torch.randn(size.num_rows, size.size, **options)  # type: ignore[call-overload]
+        weight = torch.randn(size.num_out, size.size, **options)  # type: ignore[call-overload]
+        norm_weight = torch.ones(size.size, **options)  # type: ignore[call-overload]
+        return x, norm_weight, weight.mul_(size.size**-0.5)
+
+    def ours(self, config: gemv.Config | None) -> Call:
+        """The kernel, with its own tile or another."""
+
+        def call(number: int) -> object:
+            x, norm_weight, weight = self.inputs(number)
+            invariant = self.size.batch_invariant
+            if not self.size.norm:
+                return gemv.linear(x, weight, config=config, batch_invariant=invariant)
+            options = {"config": config, "batch_invariant": invariant}
+            return gemv.norm_linear(x, norm_weight, EPS, weight, **options)  # type: ignore[arg-type]
+
+        return call
+
+    def torch_linear(self, number: int) -> object:
+        """cuBLAS, after torch's own norm."""
+        x, norm_weight, weight = self.inputs(number)
+        if self.size.norm:
+            x = F.rms_norm(x, (self.size.size,), norm_weight, EPS)
+        return F.linear(x, weight)
+
+    def peers(self) -> Mapping[str, Call]:
+        """torch, and other tiles."""
+        tiles = {described(tile): self.ours(tile) for tile in self.size.tiles}
+        return {"torch": self.torch_linear} | tiles
+
+
+def described(tile: gemv.Config) -> str:
+    """A tile in a few characters."""
+    text = f"{tile.block_out}x{tile.block_in} w{tile.num_warps} s{tile.num_stages}"
+    return text + (f" /{tile.splits}" if tile.splits > 1 else "")
