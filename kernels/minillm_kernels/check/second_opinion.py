@@ -40,7 +40,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> Tensor | None:
         return None
     k, v = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in (k, v))
     longest = max(LENGTHS)
-    return varlen_attn(q, k, v, start, start, longest, longest, scale=SCALE, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, start, start, longest, longest, scale=SCALE, window_size=(-1, 0))
+    return out if isinstance(out, Tensor) else None
 
 
 def judge_flash_attention(dtype: torch.dtype, device: str) -> None:
@@ -70,7 +71,9 @@ def judge_paged_attention(dtype: torch.dtype, device: str) -> None:
     q = normal(rng, (sum(counts), NUM_HEADS, HEAD_DIM), dtype, device)
     bounds = [0, *torch.tensor(counts).cumsum(0).tolist()]
     start = torch.tensor(bounds, dtype=torch.int32, device=device)
-    out = paged_attention(q, *pages.caches, start, pages.seq_lens, pages.block_tables, SCALE)
+    k_cache, v_cache = pages.caches
+    tables, lengths = pages.block_tables, pages.seq_lens
+    out = paged_attention(q, k_cache, v_cache, start, lengths, tables, SCALE)
     expected = []
     for row, (length, part) in enumerate(zip(LENGTHS, pairwise(bounds), strict=True)):
         blocks = pages.block_tables[row, : -(-length // BLOCK_SIZE)]
