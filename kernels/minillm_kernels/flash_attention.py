@@ -313,7 +313,9 @@ def flash_attention(
         return out
     bulk_copies = describable(q, k, v)
     if config is None:
-        config = choose_config(arch(), q.dtype, head_dim, value_dim, bulk_copies)
+        config = choose_config(
+            arch(), q.dtype, head_dim, value_dim, bulk_copies, window is not None
+        )
     elif config.descriptors and not bulk_copies:
         raise KernelError(
             "descriptors need half precision, addresses and strides that are multiples of 16 "

@@ -66,6 +66,16 @@ AMPERE: Table = MappingProxyType(
         (256, 256): Config(64, 64, 8, 2),
     }
 )
+# Where there is less shared memory (86, 89, 120: 99 KB), and on Ampere for windows, whose third
+# loop takes registers.
+SMALL: Table = MappingProxyType(
+    {
+        (64, 64): Config(128, 64, 8, 3),
+        (128, 128): Config(128, 32, 8, 3),
+        (256, 128): Config(128, 32, 8, 2),
+        (256, 256): Config(64, 32, 8, 2),
+    }
+)
 HOPPER: Table = MappingProxyType(
     {
         (64, 64): Config(128, 128, 4, 3, descriptors=True, warp_specialize=True),
@@ -80,7 +90,7 @@ HOPPER_PLAIN: Table = MappingProxyType(
         (256, 256): Config(128, 64, 8, 2, descriptors=True),
     }
 )
-# Where bulk copies cannot take a tensor.
+# The same by pointers, for comparison.
 HOPPER_POINTERS: Table = MappingProxyType(
     {
         (64, 64): Config(128, 128, 8, 2),
@@ -88,27 +98,42 @@ HOPPER_POINTERS: Table = MappingProxyType(
         (256, 256): Config(64, 64, 8, 2),
     }
 )
+# Rows that do not begin at multiples of 16 bytes are copied 4 bytes at a time, by addresses that
+# fill the registers. No model has them; these are only to be right.
+UNALIGNED: Table = MappingProxyType(
+    {
+        (64, 64): Config(64, 64, 8, 2),
+        (128, 128): Config(64, 32, 8, 2),
+        (256, 256): Config(32, 32, 8, 2),
+    }
+)
 
 
 def choose_config(
-    capability: int, dtype: torch.dtype, head_dim: int, value_dim: int, bulk_copies: bool
+    capability: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    bulk_copies: bool,
+    windowed: bool = False,
 ) -> Config:
     """The first entry of a table that is wide enough; `bulk_copies` as `describable` says."""
     if capability == 0:
         return INTERPRETED
     if dtype == torch.float32:
         table = FLOAT32
-    elif capability < 90:
-        table = AMPERE
     elif not bulk_copies:
-        table = HOPPER_POINTERS
+        table = UNALIGNED
+    elif capability in (90, 100):
+        table = HOPPER if capability == 90 else HOPPER_PLAIN
     else:
-        table = HOPPER if capability < 100 else HOPPER_PLAIN
-    return entry(table, padded(head_dim), padded(value_dim))
+        table = AMPERE if capability == 80 and not windowed else SMALL
+    return entry(table, head_dim, value_dim)
 
 
-def entry(table: Table, block_d: int, block_dv: int) -> Config:
+def entry(table: Table, head_dim: int, value_dim: int | None = None) -> Config:
     """The first configuration of a table that is wide enough."""
+    block_d, block_dv = padded(head_dim), padded(value_dim or head_dim)
     return next(
         config for widest, config in table.items() if block_d <= widest[0] and block_dv <= widest[1]
     )

@@ -16,7 +16,6 @@ from minillm_kernels.flash_attention_config import (
     Config,
     entry,
 )
-from minillm_kernels.launch import padded
 
 CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold
 FLASH, CUDNN, VARLEN = "SDPA flash", "SDPA cuDNN", "varlen_attn"
@@ -89,13 +88,12 @@ def with_variants(sizes: tuple[Size, ...]) -> list[Size]:
     """Each size by the launcher's choice, then in the three ways of a Hopper."""
     found = list(sizes)
     for size in sizes:
-        dims = padded(size.head_dim), padded(size.value_dim)
         for variant, table in (
             ("specialised", HOPPER),
             ("descriptors", HOPPER_PLAIN),
             ("pointers", HOPPER_POINTERS),
         ):
-            config = entry(table, *dims)
+            config = entry(table, size.head_dim, size.value_dim)
             found.append(
                 replace(size, variant=variant, config=config, target=None, peer_targets={})
             )

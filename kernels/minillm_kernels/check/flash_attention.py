@@ -27,7 +27,7 @@ from minillm_kernels.check.case import (
     guarded,
     normal,
 )
-from minillm_kernels.flash_attention_config import Config
+from minillm_kernels.flash_attention_config import HOPPER_PLAIN, HOPPER_POINTERS, Config, entry
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 GAP = 8  # numbers between two rows, where rows have gaps
@@ -285,11 +285,13 @@ def launches() -> tuple[Launch, ...]:
         Launch("encoder (not causal)", call(12, 12, 64, causal=False), ALL, NEW),
         Launch("DeepSeek-V2-Lite prefill", call(16, 16, 192, value_dim=128), ALL, NEW),
         Launch("DeepSeek-V3 prefill fp16", call(128, 128, 192, F16, value_dim=128), ALL, NEW),
-        # Rows 8 bytes from a multiple of 16: no descriptors.
-        Launch("Llama-3.1-8B, pointers", call(32, 8, 128, gap=4), ALL),
-        Launch("Llama-3.2-1B, pointers", call(32, 8, 64, gap=4), ALL),
-        Launch("Gemma-2-2B, pointers", call(8, 4, 256, gap=4), ALL),
-        Launch("DeepSeek-V2-Lite, pointers", call(16, 16, 192, value_dim=128, gap=4), ALL),
+        Launch("Llama-3.1-8B, plain", call(32, 8, 128, config=entry(HOPPER_PLAIN, 128)), ALL, NEW),
+        Launch("Llama-3.2-1B, plain", call(32, 8, 64, config=entry(HOPPER_PLAIN, 64)), ALL, NEW),
+        Launch("Gemma-2-2B, plain", call(8, 4, 256, config=entry(HOPPER_PLAIN, 256)), ALL, NEW),
+        Launch("Llama-3.1-8B, pointers", call(32, 8, 128, config=entry(HOPPER_POINTERS, 128)), ALL),
+        Launch("Llama-3.1-8B, unaligned", call(32, 8, 128, gap=4), ALL),
+        Launch("Llama-3.2-1B, unaligned", call(32, 8, 64, gap=4), ALL),
+        Launch("Gemma-2-2B, unaligned", call(8, 4, 256, gap=4), ALL),
         Launch("Llama-3.1-8B float32", call(32, 8, 128, F32)),
         Launch("Llama-3.2-1B float32", call(32, 8, 64, F32)),
         Launch("Gemma-2-2B float32", call(8, 4, 256, F32)),
