@@ -46,7 +46,7 @@ from minillm_kernels.launch import (
 )
 from minillm_kernels.paged_config import Config, Tiles, choose, count_splits
 
-LOG2_E = math.log2(math.e)
+LOG2_E = 1.4426950408889634
 MAX_GROUP = 128  # query heads that share a KV head
 MAX_BLOCK_SIZE = 256
 
@@ -139,8 +139,8 @@ class _Call:
         return (*(tensor.stride()[:-1] for tensor in tensors), self.block_tables.stride(0))
 
     def workspace(self, splits: int) -> tuple[Tensor, Tensor]:
-        """For each row, head and split: weighted values [N, H, splits, Dv]; m and l [.., 2]."""
-        shape = (*self.out.shape[:2], splits)
+        """Weighted values [B, H, splits, Dv]; maximum and sum of weights [B, H, splits, 2]."""
+        shape = (self.num_sequences, self.out.shape[1], splits)
         return (
             self.q.new_empty((*shape, self.out.shape[2]), dtype=torch.float32),
             self.q.new_empty((*shape, 2), dtype=torch.float32),
@@ -161,7 +161,8 @@ def _decode(call: _Call) -> None:
         call.q, *call.caches(tiles), call.out, partial, stats, call.query_start, call.seq_lens,
         call.block_tables, *call.strides(), scale, soft_cap, window, splits,
         GROUP_PAD=padded(call.group, tiles.least_heads if tiles.swap else 16),
-        MIN_TILES=config.min_split_tiles, SWAP=tiles.swap, SPLIT=splits > 1, **call.constants(tiles),
+        MIN_TILES=config.min_split_tiles, SWAP=tiles.swap, SPLIT=splits > 1,
+        **call.constants(tiles),
     )  # fmt: skip
     if splits > 1:
         _combine(call, tiles, partial, stats, split_tiles=0, at_once=min(16, padded(splits, 1)))

@@ -77,15 +77,16 @@ def choose(capability: int, dtype: torch.dtype, head_dim: int) -> Config:
             ),
             invariant=Tiles(block_n=32, num_warps=8, num_stages=2, block_m=32 if large else 64),
         )  # fmt: skip
+    bulk = capability < 100  # on Blackwell two accumulators and descriptors spill
     if large:
         decode = Tiles(block_n=32, num_warps=4, num_stages=3, swap=True, bulk=True)
         prefill = Tiles(block_n=32, num_warps=8, num_stages=2, block_m=64, bulk=True)
-        invariant = Tiles(block_n=32, num_warps=8, num_stages=2, block_m=32, bulk=True)
+        invariant = Tiles(block_n=32, num_warps=8, num_stages=2, block_m=32, bulk=bulk)
         return Config(decode, prefill, invariant)
     return Config(
         decode=Tiles(block_n=64, num_warps=4, num_stages=3, swap=True, bulk=True, least_heads=16),
         prefill=Tiles(block_n=64, num_warps=8, num_stages=3, block_m=128, bulk=True),
-        invariant=Tiles(block_n=64, num_warps=8, num_stages=2, block_m=64, bulk=True),
+        invariant=Tiles(block_n=64, num_warps=8, num_stages=2, block_m=64, bulk=bulk),
     )
 
 

@@ -235,14 +235,14 @@ def decode_kernel(
     )  # fmt: skip
     total = tl.sum(weights, AXIS)
     store_heads(
-        out, partial, stats, out_strides, row, kv_head, split, num_splits, m, total, acc,
+        out, partial, stats, out_strides, sequence, row, kv_head, split, num_splits, m, total, acc,
         GROUP, GROUP_PAD, NUM_KV_HEADS, VALUE_DIM, BLOCK_DV, AXIS, SPLIT,
     )  # fmt: skip
 
 
 @triton.jit
 def store_heads(
-    out, partial, stats, out_strides, row, kv_head, split, num_splits, m, total, acc,
+    out, partial, stats, out_strides, sequence, row, kv_head, split, num_splits, m, total, acc,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +251,7 @@ def store_heads(
     head = kv_head * GROUP + heads
     inside = tl.expand_dims(heads < GROUP, AXIS) & tl.expand_dims(dims < VALUE_DIM, 1 - AXIS)
     if SPLIT:
-        part = (row * (NUM_KV_HEADS * GROUP) + head) * num_splits + split  # of [N, H, splits]
+        part = (sequence.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
         tl.store(stats + part * 2, m, mask=heads < GROUP)
         tl.store(stats + part * 2 + 1, total, mask=heads < GROUP)
         offsets = tl.expand_dims(part * VALUE_DIM, AXIS) + tl.expand_dims(dims, 1 - AXIS)
@@ -282,7 +282,7 @@ def combine_kernel(
     seq_len = tl.load(seq_lens + sequence).to(tl.int32)
     _, _, used = splits_of(seq_len, window, num_splits, BLOCK_N, SPLIT_TILES, MIN_TILES, HAS_WINDOW)
     dims = tl.arange(0, BLOCK_DV)
-    parts = (row * tl.num_programs(1) + head) * num_splits
+    parts = (sequence.to(tl.int64) * tl.num_programs(1) + head) * num_splits
     m = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)

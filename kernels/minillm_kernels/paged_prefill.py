@@ -236,7 +236,7 @@ def invariant_kernel(
         m, total, acc = merge(m, total, acc, part_m, part_total, part_acc, 1)
     if (apart != 0) & real:
         store_part(
-            partial, stats, start, kv_head, tl.program_id(2), num_splits, m, total, acc,
+            partial, stats, sequence, kv_head, tl.program_id(2), num_splits, m, total, acc,
             GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV,
         )  # fmt: skip
     else:
@@ -248,14 +248,14 @@ def invariant_kernel(
 
 @triton.jit
 def store_part(
-    partial, stats, row, kv_head, split, num_splits, m, total, acc,
+    partial, stats, sequence, kv_head, split, num_splits, m, total, acc,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Leave one split of one decode row, G heads of it, in the workspace of `combine_kernel`."""
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
-    head = row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows
-    part = head * num_splits + split  # of [N, H, splits]
+    head = sequence.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows
+    part = head * num_splits + split  # of [B, H, splits]
     tl.store(stats + part * 2, m, mask=rows < GROUP)
     tl.store(stats + part * 2 + 1, total, mask=rows < GROUP)
     inside = (rows < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]

@@ -1,0 +1,303 @@
+"""`paged_attention` interpreted: every case against float64, bits in the batch-invariant mode, bad
+input, and deliberate bugs that `verify` must find."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.mutants import mutant
+from triton.runtime.errors import InterpreterError
+
+from minillm_kernels import paged_attention, paged_decode, paged_prefill
+from minillm_kernels.bench.paged_attention import measurements
+from minillm_kernels.check.case import Mismatch
+from minillm_kernels.check.paged_attention import (
+    BLOCK_N,
+    CASES,
+    MIXED,
+    Case,
+    inputs,
+    random_case,
+    verify,
+    verify_invariant,
+)
+from minillm_kernels.interpreter import OutOfBoundsError, ordered_dots
+from minillm_kernels.launch import KernelError
+from minillm_kernels.paged_config import choose, count_splits
+
+# exp2 of a soft cap's argument is infinite for large scores, on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_case(case: Case) -> None:
+    verify(case)
+
+
+@settings(max_examples=5, derandomize=True, deadline=None)
+@given(st.integers(0, 10**6))
+def test_any_call(seed: int) -> None:
+    verify(random_case(random.Random(seed)))
+
+
+def test_no_rows_and_no_sequences() -> None:
+    given_ = inputs(Case(((0, 20), (0, 0))), "cpu")
+    assert given_.run(Case(()), paged_attention).shape == (0, 4, 32)
+    empty = replace(
+        given_,
+        q=torch.ones(3, 4, 32),
+        query_start=torch.zeros(1, dtype=torch.int32),
+        pages=replace(
+            given_.pages,
+            block_tables=given_.pages.block_tables[:0],
+            seq_lens=given_.pages.seq_lens[:0],
+        ),
+    )
+    case = Case((), batch_invariant=True)
+    assert torch.equal(empty.run(case, paged_attention), torch.zeros(3, 4, 32))
+    assert empty.run(Case(()), paged_attention).isnan().all()
+
+
+# ---- the batch-invariant mode ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((1, 70), (9, 72)), 2, 1, form="rows", seed=31),
+        Case(((2, 80), (1, 33)), 2, 1, form="rows", window=20, dtype=torch.float16),
+        Case(((3, 70),), 3, 1, 16, 64, form="bulk", dtype=torch.bfloat16, soft_cap=3.0, seed=32),
+    ],
+    ids=["plain", "window", "soft-cap"],
+)
+def test_bits_depend_on_query_position_and_keys_only(case: Case) -> None:
+    with ordered_dots():
+        verify_invariant(case)
+
+
+def test_the_usual_kernels_are_not_batch_invariant() -> None:
+    """So the test above sees a difference where there is one."""
+
+    class Usual:
+        @staticmethod
+        def paged_attention(*args: Any, **options: Any) -> torch.Tensor:
+            return paged_attention.paged_attention(*args, **options | {"batch_invariant": False})
+
+    with ordered_dots(), pytest.raises(Mismatch, match="other bits"):
+        verify_invariant(Case(((2, 70), (1, 40)), 2, 1, form="rows"), kernels=Usual)
+
+
+# ---- configurations ---------------------------------------------------------------------------
+
+
+def test_splits_fill_the_waves() -> None:
+    assert count_splits(8, 512, 132, 4) * 8 > 0.8 * 3 * 132  # one long row: every place is taken
+    assert count_splits(512, 64, 132, 4) == 2  # 1.3 waves would leave the second one empty
+    assert count_splits(4096, 64, 132, 4) == 1
+    assert count_splits(8, 3, 132, 4) == 1  # never under four tiles
+    assert count_splits(8, 16, 132, 4) == 4
+
+
+@pytest.mark.parametrize("capability", [0, 80, 90, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_configurations_have_whole_splits(
+    capability: int, dtype: torch.dtype, head_dim: int
+) -> None:
+    config = choose(capability, dtype, head_dim)
+    assert config.split_size % config.invariant.block_n == 0
+    for tiles in (config.prefill, config.invariant):
+        assert tiles.block_m & (tiles.block_m - 1) == 0
+
+
+# ---- bad input --------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def called(**changes: Any) -> torch.Tensor:
+    given_ = inputs(Case(((1, 20), (3, 5))), "cpu")
+    arguments = {
+        "q": given_.q,
+        "k_cache": given_.pages.caches[0],
+        "v_cache": given_.pages.caches[1],
+        "query_start": given_.query_start,
+        "seq_lens": given_.pages.seq_lens,
+        "block_tables": given_.pages.block_tables,
+        "scale": 0.2,
+    }
+    return paged_attention.paged_attention(**arguments | changes)
+
+
+ROWS = Case(MIXED, form="rows")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"q": torch.zeros(4, 4, 32).half()}, r"q is torch.float16 and k_cache torch.float32"),
+        ({"q": torch.zeros(4, 4, 24)}, r"k_cache is \[6, 2, 16, 32\]; it must be \[blocks, Hkv, "),
+        ({"q": torch.zeros(4, 3, 32)}, "3 query heads cannot share 2 KV heads evenly"),
+        ({"q": torch.zeros(4, 4, 64)[..., ::2]}, "q has strides .* last dimension must be cont"),
+        ({"q": torch.zeros(4, 4, 32, device="meta")}, "q is on meta and k_cache on cpu"),
+        ({"v_cache": torch.zeros(6, 2, 8, 32)}, r"v_cache is .* must be \[6, 2, 16, Dv\]"),
+        ({"v_cache": torch.zeros(6, 2, 16, 20)}, "v_cache has a head_dim of 20"),
+        ({"query_start": torch.zeros(2, dtype=torch.int32)}, r"query_start is \[2\]; .* \[3\]"),
+        ({"seq_lens": torch.ones(2)}, "seq_lens is torch.float32; it must be int32 or int64"),
+        ({"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, r"block_tables is \[3, 4\]"),
+        ({"block_tables": torch.zeros(2, 1, dtype=torch.int32)}, "which needs 2 blocks of 16"),
+        ({"block_tables": torch.full((2, 2), 6)}, r"block_tables\[0, 0\] is 6; the cache has"),
+        ({"scale": 0.0}, "scale is 0.0; it must be positive"),
+        ({"scale": float("nan")}, "scale is nan; it must be positive"),
+        ({"window": 0}, "window is 0; it must be at least 1"),
+        ({"soft_cap": -1.0}, "soft_cap is -1.0; it must be positive"),
+        ({"max_query_len": 0}, "max_query_len is 0; it must be at least 1"),
+        ({"out": torch.zeros(4, 4, 31)}, r"out is \[4, 4, 31\]; it must be \[4, 4, 32\]"),
+        ({"config": replace(ROWS.config, split_size=BLOCK_N + 1)}, "split_size is 33"),  # type: ignore[type-var]
+    ],
+)
+def test_bad_input(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(KernelError, match=sentence):
+        called(**changes)
+
+
+def test_limits_of_heads_and_blocks() -> None:
+    with pytest.raises(KernelError, match="129 query heads share a KV head; at most 128 can"):
+        called(
+            q=torch.zeros(4, 129, 32),
+            k_cache=torch.zeros(6, 1, 16, 32),
+            v_cache=torch.zeros(6, 1, 16, 32),
+        )
+    for size in (257, 0):
+        with pytest.raises(KernelError, match=f"blocks of {size} positions; it must be 1 to 256"):
+            called(
+                k_cache=torch.zeros(6, 2, size, 32),
+                v_cache=torch.zeros(6, 2, size, 32),
+            )
+
+
+# ---- deliberate bugs --------------------------------------------------------------------------
+
+
+def broken(old: str, new: str, folder: Path) -> ModuleType:
+    """The launcher with a bug in whichever of its files has `old`."""
+    files = (paged_attention, paged_decode, paged_prefill)
+    sources = [Path(str(file.__file__)).read_text("utf-8") for file in files]
+    counts = [source.count(old) for source in sources]
+    module = files[counts.index(max(counts))]
+    bad = mutant(module, old, new, folder, count=max(counts))
+    if module is paged_attention:
+        return bad
+    if module is paged_decode:  # the other file imports helpers from it
+        line = "from minillm_kernels.paged_decode import"
+        mutant(paged_prefill, line, "from mutant_paged_decode import", folder)
+    imports = "from minillm_kernels import paged_decode, paged_prefill"
+    new_imports = "import mutant_paged_prefill as paged_prefill"
+    if module is paged_decode:
+        new_imports += ", mutant_paged_decode as paged_decode"
+    else:
+        new_imports += "; from minillm_kernels import paged_decode"
+    return mutant(paged_attention, imports, new_imports, folder)
+
+
+DECODE = Case(((1, 37), (1, 70)), 2, 1, form="rows", max_query_len=1)
+SPLIT = replace(DECODE, sequences=((1, 20), (1, 150)), splits=3)
+LONG_SPLIT = Case(
+    ((1, 1200),), 1, 1, form="rows", splits=19, seed=3
+)  # more than are merged at once
+HEADS = replace(DECODE, sequences=((1, 9),), num_heads=4, num_kv_heads=2)
+CHUNKS = Case(((1, 20), (40, 80)), 2, 1, form="rows", max_query_len=40)
+LATER = replace(CHUNKS, sequences=((18, 50), (20, 25)))  # in the tile behind the first
+INVARIANT = Case(((1, 70), (9, 80)), 2, 1, form="rows", batch_invariant=True)
+SWAPPED = "acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * rescale,"
+POSITION = "position = first + tl.arange(0, BLOCK_M) // GROUP"
+USED = """for start in tl.range(0, used, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)"""
+NOT_ONE = "if tl.load(query_start + sequence + 1) - row != 1:\n        return  # a"
+BUGS: tuple[tuple[str, str, str, Case], ...] = (
+    ("no rescale of values", "p.to(v.dtype), v, acc * rescale, input",
+     "p.to(v.dtype), v, acc, input", DECODE),
+    ("no rescale of weights", "weights = tl.fma(weights, rescale, p)", "weights = weights + p",
+     DECODE),
+    ("no rescale, swapped", SWAPPED, SWAPPED.replace(" * rescale", ""),
+     replace(DECODE, form="swap")),
+    ("no rescale in a chunk", "acc * rescale[:, None]", "acc", CHUNKS),
+    ("no rescale of a chunk's sums", "total = tl.fma(total, rescale, tl.sum(p, 1))",
+     "total += tl.sum(p, 1)", CHUNKS),
+    ("merge without rescale", "acc * tl.expand_dims(old, AXIS)", "acc", LONG_SPLIT),
+    ("merge in registers without rescale", "acc * tl.expand_dims(old, AXIS)", "acc", INVARIANT),
+    ("parts without weights", "part_acc * weight[:, None]", "part_acc", SPLIT),
+    ("sums without weights", "part_total * weight", "part_total", SPLIT),
+    ("empty splits count", USED, USED.replace("used, B", "num_splits, B") +
+     "\n        used = num_splits", SPLIT),
+    ("another cut in the combination", "MIN_TILES=call.config.min_split_tiles", "MIN_TILES=1",
+     replace(SPLIT, sequences=((1, 20), (1, 70)))),
+    ("a row does not see itself", "keys[None, :] <= position[:, None])",
+     "keys[None, :] < position[:, None])", CHUNKS),
+    ("a row sees the next one", POSITION, POSITION.replace("first +", "first + 1 +"), CHUNKS),
+    ("window of a chunk too wide", "keys[None, :] > position[:, None] - window",
+     "keys[None, :] >= position[:, None] - window", replace(CHUNKS, window=20)),
+    ("window of a row too wide", "low = tl.maximum(seq_len - window, 0)\n        full",
+     "low = tl.maximum(seq_len - window - 1, 0)\n        full", replace(DECODE, window=20)),
+    ("window's edge without a mask", "diagonal = tl.maximum(tl.maximum(first + 1",
+     "inner = begin\n    diagonal = tl.maximum(tl.maximum(first + 1",
+     replace(CHUNKS, sequences=((20, 150),), window=70)),
+    ("diagonal without a mask", "tl.maximum(first + 1, 0) // BLOCK_N, inner)",
+     "tl.maximum(first + BLOCK_N, 0) // BLOCK_N, inner)", CHUNKS),
+    ("tail one too long", "(positions >= low) & (positions < seq_len)",
+     "(positions >= low) & (positions <= seq_len)", DECODE),
+    ("tail without a mask", "tl.minimum(end, seq_len // BLOCK_N), begin)", "end, begin)",
+     replace(DECODE, block_size=64)),
+    ("NaN behind the end meets a weight of 0", "rows = tl.where(valid[:, None], rows, 0.0)",
+     "pass", replace(DECODE, form="bulk", block_size=64)),
+    ("query heads of another group", "(kv_head * GROUP + heads) * q_strides[1]",
+     "(kv_head + heads * NUM_KV_HEADS) * q_strides[1]", HEADS),
+    ("results of another group", "head = kv_head * GROUP + heads",
+     "head = kv_head + heads * NUM_KV_HEADS", HEADS),
+    ("heads of a chunk", "kv_head * GROUP + rows % GROUP) * strides[1]",
+     "kv_head * GROUP + rows * 0) * strides[1]", CHUNKS),
+    ("next column of the table", "table + positions // BLOCK_SIZE",
+     "table + positions // BLOCK_SIZE + 1", replace(DECODE, block_size=5)),
+    ("next column, one page", "table + first // BLOCK_SIZE", "table + first // BLOCK_SIZE + 1",
+     replace(DECODE, block_size=32)),
+    ("place in a page that does not divide the tile", "return blocks, positions % BLOCK_SIZE",
+     "return blocks, tl.arange(0, BLOCK_N) % BLOCK_SIZE", replace(DECODE, block_size=5)),
+    ("second tile of a page", "return block, first % BLOCK_SIZE", "return block, first * 0",
+     replace(DECODE, block_size=64)),
+    ("table read behind its end", "mask=needed, other=0)", "mask=positions >= 0, other=0)",
+     replace(DECODE, sequences=((1, 37),), block_size=3)),
+    ("chunks taken for decode rows", NOT_ONE, NOT_ONE.replace("!= 1", "< 1"),
+     replace(CHUNKS, splits=1)),
+    ("rows of the first tile again", "- query_len + row", "- query_len", LATER),
+    ("tile of a wrong sequence", "// BLOCK_Q + middle", "// BLOCK_Q", LATER),
+    ("too few tiles", "len(call.q) // block_q + call.num_sequences\n",
+     "len(call.q) // block_q\n", LATER),
+    ("nothing seen", "tl.where(total == 0.0, 1.0, total)", "total", Case(((1, 0),), 2, 1)),
+    ("padding not cleared", "// block_q + call.num_sequences + 1",
+     "// block_q + call.num_sequences", replace(INVARIANT, sequences=((16, 20),), padding=17)),
+    ("soft cap in other units", "self.soft_cap * LOG2_E, window", "self.soft_cap, window",
+     Case(((1, 20),), 2, 1, soft_cap=2.0)),
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN, where the bug lets it through
+@pytest.mark.parametrize(
+    ("old", "new", "case"), [bug[1:] for bug in BUGS], ids=[bug[0] for bug in BUGS]
+)
+def test_bug_is_found(old: str, new: str, case: Case, tmp_path: Path) -> None:
+    kernels = broken(old, new, tmp_path)
+    with pytest.raises((Mismatch, OutOfBoundsError, InterpreterError)):
+        verify(case, kernels=kernels)
+
+
+def test_every_measurement_runs() -> None:
+    for measurement in measurements(tiny=True):
+        measurement.run(0)
+        measurement.run(measurement.num_sets - 1)
