@@ -264,7 +264,7 @@ def mla_attention(
     last sequence are left as they are. KernelError for what does not fit.
     """
     out = check_arguments(
-        q, latent_cache, value_dim, query_start, seq_lens, block_tables, window, out
+        q, latent_cache, value_dim, query_start, seq_lens, block_tables, window, max_query_len, out
     )
     num_tokens, num_heads, width = q.shape
     num_rows, page = len(seq_lens), latent_cache.shape[2]
@@ -272,7 +272,7 @@ def mla_attention(
         return out
     if config is None:
         config = choose(launch.arch(), q.dtype, num_heads, page, batch_invariant)
-        config = config.fit(value_dim, width - value_dim)
+        config = config.fit(latent_cache, value_dim)
     check_config(config, page, value_dim, width - value_dim)
     splits = count_splits(
         config,

@@ -56,9 +56,10 @@ class Config:
     split: int = 0
     max_workspace: int = MAX_WORKSPACE
 
-    def fit(self, value_dim: int, rope_dim: int) -> "Config":
-        """The same without descriptors where sizes are none that they can have."""
-        if all(padded(size) == size for size in (value_dim, rope_dim)):
+    def fit(self, cache: Tensor, value_dim: int) -> "Config":
+        """The same without descriptors where a cache has sizes or a place that they cannot have."""
+        sizes = (value_dim, cache.shape[-1] - value_dim)
+        if all(padded(size) == size for size in sizes) and cache.data_ptr() % 16 == 0:
             return self
         plain = [replace(tile, descriptors=False) for tile in (self.decode, self.prefill)]
         return replace(self, decode=plain[0], prefill=plain[1])
@@ -177,6 +178,7 @@ def check_arguments(
     seq_lens: Tensor,
     block_tables: Tensor,
     window: int | None,
+    max_query_len: int | None,
     out: Tensor | None,
 ) -> Tensor:
     """The output, after everything that a wrong argument could break was looked at."""
@@ -203,6 +205,8 @@ def check_arguments(
         )
     if window is not None and window < 1:
         raise KernelError(f"window is {window}; it must be at least 1, or None.")
+    if max_query_len is not None and max_query_len < 1:
+        raise KernelError(f"max_query_len is {max_query_len}; it must be at least 1, or None.")
     launch.check_block_tables(block_tables, seq_lens, latent_cache.shape[0], latent_cache.shape[2])
     return launch.output(out, (num_tokens, num_heads, value_dim), q)
 

@@ -18,7 +18,8 @@ from minillm_kernels.mla_config import Config, Tile
 
 # Small tiles, so that short sequences have many of them; "chosen" is what the launcher takes.
 FORMS = ("chosen", "swap", "rows", "descriptors")
-BLOCK_N = 16
+BLOCK_N = 32
+UNTOUCHED = 7.0  # in rows of the output that nobody may write; a NaN could come from the query
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,15 @@ class Case:
 
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-MIXED = ((1, 37), (7, 7), (1, 1), (5, 52), (0, 20), (1, 48))
+MIXED = ((1, 37), (7, 7), (1, 1), (5, 70), (0, 20), (1, 64))
 CASES = (
     Case(MIXED),
     Case(MIXED, form="rows", num_heads=3, dtype=HALF, padding=3, seed=1),
     Case(MIXED, form="swap", num_heads=5, dtype=BRAIN, rope_dim=4, value_dim=24, seed=2),
     Case(
-        ((1, 16), (3, 47), (1, 49), (1, 80)),
-        form="descriptors", value_dim=32, rope_dim=16, dtype=HALF, num_heads=17, seed=3,
+        ((1, 64), (2, 95), (1, 5), (0, 9)),
+        form="descriptors", rope_dim=16, dtype=HALF, num_heads=33, block_size=32, padding=1,
+        seed=3,
     ),
     # Lengths around a page, and rows of padding in a decode batch under a CUDA graph.
     Case(
@@ -79,12 +81,12 @@ CASES = (
     ),
     Case(((3, 0), (1, 0), (2, 2), (1, 100)), form="swap", dtype=BRAIN, seed=5),
     # One long sequence, cut into splits of which the last is short; beside it, empty splits.
-    Case(((1, 700), (1, 30), (1, 0), (1, 129)), form="rows", block_size=1, seed=6),
-    Case(((1, 600), (2, 400)), form="swap", block_size=256, num_heads=2, dtype=HALF, seed=7),
+    Case(((1, 270), (1, 30), (1, 0), (1, 129)), form="rows", block_size=1, seed=6),
+    Case(((1, 260), (2, 200)), form="swap", block_size=256, num_heads=2, dtype=HALF, seed=7),
     Case(((1, 530), (1, 64), (1, 65), (1, 0)), dtype=BRAIN, num_heads=20, seed=8),
     # Windows: in a tile, over pages, wider than the sequence.
-    Case(((1, 200), (9, 90), (1, 12), (1, 0)), window=33, form="rows", seed=9),
-    Case(((1, 200), (9, 90), (3, 3)), window=1, form="swap", block_size=5, dtype=HALF, seed=10),
+    Case(((1, 150), (5, 90), (1, 12)), window=33, form="rows", seed=9),
+    Case(((1, 150), (5, 40), (3, 3)), window=1, form="swap", block_size=5, dtype=HALF, seed=10),
     Case(((1, 40), (9, 23)), window=1000, block_size=7, seed=11),
     # Logits of 1e4, and one token in a batch.
     Case(((1, 90), (6, 60)), scale=1200.0, dtype=HALF, form="rows", seed=12),
@@ -93,7 +95,7 @@ CASES = (
     Case(MIXED, form="rows", split=32, batch_invariant=True, seed=14),
     Case(
         ((1, 150), (4, 130), (1, 0), (1, 31)),
-        form="swap", split=32, window=50, dtype=HALF, batch_invariant=True, seed=15,
+        form="swap", split=64, window=50, dtype=HALF, batch_invariant=True, seed=15,
     ),
     Case(((1, 90), (3, 70)), batch_invariant=True, dtype=BRAIN, seed=16),
     # The sizes of DeepSeek-V2 and V3.
@@ -105,22 +107,22 @@ CASES = (
 
 
 def random_case(rng: random.Random) -> Case:
-    """Any call: up to five sequences of any mix of lengths, small sizes."""
+    """Any call: up to four sequences of any mix of lengths, small sizes."""
     sequences = []
-    for _ in range(rng.randint(1, 5)):
-        seq_len = rng.choice((0, 1, rng.randint(2, 40), rng.randint(41, 300)))
+    for _ in range(rng.randint(1, 4)):
+        seq_len = rng.choice((0, 1, rng.randint(2, 40), rng.randint(41, 200)))
         most = min(seq_len, 12) if seq_len else 3
         sequences.append((rng.choice((1, 1, rng.randint(0, most))), seq_len))
     form = rng.choice(FORMS)
     dims = ((16, 16), (32, 16)) if form == "descriptors" else ((16, 4), (24, 8), (32, 8), (48, 20))
     value_dim, rope_dim = rng.choice(dims)
-    split = rng.choice((0, 32, 64)) if form != "chosen" else 0
+    split = rng.choice((0, 0, 32, 64)) if form != "chosen" else 0
     return Case(
         sequences=tuple(sequences),
         num_heads=rng.choice((1, 2, 3, 4, 8, 16, 19)),
         value_dim=value_dim,
         rope_dim=rope_dim,
-        block_size=rng.choice((16, 64) if form == "descriptors" else (1, 3, 8, 16, 64, 256)),
+        block_size=rng.choice((32, 64) if form == "descriptors" else (1, 3, 8, 16, 64, 256)),
         dtype=rng.choice((torch.float32, HALF, BRAIN)),
         window=rng.choice((None, None, rng.randint(1, 200))),
         padding=rng.choice((0, 0, 2)),
@@ -186,6 +188,7 @@ def verify(case: Case, device: str, kernels: Any = mla) -> None:
     """Mismatch if the launcher of `kernels` computes something else than the reference."""
     given = inputs(case, device)
     out = guarded((len(given.q), case.num_heads, case.value_dim), case.dtype, device)
+    padding = out.view[given.num_tokens :].fill_(UNTOUCHED)
     with poisoned_memory():
         got = given.run(case, kernels, out=out.view, max_query_len=case.max_query_len)
     out.check(written=False)
@@ -203,7 +206,7 @@ def verify(case: Case, device: str, kernels: Any = mla) -> None:
         case.window,
     )
     compare(got[: given.num_tokens], expected[: given.num_tokens], "attention")
-    if not bool(got[given.num_tokens :].isnan().all()):
+    if not bool((padding == UNTOUCHED).all()):
         raise Mismatch("rows behind the last sequence were written")
 
 
@@ -295,10 +298,13 @@ def _same_bits(got: Tensor, whole: Tensor, name: str) -> None:
 
 
 INVARIANT_CASES = (
-    Case(((9, 75), (1, 70), (6, 6), (1, 0)), form="rows", split=32, dtype=HALF, seed=30),
-    Case(((5, 69), (1, 40)), form="swap", split=32, window=37, num_heads=3, seed=31),
-    Case(((3, 20), (1, 530)), dtype=BRAIN, block_size=16, num_heads=8, seed=32),
-)
+    Case(
+        ((4, 68), (1, 70), (1, 0)),
+        form="rows", split=64, dtype=HALF, value_dim=16, rope_dim=4, num_heads=3, seed=30,
+    ),
+    Case(((4, 69),), form="swap", split=32, window=37, value_dim=16, rope_dim=4, seed=31),
+    Case(((2, 514),), dtype=BRAIN, value_dim=16, rope_dim=4, num_heads=8, seed=32),
+)  # fmt: skip
 
 
 # ---- shapes of real models ---------------------------------------------------------------------

@@ -1,0 +1,337 @@
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime.errors import InterpreterError
+
+from minillm_kernels import mla, mla_config, mla_tiles, reference
+from minillm_kernels.check import mla as check
+from minillm_kernels.check.case import Mismatch
+from minillm_kernels.interpreter import ordered_dots
+from minillm_kernels.launch import KernelError
+from minillm_kernels.mla_config import Config, Tile
+from tests.kernels.mutants import mutant
+
+BY_SEED = {case.seed: case for case in check.CASES}
+
+
+@pytest.mark.parametrize("form", check.FORMS)
+def test_cases(form: str) -> None:
+    cases = [case for case in check.CASES if case.form == form]
+    assert cases
+    for case in cases:
+        check.verify(case, "cpu")
+
+
+@settings(derandomize=True, deadline=None, max_examples=8, database=None)
+@given(st.integers(0, 2**32 - 1))
+def test_any_case(seed: int) -> None:
+    check.verify(check.random_case(random.Random(seed)), "cpu")
+
+
+@pytest.mark.parametrize("case", check.INVARIANT_CASES, ids=lambda case: case.form)
+def test_bits_depend_on_a_tokens_own_keys_only(case: check.Case) -> None:
+    with ordered_dots():
+        check.verify_invariant(case, "cpu")
+
+
+def test_nothing_to_do() -> None:
+    given = check.inputs(check.Case(((0, 5),)), "cpu")
+    assert given.run(check.Case(((0, 5),)), mla).shape == (0, 4, 32)
+
+
+# ---- deliberate bugs ---------------------------------------------------------------------------
+
+
+def broken_mla(old: str, new: str, folder: Path) -> ModuleType:
+    """The family with one line changed, in whichever of its two kernel files that is."""
+    if old in Path(str(mla.__file__)).read_text("utf-8"):
+        return mutant(mla, old, new, folder)
+    tiles = mutant(mla_tiles, old, new, folder)
+    line = "from minillm_kernels.mla_tiles import"
+    return mutant(mla, line, line.replace(mla_tiles.__name__, tiles.__name__), folder)
+
+
+# What is broken, the line and what it becomes, and the seed of a case that has to show it.
+BUGS = {
+    "no rotated part": (
+        "(q_rope, tl.trans(rope)",
+        "(q_rope * 0.0, tl.trans(rope)",
+        9,
+    ),
+    "no rotated part, swapped": (
+        "tl.trans(q_rope)",
+        "tl.trans(q_rope * 0.0)",
+        2,
+    ),
+    "key from the wrong columns": (
+        "r[None, :], mask=valid",
+        "D + r[None, :], mask=valid",
+        9,
+    ),
+    "value from the wrong columns": (
+        "tl.expand_dims(rows, KEYS) + r",
+        "tl.expand_dims(rows, KEYS) + (r + 1) % R",
+        5,
+    ),
+    "no rescale": (
+        "acc = acc * tl.expand_dims(decay, KEYS)",
+        "acc = acc",
+        9,
+    ),
+    "no rescale of the sum": (
+        "tl.fma(total, decay, tl.sum(weights, KEYS))",
+        "total + tl.sum(weights, KEYS)",
+        9,
+    ),
+    "sees the next token": (
+        "visible = key <= query",
+        "visible = key <= query + 1",
+        1,
+    ),
+    "does not see itself": (
+        "visible = key <= query",
+        "visible = key < query",
+        1,
+    ),
+    "window one too wide": (
+        "key > query - window",
+        "key >= query - window",
+        9,
+    ),
+    "window one too narrow": (
+        "key > query - window",
+        "key > query - window + 1",
+        9,
+    ),
+    "window begins a tile late": (
+        "tl.maximum(seq_len - window, 0) // BLOCK_N",
+        "tl.cdiv(tl.maximum(seq_len - window, 0), BLOCK_N)",
+        9,
+    ),
+    "unguarded tail": (
+        "mask=valid[:, None] & (r < R)[None, :]",
+        "mask=(r < R)[None, :]",
+        2,
+    ),
+    "unguarded tail of a bulk copy": (
+        "end // BLOCK_N * BLOCK_N",
+        "tl.cdiv(end, BLOCK_N) * BLOCK_N",
+        3,
+    ),
+    "next page not looked up": (
+        "table_ptr + following // PAGE",
+        "table_ptr + start // PAGE",
+        3,
+    ),
+    "table column off by one": (
+        "table_ptr + positions // PAGE",
+        "table_ptr + positions // PAGE + 1",
+        2,
+    ),
+    "wrong head tile": (
+        "heads = tl.program_id(0) * BLOCK_M +",
+        "heads = tl.program_id(0) * (BLOCK_M // 2) +",
+        3,
+    ),
+    "heads behind the last": (
+        "inside = heads < num_heads",
+        "inside = heads >= 0",
+        3,
+    ),
+    "wrong head tile in prefill": (
+        "tl.program_id(0) % head_tiles * BLOCK_H",
+        "tl.program_id(0) % head_tiles * 8",
+        3,
+    ),
+    "tokens behind the last": (
+        "inside = (tokens < query_len) & (heads < num_heads)",
+        "inside = heads < num_heads",
+        1,
+    ),
+    "chunk at the wrong place": (
+        "seq_len - query_len + tokens, -1",
+        "tokens, -1",
+        1,
+    ),
+    "natural logarithm": (
+        "scale *= math.log2(math.e)",
+        "scale *= 1.0",
+        1,
+    ),
+    "empty splits combined": (
+        "mask=every < last, other=0.0",
+        "mask=every < splits, other=0.0",
+        6,
+    ),
+    "splits not rescaled": (
+        "part * tl.exp2(highest - shift)[:, None]",
+        "part",
+        6,
+    ),
+    "splits merged without rescale": (
+        "tl.fma(total, old, part_total * new)",
+        "total + part_total",
+        14,
+    ),
+    "last split forgotten": (
+        "tl.cdiv(seq_len - origin, size)",
+        "tl.maximum((seq_len - origin) // size, 1)",
+        6,
+    ),
+    "no key at all": (
+        "tl.where(total == 0.0, 1.0, total)",
+        "total",
+        5,
+    ),
+    "decode takes any sequence": (
+        "if tl.load(starts_ptr + row + 1) - token != 1:\n        return\n    seq_len",
+        "seq_len",
+        3,
+    ),
+    "tile of the wrong sequence": (
+        "(starts // BLOCK_Q + rows <= tile)",
+        "(starts // BLOCK_Q + rows < tile)",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_is_found(name: str, tmp_path: Path) -> None:
+    old, new, seed = BUGS[name]
+    kernels = broken_mla(old, new, tmp_path)
+    with pytest.raises((Mismatch, InterpreterError)) as caught:
+        check.verify(BY_SEED[seed], "cpu", kernels)
+    assert isinstance(caught.value, Mismatch) or "OutOfBounds" in str(caught.value)
+
+
+INVARIANCE_BUGS = {
+    "prefill without splits": ("SPLIT=config.split, ALL=", "SPLIT=0, ALL="),
+    "splits from shapes": ("SPLIT=config.split, LEAST=LEAST_TILES, PA", "SPLIT=0, LEAST=1, PA"),
+}
+
+
+@pytest.mark.parametrize("name", INVARIANCE_BUGS)
+def test_a_bug_of_the_batch_invariant_mode_is_found(name: str, tmp_path: Path) -> None:
+    kernels = broken_mla(*INVARIANCE_BUGS[name], tmp_path)
+    case = replace(check.INVARIANT_CASES[0], sequences=((3, 68), (1, 130)), dtype=torch.float32)
+    with ordered_dots(), pytest.raises(Mismatch, match="other bits"):
+        check.verify_invariant(case, "cpu", kernels)
+
+
+# ---- arguments that do not fit -----------------------------------------------------------------
+
+
+def call(**changes: object) -> torch.Tensor:
+    arguments: dict = {
+        "q": torch.zeros(3, 4, 20),
+        "latent_cache": torch.zeros(5, 1, 8, 20),
+        "value_dim": 16,
+        "query_start": torch.tensor([0, 1, 3]),
+        "seq_lens": torch.tensor([9, 3]),
+        "block_tables": torch.tensor([[0, 1], [2, 99]]),
+        "scale": 1.0,
+    }
+    return mla.mla_attention(**(arguments | changes))  # type: ignore[arg-type]
+
+
+BIG = Tile(block_h=16, block_q=1, block_n=32, swap=False)
+BAD = {
+    r"q is \[3, 80\]; it must be \[N, H, R \+ Dr\]": {"q": torch.zeros(3, 80)},
+    r"latent_cache is \[5, 8, 20\]": {"latent_cache": torch.zeros(5, 8, 20)},
+    r"latent_cache is \[5, 1, 8, 24\]; it must be \[blocks, 1, block_size, 20\]": {
+        "latent_cache": torch.zeros(5, 1, 8, 24)
+    },
+    "must be contiguous": {"latent_cache": torch.zeros(5, 1, 20, 8).transpose(2, 3)},
+    "last dimension must be contiguous": {"q": torch.zeros(3, 20, 4).transpose(1, 2)},
+    "q is torch.float32 and latent_cache torch.float16": {
+        "latent_cache": torch.zeros(5, 1, 8, 20).half()
+    },
+    "q is torch.float64": {
+        "q": torch.zeros(3, 4, 20).double(),
+        "latent_cache": torch.zeros(5, 1, 8, 20).double(),
+    },
+    "seq_lens is torch.float32; it must be int32 or int64": {"seq_lens": torch.ones(2)},
+    r"query_start is \[2\]; it must be \[3\]": {"query_start": torch.tensor([0, 3])},
+    r"block_tables is \[1, 2\]": {"block_tables": torch.tensor([[0, 1]])},
+    "value_dim is 20 of a key of 20": {"value_dim": 20},
+    "value_dim is 0": {"value_dim": 0},
+    "value_dim is 600 of a key of 700; it must be from 1 to 512": {
+        "value_dim": 600, "q": torch.zeros(3, 4, 700), "latent_cache": torch.zeros(5, 1, 8, 700)
+    },
+    "rotated part of a key is 184; it must be at most 128": {
+        "q": torch.zeros(3, 4, 200), "latent_cache": torch.zeros(5, 1, 8, 200)
+    },
+    "window is 0": {"window": 0},
+    "max_query_len is 0": {"max_query_len": 0},
+    r"seq_lens\[0\] is 17, which needs 3 blocks of 8": {"seq_lens": torch.tensor([17, 3])},
+    r"block_tables\[0, 1\] is 5; the cache has blocks 0 to 4": {
+        "block_tables": torch.tensor([[0, 5], [2, 99]])
+    },
+    r"out is \[3, 4, 20\]": {"out": torch.zeros(3, 4, 20)},
+    "out is torch.float16": {"out": torch.zeros(3, 4, 16).half()},
+    "interpreted kernels need CPU tensors|is on meta": {"q": torch.zeros(3, 4, 20, device="meta")},
+    "blocks must be powers of two": {"config": Config(replace(BIG, block_n=48), BIG)},
+    "it must have 16 queries": {"config": Config(BIG, replace(BIG, block_h=8))},
+    "a page of 8 must be a multiple of 32": {"config": Config(replace(BIG, descriptors=True), BIG)},
+    "a split of 48 positions": {"config": Config(BIG, BIG, split=48)},
+    "decode has 32 keys and prefill 64": {"config": Config(BIG, replace(BIG, block_n=64), 64)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_what_does_not_fit_is_refused(sentence: str) -> None:
+    with pytest.raises(KernelError, match=sentence):
+        call(**BAD[sentence])
+
+
+def test_what_fits_is_computed_from_strided_tensors_too() -> None:
+    rng = torch.Generator().manual_seed(5)
+    q = torch.randn(3, 2, 4, 20, generator=rng)[:, 1]
+    cache = torch.randn(5, 1, 8, 20, generator=rng)
+    out = torch.zeros(3, 4, 2, 16)[:, :, 0]
+    got = call(q=q, latent_cache=cache, out=out)
+    assert got.data_ptr() == out.data_ptr()
+    tables, lens = torch.tensor([[0, 1], [2, 99]]), torch.tensor([9, 3])
+    wanted = reference.mla_attention(q, cache, 16, torch.tensor([0, 1, 3]), lens, tables, 1.0)
+    torch.testing.assert_close(out, wanted)
+
+
+# ---- what is chosen ------------------------------------------------------------------------------
+
+
+def test_splits_fill_the_processors_and_no_more() -> None:
+    config = mla_config.choose(90, torch.bfloat16, 16, 64)
+
+    def splits(rows: int, heads: int = 16, positions: int = 32768) -> int:
+        return mla_config.count_splits(config, rows, heads, positions, 132)
+
+    assert splits(1) == 128  # at least four tiles of 64 in each
+    assert splits(1, positions=2048) == 8
+    assert splits(1, positions=64) == 1
+    assert splits(64) == 2
+    assert splits(80) == 3  # 240 programs in two rounds, instead of 80 in one
+    assert splits(256) == 1
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_batch_invariant_tiles_depend_on_nothing_that_changes(arch: int) -> None:
+    configs = {
+        mla_config.choose(arch, torch.bfloat16, 16, page, invariant=True)
+        for page in (1, 16, 64, 256)
+    }
+    assert len(configs) == 1
+    (config,) = configs
+    assert config.split
+    assert config.decode.block_h * config.decode.block_q == (
+        config.prefill.block_h * config.prefill.block_q
+    )
+    assert replace(config.decode, block_h=1, block_q=1) == replace(
+        config.prefill, block_h=1, block_q=1
+    )
