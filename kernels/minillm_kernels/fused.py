@@ -61,7 +61,7 @@ __all__ = [
     "write_cache",
 ]
 
-MOST_IN_REGISTERS = 16384  # numbers of a row; 32 per thread of the largest program
+MOST_IN_REGISTERS = 16384  # numbers of a row; 1024 threads have 16 each
 TILE = 2048  # numbers that a program should have at least, several rows if need be
 INTERPRETED_TILE = 16384  # an interpreted program costs the same whatever its size
 
@@ -95,8 +95,11 @@ def columns_tile(size: int) -> Tile:
 
 
 def _warps(numbers: int) -> int:
-    """32 numbers for each thread: four accesses of 16 bytes in half precision."""
-    return max(2, min(16, numbers // 1024))
+    """32 numbers for each thread, four accesses of 16 bytes in half precision; 16 in the largest.
+
+    There 32 would need more than the 64 registers that the compiler then allows on sm_100.
+    """
+    return max(2, numbers // (1024 if numbers < MOST_IN_REGISTERS else 512))
 
 
 # ---- norms ------------------------------------------------------------------------------------

@@ -219,8 +219,7 @@ def _embed(size: int, dtype: torch.dtype) -> Launch:
 
 LAUNCHES: tuple[Launch, ...] = (
     _norm(128, BF16),  # q/k norm
-    *(_add_norm(size, BF16) for size in (1024, 4096, 5120, 7168, 16384)),
-    _norm(4096, FP16),
+    *(_add_norm(size, BF16) for size in (1024, 4096, 7168, 16384)),
     _norm(32768, BF16),  # in a loop
     _add_norm(4096, FP32),
     _add_norm(16384, FP32),

@@ -167,8 +167,6 @@ def _with_bias(rows: int, dtype: torch.dtype) -> Callable[[], object]:
 
 LAUNCHES: tuple[Launch, ...] = (
     _launch("Llama-3.1-8B qkv", 1, 6144, 4096, norm=True),
-    _launch("Llama-3.1-8B o", 1, 4096, 4096),
-    _launch("Llama-3.1-8B gate_up", 1, 28672, 4096, norm=True),
     _launch("Llama-3.1-8B down", 1, 4096, 14336),
     _launch("Llama-3.1-8B down", 1, 4096, 14336, dtype=FP16),
     _launch("Qwen3-0.6B qkv", 1, 4096, 1024, norm=True),
