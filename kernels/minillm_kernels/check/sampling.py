@@ -75,11 +75,11 @@ CASES: tuple[Case, ...] = (
     Case("truncate", 1, 1, top_k=(1,), top_p=(0.5,)),
     Case("truncate", 4, 3, top_k=(2, 0, 3, 1), top_p=(0.9, 0.1, 1.0)),
     Case("truncate", 8, 1000, BF16, top_k=SOME_K, top_p=SOME_P, gap=7),
-    Case("truncate", 4, 300, top_k=(40, 0), top_p=(1.0, 0.95, 0.8), search_block=256, gather=16),
+    Case("truncate", 2, 300, top_k=(40, 0), top_p=(1.0, 0.95), search_block=256, gather=16),
     Case("truncate", 2, 600, top_k=(50, 0), top_p=(1.0, 0.8), search_block=256, gather=64),
-    Case("truncate", 4, 200, kind="ties", top_k=(0, 60), top_p=(0.9, 0.6, 0.5, 1.0), gather=16),
+    Case("truncate", 2, 200, kind="ties", top_k=(0, 60), top_p=(0.9, 0.6), gather=16),
     Case("truncate", 6, 400, kind="ties", top_k=SOME_K, top_p=SOME_P, block=256),
-    Case("truncate", 3, 200, kind="equal", top_p=(0.5, 0.3, 1.0), top_k=(0, 7), gather=16),
+    Case("truncate", 2, 200, kind="equal", top_p=(0.5, 0.3), top_k=(0, 7), gather=16),
     Case("truncate", 3, 500, kind="equal", top_p=(0.5, 0.3, 0.0), top_k=(0, 7)),
     Case("truncate", 3, 400, kind="masked", top_k=(0, 60, 3), top_p=(0.9, 1.0), gather=16),
     Case("truncate", 3, 300, kind="far", spread=1e4, top_k=(0, 2), top_p=(0.9, 0.999999)),
@@ -114,7 +114,7 @@ CASES: tuple[Case, ...] = (
 
 def random_case(rng: random.Random) -> Case:
     """Any case of moderate size."""
-    vocab_size = rng.choice([1, 2, 63, 64, 65, 257, 600])
+    vocab_size = rng.choice([1, 2, 63, 64, 65, 257, 300])
     return Case(
         op=rng.choice(["argmax", "gumbel_argmax", "truncate", "sample"]),
         num_rows=rng.randint(1, 3),
@@ -129,7 +129,7 @@ def random_case(rng: random.Random) -> Case:
         purpose=rng.randint(0, 3),
         gap=rng.choice([0, 3]),
         block=rng.choice([0, 64, 256]),
-        search_block=rng.choice([0, 128]),
+        search_block=rng.choice([0, 256]),
         gather=rng.choice([0, 16, 64]),
         seed=rng.randint(0, 2**31),
     )

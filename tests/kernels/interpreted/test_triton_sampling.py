@@ -32,7 +32,7 @@ def test_cases(op: str) -> None:
             verify(case)
 
 
-@settings(max_examples=8, derandomize=True, deadline=None)
+@settings(max_examples=6, derandomize=True, deadline=None)
 @given(st.integers(0, 2**32))
 def test_random_cases(seed: int) -> None:
     verify(random_case(random.Random(seed)))
@@ -111,11 +111,11 @@ def test_the_engine_chooses_the_same_tokens() -> None:
 
 
 def test_sizes_of_programs_change_nothing() -> None:
-    logits = (torch.randn(2, 800, generator=torch.Generator().manual_seed(2)) * 2).bfloat16()
-    top_k, top_p = torch.tensor([0, 90], dtype=torch.int32), torch.tensor([0.9, 0.97])
+    logits = (torch.randn(2, 300, generator=torch.Generator().manual_seed(2)) * 2).bfloat16()
+    top_k, top_p = torch.tensor([0, 60], dtype=torch.int32), torch.tensor([0.9, 0.97])
     results = [
         sampling.truncate(logits, top_k, top_p, config=sampling.Config(block, 4, search, 4, gather))
-        for block, search, gather in ((1024, 1024, 1024), (64, 512, 16), (256, 256, 128))
+        for block, search, gather in ((512, 512, 512), (64, 512, 16), (256, 256, 128))
     ]
     assert all(torch.equal(result, results[0]) for result in results)
     assert (results[0] > -math.inf).sum(1).tolist() == [
@@ -196,10 +196,9 @@ def _is_convicted(broken: ModuleType, cases: list[Case]) -> bool:
     return False
 
 
-def _cases(word: str) -> list[Case]:
-    """Those of an operation, or of a kind of logits; large ones last."""
-    found = [case for case in CASES if word in (case.op, case.kind)]
-    return sorted(found, key=lambda case: case.num_rows * case.vocab_size)
+def _cases(operation: str, vocab_size: int | None = None) -> list[Case]:
+    found = [case for case in CASES if case.op == operation and case.vocab_size < 5000]
+    return [case for case in found if vocab_size in (None, case.vocab_size)]
 
 
 @pytest.mark.parametrize(
@@ -222,6 +221,8 @@ def _cases(word: str) -> list[Case]:
         ("gumbel_argmax", "== num_blocks - 1:", "== 0:"),
         ("gumbel_argmax", "1.0 - uniform", "uniform"),
         ("sample", "if temperature > 0:", "if temperature != -1:"),
+        ("gumbel_argmax", "scores = scale(scores, peak, temperature, floor)",
+         "scores = tl.where(scores - peak < floor, -1e9, scale(scores, peak, temperature, -1e9))"),
         ("sample", "config, temperature, min_p)", "config)"),
         ("truncate", "out_ptr + row.to(tl.int64) * out_stride + ids, kept, mask=ids < size",
          "out_ptr + row.to(tl.int64) * out_stride + ids, kept"),
@@ -234,34 +235,33 @@ def test_bugs_of_draws_are_found(operation: str, old: str, new: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("cases", "old", "new"),
+    ("vocab_size", "old", "new"),
     [
-        ("ties", "distances < edge) | ((distances == edge) & (ids <= last))",
+        (500, "distances < edge) | ((distances == edge) & (ids <= last))",
          "distances < edge) | ((distances == edge) & (ids < last))"),
-        ("truncate", "stays = (distances < edge) | ((distances == edge) & (ids <= last))",
+        (3, "stays = (distances < edge) | ((distances == edge) & (ids <= last))",
          "stays = distances < edge"),
-        ("truncate", "top_k.to(tl.int64), _share", "top_k.to(tl.int64) + 1, _share"),
-        ("truncate", "reached = weight >= goal", "reached = weight > goal"),
-        ("truncate", "axis=0) >= goal:", "axis=0) > goal:"),
-        ("truncate", "if searches:", "if by_count:"),
-        ("equal", "(goal - before + mass - 1) // mass", "(goal - before) // mass"),
-        ("equal", "(goal - before + mass - 1) // mass", "(goal - before + mass - 1) // mass + 1"),
-        ("truncate", "return tl.maximum(goal, 1)", "return goal"),
-        ("truncate", "ids < size, distances, NOWHERE", "ids < size, distances, 0"),
-        ("truncate", "places = count + tl.cumsum", "places = tl.cumsum"),
-        ("truncate", "left = tl.where(distances <= high, masses, 0)", "left = masses"),
-        ("gumbel_argmax", "scaled < floor,", "logits - peak < floor,"),
-        ("truncate", "logits - peak", "logits"),
+        (3, "top_k.to(tl.int64), _share", "top_k.to(tl.int64) + 1, _share"),
+        (300, "reached = weight >= goal", "reached = weight > goal"),
+        (3, "axis=0) >= goal:", "axis=0) > goal:"),
+        (500, "if searches:", "if by_count:"),
+        (3, "(goal - before + mass - 1) // mass", "(goal - before) // mass"),
+        (500, "(goal - before + mass - 1) // mass", "(goal - before + mass - 1) // mass + 1"),
+        (1000, "return tl.maximum(goal, 1)", "return goal"),
+        (3, "ids < size, distances, NOWHERE", "ids < size, distances, 0"),
+        (600, "places = count + tl.cumsum", "places = tl.cumsum"),
+        (400, "left = tl.where(distances <= high, masses, 0)", "left = masses"),
+        (3, "logits - peak", "logits"),
     ],
 )  # fmt: skip
-def test_bugs_of_the_search_are_found(cases: str, old: str, new: str, tmp_path: Path) -> None:
+def test_bugs_of_the_search_are_found(vocab_size: int, old: str, new: str, tmp_path: Path) -> None:
     count = Path(str(truncation.__file__)).read_text("utf-8").count(old)
     search = mutant(truncation, old, new, tmp_path, count=count)
     broken = mutant(
         sampling, "from minillm_kernels.truncation", f"from {search.__name__}", tmp_path
     )
     assert sys.modules[search.__name__] is search
-    assert _is_convicted(broken, _cases(cases))
+    assert _is_convicted(broken, _cases("truncate", vocab_size))
 
 
 def test_a_right_copy_is_not_convicted(tmp_path: Path) -> None:
