@@ -20,7 +20,8 @@ launch costs, and fusing two saves one.
 * Arithmetic is in float32, and rounded where torch rounds.
 * What a program does follows from the width of a row and never from the number of rows, so that a
   row has the same bits whatever else is in the batch: these kernels are batch-invariant as they
-  are (He et al., Defeating Nondeterminism in LLM Inference, 2025).
+  are (He et al., Defeating Nondeterminism in LLM Inference, 2025). Counts of rows are not
+  specialised on, so it is one binary for all of them, too.
 
 Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; Shazeer, GLU Variants Improve
 Transformer, 2020. The other small kernels of a layer are in `rope_cache.py`.
@@ -115,7 +116,7 @@ def row_offsets(row, inner, stride, inner_stride):
     return (row // inner).to(tl.int64) * stride + (row % inner).to(tl.int64) * inner_stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr,
     eps, num_rows, inner, x_stride, x_inner_stride, residual_stride,
@@ -286,7 +287,7 @@ def tile_of_program(SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr)
     return row[:, None], column[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _silu_mul(
     gate_up_ptr, out_ptr, num_rows, stride, out_stride,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -338,7 +339,7 @@ def _as_matrix(name: str, x: Tensor) -> Tensor:
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def _embedding(
     ids_ptr, weight_ptr, out_ptr, num_ids, num_rows, weight_stride, out_stride,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -94,7 +94,7 @@ def config_for(
         rows = next((rows for rows in (8, 4, 2) if triton.cdiv(num_out, rows) >= wanted), 1)
         return Config(rows, min(1024 if half else 512, padded(size)), num_stages=3)
     elif half:
-        tile = Config(64, 128, num_stages=4)  # 72 kB: two programs fit into a multiprocessor
+        tile = Config(64, 128, num_stages=4)  # 80 kB: two programs fit into a multiprocessor
     else:
         tile = Config(32, 32, num_stages=4)  # no matrix unit computes in whole float32
     if not several:
@@ -124,6 +124,7 @@ def _one_row(
         inside = column < SIZE
         mask = (out < num_out)[:, None] & inside[None, :]
         place = weight_rows + column[None, :]
+        # Nobody reads it again in this step. A hint for loads into registers; cp.async has none.
         weight = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
         if norm_weight_ptr is not None:
@@ -159,7 +160,7 @@ def norm_scales(
     return tl.rsqrt(tl.sum(squares, axis=1) / SIZE + eps)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _several_rows(
     x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, eps, num_rows, num_out,
     x_stride, weight_stride, out_stride, split_stride,

@@ -136,7 +136,7 @@ def copy_rows(source, target, mask, DIM: tl.constexpr, BLOCK: tl.constexpr):
 # ---- rotation alone ---------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rotate(
     x_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, num_heads,
     x_stride, x_head_stride, cos_stride, sin_stride, out_stride, out_head_stride,
@@ -144,7 +144,7 @@ def _rotate(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     live = row < num_rows
-    token, head = row // num_heads, row % num_heads
+    token, head = row // num_heads, (row % num_heads).to(tl.int64)
     place = x_ptr + token.to(tl.int64) * x_stride + head * x_head_stride
     first, second = rotated_heads(
         place, token, live, None, 0.0, cos_ptr, sin_ptr, cos_stride, sin_stride,
@@ -198,7 +198,7 @@ def _check_angles(cos: Tensor, sin: Tensor, num_tokens: int, dim: int) -> None:
 # ---- KV write alone ---------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def _write_cache(
     key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, num_rows, num_slots, num_blocks,
     key_stride, key_head_stride, value_stride, value_head_stride,
@@ -283,7 +283,7 @@ def _check_caches(
 # ---- all of it --------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def _norm_rope_write(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, slot_ptr, q_ptr, k_cache_ptr,
     v_cache_ptr, eps, num_tokens, num_slots, num_blocks,
@@ -299,7 +299,7 @@ def _norm_rope_write(
     row = tl.arange(0, ROWS)[:, None]
     if program < q_programs:
         row += program * ROWS
-        token, head = row // NUM_HEADS, row % NUM_HEADS
+        token, head = row // NUM_HEADS, (row % NUM_HEADS).to(tl.int64)
         live = token < num_tokens
         place = qkv_ptr + token.to(tl.int64) * qkv_stride + head * qkv_head_stride
         first, second = rotated_heads(
@@ -310,7 +310,7 @@ def _norm_rope_write(
         store_pairs(target, live, first, second, DIM, HALF)
     else:
         row += (program - q_programs) % kv_programs * ROWS
-        token, head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
+        token, head = row // NUM_KV_HEADS, (row % NUM_KV_HEADS).to(tl.int64)
         block, offset, kept = slot_places(
             slot_ptr, token, token < num_tokens, num_slots, num_blocks, BLOCK_SIZE
         )

@@ -18,6 +18,10 @@ from minillm_kernels.interpreter import ordered_dots
 from minillm_kernels.launch import KernelError
 from tests.kernels.mutants import mutant
 
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{what} encountered in")  # numpy says it, a GPU does not
+    for what in ("divide by zero", "invalid value")
+]
 BF16 = torch.bfloat16
 
 
