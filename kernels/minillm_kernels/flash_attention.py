@@ -36,11 +36,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minillm_kernels.flash_attention_config import (
     Config,
     check_arguments,
-    choose_config,
-    describable,
+    config_of,
     kv_heads_at_once,
 )
-from minillm_kernels.launch import KernelError, arch, output, padded, tl, triton
+from minillm_kernels.launch import output, padded, tl, triton
 
 LOG2_E = 1.4426950408889634
 SEARCH = tl.constexpr(256)  # sequences that one step of the search looks at
@@ -311,16 +310,7 @@ def flash_attention(
     num_sequences = len(query_start) - 1
     if not num_sequences or not out.numel():
         return out
-    bulk_copies = describable(q, k, v)
-    if config is None:
-        config = choose_config(
-            arch(), q.dtype, head_dim, value_dim, bulk_copies, window is not None
-        )
-    elif config.descriptors and not bulk_copies:
-        raise KernelError(
-            "descriptors need half precision, addresses and strides that are multiples of 16 "
-            "bytes, and at least one key; choose a config without them."
-        )
+    config = config_of(config, q, k, v, windowed=window is not None)
     group = num_heads // num_kv_heads
     num_blocks = num_rows // config.block_m + num_sequences  # no sequence can need more
     kv_bytes = k.shape[0] * (head_dim + value_dim) * k.element_size()
@@ -331,19 +321,21 @@ def flash_attention(
     # exp(x) = exp2(x log2(e)); with a cap x = cap tanh(score / cap), and tanh needs exp(2 x).
     score_scale = 1.0 if soft_cap is None else 2 * LOG2_E * scale / soft_cap
     exponent_scale = LOG2_E * (scale if soft_cap is None else soft_cap)
-    context = copy_context()  # so that our allocator stays ours
-    context.run(triton.set_allocator, _Scratch(q.device))
-    context.run(
-        _flash_attention[(num_blocks * num_heads,)],
-        *sources, out, query_start, key_start, num_sequences, num_rows, num_blocks,
-        group * kv_heads_at_once(num_kv_heads, kv_bytes),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
-        score_scale, exponent_scale, 0 if window is None else min(window, 2**30), group,
-        head_dim, block_d, value_dim, block_dv, config.block_m, config.block_n,
-        causal, window is not None, soft_cap is not None,
-        config.descriptors, config.warp_specialize,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+
+    def launch() -> None:
+        triton.set_allocator(_Scratch(q.device))
+        _flash_attention[(num_blocks * num_heads,)](
+            *sources, out, query_start, key_start, num_sequences, num_rows, num_blocks,
+            group * kv_heads_at_once(num_kv_heads, kv_bytes),
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
+            score_scale, exponent_scale, 0 if window is None else min(window, 2**30), group,
+            head_dim, block_d, value_dim, block_dv, config.block_m, config.block_n,
+            causal, window is not None, soft_cap is not None,
+            config.descriptors, config.warp_specialize,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+    copy_context().run(launch)  # so that our allocator stays ours
     return out
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minillm_kernels.launch import (
     KernelError,
+    arch,
     check_contiguous,
     check_device,
     check_dtype,
@@ -56,7 +57,11 @@ INTERPRETED = Config(128, 128, 4, 2)
 # By the largest padded head dimensions (of keys, of values) that they are meant for.
 Table = Mapping[tuple[int, int], Config]
 FLOAT32: Table = MappingProxyType(
-    {(64, 64): Config(32, 32, 4, 2), (256, 256): Config(16, 32, 4, 2)}
+    {
+        (64, 64): Config(32, 32, 4, 2),
+        (128, 128): Config(32, 64, 8, 2),
+        (256, 256): Config(16, 32, 4, 2),
+    }
 )
 AMPERE: Table = MappingProxyType(
     {
@@ -107,6 +112,19 @@ UNALIGNED: Table = MappingProxyType(
         (256, 256): Config(32, 32, 8, 2),
     }
 )
+
+
+def config_of(config: Config | None, q: Tensor, k: Tensor, v: Tensor, windowed: bool) -> Config:
+    """The configuration that was asked for, if these tensors can have it; else the table's."""
+    bulk_copies = describable(q, k, v)
+    if config is None:
+        return choose_config(arch(), q.dtype, q.shape[2], v.shape[2], bulk_copies, windowed)
+    if config.descriptors and not bulk_copies:
+        raise KernelError(
+            "descriptors need half precision, addresses and strides that are multiples of 16 "
+            "bytes, and at least one key; choose a config without them."
+        )
+    return config
 
 
 def choose_config(

@@ -198,7 +198,7 @@ class Sets:
 
         q, k, v = self.inputs(number)
         length, window = self.size.length, self.size.window
-        found: Tensor = varlen_attn(
+        found = varlen_attn(
             q,
             k,
             v,
@@ -209,4 +209,4 @@ class Sets:
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=True,
         )
-        return found
+        return found if isinstance(found, Tensor) else found[0]
