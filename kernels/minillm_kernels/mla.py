@@ -156,8 +156,8 @@ def _combine_kernel(
             inside = (some < last)[:, None] & (r < R)[None, :]
             rows = (place + some)[:, None] * R
             part = tl.load(part_ptr + rows + r[None, :], mask=inside, other=0.0)
-            highest = tl.load(highest_ptr + place + some, mask=some < last, other=float("-inf"))
-            values += tl.sum(part * tl.exp2(highest - shift)[:, None], 0)
+            score = tl.load(highest_ptr + place + some, mask=some < last, other=float("-inf"))
+            values += tl.sum(part * tl.exp2(score - shift)[:, None], 0)
         values = values / tl.where(last == 0, 1.0, total)
     rows = out_ptr + token.to(tl.int64) * stride_out + head * stride_out_head
     tl.store(rows + r, values.to(out_ptr.dtype.element_ty), mask=r < R)

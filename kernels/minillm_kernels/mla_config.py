@@ -73,7 +73,7 @@ def choose(
     if invariant:
         tile = _invariant_tile(arch, dtype, heads)
         return Config(replace(tile, block_h=16, block_q=1), tile, INVARIANT_SPLIT)
-    return Config(_decode_tile(arch, dtype, heads, page), _prefill_tile(arch, dtype, heads, page))
+    return Config(_decode_tile(arch, dtype, heads, page), _prefill_tile(arch, dtype, heads))
 
 
 # Stages: a tile of the cache is found through a block table, so its address has to be fetched a
@@ -92,29 +92,22 @@ def _decode_tile(arch: int, dtype: torch.dtype, heads: int, page: int) -> Tile:
     if heads <= 32:  # memory-bound: 74 KB on their way while 74 KB are worked on
         bulk = page % 64 == 0
         return Tile(heads, 1, 64, swap=True, num_stages=2 if bulk else 3, descriptors=bulk)
-    return _wide_tile(64, 1, page)
+    # 64 queries fill Hopper's instruction, and their float32 sums half of the registers.
+    if page % 64:
+        return Tile(64, 1, 32, swap=False, num_stages=3)
+    return Tile(64, 1, 64, swap=False, descriptors=True)
 
 
-def _prefill_tile(arch: int, dtype: torch.dtype, heads: int, page: int) -> Tile:
+def _prefill_tile(arch: int, dtype: torch.dtype, heads: int) -> Tile:
     if arch == 0:
         block_h = min(heads, 64)
         return Tile(block_h, max(1, 64 // block_h), 128, swap=False)
     if dtype == torch.float32:
         block_h = min(heads, 16)
         return Tile(block_h, 16 // block_h, 16, swap=False, num_warps=4, num_stages=1)
-    if arch == 90:
-        block_h = min(heads, 64)
-        return _wide_tile(block_h, 64 // block_h, page)
     queries = 32 if arch < 90 else 64
     block_h = min(heads, queries)
     return Tile(block_h, queries // block_h, 32, swap=False, num_stages=5 if arch < 90 else 3)
-
-
-def _wide_tile(block_h: int, block_q: int, page: int) -> Tile:
-    """64 queries fill Hopper's instruction, and their float32 sums half of the registers."""
-    if page % 64:
-        return Tile(block_h, block_q, 32, swap=False, num_stages=3)
-    return Tile(block_h, block_q, 64, swap=False, descriptors=True)
 
 
 def _invariant_tile(arch: int, dtype: torch.dtype, heads: int) -> Tile:

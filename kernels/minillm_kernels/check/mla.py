@@ -84,6 +84,11 @@ CASES = (
     Case(((1, 270), (1, 30), (1, 0), (1, 129)), form="rows", block_size=1, seed=6),
     Case(((1, 260), (2, 200)), form="swap", block_size=256, num_heads=2, dtype=HALF, seed=7),
     Case(((1, 530), (1, 64), (1, 65), (1, 0)), dtype=BRAIN, num_heads=20, seed=8),
+    # More splits than are combined at a time.
+    Case(
+        ((1, 4300),), form="rows", num_heads=1, value_dim=16, rope_dim=4, block_size=256,
+        dtype=HALF, seed=18,
+    ),
     # Windows: in a tile, over pages, wider than the sequence.
     Case(((1, 150), (5, 90), (1, 12)), window=33, form="rows", seed=9),
     Case(((1, 150), (5, 40), (3, 3)), window=1, form="swap", block_size=5, dtype=HALF, seed=10),
@@ -328,7 +333,7 @@ def _launch(
         value_dim,
         torch.zeros(rows + 1, dtype=torch.int32),
         torch.zeros(rows, dtype=torch.int32),
-        torch.zeros(rows, 8192 // block_size, dtype=torch.int32),
+        torch.zeros(rows, 32768 // block_size, dtype=torch.int32),
         (128 + 64) ** -0.5,
         window,
         max_query_len=1 if num_tokens == rows else None,
@@ -339,6 +344,9 @@ def _launch(
 ALL = (80, 90, 100)
 LAUNCHES = (
     Launch("V2-Lite decode, 16 heads, bf16", partial(_launch, 16, 64, 64), ALL, (90,)),
+    Launch("V2-Lite decode, one long row", partial(_launch, 16, 1, 1), ALL, (90,)),
+    Launch("V2-Lite prefill, one row", partial(_launch, 16, 1, 2048), ALL, (90,)),
+    Launch("V3 prefill, one row, window", partial(_launch, 128, 1, 2048, window=4096), ALL, (90,)),
     Launch("V2-Lite mixed, 16 heads, fp16", partial(_launch, 16, 64, 2048, HALF), ALL, (90,)),
     Launch("V2-Lite mixed, pages of 16", partial(_launch, 16, 64, 2048, block_size=16), ALL),
     Launch("V3 split over 4 GPUs, 32 heads", partial(_launch, 32, 64, 64), ALL, (90,)),

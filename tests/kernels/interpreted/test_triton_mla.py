@@ -170,7 +170,7 @@ BUGS = {
         6,
     ),
     "splits not rescaled": (
-        "part * tl.exp2(highest - shift)[:, None]",
+        "part * tl.exp2(score - shift)[:, None]",
         "part",
         6,
     ),

@@ -1,0 +1,291 @@
+"""Benchmarks of MLA: decoding at 16 and at 128 heads, one long sequence, chunks, mixtures."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm_kernels import launch
+from minillm_kernels.bench.case import Call, Measurement
+from minillm_kernels.mla import mla_attention
+from minillm_kernels.mla_config import Config, choose
+
+CACHE = 120 << 20  # bytes: twice what an H200's L2 cache holds
+NOPE_DIM, HEAD_VALUE_DIM = 128, 128  # of DeepSeek's explicit heads, which have Dr rotated ones too
+
+
+@dataclass(frozen=True)
+class Size:
+    """One call: sequences as (query_len, seq_len), the heads of a model on one GPU, what is wanted.
+
+    `decode` and `prefill` change tiles, to compare their forms.
+    """
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    num_heads: int = 16
+    value_dim: int = 512
+    rope_dim: int = 64
+    block_size: int = 64
+    bound: Literal["copy", "matmul", "latency"] = "copy"
+    target: float | None = None
+    batch_invariant: bool = False
+    decode: Mapping[str, Any] = field(default_factory=dict)
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    peers: tuple[str, ...] = ()
+    peer_targets: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a cached token."""
+        return self.value_dim + self.rope_dim
+
+    @property
+    def num_rows(self) -> int:
+        """Query tokens of all sequences."""
+        return sum(query_len for query_len, _ in self.sequences)
+
+    @property
+    def num_positions(self) -> int:
+        """Cached tokens of all sequences."""
+        return sum(seq_len for _, seq_len in self.sequences)
+
+    @property
+    def num_bytes(self) -> int:
+        """Every latent once; queries and results."""
+        row = self.num_heads * (self.width + self.value_dim)
+        return 2 * (self.num_positions * self.width + self.num_rows * row)
+
+    @property
+    def num_flops(self) -> int:
+        """Two products with every position that a token sees: of the key, and of its latent."""
+        pairs = sum(t * (s - t) + t * (t + 1) // 2 for t, s in self.sequences)
+        return 2 * pairs * self.num_heads * (self.width + self.value_dim)
+
+
+MANY = ((1, 8192),) * 64
+MIXED = (*((1, 8192),) * 63, (2048, 2048))
+DENSE = ("SDPA, gathered", "torch.bmm, gathered", "varlen_attn, gathered")
+WIDE: Mapping[str, Any] = {"num_heads": 128, "bound": "matmul"}
+SIZES = (
+    # Bytes of a cached token: 1152 as a latent, 10240 as explicit keys and values of 16 heads.
+    Size("decode 64 x 8k, 16 heads", MANY, target=0.85, peers=(*DENSE, "explicit heads")),
+    Size("decode 64 x 8k, pages of 16", MANY, block_size=16, target=0.85),
+    Size("decode 64 x 8k, pointers", MANY, decode={"descriptors": False, "num_stages": 3}),
+    Size("decode 64 x 8k, not transposed", MANY,
+         decode={"swap": False, "descriptors": False, "num_stages": 5}),
+    Size("decode 64 x 8k, tiles of 32", MANY,
+         decode={"swap": False, "descriptors": False, "num_stages": 5, "block_n": 32}),
+    Size("decode 64 x 8k, 4 warps", MANY, decode={"num_warps": 4}),
+    Size("decode 1 x 32k, 16 heads", ((1, 32768),), peers=DENSE),
+    Size("decode 1 x 2k, 16 heads", ((1, 2048),), bound="latency"),
+    Size("decode 64 x 8k, 32 heads", MANY, num_heads=32),
+    Size("decode 64 x 8k, 128 heads", MANY, target=0.55, peers=DENSE, **WIDE),
+    Size("decode 64 x 8k, 128 heads, pages of 16", MANY, block_size=16, target=0.55, **WIDE),
+    Size("decode 64 x 8k, 128 heads, 32 at a time", MANY,
+         decode={"block_h": 32, "swap": True, "descriptors": True, "block_n": 64}, **WIDE),
+    Size("prefill 2k, 16 heads", ((2048, 2048),), bound="matmul"),
+    Size("prefill 2k behind 14k, 128 heads", ((2048, 16384),), **WIDE),
+    Size("2k prefill and 63 decodes of 8k", MIXED, bound="matmul"),
+    Size("decode 64 x 8k, batch-invariant", MANY, batch_invariant=True, peers=("usual",),
+         peer_targets={"usual": 1 / 1.12}),
+    Size("decode 1 x 32k, batch-invariant", ((1, 32768),), batch_invariant=True, peers=("usual",),
+         peer_targets={"usual": 1 / 1.12}),
+    Size("prefill 2k, batch-invariant", ((2048, 2048),), bound="matmul", batch_invariant=True,
+         peers=("usual",)),
+)  # fmt: skip
+TOY: Mapping[str, Any] = {"num_heads": 4, "value_dim": 32, "rope_dim": 16, "block_size": 16}
+TINY = (
+    Size("toy decode", ((1, 40),) * 2, target=0.85, peers=(*DENSE, "explicit heads"), **TOY),
+    Size("toy decode, not transposed", ((1, 40),), decode={"swap": False}, **TOY),
+    Size("toy decode, bulk copies", ((1, 40),),
+         decode={"descriptors": True, "block_n": 16}, **TOY),
+    Size("toy mixed", ((1, 40), (5, 20)), prefill={"block_n": 32}, **TOY),
+    Size("toy batch-invariant", ((1, 40),), batch_invariant=True, peers=("usual",), **TOY),
+)  # fmt: skip
+
+
+def measurements(tiny: bool = False) -> list[Measurement]:
+    """The targets of one H200 and their neighbours; `tiny` ones at toy sizes on the CPU."""
+    return [measurement(size, "cpu" if tiny else "cuda") for size in (TINY if tiny else SIZES)]
+
+
+def measurement(size: Size, device: str) -> Measurement:
+    """Its tensors are made at the first call, so that a list of measurements costs no memory."""
+    sets = Sets(size, device)
+    return Measurement(
+        family="mla",
+        name=size.name,
+        run=sets.call(ours),
+        num_bytes=size.num_bytes,
+        num_flops=size.num_flops,
+        bound=size.bound,
+        peers={name: sets.call(PEERS[name]) for name in size.peers},
+        num_sets=sets.count,
+        target=size.target,
+        peer_targets=size.peer_targets,
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of one call."""
+
+    size: Size
+    q: Tensor
+    latents: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """The latents in order: what the others are given, copied outside of any timing."""
+        longest = int(self.seq_lens.max())
+        rows = self.latents[self.block_tables.long(), 0].flatten(1, 2)[:, :longest]
+        return rows.contiguous()  # [B, S, R + Dr]
+
+    @property
+    def scale(self) -> float:
+        """Of the scores: by the dimension of an explicit head."""
+        return (NOPE_DIM + self.size.rope_dim) ** -0.5
+
+
+class Sets:
+    """As many sets of tensors as it takes to leave the GPU's cache, made when first needed."""
+
+    def __init__(self, size: Size, device: str):
+        self.size, self.device = size, device
+        self.count = 1 if device == "cpu" else 1 + -(-CACHE // size.num_bytes)
+        self.made: list[Batch] = []
+        self.explicit: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def call(self, function: Callable[["Sets", int], object]) -> Call:
+        """`function` of these sets and the number of one."""
+        return partial(self._call, function)
+
+    def _call(self, function: Callable[["Sets", int], object], number: int) -> object:
+        if not self.made:
+            self.made = [batch(self.size, self.device) for _ in range(self.count)]
+        return function(self, number % self.count)
+
+
+def batch(size: Size, device: str) -> Batch:
+    """Random numbers in shuffled blocks; zeros would cost less power and look faster."""
+    needed = [-(-seq_len // size.block_size) for _, seq_len in size.sequences]
+    blocks = torch.randperm(sum(needed), dtype=torch.int32)
+    tables = torch.zeros(len(needed), max(needed), dtype=torch.int32)
+    for table, part in zip(tables, blocks.split(needed), strict=True):
+        table[: len(part)] = part
+    starts = torch.tensor([0, *(query_len for query_len, _ in size.sequences)]).cumsum(0)
+    return Batch(
+        size,
+        normal((size.num_rows, size.num_heads, size.width), device),
+        normal((sum(needed), 1, size.block_size, size.width), device),
+        starts.to(torch.int32).to(device),
+        torch.tensor([seq_len for _, seq_len in size.sequences], dtype=torch.int32, device=device),
+        tables.to(device),
+    )
+
+
+def normal(shape: tuple[int, ...], device: str) -> Tensor:
+    """Normal numbers in bf16."""
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+
+
+# ---- ours ------------------------------------------------------------------------------------
+
+
+def configured(size: Size) -> Config | None:
+    """The usual configuration with the measurement's own tiles; None is the usual one."""
+    if not size.decode and not size.prefill:
+        return None
+    config = choose(launch.arch(), torch.bfloat16, size.num_heads, size.block_size)
+    return Config(replace(config.decode, **size.decode), replace(config.prefill, **size.prefill))
+
+
+def ours(sets: Sets, number: int, batch_invariant: bool | None = None) -> Tensor:
+    """The kernels of this family."""
+    given, size = sets.made[number], sets.size
+    return mla_attention(
+        given.q,
+        given.latents,
+        size.value_dim,
+        given.query_start,
+        given.seq_lens,
+        given.block_tables,
+        given.scale,
+        max_query_len=max(query_len for query_len, _ in size.sequences),
+        batch_invariant=size.batch_invariant if batch_invariant is None else batch_invariant,
+        config=configured(size),
+    )
+
+
+# ---- the others: decoding sequences of one length, over latents that are gathered already ------
+
+
+def gathered(given: Batch) -> tuple[Tensor, Tensor]:
+    """Queries [B, H, R + Dr] and latents [B, S, R + Dr]."""
+    size, seq_len = given.size, given.size.sequences[0][1]
+    if set(size.sequences) != {(1, seq_len)}:
+        raise ValueError("this peer decodes sequences of one length only.")
+    return given.q, given.dense
+
+
+def sdpa(sets: Sets, number: int) -> Tensor:
+    """MQA by torch: the heads of a token stand where query positions do, so no mask is needed."""
+    given = sets.made[number]
+    q, k = gathered(given)
+    q, k = q.unsqueeze(1), k.unsqueeze(1)
+    value = k[..., : sets.size.value_dim]
+    return F.scaled_dot_product_attention(q, k, value, scale=given.scale).squeeze(1)
+
+
+def bmm(sets: Sets, number: int) -> Tensor:
+    """Two batched products, with the scores written out between them."""
+    given = sets.made[number]
+    q, k = gathered(given)
+    weights = torch.bmm(q, k.transpose(1, 2)).float().mul_(given.scale).softmax(-1)
+    return torch.bmm(weights.to(k.dtype), k[..., : sets.size.value_dim])
+
+
+def varlen(sets: Sets, number: int) -> object:
+    """torch's FlashAttention, should it take heads of 576 numbers."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    given = sets.made[number]
+    q, k = gathered(given)
+    count, seq_len = k.shape[:2]
+    starts = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+    k = k.reshape(-1, 1, sets.size.width)
+    value = k[..., : sets.size.value_dim]
+    return varlen_attn(
+        q, k, value, starts, starts * seq_len, 1, seq_len, scale=given.scale, enable_gqa=True
+    )
+
+
+def explicit(sets: Sets, number: int) -> Tensor:
+    """The same model with explicit keys and values, as MHA: what the latents save reading."""
+    size, device = sets.size, sets.device
+    count, seq_len = len(size.sequences), size.sequences[0][1]
+    dims = (NOPE_DIM + size.rope_dim, NOPE_DIM + size.rope_dim, HEAD_VALUE_DIM)
+    while len(sets.explicit) < sets.count:
+        lengths = (1, seq_len, seq_len)
+        parts = zip(lengths, dims, strict=True)
+        q, k, v = (normal((count, size.num_heads, *part), device) for part in parts)
+        sets.explicit.append((q, k, v))
+    q, k, v = sets.explicit[number]
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+PEERS: Mapping[str, Callable[[Sets, int], object]] = {
+    "SDPA, gathered": sdpa,
+    "torch.bmm, gathered": bmm,
+    "varlen_attn, gathered": varlen,
+    "explicit heads": explicit,
+    "usual": partial(ours, batch_invariant=False),
+}
