@@ -106,7 +106,7 @@ def test_wrong_and_dead_families_are_named(monkeypatch, capsys):
 
 
 def test_a_family_that_hangs_is_stopped(monkeypatch, capsys):
-    monkeypatch.setattr(command, "LIMIT", 0)
+    monkeypatch.setattr(command, "FAMILIES_LIMIT", 0)
     script(monkeypatch, "import time; time.sleep(60)")
     assert command.check_families(("mla",), 0) == ["mla"]
     assert "was not done in time" in capsys.readouterr().out
