@@ -1,7 +1,7 @@
 """How paged attention cuts its work: tiles by architecture, splits by the number of processors."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -66,7 +66,7 @@ def choose(capability: int, dtype: torch.dtype, head_dim: int) -> Config:
         return Config(tiles, tiles, tiles, min_split_tiles=1, split_size=256)
     if dtype == torch.float32:  # no matrix unit multiplies these exactly; for tests of equality
         tiles = Tiles(block_n=32, num_warps=8, num_stages=1, block_m=16)
-        return Config(tiles, tiles, tiles)
+        return Config(tiles, tiles, replace(tiles, num_warps=4))
     large = head_dim > 128
     if capability < 90:
         return Config(
