@@ -253,7 +253,7 @@ def _attend_rows(
     first = first_row + num_keys - num_queries
     last = tl.minimum(first_row + BLOCK_M, num_queries) - 1 + num_keys - num_queries
     bounds = _key_range(first, last, num_keys, window, BLOCK_N, CAUSAL, WINDOW)
-    if WARP_SPECIALIZE:
+    if WARP_SPECIALIZE:  # Triton 3.6 and 3.7 split one loop without branches: it masks every tile
         bounds = bounds[0], bounds[3]
         q = _rows_of_head(q, stride_qn, stride_qh, head, num_rows, DIM, BLOCK_M, BLOCK_D)
         end = key_begin + num_keys
