@@ -25,7 +25,7 @@ examples:
   python -m minillm_kernels.check paged_attention mla   two families
   python -m minillm_kernels.check --no-engine --no-sanitizer --seconds 300
 """
-# Seconds that each part has at most, eight minutes together. A family compiles for most of its time.
+# Seconds that each part has at most, eight minutes together. A family mostly compiles.
 FAMILIES_LIMIT, SANITIZER_LIMIT, ENGINE_LIMIT = 180, 140, 150
 SANITIZER_ERROR = 86
 ROOT = Path(__file__).resolve().parents[3]
