@@ -186,18 +186,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"The table was made with Triton {made_with(text)}, and this is "
                 f"{triton.__version__}: the figures need not agree."
             )
-        return _act(options, wanted, text, old)
+        return _act(options, wanted, old)
     except (ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
 
 
-def _act(options: argparse.Namespace, wanted: Sequence[str], text: str, old: Table) -> int:
+def _act(options: argparse.Namespace, wanted: Sequence[str], old: Table) -> int:
     new = compile_table(wanted)
     if options.check:
         return _say(differences({family: old.get(family, ()) for family in wanted}, new))
     if options.write:
-        README.write_text(replaced(text, old, new), "utf-8")
+        text = README.read_text("utf-8")  # again: compiling takes minutes
+        README.write_text(replaced(text, parse(section(text)), new), "utf-8")
     else:
         sys.stdout.write(render(new, triton.__version__))
     return 0

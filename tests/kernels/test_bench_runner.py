@@ -403,31 +403,35 @@ def events(job, gpu, by_family):
 
 
 def kinds(found):
-    return [(each["event"], each.get("family"), each.get("index")) for each in found]
+    return [(each["event"], each.get("index")) for each in found]
 
 
 def test_a_worker_says_what_it_does():
-    job = Job(("mla", "moe"), 1e6)
     cases = {"mla": [case("a"), case("b")], "moe": [case("c")]}
-    found = events(job, FakeGpu(), cases)
-    assert found[0] == {"event": "plan", "names": {"mla": ["a", "b"], "moe": ["c"]}}
+    found = events(Job(("mla", "moe"), 1e6), FakeGpu(), cases)
+    assert found[0] == {"event": "plan", "names": [("fake", "a"), ("fake", "b"), ("fake", "c")]}
     assert kinds(found[1:]) == [
-        ("begin", "ceilings", -1),
-        ("ceilings", None, None),
-        ("begin", "mla", -1),
-        ("begin", "mla", 0),
-        ("result", "mla", 0),
-        ("begin", "mla", 1),
-        ("result", "mla", 1),
-        ("begin", "moe", -1),
-        ("begin", "moe", 0),
-        ("result", "moe", 0),
-        ("begin", "ceilings at the end", -1),
-        ("ceilings at the end", None, None),
-        ("end", None, None),
+        ("begin", -1),
+        ("ceilings", None),
+        ("begin", 0),
+        ("result", 0),
+        ("begin", 1),
+        ("result", 1),
+        ("begin", 2),
+        ("result", 2),
+        ("begin", -1),
+        ("ceilings at the end", None),
+        ("end", None),
     ]
     limits = Ceilings.of([Result.from_json(data) for data in found[2]["results"]])
     assert limits == Ceilings(copy=4000.0, matmul=200.0)
+
+
+def test_measurements_with_a_target_come_first():
+    aims = [case("b", target=0.9), case("c", peers={"p": 1.0}, peer_targets={"p": 1.5})]
+    cases = {"mla": [case("a"), aims[0]], "moe": [aims[1], case("d")]}
+    found = events(Job(("mla", "moe"), 1e6), FakeGpu(), cases)
+    assert [name for _, name in found[0]["names"]] == ["b", "c", "a", "d"]
 
 
 def test_a_result_survives_its_journey_between_processes():
@@ -436,10 +440,11 @@ def test_a_result_survives_its_journey_between_processes():
 
 
 def test_a_worker_goes_on_where_the_last_one_died():
-    job = Job(("mla", "moe"), 1e6, {"mla": 3, "moe": 1}, start=2, with_ceilings=False)
+    job = Job(("mla", "moe"), 1e6, start=2, first=False)
     cases = {"mla": [case("a"), case("b"), case("c")], "moe": [case("d")]}
-    names = [each["name"] for each in events(job, FakeGpu(), cases) if each["event"] == "begin"]
-    assert names == ["inputs", "c", "inputs", "d", "device copy and matmul"]
+    found = [each for each in events(job, FakeGpu(), cases) if each["event"] == "begin"]
+    assert [each["name"] for each in found] == ["c", "d", "device copy and matmul"]
+    assert [each["index"] for each in found] == [2, 3, -1]
     assert Job.from_json(job.to_json()) == job
 
 
@@ -457,17 +462,19 @@ def test_inputs_are_given_back_after_their_measurement():
         return [case(str(number), each) for number, each in enumerate(made)]
 
     gpu = FakeGpu()
-    for _ in work(Job(("mla",), 1e6, {"mla": 3}), gpu, gpu.clock, load, two_ceilings):
+    for _ in work(Job(("mla",), 1e6), gpu, gpu.clock, load, two_ceilings):
         gc.collect()
     assert sorted(set(seen), reverse=True) == [3, 2, 1]
 
 
-def test_inputs_that_cannot_be_made_cost_one_family():
-    job = Job(("mla", "moe"), 1e6, with_ceilings=False)
-    cases = {"mla": torch.OutOfMemoryError("CUDA out of memory."), "moe": [case("d")]}
-    found = [each["result"] for each in events(job, FakeGpu(), cases) if "result" in each]
-    assert [each["name"] for each in found] == ["inputs", "d"]
-    assert [each["error"] for each in found] == ["OutOfMemoryError: CUDA out of memory.", None]
+def test_a_family_that_cannot_be_listed_costs_no_other():
+    cases = {"mla": ImportError("no such kernel"), "moe": [case("d")]}
+    found = events(Job(("mla", "moe"), 1e6), FakeGpu(), cases)
+    results = [each["result"] for each in found if "result" in each]
+    assert [each["name"] for each in results] == ["everything", "d"]
+    assert [each["error"] for each in results] == ["ImportError: no such kernel", None]
+    again = events(Job(("mla", "moe"), 1e6, first=False), FakeGpu(), cases)
+    assert "broken" not in [each["event"] for each in again]  # said once
 
 
 def test_a_worker_ends_when_its_gpu_is_lost():
@@ -477,19 +484,19 @@ def test_a_worker_ends_when_its_gpu_is_lost():
         gpu.broken = True
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    job = Job(("mla",), 1e6, {"mla": 3}, with_ceilings=False)
+    job = Job(("mla",), 1e6, first=False)
     found = events(job, gpu, {"mla": [case("a"), case("b", illegal), case("c")]})
-    assert kinds(found)[-1] == ("result", "mla", 1)
+    assert kinds(found)[-1] == ("result", 1)
 
 
 def test_a_short_budget_leaves_out_the_last_and_ends():
-    job = Job(("mla",), 12.0, quick=True, with_ceilings=False)
+    job = Job(("mla",), 12.0, quick=True, first=False)
     cases = [case(str(number)) for number in range(4)]
     found = events(job, FakeGpu(warm_up=3.5), {"mla": cases})
     results = [each["result"] for each in found if each["event"] == "result"]
     assert [bool(each["left_out"]) for each in results] == [False, False, False, True]
     assert found[-1] == {"event": "end"}
-    assert ("begin", "ceilings at the end", -1) not in kinds(found)
+    assert "ceilings at the end" not in [each["event"] for each in found]
 
 
 # ---- the supervisor ---------------------------------------------------------------------------
@@ -519,18 +526,28 @@ class Scripted:
         self.stopped = True
 
 
+NAMES = [("mla", "a"), ("mla", "b"), ("moe", "c")]
 GPU_EVENT = {"event": "gpu", "gpu": FACTS}
+PLAN = {"event": "plan", "names": NAMES}
 END = {"event": "end"}
 
 
-def begin(family, index, name):
+def begin(index):
+    if index < 0:
+        return {"event": "begin", "family": "ceilings", "index": -1, "name": "x"}
+    family, name = NAMES[index]
     return {"event": "begin", "family": family, "index": index, "name": name}
 
 
-def result(family, index, name, **found):
+def result(index, **found):
+    family, name = NAMES[index]
     found = {"timing": Timing(1e-3, 0.01, 9, 2, "graph")} | found
     made = Result(family, name, "copy", 4 * 10**9, 0, 1, 0.9, **found)
-    return {"event": "result", "family": family, "index": index, "result": made.to_json()}
+    return {"event": "result", "index": index, "result": made.to_json()}
+
+
+def measured(index):
+    return [begin(index), result(index)]
 
 
 def limits_event(kind="ceilings"):
@@ -540,7 +557,7 @@ def limits_event(kind="ceilings"):
     return {"event": kind, "results": [copy.to_json(), matmul.to_json()]}
 
 
-def supervise(scripts, names, seconds=400.0):
+def supervise(scripts, seconds=400.0):
     clock, jobs, said, workers = Clock(), [], [], []
     todo = iter(scripts)
 
@@ -549,107 +566,91 @@ def supervise(scripts, names, seconds=400.0):
         workers.append(Scripted(next(todo), clock))
         return workers[-1]
 
-    job = Job(tuple(names), seconds)
-    run = Supervisor(job, start, clock, said.append).go()
+    run = Supervisor(Job(("mla", "moe"), seconds), start, clock, said.append).go()
     assert all(worker.stopped for worker in workers)
     return run, jobs, said
 
 
-NAMES = {"mla": ["a", "b"], "moe": ["c"]}
-PLAN = {"event": "plan", "names": NAMES}
+OPENING = [GPU_EVENT, PLAN]
+DIED = "the process ended with exit code -11"
 
 
 def test_a_good_run_needs_one_worker():
-    script = [
-        GPU_EVENT,
-        PLAN,
-        begin("ceilings", -1, "x"),
-        limits_event(),
-        begin("mla", -1, "inputs"),
-    ]
-    script += [begin("mla", 0, "a"), result("mla", 0, "a"), begin("mla", 1, "b")]
-    script += [result("mla", 1, "b"), begin("moe", 0, "c"), result("moe", 0, "c")]
-    script += [limits_event("ceilings at the end"), END]
-    run, jobs, said = supervise([script], NAMES)
+    script = [*OPENING, begin(-1), limits_event(), *measured(0), *measured(1), *measured(2)]
+    script += [begin(-1), limits_event("ceilings at the end"), END]
+    run, jobs, said = supervise([script])
     assert [each.name for each in run.results] == ["a", "b", "c"]
     assert (len(jobs), run.stopped, run.gpu) == (1, None, FACTS)
     assert len(run.ceilings) == len(run.ceilings_at_end) == 2
-    assert said == ["ceilings: x", "mla: inputs", "mla: a", "mla: b", "moe: c"]
+    assert said == ["ceilings: x", "mla: a", "mla: b", "moe: c", "ceilings: x"]
 
 
 def test_a_worker_that_dies_costs_one_row_and_is_replaced():
-    first = [GPU_EVENT, PLAN, limits_event(), begin("mla", 0, "a")]
-    second = [GPU_EVENT, begin("mla", 1, "b"), result("mla", 1, "b"), begin("moe", -1, "inputs")]
-    third = [END]
-    run, jobs, _ = supervise([first, second, third], NAMES)
+    first = [*OPENING, begin(-1), limits_event(), begin(0)]
+    second = [*OPENING, *measured(1), begin(2)]
+    run, jobs, _ = supervise([first, second])
     assert [(each.name, each.error) for each in run.results] == [
-        ("a", "the process ended with exit code -11"),
+        ("a", DIED),
         ("b", None),
-        ("inputs", "the process ended with exit code -11"),
+        ("c", DIED),
     ]
-    assert [(job.families, job.start, job.with_ceilings) for job in jobs] == [
-        (("mla", "moe"), 0, True),
-        (("mla", "moe"), 1, False),
-    ]
-    assert [job.counts for job in jobs] == [None, {"mla": 2, "moe": 1}]
+    assert [(job.start, job.first) for job in jobs] == [(0, True), (1, False)]
     assert jobs[1].seconds < jobs[0].seconds
-    assert run.stopped is None  # `moe` had no inputs, and nothing was left
+    assert run.stopped is None
 
 
 def test_a_worker_that_lost_its_gpu_is_replaced_behind_the_result():
-    first = [
-        GPU_EVENT,
-        PLAN,
-        begin("mla", 0, "a"),
-        result("mla", 0, "a", timing=None, error="illegal"),
-    ]
-    second = [begin("mla", 1, "b"), result("mla", 1, "b"), begin("moe", 0, "c")]
-    second += [result("moe", 0, "c"), END]
-    run, jobs, _ = supervise([first, second], NAMES)
+    first = [*OPENING, begin(0), result(0, timing=None, error="illegal")]
+    second = [*OPENING, *measured(1), *measured(2), END]
+    run, jobs, _ = supervise([first, second])
     assert [each.error for each in run.results] == ["illegal", None, None]
-    assert (jobs[1].families, jobs[1].start) == (("mla", "moe"), 1)
+    assert jobs[1].start == 1
 
 
 def test_a_worker_that_hangs_is_ended():
-    first = [GPU_EVENT, PLAN, begin("mla", 0, "a"), "hang"]
-    second = [begin("mla", 1, "b"), result("mla", 1, "b"), END]
-    run, jobs, _ = supervise([first, second], NAMES)
+    run, jobs, _ = supervise(
+        [[*OPENING, begin(0), "hang"], [*OPENING, *measured(1), *measured(2), END]]
+    )
     assert run.results[0].error == "no answer for 90 s, so the process was ended"
     assert len(jobs) == 2
     assert jobs[1].seconds < 400 - 90
 
 
 def test_ceilings_that_kill_their_worker_are_not_tried_again():
-    first = [GPU_EVENT, begin("ceilings", -1, "x")]
-    second = [begin("mla", 0, "a"), result("mla", 0, "a"), END]
-    run, jobs, _ = supervise([first, second], {"mla": ["a"]})
-    assert [job.with_ceilings for job in jobs] == [True, False]
-    assert [each.error for each in run.results] == [None]
+    second = [*OPENING, *measured(0), *measured(1), *measured(2), END]
+    run, jobs, said = supervise([[*OPENING, begin(-1)], second])
+    assert [(job.start, job.first) for job in jobs] == [(0, True), (0, False)]
+    assert [each.error for each in run.results] == [None] * 3
     assert run.ceilings == ()
+    assert said[1] == f"ceilings: {DIED}"
 
 
-def test_a_worker_that_never_begins_ends_the_run():
-    run, jobs, _ = supervise([[]], NAMES)
-    assert run.stopped == "the process ended with exit code -11"
-    assert [(each.family, each.name) for each in run.results] == [
-        ("mla", "everything"),
-        ("moe", "everything"),
-    ]
-    assert [each.left_out for each in run.results] == [run.stopped] * 2
+def test_a_family_that_is_broken_is_a_row():
+    broken = Result.unmeasured("gemv", "everything", error="ImportError: x").to_json()
+    script = [*OPENING, {"event": "broken", "result": broken}, *measured(0), *measured(1)]
+    run, _, said = supervise([[*script, *measured(2), END]])
+    assert [each.error for each in run.results] == ["ImportError: x", None, None, None]
+    assert said[0] == "gemv: everything: ImportError: x"
+
+
+@pytest.mark.parametrize(("script", "left"), [([], ["everything"] * 2), (OPENING, ["a", "b", "c"])])
+def test_a_worker_that_never_begins_ends_the_run(script, left):
+    run, jobs, _ = supervise([script])
+    assert run.stopped == DIED
+    assert [each.name for each in run.results] == left
+    assert {each.left_out for each in run.results} == {DIED}
     assert len(jobs) == 1
 
 
 def test_no_worker_is_started_for_a_few_seconds():
-    script = [GPU_EVENT, PLAN, begin("mla", 0, "a"), "hang"]
-    run, jobs, _ = supervise([script], NAMES, seconds=20.0)
+    run, jobs, _ = supervise([[*OPENING, begin(0), "hang"]], seconds=20.0)
     assert run.results[0].error.startswith("no answer for 47 s")  # 30 beyond the budget
     assert [each.left_out for each in run.results[1:]] == ["the time budget was used up"] * 2
     assert len(jobs) == 1
 
 
 def test_an_interruption_keeps_what_there_is():
-    script = [GPU_EVENT, PLAN, begin("mla", 0, "a"), result("mla", 0, "a"), "interrupt"]
-    run, _, _ = supervise([script], NAMES)
+    run, _, _ = supervise([[*OPENING, *measured(0), "interrupt"]])
     assert [each.left_out for each in run.results] == [None, "interrupted", "interrupted"]
 
 
@@ -861,9 +862,7 @@ def fakes(monkeypatch):
     monkeypatch.setattr(families, "measurements", lambda family, tiny=False: [case(f"{family} 1")])
 
     def start(job):
-        script = [GPU_EVENT, limits_event()]
-        for family in job.families:
-            script += [begin(family, 0, "x"), result(family, 0, f"{family} 1")]
+        script = [*OPENING, limits_event(), *measured(0), *measured(1), *measured(2)]
         return Scripted([*script, END], Clock())
 
     return start
@@ -874,10 +873,12 @@ def test_the_command_prints_a_table_and_writes_json(fakes, tmp_path, capsys):
     code = cli.main(["mla", "moe", "--json", str(file)], fakes, lambda: None)
     out, err = capsys.readouterr()
     assert code == 0
-    assert "mla 1" in out
+    assert "against" not in out
+    assert "1.00 ms" in out
     assert f"The numbers are in {file}." in out
-    assert "s] mla: x" in err
-    assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["mla", "moe"]
+    assert "s] mla: a" in err
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["family"], row["name"]) for row in rows] == NAMES
 
 
 def test_results_go_to_the_notebooks_by_default(fakes, tmp_path, capsys, monkeypatch):
@@ -888,8 +889,8 @@ def test_results_go_to_the_notebooks_by_default(fakes, tmp_path, capsys, monkeyp
 
 def test_a_failed_measurement_is_exit_code_1(fakes, tmp_path, capsys):
     def start(job):
-        bad = result("mla", 0, "mla 1", timing=None, error="ValueError: x")
-        return Scripted([GPU_EVENT, begin("mla", 0, "x"), bad, END], Clock())
+        bad = result(0, timing=None, error="ValueError: x")
+        return Scripted([*OPENING, begin(0), bad, END], Clock())
 
     assert cli.main(["mla", "--json", str(tmp_path / "a.json")], start, lambda: None) == 1
     assert "failed: ValueError: x" in capsys.readouterr().out

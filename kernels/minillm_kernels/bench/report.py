@@ -12,6 +12,7 @@ from typing import Any
 from minillm_kernels.bench.ceilings import Ceilings
 from minillm_kernels.bench.results import Peer, Result, Timing
 from minillm_kernels.bench.supervisor import Run
+from minillm_kernels.families import FAMILIES
 
 Row = dict[str, Any]
 HEADER = ("", "time", "spread", "achieved", "of ceiling", "ratio", "target", "reached")
@@ -116,7 +117,9 @@ def _verdict(what: str, wanted: float, got: float | None, reached: bool | None, 
 def as_json(run: Run, today: date, quick: bool) -> Row:
     """Everything, for `notebooks/results/`."""
     ceilings = Ceilings.of(run.ceilings)
-    rows = [row(result, ceilings) for result in run.results]
+    families = list(dict.fromkeys(FAMILIES + tuple(result.family for result in run.results)))
+    ordered = sorted(run.results, key=lambda result: families.index(result.family))
+    rows = [row(result, ceilings) for result in ordered]
     judged = list(verdicts(rows))
     return {
         "benchmark": "minillm_kernels.bench",

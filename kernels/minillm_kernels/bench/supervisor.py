@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from minillm_kernels.bench.results import Result
 from minillm_kernels.bench.runner import Clock
-from minillm_kernels.bench.worker import INPUTS, Event, Job
+from minillm_kernels.bench.worker import CEILINGS, Event, Job
 
 SILENCE = 90.0  # seconds without a word after which a worker counts as hung
 GRACE = 30.0  # seconds beyond the budget for the measurement that is running
@@ -94,20 +94,23 @@ class Supervisor:
     clock: Clock
     say: Callable[[str], None]
     run: Run = field(default_factory=Run)
-    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of all measurements
+    names: Sequence[tuple[str, str]] | None = None  # families and names of all measurements
     open: Event | None = None  # what the worker has begun and not finished
-    place: tuple[int, int] = (0, 0)  # next family and measurement
+    place: int = 0  # the next measurement
 
     def go(self) -> Run:
         """The run; Ctrl-C ends it with what there is."""
         end = self.clock() + self.job.seconds
         try:
-            while self.run.stopped is None and self.place[0] < len(self.job.families):
+            while self.run.stopped is None and not self._done():
                 self._one_worker(end)
         except KeyboardInterrupt:
             self.run.stopped = "interrupted"
         self._leave_out(self.run.stopped or ENDED)
         return self.run
+
+    def _done(self) -> bool:
+        return self.names is not None and self.place >= len(self.names)
 
     def _one_worker(self, end: float) -> None:
         """Until it ends, dies or hangs; `place` is then where the next one goes on."""
@@ -116,15 +119,7 @@ class Supervisor:
         if left < RESTART and not first:
             self.run.stopped = ENDED
             return
-        family, index = self.place
-        job = replace(
-            self.job,
-            families=self.job.families[family:],
-            start=index,
-            seconds=left,
-            counts={name: len(each) for name, each in self.names.items()} or None,
-            with_ceilings=first,
-        )
+        job = replace(self.job, start=self.place, seconds=left, first=first)
         self.open, begun = None, False
         worker = self.start(job)
         try:
@@ -136,7 +131,7 @@ class Supervisor:
                     return
                 begun = begun or event["event"] == "begin"
                 if event["event"] == "end":
-                    self.place = (len(self.job.families), 0)
+                    self.place = len(self.names or ())
                     return
                 self._hear(event)
         except TimeoutError:
@@ -153,8 +148,11 @@ class Supervisor:
         elif kind == "begin":
             self.open = event
             self.say(f"{event['family']}: {event['name']}")
+        elif kind == "broken":
+            self._record(Result.from_json(event["result"]))
         elif kind == "result":
-            self._record(event, Result.from_json(event["result"]))
+            self.place = event["index"] + 1
+            self._record(Result.from_json(event["result"]))
         else:
             self.open = None
             results = tuple(Result.from_json(data) for data in event["results"])
@@ -163,17 +161,11 @@ class Supervisor:
             else:
                 self.run.ceilings_at_end = results
 
-    def _record(self, event: Event, result: Result) -> None:
+    def _record(self, result: Result) -> None:
         self.open = None
         self.run.results.append(result)
         if result.error:
             self.say(f"{result.family}: {result.name}: {result.error}")
-        self._advance(event)
-
-    def _advance(self, event: Event) -> None:
-        family = self.job.families.index(event["family"])
-        index = int(event["index"])
-        self.place = (family + 1, 0) if index == INPUTS else (family, index + 1)
 
     def _died(self, how: str, begun: bool) -> None:
         """Blame what was running, and go on behind it."""
@@ -182,15 +174,15 @@ class Supervisor:
                 self.run.stopped = how
             return
         event, self.open = self.open, None
-        self.say(f"{event['family']}: {event['name']}: {how}")
-        if event["family"] in self.job.families:
-            failed = Result.unmeasured(event["family"], event["name"], error=how)
-            self._record(event, failed)
+        if event["index"] == CEILINGS:
+            self.say(f"{event['family']}: {how}")
+            return
+        self.place = event["index"] + 1
+        self._record(Result.unmeasured(event["family"], event["name"], error=how))
 
     def _leave_out(self, why: str) -> None:
         """A row for everything that no worker came to."""
-        first, index = self.place
-        for number, family in enumerate(self.job.families[first:]):
-            names = self.names.get(family) or ["everything"]
-            for name in names[index if number == 0 else 0 :]:
-                self.run.results.append(Result.unmeasured(family, name, left_out=why))
+        everything = [(family, "everything") for family in self.job.families]
+        names = everything if self.names is None else self.names
+        for family, name in names[self.place :]:
+            self.run.results.append(Result.unmeasured(family, name, left_out=why))

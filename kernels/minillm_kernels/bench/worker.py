@@ -5,12 +5,11 @@ ends nothing at all. Both may happen on a new GPU, and neither may cost more tha
 table: so what is measured and what waits are different processes. What it says are lines of JSON.
 """
 
-import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from minillm_kernels.bench.results import Result
 from minillm_kernels.bench.runner import QUICK, Budget, Effort, described, measure_all
 
 Event = dict[str, Any]
-INPUTS = -1  # the "measurement" of making a family's inputs
+CEILINGS = -1  # the "measurement" of both ceilings
 AT_END = 3.0  # seconds kept for measuring the ceilings again
 
 
@@ -33,20 +32,19 @@ class Job:
     """What a worker is to do.
 
     Attributes:
-        families: in this order.
+        families: whose measurements; those with a target come first, in case time gets short.
         seconds: for everything, from the worker's start.
-        counts: measurements of each family, for sharing out the time; None to find out.
-        start: where to go on in the first family: number of its first measurement.
+        start: number of the measurement to begin with, where the last worker ended.
         quick: a first impression instead of good medians.
-        with_ceilings: whether to measure them first; at the end they are measured in any case.
+        first: whether it is the first worker, which measures the ceilings and says what is broken;
+            at the end every worker measures the ceilings.
     """
 
     families: tuple[str, ...]
     seconds: float
-    counts: Mapping[str, int] | None = None
     start: int = 0
     quick: bool = False
-    with_ceilings: bool = True
+    first: bool = True
 
     def to_json(self) -> str:
         """For a command line."""
@@ -72,77 +70,60 @@ def work(
     """
     effort = QUICK if job.quick else Effort()
     end = clock() + job.seconds
-    counts = job.counts
-    if counts is None:
-        names = {family: _names(family, gpu, load) for family in job.families}
-        counts = {family: len(found) for family, found in names.items()}
-        yield {"event": "plan", "names": names}
-    if job.with_ceilings:
+    todo, broken = arranged(job.families, load)
+    yield {"event": "plan", "names": [(each.family, each.name) for each in todo]}
+    if job.first:
+        yield from ({"event": "broken", "result": each.to_json()} for each in broken)
         yield from _ceilings("ceilings", gpu, Budget(clock, end, 10), limits)
-    budget = Budget(clock, end - AT_END, 0)
-    for number, family in enumerate(job.families):
-        start = job.start if number == 0 else 0
-        after = sum(counts.get(name, 0) for name in job.families[number + 1 :])
-        budget.left = max(counts.get(family, 0) - start, 0) + after
-        for event in _family(family, start, gpu, budget, effort, load):
-            yield event
-            if event["event"] == "result" and failed(event["result"]) and gpu.lost():
-                return
+    budget = Budget(clock, end - AT_END, len(todo) - job.start)
+    for index, (family, name) in enumerate([(each.family, each.name) for each in todo]):
+        measurement = todo.pop(0)
+        if index < job.start:
+            continue
+        yield {"event": "begin", "family": family, "index": index, "name": name}
+        (result,) = measure_all([measurement], gpu, budget, effort)
+        del measurement  # and its inputs
+        gpu.free()
+        yield {"event": "result", "index": index, "result": result.to_json()}
+        if failed(result) and gpu.lost():
+            return
     if clock() + AT_END / 2 < end:
         yield from _ceilings("ceilings at the end", gpu, Budget(clock, end, 2), limits)
     yield {"event": "end"}
 
 
-def _names(family: str, gpu: Stopwatch, load: Callable[[str], list[Measurement]]) -> list[str]:
-    """What a family will measure; nothing if its inputs cannot be made, which is said later."""
-    try:
-        return [measurement.name for measurement in load(family)]
-    except Exception:
-        return []
-    finally:
-        gpu.free()
+def arranged(
+    names: Sequence[str], load: Callable[[str], list[Measurement]]
+) -> tuple[list[Measurement], list[Result]]:
+    """All measurements of these families, those with targets first; and families that fail.
+
+    A measurement makes its inputs when it first runs, so having all of them costs no memory.
+    """
+    found: list[Measurement] = []
+    broken = []
+    for family in names:
+        try:
+            found += load(family)
+        except Exception as error:
+            broken.append(Result.unmeasured(family, "everything", error=described(error)))
+    aims = [each.target is not None or bool(each.peer_targets) for each in found]
+    first = [each for each, aim in zip(found, aims, strict=True) if aim]
+    return first + [each for each, aim in zip(found, aims, strict=True) if not aim], broken
 
 
-def failed(result: Mapping[str, Any]) -> bool:
+def failed(result: Result) -> bool:
     """Whether a measurement or one of its peers ended in an error."""
-    return bool(result["error"]) or any(peer["error"] for peer in result["peers"])
+    return bool(result.error) or any(peer.error for peer in result.peers)
 
 
 def _ceilings(
     name: str, gpu: Stopwatch, budget: Budget, limits: Callable[[], list[Measurement]]
 ) -> Iterator[Event]:
     effort = Effort(least=5, most=40, seconds=2.5)
-    yield {"event": "begin", "family": name, "index": INPUTS, "name": "device copy and matmul"}
+    yield {"event": "begin", "family": name, "index": CEILINGS, "name": "device copy and matmul"}
     found = [result.to_json() for result in measure_all(limits(), gpu, budget, effort)]
     yield {"event": name, "results": found}
     gpu.free()
-
-
-def _family(
-    family: str,
-    start: int,
-    gpu: Stopwatch,
-    budget: Budget,
-    effort: Effort,
-    load: Callable[[str], list[Measurement]],
-) -> Iterator[Event]:
-    """The measurements of one family from number `start` on."""
-    yield {"event": "begin", "family": family, "index": INPUTS, "name": "inputs"}
-    try:
-        measurements = load(family)[start:]
-    except Exception as error:
-        result = Result.unmeasured(family, "inputs", error=described(error))
-        yield {"event": "result", "family": family, "index": INPUTS, "result": result.to_json()}
-        return
-    for index in itertools.count(start):
-        if not measurements:
-            break
-        measurement = measurements.pop(0)  # whose inputs are given back when it is done
-        yield {"event": "begin", "family": family, "index": index, "name": measurement.name}
-        (result,) = measure_all([measurement], gpu, budget, effort)
-        del measurement
-        gpu.free()
-        yield {"event": "result", "family": family, "index": index, "result": result.to_json()}
 
 
 def main() -> None:
