@@ -31,7 +31,6 @@ from contextvars import copy_context
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minillm_kernels.flash_attention_config import (
     Config,
@@ -39,7 +38,7 @@ from minillm_kernels.flash_attention_config import (
     config_of,
     kv_heads_at_once,
 )
-from minillm_kernels.launch import output, padded, tl, triton
+from minillm_kernels.launch import TensorDescriptor, output, padded, tl, triton
 
 LOG2_E = 1.4426950408889634
 SEARCH = tl.constexpr(256)  # sequences that one step of the search looks at

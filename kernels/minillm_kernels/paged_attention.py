@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minillm_kernels import paged_decode, paged_prefill
 from minillm_kernels.launch import (
     INTEGERS,
     KernelError,
+    TensorDescriptor,
     arch,
     check_block_tables,
     check_device,
