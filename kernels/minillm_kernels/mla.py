@@ -356,7 +356,7 @@ def _prefill(
     _prefill_kernel[(query_tiles * triton.cdiv(num_heads, tile.block_h),)](
         q, latent_cache, *tensor_descriptors(latent_cache, value_dim, tile), query_start, seq_lens,
         block_tables, out, q.stride(0), q.stride(1), block_tables.stride(0), out.stride(0),
-        out.stride(1), num_rows, num_heads, window or 0, scale, BLOCK_B=launch.padded(num_rows),
+        out.stride(1), num_rows, num_heads, window or 0, scale, BLOCK_B=launch.padded(num_rows, 64),
         BLOCK_Q=tile.block_q, BLOCK_H=tile.block_h, SPLIT=config.split, ALL=everything,
         **_shared(arguments, tile, window),
     )  # fmt: skip

@@ -162,10 +162,11 @@ def store_rows(
 @triton.jit
 def plan_splits(seq_len, window, capacity, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
                 LEAST: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """How the keys of one token at the end of a sequence are cut: origin, size, first, last + 1.
+    """How the keys of a sequence's last token are cut into splits.
 
-    Split i covers the positions from origin + i * size on. With SPLIT that is its size, counted
-    from position 0; otherwise what is visible is divided into at most `capacity` equal splits.
+    Returns origin, size, first visible tile, first split, last split + 1. Split i covers the
+    positions from origin + i * size on. With SPLIT that is its size, counted from position 0;
+    otherwise what is visible is divided into at most `capacity` equal splits.
     """
     first_key = 0
     if WINDOW:
