@@ -90,12 +90,13 @@ class KVCache:
             self.value = self.key[..., : spec.value_dim]
         else:
             self.value = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
-        # Whether norm, rotation and writing are one launch here, for heads of usual sizes.
-        self.fuses = ops.uses_kernels(self.key) and spec.key_dim % 8 == 0
+        # Whether writing is a kernel here, and whether norm and rotation are part of its launch.
+        self.by_kernel = ops.uses_kernels(self.key)
+        self.fuses = ops.fuses_projections(self.key)
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
-        if self.fuses:
+        if self.by_kernel:
             slots = batch.slot_mapping
             return ops.write_cache(key, value, self.key[layer], self.value[layer], slots)
         count = len(batch.slot_mapping)

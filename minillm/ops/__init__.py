@@ -18,6 +18,7 @@ __all__ = [
     "backend_of",
     "causal_attention",
     "embedding",
+    "fuses_projections",
     "invariant_silu_mul",
     "linear",
     "moe_experts",
@@ -34,9 +35,9 @@ __all__ = [
 ]
 
 
-def _rows(x: Tensor) -> ModuleType:
+def _rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
     """Whose operations on rows this tensor gets."""
-    if not uses_kernels(x):
+    if not uses_kernels(x, *weights):
         return reference
     from minillm_kernels import fused
 
@@ -45,12 +46,12 @@ def _rows(x: Tensor) -> ModuleType:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[.., d] -> [.., d]"""
-    return _rows(x).rms_norm(x, weight, eps)
+    return _rows(x, weight).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """[N, d], [N, d] -> the norm of their sum, and the sum."""
-    return _rows(x).add_rms_norm(x, residual, weight, eps)
+    return _rows(x, residual, weight).add_rms_norm(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def write_cache(
     key: Tensor, value: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """Keys [N, Hkv, D] and values [N, Hkv, Dv] to their slots; `value` is None with MLA."""
-    _rows(key).write_cache(key, value, k_cache, v_cache, slot_mapping)
+    _rows(key, value).write_cache(key, value, k_cache, v_cache, slot_mapping)
 
 
 def norm_rope_write(
@@ -95,14 +96,23 @@ def norm_rope_write(
     slot_mapping: Tensor,
 ) -> Tensor:
     """[N, H + 2 Hkv, D] -> query [N, H, D], with keys and values cached."""
-    return _rows(qkv).norm_rope_write(
+    return _rows(qkv, q_weight, k_weight).norm_rope_write(
         qkv, q_weight, k_weight, eps, cos, sin, interleaved, k_cache, v_cache, slot_mapping
     )
 
 
+def fuses_projections(cache: Tensor) -> bool:
+    """Whether `norm_rope_write` is a kernel for heads of this cache."""
+    if not uses_kernels(cache):
+        return False
+    from minillm.ops import triton
+
+    return triton.takes_head_dims(cache)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[N, in], [out, in], [out] -> [N, out]"""
-    if not uses_kernels(x):
+    if not uses_kernels(x, weight, bias):
         return reference.linear(x, weight, bias)
     from minillm.ops import triton
 
@@ -122,7 +132,7 @@ def paged_attention(
 ) -> Tensor:
     """[N, H, D] -> [N, H, Dv]; `max_query_len` spares a GPU the kernel for longer queries."""
     where = (query_start, seq_lens, block_tables, scale, window)
-    if not uses_kernels(q):
+    if not uses_kernels(q, k_cache, v_cache):
         return reference.paged_attention(q, k_cache, v_cache, *where)
     from minillm.ops import triton
 
@@ -142,7 +152,7 @@ def tiled_attention(
 ) -> Tensor:
     """`paged_attention` whose bits for a token do not depend on what is computed beside it."""
     where = (query_start, seq_lens, block_tables, scale, window)
-    if not uses_kernels(q):
+    if not uses_kernels(q, k_cache, v_cache):
         return batch_invariant.tiled_attention(q, k_cache, v_cache, *where)
     from minillm.ops import triton
 
@@ -151,7 +161,7 @@ def tiled_attention(
 
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """[N, d], [E, 2 I, d], [E, d, I], [N, k], [N, k] -> [N, d]"""
-    if not uses_kernels(x):
+    if not uses_kernels(x, gate_up, down, weights):
         return reference.moe_experts(x, gate_up, down, weights, ids)
     from minillm_kernels import moe
 
@@ -162,7 +172,7 @@ def tiled_moe_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor
 ) -> Tensor:
     """`moe_experts` whose bits for a token do not depend on what is computed beside it."""
-    if not uses_kernels(x):
+    if not uses_kernels(x, gate_up, down, weights):
         return batch_invariant.tiled_moe_experts(x, gate_up, down, weights, ids)
     from minillm_kernels import moe
 

@@ -45,8 +45,16 @@ def backend_of(device: torch.device) -> Backend:
     return Backend("triton", "Triton kernels of our own")
 
 
-def uses_kernels(x: Tensor) -> bool:
-    """Whether this tensor goes to a Triton kernel. A gradient can only come from torch."""
+def uses_kernels(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether this tensor goes to a Triton kernel, with these weights.
+
+    A gradient can only come from torch, and a weight can want one where x does not: behind frozen
+    layers. Autocast mixes dtypes, which torch alone does.
+    """
     if backend_of(x.device).name != "triton" or x.dtype not in DTYPES:
         return False
-    return not (x.requires_grad and torch.is_grad_enabled())
+    if torch.is_autocast_enabled(x.device.type):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not any(each is not None and each.requires_grad for each in (x, *weights))

@@ -1,11 +1,12 @@
 """Where an operation on a GPU has a choice between kernels. Imported on a GPU only.
 
-A shape that no kernel takes goes to torch, which is as right: a product of many rows, or a
-head_dim that no real model has.
+A shape that no kernel takes goes to torch, which is as right: a product of many rows, a head_dim
+that no real model has, or blocks that hold a whole sequence.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -15,8 +16,16 @@ from minillm_kernels import gemv, mla, reference, sampling
 from minillm_kernels import paged_attention as paged
 from minillm_kernels.batch_invariant import tiled_attention
 from minillm_kernels.launch import MAX_HEAD_DIM
+from minillm_kernels.mla_config import MAX_ROPE_DIM, MAX_VALUE_DIM
 
 GEMV_ROWS = 8  # above, cuBLAS has enough rows for its tiles
+
+
+class Options(TypedDict):
+    """What every attention kernel may be told."""
+
+    max_query_len: int | None
+    batch_invariant: bool
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -39,31 +48,26 @@ def paged_attention(
 ) -> Tensor:
     """[N, H, D] -> [N, H, Dv]"""
     where = (query_start, seq_lens, block_tables, scale, window)
+    options = Options(max_query_len=max_query_len, batch_invariant=batch_invariant)
+    value_dim, rope_dim = v_cache.shape[-1], k_cache.shape[-1] - v_cache.shape[-1]
     if v_cache.data_ptr() == k_cache.data_ptr():  # MLA: a value is the first part of its key
-        return mla.mla_attention(
-            q,
-            k_cache,
-            v_cache.shape[-1],
-            *where,
-            max_query_len=max_query_len,
-            batch_invariant=batch_invariant,
-        )
-    if not takes_head_dims(k_cache, v_cache):
-        torch_way = tiled_attention if batch_invariant else reference.paged_attention
-        return torch_way(q, k_cache, v_cache, *where)
-    return paged.paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        *where,
-        max_query_len=max_query_len,
-        batch_invariant=batch_invariant,
-    )
+        if value_dim <= MAX_VALUE_DIM and 0 < rope_dim <= MAX_ROPE_DIM:
+            return mla.mla_attention(q, k_cache, value_dim, *where, **options)
+    elif takes_head_dims(k_cache, v_cache) and takes_heads(q, k_cache):
+        return paged.paged_attention(q, k_cache, v_cache, *where, **options)
+    torch_way = tiled_attention if batch_invariant else reference.paged_attention
+    return torch_way(q, k_cache, v_cache, *where)
 
 
 def takes_head_dims(*caches: Tensor) -> bool:
     """Whether the attention kernels have tiles for heads of this size."""
     return all(cache.shape[-1] % 8 == 0 and cache.shape[-1] <= MAX_HEAD_DIM for cache in caches)
+
+
+def takes_heads(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether they can read blocks of this many positions, for so many heads that share one."""
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    return block_size <= paged.MAX_BLOCK_SIZE and q.shape[1] <= paged.MAX_GROUP * num_kv_heads
 
 
 def sample(

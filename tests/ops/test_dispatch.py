@@ -61,6 +61,63 @@ def test_a_gradient_comes_from_torch(monkeypatch):
     assert not dispatch.uses_kernels(torch.zeros(2, dtype=torch.float64))
 
 
+def test_a_gradient_of_a_weight_alone_comes_from_torch(monkeypatch):
+    """Behind frozen layers only the weights want one; a kernel would forget it silently."""
+    monkeypatch.setattr(dispatch, "backend_of", lambda device: Backend("triton", ""))
+    x, weight = torch.randn(2, 8), torch.randn(8, requires_grad=True)
+    matrix, experts = torch.randn(8, 8, requires_grad=True), torch.randn(1, 8, 8)
+    ids, shares = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    for result in (
+        ops.rms_norm(x, weight, 1e-5),
+        ops.add_rms_norm(x, x, weight, 1e-5)[0],
+        ops.linear(x, matrix),
+        ops.linear(x, matrix.detach(), weight),
+        ops.moe_experts(x, experts, matrix[None, :, :4], shares, ids),
+        ops.tiled_moe_experts(x, experts, matrix[None, :, :4], shares, ids),
+    ):
+        assert result.requires_grad
+
+
+def test_autocast_is_torch_s_business(monkeypatch):
+    """A product becomes bfloat16 beside a residual stream in float32, as in the trainer."""
+    monkeypatch.setattr(dispatch, "backend_of", lambda device: Backend("triton", ""))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert not dispatch.uses_kernels(torch.zeros(2))
+
+
+# D, Dv, block size, H, and whether values lie in the keys: what no attention kernel takes
+REFUSED = [
+    (20, 20, 4, 2, False),
+    (264, 264, 4, 2, False),
+    (16, 16, 300, 2, False),  # a block that holds a whole sequence, as in `ForwardPass`
+    (16, 16, 4, 129, False),
+    (16, 16, 4, 2, True),
+    (528, 520, 4, 2, True),
+    (152, 16, 4, 2, True),
+]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(("dim", "value_dim", "block_size", "heads", "in_key"), REFUSED)
+def test_attention_that_no_kernel_takes_goes_to_torch(
+    dim, value_dim, block_size, heads, in_key, invariant, monkeypatch
+):
+    pytest.importorskip("triton")
+    from minillm.ops import triton
+
+    key = torch.randn(3, 1, block_size, dim)
+    value = key[..., :value_dim] if in_key else torch.randn(3, 1, block_size, value_dim)
+    q = torch.randn(2, heads, dim)
+    starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([3, 4])
+    where = (starts.int(), lengths.int(), torch.tensor([[0], [2]]), 0.2, None)
+    expected = ops.paged_attention(q, key, value, *where)
+    got = triton.paged_attention(q, key, value, *where, 1, batch_invariant=invariant)
+    torch.testing.assert_close(got, expected)
+    if not in_key:
+        monkeypatch.setattr(dispatch, "backend_of", lambda device: Backend("triton", ""))
+        assert ops.fuses_projections(key) == (dim == 16)
+
+
 def test_every_operation_of_the_engine_goes_through_the_choice(monkeypatch):
     """Each public operation asks, except those that have one implementation."""
     asked = []
@@ -81,6 +138,7 @@ def test_every_operation_of_the_engine_goes_through_the_choice(monkeypatch):
         "embedding": (ids[:, 0], experts[0][0]),
         "linear": (x[:, 0], experts[0][0]),
         "rotate": (x, angles, angles),
+        "fuses_projections": (cache,),
         "write_cache": (x, x, cache, cache, slots),
         "norm_rope_write": (torch.randn(2, 3, 8), None, None, 0.0, angles, angles, False, cache,
                             cache, slots),
