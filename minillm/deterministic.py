@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +142,8 @@ def find_tiles(model: Decoder, candidates: Sequence[int] = TILES) -> tuple[int, 
     used side by side when they agree with each other. All are taken that agree with `PREFERRED`,
     or where that one fails with the nearest smaller one. A tile of one row cannot fail.
     """
-    results = {size: probe(model, size) for size in candidates}
+    with torch.accelerator.device_index(model.embedding.weight.device.index):
+        results = {size: probe(model, size) for size in candidates}
     failed = [size for size, result in results.items() if result is None]
     right = {size: result for size, result in results.items() if result is not None}
     first = max((size for size in right if size <= PREFERRED), default=1)
@@ -175,7 +177,7 @@ def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
     count = max(PROBE_TOKENS[0], min(PROBE_TOKENS[1], PROBE_WEIGHTS // num_weights))
     spec = cache_spec(config)
     kv = KVCache(
-        spec, config.num_layers, 1, count, weight.dtype, device, attention=ops.tiled_attention
+        spec, config.num_layers, 1, count, weight.dtype, device, attention=attention_of_first_row
     )
     for position in range(count):
         place = torch.tensor([position], device=device)
@@ -193,6 +195,12 @@ def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
         hidden = model(batch, kv)
         yield hidden
         yield model.logits(hidden[:MOST_LOGITS])
+
+
+def attention_of_first_row(q: Tensor, *rest: Any) -> Tensor:
+    """`ops.tiled_attention` for the probe: padding rows, in which a kernel leaves anything, get a
+    copy of the only row that is a query, so that they differ by what is tried alone."""
+    return ops.tiled_attention(q, *rest)[:1].repeat(len(q), 1, 1)
 
 
 def product_outputs(model: Decoder, size: int) -> Iterator[Tensor]:

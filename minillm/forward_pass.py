@@ -52,13 +52,15 @@ class ForwardPass:
         Returns hidden states [N, d] and the logits [B, V] after each chunk's last token.
         """
         batch = self.batch(chunks, kv.block_size)
-        hidden = self.model(batch, kv)
-        return hidden, self.model.logits(hidden[batch.logits_indices])
+        with torch.accelerator.device_index(self.device.index):  # where kernels are launched
+            hidden = self.model(batch, kv)
+            return hidden, self.model.logits(hidden[batch.logits_indices])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[K, d] -> [K, V]"""
-        return self.model.logits(hidden)
+        with torch.accelerator.device_index(self.device.index):
+            return self.model.logits(hidden)
 
     def batch(self, chunks: Sequence[Chunk], block_size: int) -> Batch:
         """The flat batch of these chunks."""

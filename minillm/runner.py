@@ -103,6 +103,10 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan."""
+        with torch.accelerator.device_index(self.device.index):  # where kernels are launched
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         result = StepResult()
         self._update_rows(plan)
         self._move_blocks(plan)
@@ -176,11 +180,12 @@ class Runner:
         place, count, seq_lens = self._tensor([[s.row for s in known], counts, ends], int64)
         query_start = self._tensor(bounds, int32)
         # Token t of the batch is at position t - (where its row ends in the batch) + seq_len.
-        shift = (seq_lens - query_start[1:]).repeat_interleave(count)
+        total = {"output_size": bounds[-1]}  # a GPU would have to be asked for it
+        shift = (seq_lens - query_start[1:]).repeat_interleave(count, **total)
         positions = torch.arange(bounds[-1], device=self.device) + shift  # [N]
         size = self.kv.block_size
         tables = self._tables[place, : -(-max(ends) // size)]  # [B, M]
-        row_of_token = torch.arange(len(rows), device=self.device).repeat_interleave(count)
+        row_of_token = torch.arange(len(rows), device=self.device).repeat_interleave(count, **total)
         blocks = tables[row_of_token, positions // size]  # [N]
         return Batch(
             input_ids=self._tensor(input_ids, int64),

@@ -92,7 +92,7 @@ def compiles_only() -> bool:
 
 
 def check_device(**tensors: Tensor | None) -> torch.device:
-    """All on one CUDA device that is new enough (or on the CPU, interpreted); returns it."""
+    """All on the current CUDA device, a new enough one (or on the CPU, interpreted); returns it."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     devices = {name: tensor.device for name, tensor in given.items()}
     name, device = next(iter(devices.items()))
@@ -113,6 +113,11 @@ def check_device(**tensors: Tensor | None) -> torch.device:
             raise KernelError(
                 f"{name} is on {device} with compute capability {major}.{minor}; these kernels "
                 "need 8.0 (Ampere) or newer. Use minillm_kernels.reference there."
+            )
+        if device.index != torch.cuda.current_device():  # Triton would launch on the current one
+            raise KernelError(
+                f"{name} is on {device} and the current device is cuda:"
+                f"{torch.cuda.current_device()}; launch inside torch.cuda.device({device.index})."
             )
     return device
 

@@ -76,9 +76,22 @@ def test_an_old_gpu(monkeypatch):
         r"newer\. Use minillm_kernels.reference there\."
     ):
         check_device(q=on("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for capability in ((8, 0), (9, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert check_device(q=on("cuda:0"), k=on("cuda:0")) == torch.device("cuda:0")
+
+
+def test_another_device_than_the_current_one(monkeypatch):
+    """Triton launches on the current one, whatever the tensors say."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with refused(
+        r"q is on cuda:1 and the current device is cuda:0; launch inside torch\.cuda\.device\(1\)\."
+    ):
+        check_device(q=on("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert check_device(q=on("cuda:1")).index == 1
 
 
 def test_any_tensor_will_do_for_compiling(monkeypatch):

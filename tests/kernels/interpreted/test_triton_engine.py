@@ -6,6 +6,8 @@ import pytest
 from triton.runtime.interpreter import GridExecutor
 
 from minillm import deterministic
+from minillm.models.checkpoint import open_model
+from minillm.models.decoder import Decoder
 from minillm.ops import dispatch
 from minillm.ops.dispatch import Backend
 from minillm_kernels.interpreter import ordered_dots
@@ -54,6 +56,18 @@ def test_the_engine_says_the_same(family, folder_of, plain, kernels):
     for got, expected in zip(outputs, plain[family], strict=True):
         assert logprobs(got) == pytest.approx(logprobs(expected), abs=2e-4)
     assert len(kernels) >= 5, kernels
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_tiles_are_found_with_kernels(family, folder_of, kernels, monkeypatch):
+    """The probe must not compare what a kernel leaves in padding rows."""
+    monkeypatch.setattr(deterministic, "PROBE_TOKENS", (1, 1))
+    config = open_model(folder_of(family)).config
+    model = Decoder(config)
+    model.initialize(std=0.2)
+    with ordered_dots():
+        assert deterministic.find_tiles(model, (8,)) == (8,)
+    assert kernels & {"invariant_kernel", "_decode_kernel"}
 
 
 @pytest.mark.parametrize(("family", "max_tokens"), [("llama", 2), ("deepseek_v2", 1)])
