@@ -377,6 +377,50 @@ def test_extents_are_those_of_views():
 # ---- installing -------------------------------------------------------------------------------
 
 
+@triton.jit
+def one_more(value):
+    return value + tl.max(value, axis=0)
+
+
+@triton.jit
+def count_up(x, STEPS: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    value = tl.load(x + at)
+    for _ in tl.static_range(STEPS):
+        value = one_more(value)
+    tl.store(x + at, value)
+
+
+def test_a_call_of_a_function_prepares_nothing_again(monkeypatch):
+    from triton.runtime import interpreter as module
+
+    prepared = []
+    original = module._patch_builtin
+    monkeypatch.setattr(
+        module, "_patch_builtin", lambda part, *rest: (prepared.append(part), original(part, *rest))
+    )
+    counts = []
+    for steps in (1, 8):
+        x = torch.ones(16)
+        count_up[(2,)](x, STEPS=steps, SIZE=16)
+        assert (x == 4**steps).all()
+        counts.append(len(prepared))
+        prepared.clear()
+    assert counts[0] == counts[1] > 0
+
+
+def test_the_language_is_itself_after_a_launch():
+    def language():
+        return tl.load, tl.store, tl.range, hasattr(tl.tensor, "__bool__")
+
+    before = language()
+    count_up[(1,)](torch.ones(16), STEPS=2, SIZE=16)
+    assert language() == before
+    with pytest.raises(Exception, match="OutOfBoundsError"):
+        count_up[(1,)](torch.ones(15), STEPS=2, SIZE=16)
+    assert language() == before
+
+
 def test_installing_again_changes_nothing():
     from triton.runtime.interpreter import InterpreterBuilder
 
