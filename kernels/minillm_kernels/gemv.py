@@ -325,7 +325,7 @@ def _launch_several(
 ) -> None:
     (num_out, size), num_rows = weight.shape, len(x)
     # Whole tiles for each split; rounding up may leave fewer splits than were asked for.
-    split = triton.cdiv(triton.cdiv(size, config.splits), config.block_in) * config.block_in
+    split = triton.cdiv(triton.cdiv(max(size, 1), config.splits), config.block_in) * config.block_in
     splits = max(1, triton.cdiv(size, split))
     target, target_bias = out, bias
     if splits > 1:

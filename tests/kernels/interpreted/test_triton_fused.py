@@ -96,6 +96,54 @@ def test_a_result_may_replace_its_input() -> None:
     assert torch.equal(x, expected)
 
 
+# ---- views -------------------------------------------------------------------------------------
+
+
+def wider(x: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same numbers as a part of wider rows (of wider heads, too), NaN beside them."""
+    sizes = [*x.shape[:1], *(size + gap for size in x.shape[1:])]
+    part = torch.full(sizes, torch.nan)[tuple(slice(0, size) for size in x.shape)]
+    return part.copy_(x)
+
+
+@pytest.mark.parametrize("size", [24, 17000])
+def test_every_tensor_of_a_norm_has_strides_of_its_own(size: int) -> None:
+    rng = generator(size)
+    x, residual, out, total = (torch.randn(3, size, generator=rng) for _ in range(4))
+    weight = torch.randn(size, generator=rng)
+    expected = fused.add_rms_norm(x, residual, weight, 1e-6)
+    views = {"out": wider(out, 3), "residual_out": wider(total, 4)}
+    found = fused.add_rms_norm(wider(x, 1), wider(residual, 2), weight, 1e-6, **views)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_every_tensor_of_the_small_operations_has_strides_of_its_own() -> None:
+    rng = generator(3)
+    x = torch.randn(5, 48, generator=rng)
+    product, ids = wider(torch.zeros(5, 24), 2), torch.tensor([4, 0, 3])
+    fused.silu_mul(wider(x, 1), out=product)
+    assert torch.equal(product, fused.silu_mul(x))
+    vectors = wider(torch.zeros(3, 48), 2)
+    fused.embedding(ids, wider(x, 1), out=vectors)
+    assert torch.equal(vectors, x[ids])
+
+
+def test_every_tensor_of_a_projection_has_strides_of_its_own() -> None:
+    rng = generator(4)
+    qkv, k, v = (torch.randn(shape, generator=rng) for shape in ((3, 7, 16), *[(4, 2, 8, 16)] * 2))
+    cos, sin = torch.randn(2, 3, 8, generator=rng).unbind()
+    slots = torch.tensor([9, 30, 2])
+    views = wider(k, 3), wider(v, 4)
+    out = wider(torch.zeros(3, 3, 16), 5)
+    norm = torch.randn(16, generator=rng), torch.randn(16, generator=rng), 1e-6
+    turned = wider(cos, 1), wider(sin, 2)
+    rope_cache.norm_rope_write(wider(qkv, 6), *norm, *turned, False, *views, slots, out=out)
+    expected = rope_cache.norm_rope_write(qkv, *norm, cos, sin, False, k, v, slots)
+    for one, other in zip((out, *views), (expected, k, v), strict=True):
+        assert torch.equal(one, other)
+
+
 # ---- bad input ---------------------------------------------------------------------------------
 
 

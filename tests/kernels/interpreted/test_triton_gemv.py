@@ -68,6 +68,25 @@ def test_one_row_is_invariant_only_if_asked() -> None:
         assert not torch.equal(gemv.linear(x[:1], weight), both[:1])  # another arithmetic
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_rows_of_a_result_may_be_wider(splits: int) -> None:
+    rng = generator(6)
+    x, weight = torch.randn(3, 80, generator=rng), torch.randn(20, 80, generator=rng)
+    options = {"config": gemv.Config(16, 16, splits=splits)}
+    wide = torch.full((3, 29), -1.0)
+    gemv.linear(x, weight, out=wide[:, 4:24], **options)
+    assert torch.equal(wide[:, 4:24], gemv.linear(x, weight, **options))
+    assert bool((wide[:, :4] == -1).all() and (wide[:, 24:] == -1).all())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_product_of_nothing_is_its_bias(rows: int) -> None:
+    bias = torch.arange(5.0)
+    assert torch.equal(
+        gemv.linear(torch.ones(rows, 0), torch.ones(5, 0), bias), bias.expand(rows, 5)
+    )
+
+
 def test_a_bad_row_hurts_no_other() -> None:
     rng = generator(5)
     x, weight = torch.randn(4, 96, generator=rng), torch.randn(20, 96, generator=rng)
