@@ -21,6 +21,7 @@ products beside `tl.dot`, tree masks beside `visible`.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from minillm_kernels.paged_config import Config, Tiles, choose, count_splits
 LOG2_E = 1.4426950408889634
 MAX_GROUP = 128  # query heads that share a KV head
 MAX_BLOCK_SIZE = 256
+MAX_GRID_Z = 65_535  # programs along a launch's third dimension
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class _Call:
 
     @property
     def num_sequences(self) -> int:
-        return len(self.seq_lens)
+        return self.seq_lens.shape[0]  # len() of a tensor takes three times as long
 
     @property
     def num_kv_heads(self) -> int:
@@ -86,7 +88,7 @@ class _Call:
 
     def exponents(self) -> tuple[float, float, int]:
         """`scale`, `soft_cap` and `window` as the kernels take them (`log2_scores`)."""
-        window = self.window or 0
+        window = min(self.window or 0, 2**31 - 1)  # positions are int32 numbers
         if self.soft_cap is None:
             return self.scale * LOG2_E, 0.0, window
         return 2 * self.scale * LOG2_E / self.soft_cap, self.soft_cap * LOG2_E, window
@@ -112,31 +114,45 @@ class _Call:
 
     def bulk(self, tiles: Tiles) -> bool:
         """Whether each KV tile is one piece of memory that a descriptor can name."""
-        caches = (self.k_cache, self.v_cache)
+        whole = tiles.bulk and self.k_cache.shape[2] % tiles.block_n == 0
+        return whole and self.describable
+
+    @cached_property
+    def describable(self) -> bool:
+        """Whether a descriptor of [blocks * Hkv * block_size, D] can name each of the caches."""
+        k, v = self.k_cache, self.v_cache
         return (
-            tiles.bulk
-            and self.k_cache.shape[2] % tiles.block_n == 0
-            and all(cache.is_contiguous() and cache.data_ptr() % 16 == 0 for cache in caches)
-            and math.prod(self.k_cache.shape[:3]) < 2**31
+            0 < self.num_cache_rows < 2**31
+            and k.is_contiguous()
+            and v.is_contiguous()
+            and not (k.data_ptr() | v.data_ptr()) % 16
         )
+
+    @property
+    def num_cache_rows(self) -> int:
+        """Positions of all blocks and heads."""
+        return math.prod(self.k_cache.shape[:3])
 
     def caches(self, tiles: Tiles) -> tuple[Any, Any]:
         """K and V as pointers, or as descriptors of [blocks * Hkv * block_size, D]."""
         if not self.bulk(tiles):
             return self.k_cache, self.v_cache
-        rows = math.prod(self.k_cache.shape[:3])
-        return tuple(
-            TensorDescriptor(cache, [rows, dim], [dim, 1], [tiles.block_n, padded(dim)])
-            for cache, dim in (
-                (self.k_cache, self.q.shape[2]),
-                (self.v_cache, self.v_cache.shape[3]),
-            )
-        )
+
+        def described(cache: Tensor) -> TensorDescriptor:
+            shape = [self.num_cache_rows, cache.shape[3]]
+            return TensorDescriptor(cache, shape, [shape[1], 1], [tiles.block_n, padded(shape[1])])
+
+        return described(self.k_cache), described(self.v_cache)
 
     def strides(self) -> tuple[Any, ...]:
         """Of q, both caches, the output and the tables, without their last dimension's 1."""
-        tensors = (self.q, self.k_cache, self.v_cache, self.out)
-        return (*(tensor.stride()[:-1] for tensor in tensors), self.block_tables.stride(0))
+        return (
+            self.q.stride()[:-1],
+            self.k_cache.stride()[:-1],
+            self.v_cache.stride()[:-1],
+            self.out.stride()[:-1],
+            self.block_tables.stride(0),
+        )
 
     def workspace(self, splits: int) -> tuple[Tensor, Tensor]:
         """Weighted values [B, H, splits, Dv]; maximum and sum of weights [B, H, splits, 2]."""
@@ -165,7 +181,7 @@ def _decode(call: _Call) -> None:
         **call.constants(tiles),
     )  # fmt: skip
     if splits > 1:
-        _combine(call, tiles, partial, stats, split_tiles=0, at_once=min(16, padded(splits, 1)))
+        _combine(call, tiles, partial, stats, split_tiles=0, at_once=16)
 
 
 def _combine(
@@ -175,7 +191,7 @@ def _combine(
     value_dim = call.out.shape[2]
     paged_decode.combine_kernel[(call.num_sequences, call.q.shape[1])](
         partial, stats, call.out, call.query_start, call.seq_lens, call.out.stride()[:-1],
-        call.window or 0, stats.shape[2], VALUE_DIM=value_dim, BLOCK_DV=padded(value_dim),
+        call.exponents()[2], stats.shape[2], VALUE_DIM=value_dim, BLOCK_DV=padded(value_dim),
         BLOCK_N=tiles.block_n, SPLIT_TILES=split_tiles, MIN_TILES=call.config.min_split_tiles,
         HAS_WINDOW=call.window is not None, BLOCK_S=at_once, num_warps=4,
     )  # fmt: skip
@@ -186,7 +202,7 @@ def _prefill(call: _Call) -> None:
     tiles = call.config.prefill
     block_m = max(tiles.block_m, padded(call.group))
     block_q = block_m // call.group
-    num_tiles = len(call.q) // block_q + call.num_sequences
+    num_tiles = call.q.shape[0] // block_q + call.num_sequences
     paged_prefill.prefill_kernel[(num_tiles, call.num_kv_heads)](
         call.q, *call.caches(tiles), call.out, call.query_start, call.seq_lens, call.block_tables,
         *call.strides(), *call.exponents(), call.num_sequences,
@@ -208,16 +224,16 @@ def _invariant(call: _Call, max_query_len: int | None) -> None:
     tiles, config = call.config.invariant, call.config
     block_m = max(tiles.block_m, padded(call.group))
     block_q = block_m // call.group
-    num_tiles = len(call.q) // block_q + call.num_sequences + 1
+    num_tiles = call.q.shape[0] // block_q + call.num_sequences + 1
     splits = -(-call.most_positions // config.split_size)
     programs = call.num_sequences * call.num_kv_heads
     few = programs < 2 * num_multiprocessors(call.q.device)
     wanted = few if config.splits is None else config.splits > 1
-    apart = wanted and max_query_len == 1 and splits > 1
-    partial, stats = call.workspace(splits) if apart else (call.out, call.out)
+    apart = wanted and max_query_len == 1 and 1 < splits <= MAX_GRID_Z
+    partial, stats = call.workspace(splits if apart else 0)  # of one dtype: one machine code
     paged_prefill.invariant_kernel[(num_tiles, call.num_kv_heads, splits if apart else 1)](
         call.q, *call.caches(tiles), call.out, partial, stats, call.query_start, call.seq_lens,
-        call.block_tables, *call.strides(), *call.exponents(), call.num_sequences, len(call.q),
+        call.block_tables, *call.strides(), *call.exponents(), call.num_sequences, call.q.shape[0],
         splits, int(apart), BLOCK_M=block_m, BLOCK_Q=block_q,
         SPLIT_TILES=config.split_size // tiles.block_n, **call.constants(tiles),
     )  # fmt: skip
@@ -245,8 +261,8 @@ def _check(
     check_shape("k_cache", k_cache, "blocks", "Hkv", "block_size", q.shape[2])
     check_shape("v_cache", v_cache, *k_cache.shape[:3], "Dv")
     check_shape("seq_lens", seq_lens, "B")
-    check_shape("query_start", query_start, len(seq_lens) + 1)
-    check_shape("block_tables", block_tables, len(seq_lens), "M")
+    check_shape("query_start", query_start, seq_lens.shape[0] + 1)
+    check_shape("block_tables", block_tables, seq_lens.shape[0], "M")
     check_last_contiguous(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables)
     check_last_contiguous(query_start=query_start, seq_lens=seq_lens)
     check_head_dim("q", q.shape[2])
@@ -257,6 +273,11 @@ def _check(
     if not 1 <= k_cache.shape[2] <= MAX_BLOCK_SIZE:
         raise KernelError(
             f"k_cache has blocks of {k_cache.shape[2]} positions; it must be 1 to {MAX_BLOCK_SIZE}."
+        )
+    if k_cache.shape[2] * max(k_cache.stride(2), v_cache.stride(2)) >= 2**31:
+        raise KernelError(
+            f"k_cache has strides {k_cache.stride()} and v_cache {v_cache.stride()}; the positions "
+            "of a block must lie within 2^31 elements."
         )
     check_block_tables(block_tables, seq_lens, k_cache.shape[0], k_cache.shape[2])
 
@@ -319,13 +340,14 @@ def paged_attention(
         q, k_cache, v_cache, query_start, seq_lens, block_tables, out, scale, window, soft_cap,
         config,
     )  # fmt: skip
-    if len(q) == 0 or (len(seq_lens) == 0 and not batch_invariant):
+    num_sequences = call.num_sequences
+    if q.shape[0] == 0 or (num_sequences == 0 and not batch_invariant):
         return out
     if batch_invariant:
         _invariant(call, max_query_len)
         return out
     if max_query_len != 1:
         _prefill(call)
-    if max_query_len is None or max_query_len == 1 or len(seq_lens) > 1:
+    if max_query_len is None or max_query_len == 1 or num_sequences > 1:
         _decode(call)
     return out

@@ -136,6 +136,10 @@ def splits_of(
 
 # ---- the kernels ------------------------------------------------------------------------------
 
+# Triton compiles another kernel for an address or a number that is a multiple of 16, and for the
+# number 1; not for those that a launch names in `do_not_specialize`. These may be parts of others.
+TABLES = ("query_start", "seq_lens", "block_tables")
+
 
 @triton.jit
 def attend_heads(
@@ -184,7 +188,7 @@ def attend_heads(
     return m, weights, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "num_splits"])
+@triton.jit(do_not_specialize=[*TABLES, "table_stride", "window", "num_splits"])
 def decode_kernel(
     q, k_cache, v_cache, out, partial, stats, query_start, seq_lens, block_tables,
     q_strides, k_strides, v_strides, out_strides, table_stride,
@@ -214,7 +218,7 @@ def decode_kernel(
         full = begin  # few tiles: all of them take the masked loop
     AXIS: tl.constexpr = 0 if SWAP else 1
     heads, dims = tl.arange(0, GROUP_PAD), tl.arange(0, BLOCK_D)
-    q_heads = row * q_strides[0] + (kv_head * GROUP + heads) * q_strides[1]
+    q_heads = row * q_strides[0] + (kv_head * GROUP + heads).to(tl.int64) * q_strides[1]
     inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     queries = tl.load(q + q_heads[:, None] + dims[None, :], mask=inside, other=0.0)
     if SWAP:
@@ -248,7 +252,7 @@ def store_heads(
 ):  # fmt: skip
     """Write the result of G heads; or, if `SPLIT`, what `combine_kernel` needs of this part."""
     heads, dims = tl.arange(0, GROUP_PAD), tl.arange(0, BLOCK_DV)
-    head = kv_head * GROUP + heads
+    head = (kv_head * GROUP + heads).to(tl.int64)
     inside = tl.expand_dims(heads < GROUP, AXIS) & tl.expand_dims(dims < VALUE_DIM, 1 - AXIS)
     if SPLIT:
         part = (sequence.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
@@ -263,7 +267,7 @@ def store_heads(
         tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
+@triton.jit(do_not_specialize=[*TABLES, "window", "num_splits"])
 def combine_kernel(
     partial, stats, out, query_start, seq_lens, out_strides, window, num_splits,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -275,7 +279,7 @@ def combine_kernel(
     Splits that the row did not use were never written and are never read. With BLOCK_S = 1 the
     parts are merged one after another, as the batch-invariant kernel does in its registers.
     """
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    sequence, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tl.load(query_start + sequence).to(tl.int64)
     if tl.load(query_start + sequence + 1) - row != 1:
         return

@@ -12,7 +12,14 @@ and keeps the bits of a row free of everything but its query, its position and i
 """
 
 from minillm_kernels.launch import tl, triton
-from minillm_kernels.paged_decode import load_rows, locate, log2_scores, merge, normalized
+from minillm_kernels.paged_decode import (
+    TABLES,
+    load_rows,
+    locate,
+    log2_scores,
+    merge,
+    normalized,
+)
 
 
 @triton.jit
@@ -44,7 +51,7 @@ def row_places(
     """
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
     tokens = row.to(tl.int64) + rows // GROUP
-    offsets = tokens * strides[0] + (kv_head * GROUP + rows % GROUP) * strides[1]
+    offsets = tokens * strides[0] + (kv_head * GROUP + rows % GROUP).to(tl.int64) * strides[1]
     inside = (rows // GROUP < count)[:, None] & (dims < DIM)[None, :]
     return offsets[:, None] + dims[None, :], inside
 
@@ -93,7 +100,7 @@ def attend(
     return m, total, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "num_sequences"])
+@triton.jit(do_not_specialize=[*TABLES, "table_stride", "window", "num_sequences"])
 def prefill_kernel(
     q, k_cache, v_cache, out, query_start, seq_lens, block_tables,
     q_strides, k_strides, v_strides, out_strides, table_stride,
@@ -179,11 +186,10 @@ def store_rows(
 
 # ---- the batch-invariant mode -----------------------------------------------------------------
 
-# Triton compiles another kernel for a number that is 1 or a multiple of 16; not for these.
 NUMBERS = ("table_stride", "window", "num_sequences", "num_rows", "num_splits", "apart")
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=[*TABLES, *NUMBERS])
 def invariant_kernel(
     q, k_cache, v_cache, out, partial, stats, query_start, seq_lens, block_tables,
     q_strides, k_strides, v_strides, out_strides, table_stride,
@@ -212,10 +218,12 @@ def invariant_kernel(
     seq_len = tl.load(seq_lens + sequence, mask=real, other=0).to(tl.int32)
     first = seq_len - query_len + row
     low, begin, _, _, end, high = tile_bounds(first, count, window, BLOCK_N, HAS_WINDOW)
-    begin, end_split = begin // SPLIT_TILES, (end + SPLIT_TILES - 1) // SPLIT_TILES
+    split_begin, split_end = begin // SPLIT_TILES, (end + SPLIT_TILES - 1) // SPLIT_TILES
     if apart != 0:
-        begin = begin + tl.program_id(2)
-        end_split = tl.minimum(end_split, begin + 1)
+        split_begin = split_begin + tl.program_id(2)
+        split_end = tl.minimum(split_end, split_begin + 1)
+        if real & (split_begin >= split_end):
+            return  # a split that the row does not use; nobody reads it
     position = first + tl.arange(0, BLOCK_M) // GROUP
     places, inside = row_places(
         start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
@@ -226,11 +234,11 @@ def invariant_kernel(
     zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m, total, acc = none, zero, zeros
     table = block_tables + tl.minimum(sequence, num_sequences - 1).to(tl.int64) * table_stride
-    for split in tl.range(begin, end_split):
+    for split in tl.range(split_begin, split_end):
         part_m, part_total, part_acc = attend(
             queries, position, none, zero, zeros, k_cache, v_cache, k_strides, v_strides, table,
-            split * SPLIT_TILES, tl.minimum((split + 1) * SPLIT_TILES, end), kv_head, low, high,
-            window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE,
+            tl.maximum(split * SPLIT_TILES, begin), tl.minimum((split + 1) * SPLIT_TILES, end),
+            kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE,
             BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, BULK, True,
         )  # fmt: skip
         m, total, acc = merge(m, total, acc, part_m, part_total, part_acc, 1)

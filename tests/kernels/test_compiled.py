@@ -22,6 +22,7 @@ from minillm_kernels.compiled_table import README, Line, TableError
 from minillm_kernels.families import FAMILIES, launches
 from minillm_kernels.launch import SHARED_MEMORY, KernelError, TensorDescriptor, tl, triton
 from minillm_kernels.offline import ARCHITECTURES, Compiled, compile_for, compiling
+from minillm_kernels.paged_attention import paged_attention
 
 CALLS = [(family, launch, place) for family in FAMILIES
          for place, launch in enumerate(launches(family))]  # fmt: skip
@@ -92,6 +93,30 @@ def test_attention_and_products_claim_the_newest_hardware():
         for capability in ARCHITECTURES:
             claims = [launch for launch in launches(family) if capability in launch.tensor_cores]
             assert claims, f"{family} on sm_{capability}"
+
+
+def test_paged_attention_is_compiled_once_for_all_batches():
+    """No count of rows, sequences, columns or blocks, no window and no place of a table within a
+    larger one makes another kernel; in the batch-invariant mode that would be other bits."""
+
+    def call(count, columns, blocks, window, offset, **options):
+        q = torch.empty(2 * count, 2, 16, dtype=torch.float16)
+        cache = torch.empty(blocks, 1, 16, 16, dtype=torch.float16)
+        tables = torch.empty(count + offset, columns, dtype=torch.int64)[offset:]
+        ints = torch.empty(count + 1 + offset, dtype=torch.int32)[offset:]
+        paged_attention(q, cache, cache, ints, ints[1:], tables, 0.25, window, **options)
+
+    invariant, alone = {"batch_invariant": True}, {"max_query_len": 1}
+    with compiling(80) as found:
+        for options in ({}, invariant, invariant | alone):
+            call(1, 1024, 1, 5, 0, **options)
+            call(2, 2048, 16, 1, 0, **options)
+            call(3, 1025, 33, 2**40, 1, **options)
+    kernels = {(kernel.metadata.name, kernel.hash) for kernel in found}
+    names = Counter(name for name, _ in kernels)
+    # One combination merges 16 splits at once, the batch-invariant one each after the other.
+    once = {"prefill_kernel": 1, "decode_kernel": 1, "invariant_kernel": 1, "combine_kernel": 2}
+    assert names == once
 
 
 # ---- a claim that is broken -------------------------------------------------------------------

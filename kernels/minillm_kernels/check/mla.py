@@ -2,8 +2,6 @@
 
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from minillm_kernels import mla, reference
 from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
-from minillm_kernels.check.pages import Paged, paged
+from minillm_kernels.check.pages import Paged, paged, poisoned_memory
 from minillm_kernels.mla_config import Config, Tile
 
 # Small tiles, so that short sequences have many of them; "chosen" is what the launcher takes.
@@ -176,17 +174,6 @@ def inputs(case: Case, device: str) -> Inputs:
     tables = pages.block_tables.to(torch.int32 if case.seed % 2 else torch.int64)
     pages = replace(pages, block_tables=tables)
     return Inputs(q.to(device), pages, query_start.to(device), num_tokens)
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Inside, new memory is full of NaN: whoever reads a workspace must have written it."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def verify(case: Case, device: str, kernels: Any = mla) -> None:

@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from minillm_kernels import paged_attention, reference
 from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
-from minillm_kernels.check.pages import Paged, paged
+from minillm_kernels.check.pages import Paged, paged, poisoned_memory
 from minillm_kernels.paged_config import Config, Tiles
 
 # Ways to cut the work, small, so that short sequences have many tiles; "chosen" is the launcher's.
@@ -198,17 +197,6 @@ def inputs(case: Case, device: str) -> Inputs:
     return Inputs(
         q, replace(pages, caches=caches, block_tables=tables), query_start, num_tokens, scale
     )
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Inside, new memory is full of NaN: whoever reads a workspace must have written it."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def verify(case: Case, device: str = "cpu", kernels: Any = paged_attention) -> None:

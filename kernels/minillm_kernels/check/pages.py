@@ -1,7 +1,8 @@
 """A paged cache in which everything that must not be read is poison."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -64,3 +65,14 @@ def paged(
         tables.to(device),
         torch.tensor(seq_lens, dtype=torch.int32, device=device),
     )
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, new memory is full of NaN: whoever reads a workspace must have written it."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms imports a compiler
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)

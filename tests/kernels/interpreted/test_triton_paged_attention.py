@@ -183,6 +183,99 @@ def test_limits_of_heads_and_blocks() -> None:
             )
 
 
+# ---- one machine code, at any size ------------------------------------------------------------
+
+
+class Launches:
+    """In the place of a kernel: remembers grids and arguments, and does nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **constants: self.seen.append((grid, args))
+
+
+def test_splits_in_registers_and_apart_have_one_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another dtype of a workspace would be another kernel, whose bits nobody promised."""
+    launches = Launches()
+    monkeypatch.setattr(paged_prefill, "invariant_kernel", launches)
+    monkeypatch.setattr(paged_decode, "combine_kernel", Launches())
+    case = Case(((1, 70), (1, 20)), batch_invariant=True, form="rows", dtype=torch.bfloat16)
+    for splits, max_query_len in ((1, 1), (2, 1), (2, None)):
+        config = replace(case.config, splits=splits)  # type: ignore[type-var]
+        inputs(case, "cpu").run(case, paged_attention, config=config, max_query_len=max_query_len)
+    types = {tuple(getattr(arg, "dtype", type(arg)) for arg in args) for _, args in launches.seen}
+    assert len(launches.seen) == 3
+    assert len(types) == 1
+
+
+def test_a_table_with_room_for_more_splits_than_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches()
+    monkeypatch.setattr(paged_prefill, "invariant_kernel", launches)
+    given_ = inputs(Case(((1, 20),)), "cpu")
+    table = torch.zeros(1, 65_537 * 256 // 16, dtype=torch.int32)
+    called(
+        q=given_.q, query_start=given_.query_start, seq_lens=given_.pages.seq_lens,
+        block_tables=table, batch_invariant=True, max_query_len=1,
+    )  # fmt: skip
+    assert launches.seen[0][0][2] == 1
+
+
+def test_unused_splits_are_not_written() -> None:
+    """A table is as wide as the longest context; a short row leaves most of its splits alone."""
+    workspace: list[torch.Tensor] = []
+
+    class Remembered(paged_attention._Call):
+        def workspace(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+            partial, stats = super().workspace(splits)
+            workspace.extend((partial.fill_(torch.nan), stats.fill_(torch.nan)))
+            return partial, stats
+
+    case = Case(((1, 20), (1, 200)), batch_invariant=True, form="rows", splits=2, max_query_len=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_attention, "_Call", Remembered)
+        verify(case)
+    for part in workspace:
+        assert part[0, :, 1:].isnan().all()
+        assert not part[1].isnan()[:, :4].any()
+
+
+def test_heads_may_lie_far_apart() -> None:
+    """Behind 2^31 elements, in queries and results alike (memory that is never touched)."""
+    far = 1_100_000_000
+    near = inputs(Case(((1, 5), (3, 5)), 3, 1, 8, dtype=torch.float16), "cpu")
+    memory = torch.empty(2 * far + 4096, dtype=torch.float16)
+    for invariant in (False, True):
+        q = memory.as_strided((4, 3, 8), (16, far, 1)).copy_(near.q)
+        out = memory.as_strided((4, 3, 8), (16, far, 1), 2048)
+        options = {"batch_invariant": invariant, "config": None}
+        case = Case(())
+        wanted = near.run(case, paged_attention, **options)
+        got = paged_attention.paged_attention(
+            q, *near.pages.caches, near.query_start, near.pages.seq_lens, near.pages.block_tables,
+            near.scale, batch_invariant=invariant, out=out,
+        )  # fmt: skip
+        assert torch.equal(got, wanted)
+    cache = memory.as_strided((4, 1, 2, 8), (8, 8, 2**30, 1))  # positions cannot
+    with pytest.raises(KernelError, match="positions of a block must lie within"):
+        called(q=near.q, k_cache=cache, v_cache=cache)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_windows_beyond_32_bits(batch_invariant: bool) -> None:
+    case = Case(((1, 20), (3, 5), (2, 0)), 2, 1, batch_invariant=batch_invariant)
+    verify(replace(case, window=2**40))
+
+
+def test_a_cache_without_blocks() -> None:
+    case = Case(((1, 0), (2, 0)), form="bulk", block_size=32)
+    given_ = inputs(case, "cpu")
+    caches = tuple(cache[:0] for cache in given_.pages.caches)
+    out = replace(given_, pages=replace(given_.pages, caches=caches)).run(case, paged_attention)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
 # ---- deliberate bugs --------------------------------------------------------------------------
 
 
@@ -257,12 +350,11 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
      replace(DECODE, block_size=64)),
     ("NaN behind the end meets a weight of 0", "rows = tl.where(valid[:, None], rows, 0.0)",
      "pass", replace(DECODE, form="bulk", block_size=64)),
-    ("query heads of another group", "(kv_head * GROUP + heads) * q_strides[1]",
-     "(kv_head + heads * NUM_KV_HEADS) * q_strides[1]", HEADS),
-    ("results of another group", "head = kv_head * GROUP + heads",
-     "head = kv_head + heads * NUM_KV_HEADS", HEADS),
-    ("heads of a chunk", "kv_head * GROUP + rows % GROUP) * strides[1]",
-     "kv_head * GROUP + rows * 0) * strides[1]", CHUNKS),
+    ("query heads of another group", "(kv_head * GROUP + heads).to(tl.int64) * q",
+     "(kv_head + heads * NUM_KV_HEADS).to(tl.int64) * q", HEADS),
+    ("results of another group", "head = (kv_head * GROUP + heads)",
+     "head = (kv_head + heads * NUM_KV_HEADS)", HEADS),
+    ("heads of a chunk", "kv_head * GROUP + rows % GROUP)", "kv_head * GROUP + rows * 0)", CHUNKS),
     ("next column of the table", "table + positions // BLOCK_SIZE",
      "table + positions // BLOCK_SIZE + 1", replace(DECODE, block_size=5)),
     ("next column, one page", "table + first // BLOCK_SIZE", "table + first // BLOCK_SIZE + 1",
@@ -277,8 +369,8 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
      replace(CHUNKS, splits=1)),
     ("rows of the first tile again", "- query_len + row", "- query_len", LATER),
     ("tile of a wrong sequence", "// BLOCK_Q + middle", "// BLOCK_Q", LATER),
-    ("too few tiles", "len(call.q) // block_q + call.num_sequences\n",
-     "len(call.q) // block_q\n", LATER),
+    ("too few tiles", "call.q.shape[0] // block_q + call.num_sequences\n",
+     "call.q.shape[0] // block_q\n", LATER),
     ("nothing seen", "tl.where(total == 0.0, 1.0, total)", "total", Case(((1, 0),), 2, 1)),
     ("padding not cleared", "// block_q + call.num_sequences + 1",
      "// block_q + call.num_sequences", replace(INVARIANT, sequences=((16, 20),), padding=17)),
