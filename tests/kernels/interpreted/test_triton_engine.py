@@ -45,13 +45,13 @@ def folder_of(tmp_path_factory):
 def plain(folder_of):
     """What each family answers on plain torch, asked before a kernel is chosen."""
     return {
-        family: generate(open_engine(folder_of(family), "cpu"), max_tokens=3) for family in TINY
+        family: generate(open_engine(folder_of(family), "cpu"), max_tokens=2) for family in TINY
     }
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_the_engine_says_the_same(family, folder_of, plain, kernels):
-    outputs = generate(open_engine(folder_of(family), "cpu"), max_tokens=3)
+    outputs = generate(open_engine(folder_of(family), "cpu"), max_tokens=2)
     assert tokens(outputs) == tokens(plain[family])
     for got, expected in zip(outputs, plain[family], strict=True):
         assert logprobs(got) == pytest.approx(logprobs(expected), abs=2e-4)
