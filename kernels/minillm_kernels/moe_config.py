@@ -17,6 +17,7 @@ from torch import Tensor
 from minillm_kernels.launch import (
     INTEGERS,
     KernelError,
+    TensorDescriptor,
     check_contiguous,
     check_dtype,
     check_last_contiguous,
@@ -110,8 +111,6 @@ def operand(tensor: Tensor, rows: int, columns: int, config: Config) -> object:
     aligned = tensor.shape[-1] * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
     if not (config.descriptors and aligned):
         return tensor
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     return TensorDescriptor.from_tensor(tensor.flatten(0, -2), [rows, columns])
 
 

@@ -65,7 +65,7 @@ CASES: tuple[Case, ...] = (
     Case(7, 32, 24, 4, 1, gaps=True),
     Case(3, 32, 24, 4, 2),
     Case(5, 40, 24, 4, 2, BF16, scale=1e4),
-    Case(1, 24, 8, 128, 8),
+    Case(1, 24, 8, 24, 8),
     Case(40, 48, 24, 4, 1, routing="same"),
     Case(9, 300, 140, 4, 2, F16, routing="half", gaps=True),
     Case(4, 32, 24, 8, 8, BF16),

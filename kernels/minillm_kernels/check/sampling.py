@@ -63,6 +63,7 @@ CASES: tuple[Case, ...] = (
     # -- draws
     Case("gumbel_argmax", 1, 1),
     Case("gumbel_argmax", 3, 3, temperature=(1.0, 0.3)),
+    Case("gumbel_argmax", 3, 250, kind="far", spread=1.0, block=128),  # the far token loses
     Case("gumbel_argmax", 6, 128, BF16, block=64, purpose=1),
     Case("gumbel_argmax", 4, 500, block=128, gap=3, purpose=2, spread=1.0),
     Case("gumbel_argmax", 6, 515, kind="equal", block=256, min_p=(0.0, 1.0), purpose=3),

@@ -220,6 +220,8 @@ def _cases(operation: str, vocab_size: int | None = None) -> list[Case]:
          "scale(scores, tl.max(scores, axis=0), temperature, floor)"),
         ("gumbel_argmax", "== num_blocks - 1:", "== 0:"),
         ("gumbel_argmax", "1.0 - uniform", "uniform"),
+        ("gumbel_argmax", 'if tl.max(scores, axis=0) > float("-inf")',
+         "if tl.max(scores, axis=0) > -1.0"),
         ("sample", "if temperature > 0:", "if temperature != -1:"),
         ("gumbel_argmax", "scores = scale(scores, peak, temperature, floor)",
          "scores = tl.where(scores - peak < floor, -1e9, scale(scores, peak, temperature, -1e9))"),
