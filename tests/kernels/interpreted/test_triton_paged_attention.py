@@ -367,6 +367,8 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
      replace(DECODE, sequences=((1, 37),), block_size=3)),
     ("chunks taken for decode rows", NOT_ONE, NOT_ONE.replace("!= 1", "< 1"),
      replace(CHUNKS, splits=1)),
+    ("decode rows beside chunks left out", "max_query_len == 1 or num_sequences > 1:",
+     "max_query_len == 1:", CHUNKS),
     ("rows of the first tile again", "- query_len + row", "- query_len", LATER),
     ("tile of a wrong sequence", "// BLOCK_Q + middle", "// BLOCK_Q", LATER),
     ("too few tiles", "call.q.shape[0] // block_q + call.num_sequences\n",
