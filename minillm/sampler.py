@@ -105,8 +105,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False
             groups.setdefault(choose, []).append(index)
     token_ids = [NO_TOKEN] * len(rows)
     for choose, group in groups.items():
-        exact = kernels or choose is _choose_best
-        for members in _chunks(group, raw, alone=row_by_row and not exact):
+        alone = row_by_row and choose is not _choose_best
+        for members in [group] if kernels else _chunks(group, raw, alone):
             chosen = choose(_select(edited, members), [rows[index] for index in members])
             for index, token in zip(members, chosen.tolist(), strict=True):
                 token_ids[index] = token
