@@ -63,8 +63,13 @@ from minillm_kernels.mla_tiles import (
 
 # ---- kernels -------------------------------------------------------------------------------
 
+# Triton compiles another kernel for an address or a number that is a multiple of 16, and for the
+# number 1. Of these, which change from step to step, it shall not.
+LENGTHS = ("starts_ptr", "lens_ptr", "window")
+TABLES = ("tables_ptr", "stride_table")
 
-@triton.jit
+
+@triton.jit(do_not_specialize=[*LENGTHS, *TABLES])
 def _decode_kernel(
     q_ptr, cache_ptr, latent_tiles, rope_tiles, starts_ptr, lens_ptr, tables_ptr, out_ptr,
     part_ptr, highest_ptr, total_ptr, stride_token, stride_head, stride_table, stride_out,
@@ -113,7 +118,7 @@ def _decode_kernel(
         store_rows(out_ptr, rows, acc, inside, R, BLOCK_R, SWAP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LENGTHS, "splits"])
 def _combine_kernel(
     part_ptr, highest_ptr, total_ptr, starts_ptr, lens_ptr, out_ptr, stride_out, stride_out_head,
     num_heads, splits, window, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -177,7 +182,7 @@ def find_tile(starts_ptr, tile, num_rows, BLOCK_B: tl.constexpr, BLOCK_Q: tl.con
     return row, (tile - tl.load(starts_ptr + row) // BLOCK_Q - row) * BLOCK_Q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LENGTHS, *TABLES, "num_rows"])
 def _prefill_kernel(
     q_ptr, cache_ptr, latent_tiles, rope_tiles, starts_ptr, lens_ptr, tables_ptr, out_ptr,
     stride_token, stride_head, stride_table, stride_out, stride_out_head, num_rows, num_heads,

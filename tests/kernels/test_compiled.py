@@ -21,6 +21,7 @@ from minillm_kernels.check.case import Launch
 from minillm_kernels.compiled_table import README, Line, TableError
 from minillm_kernels.families import FAMILIES, launches
 from minillm_kernels.launch import SHARED_MEMORY, KernelError, TensorDescriptor, tl, triton
+from minillm_kernels.mla import mla_attention
 from minillm_kernels.offline import ARCHITECTURES, Compiled, compile_for, compiling
 from minillm_kernels.paged_attention import paged_attention
 
@@ -70,6 +71,24 @@ def test_a_launch_compiles_to_what_it_claims(launch, capability):
     found = compile_for(capability, launch.run)
     broken = broken_claims(launch, found, capability)
     assert not broken, "\n".join(broken)
+
+
+def test_steps_of_other_lengths_and_addresses_do_not_compile_mla_again():
+    def step(rows: int, width: int, gap: int) -> None:
+        starts, lens = torch.zeros(gap + rows + 1, dtype=torch.int32)[gap:], torch.zeros(rows)
+        tables = torch.zeros(gap + rows * width, dtype=torch.int32)[gap:].view(rows, width)
+        mla_attention(
+            torch.empty(2 * rows, 16, 40), torch.empty(3, 1, 512, 40), 32, starts, lens.int(),
+            tables, 1.0, window=rows * width,
+        )  # fmt: skip
+
+    with compiling(80) as found:
+        for rows, width, gap in ((16, 16, 0), (1, 1, 1), (3, 2, 1), (32, 5, 2)):
+            step(rows, width, gap)
+    kernels = {(kernel.metadata.name, kernel.hash) for kernel in found}
+    assert sorted(name for name, _ in kernels) == [
+        "_combine_kernel", "_decode_kernel", "_prefill_kernel",
+    ]  # fmt: skip
 
 
 def test_every_family_has_launches_with_names_of_their_own():
