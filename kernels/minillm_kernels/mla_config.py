@@ -16,6 +16,7 @@ MAX_VALUE_DIM = 512
 MAX_ROPE_DIM = 128
 INVARIANT_SPLIT = 512  # positions; with it go the bits of every result
 LEAST_TILES = 4  # of a split: less, and writing float32 partial results costs more than reading
+MAX_SEQUENCES = 65_535  # the third dimension of a launch
 MAX_WORKSPACE = 256 * 2**20  # bytes of partial results
 
 
@@ -196,6 +197,8 @@ def check_arguments(
         raise KernelError(
             f"the rotated part of a key is {width - value_dim}; it must be at most {MAX_ROPE_DIM}."
         )
+    if len(seq_lens) > MAX_SEQUENCES:
+        raise KernelError(f"there are {len(seq_lens)} sequences; at most {MAX_SEQUENCES} will do.")
     if window is not None and window < 1:
         raise KernelError(f"window is {window}; it must be at least 1, or None.")
     if max_query_len is not None and max_query_len < 1:

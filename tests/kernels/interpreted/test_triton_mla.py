@@ -129,6 +129,11 @@ BUGS = {
         "table_ptr + start // PAGE",
         3,
     ),
+    "tile at the start of its page": (
+        "PAGE + start % PAGE",
+        "PAGE",
+        19,
+    ),
     "table column off by one": (
         "table_ptr + positions // PAGE",
         "table_ptr + positions // PAGE + 1",
@@ -242,7 +247,7 @@ def call(**changes: object) -> torch.Tensor:
 
 
 BIG = Tile(block_h=16, block_q=1, block_n=32, swap=False)
-BAD = {
+BAD: dict[str, dict] = {
     r"q is \[3, 80\]; it must be \[N, H, R \+ Dr\]": {"q": torch.zeros(3, 80)},
     r"latent_cache is \[5, 8, 20\]": {"latent_cache": torch.zeros(5, 8, 20)},
     r"latent_cache is \[5, 1, 8, 24\]; it must be \[blocks, 1, block_size, 20\]": {
@@ -267,6 +272,11 @@ BAD = {
     },
     "rotated part of a key is 184; it must be at most 128": {
         "q": torch.zeros(3, 4, 200), "latent_cache": torch.zeros(5, 1, 8, 200)
+    },
+    "there are 65536 sequences; at most 65535": {
+        "query_start": torch.zeros(65537, dtype=torch.int32),
+        "seq_lens": torch.zeros(65536, dtype=torch.int32),
+        "block_tables": torch.zeros(65536, 0, dtype=torch.int32),
     },
     "window is 0": {"window": 0},
     "max_query_len is 0": {"max_query_len": 0},
