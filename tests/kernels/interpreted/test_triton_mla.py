@@ -18,6 +18,10 @@ from minillm_kernels.mla_config import Config, Tile
 from tests.kernels.mutants import mutant
 
 BY_SEED = {case.seed: case for case in check.CASES}
+# Fewer sequences are enough to convict most deliberate bugs.
+BY_SEED[1] = replace(BY_SEED[1], sequences=((3, 40), (7, 7), (1, 33)))
+BY_SEED[2] = replace(BY_SEED[2], sequences=((1, 37), (2, 5)))
+BY_SEED[14] = replace(BY_SEED[14], sequences=((1, 70), (3, 40)))
 
 
 @pytest.mark.parametrize("form", check.FORMS)
