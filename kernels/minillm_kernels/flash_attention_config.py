@@ -25,6 +25,7 @@ from minillm_kernels.launch import (
     check_last_contiguous,
     check_same_dtype,
     check_shape,
+    check_starts,
     padded,
 )
 
@@ -206,6 +207,8 @@ def check_arguments(
         raise KernelError("query_start is empty; it must be [B + 1] and begin with 0.")
     check_last_contiguous(q=q, k=k, v=v)
     check_contiguous(query_start=query_start, key_start=key_start)
+    check_starts("query_start", query_start, q.shape[0])
+    check_starts("key_start", key_start, k.shape[0])
     check_head_dim("q", q.shape[2])
     check_head_dim("v", v.shape[2])
     check_groups(q.shape[1], k.shape[1])

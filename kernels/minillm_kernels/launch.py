@@ -7,6 +7,7 @@ that is not its own, and interpreted it ends the whole process.
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "check_last_contiguous",
     "check_same_dtype",
     "check_shape",
+    "check_starts",
     "num_multiprocessors",
     "output",
     "padded",
@@ -208,6 +210,19 @@ def output(out: Tensor | None, shape: Sequence[int], like: Tensor, name: str = "
 def padded(size: int, least: int = 16) -> int:
     """The power of two that holds `size`: what a block of a kernel measures."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def check_starts(name: str, starts: Tensor, num_rows: int) -> None:
+    """When debugging or interpreting: bounds of sequences begin with 0, ascend, and end in time."""
+    if not (DEBUG or INTERPRETED):
+        return
+    bounds = starts.tolist()
+    ascending = all(low <= high for low, high in pairwise(bounds))
+    if bounds[:1] != [0] or not ascending or bounds[-1] > num_rows:
+        raise KernelError(
+            f"{name} is {bounds}; it must begin with 0, never fall, and end with at most "
+            f"{num_rows}, the number of rows."
+        )
 
 
 def check_block_tables(

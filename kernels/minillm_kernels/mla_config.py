@@ -203,6 +203,7 @@ def check_arguments(
         raise KernelError(f"window is {window}; it must be at least 1, or None.")
     if max_query_len is not None and max_query_len < 1:
         raise KernelError(f"max_query_len is {max_query_len}; it must be at least 1, or None.")
+    launch.check_starts("query_start", query_start, num_tokens)
     launch.check_block_tables(block_tables, seq_lens, latent_cache.shape[0], latent_cache.shape[2])
     return launch.output(out, (num_tokens, num_heads, value_dim), q)
 

@@ -41,6 +41,7 @@ from minillm_kernels.launch import (
     check_last_contiguous,
     check_same_dtype,
     check_shape,
+    check_starts,
     num_multiprocessors,
     output,
     padded,
@@ -279,6 +280,7 @@ def _check(
             f"k_cache has strides {k_cache.stride()} and v_cache {v_cache.stride()}; the positions "
             "of a block must lie within 2^31 elements."
         )
+    check_starts("query_start", query_start, len(q))
     check_block_tables(block_tables, seq_lens, k_cache.shape[0], k_cache.shape[2])
 
 

@@ -1,5 +1,6 @@
 """Every check before a launch: what it lets through, and the sentence where it does not."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from minillm_kernels.launch import (
     check_last_contiguous,
     check_same_dtype,
     check_shape,
+    check_starts,
     output,
     padded,
 )
@@ -226,6 +228,17 @@ def test_block_tables_are_looked_at_when_interpreted(monkeypatch):
         check_block_tables(tables([3, 99], [-1, -1]), torch.tensor([16, 1]), 4, 16)
     with refused(r"seq_lens\[1\] is 33, which needs 3 blocks of 16; its block table has 2\."):
         check_block_tables(tables([0, 1], [2, 3]), torch.tensor([32, 33]), 4, 16)
+
+
+@pytest.mark.parametrize("bounds", [[1, 2], [0, 3, 1], [0, 2, 6], []])
+def test_bounds_of_sequences_are_looked_at_when_debugging(bounds, monkeypatch):
+    starts = torch.tensor(bounds, dtype=torch.int32)
+    check_starts("query_start", starts, 5)
+    monkeypatch.setattr(launch, "DEBUG", True)
+    check_starts("query_start", torch.tensor([0, 0, 3, 5]), 5)
+    with refused(rf"query_start is {re.escape(str(bounds))}; it must begin with 0, never fall, "
+                 "and end with at most 5, the number of rows."):  # fmt: skip
+        check_starts("query_start", starts, 5)
 
 
 # ---- without Triton ---------------------------------------------------------------------------
