@@ -47,7 +47,8 @@ def text_nats(model: Decoder, ids: Sequence[int], context: int) -> float:
             break
         new = start + len(piece) - scored
         logits = logits_of(model, piece[:-1])[-new:]
-        nats += float(F.cross_entropy(logits, torch.tensor(piece[-new:]), reduction="sum"))
+        targets = torch.tensor(piece[-new:], device=logits.device)
+        nats += float(F.cross_entropy(logits, targets, reduction="sum"))
         scored += new
     return nats
 
