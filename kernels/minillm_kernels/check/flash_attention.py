@@ -127,10 +127,10 @@ def random_case(rng: random.Random) -> Case:
     halves = (F16, BF16) if config is not None and config.descriptors else (F32, F16, BF16)
     return Case(
         lengths=tuple(lengths),
-        num_heads=num_kv_heads * rng.choice((1, 1, 2, 3)),
+        num_heads=num_kv_heads * rng.choice((1, 1, 3, 4, 8)),
         num_kv_heads=num_kv_heads,
-        head_dim=rng.choice((8, 16, 24, 64, 80)),
-        value_dim=rng.choice((8, 16, 24, 64, 80)),
+        head_dim=rng.choice((8, 24, 64, 80, 96, 128)),
+        value_dim=rng.choice((8, 24, 64, 80, 96, 128)),
         dtype=rng.choice(halves),
         causal=causal,
         window=rng.choice((None, 1, 5, 16, 40)) if causal else None,

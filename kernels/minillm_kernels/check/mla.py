@@ -113,13 +113,15 @@ CASES = (
 
 
 def random_case(rng: random.Random) -> Case:
-    """Any call: up to four sequences of any mix of lengths, small sizes."""
+    """Any call: up to four sequences of any mix of lengths, on the edge of a block too."""
+    form = rng.choice(FORMS)
+    block_size = rng.choice((32, 64) if form == "descriptors" else (1, 3, 8, 16, 64, 256))
+    edges = (max(block_size - 1, 1), block_size, block_size + 1)
     sequences = []
     for _ in range(rng.randint(1, 4)):
-        seq_len = rng.choice((0, 1, rng.randint(2, 40), rng.randint(41, 200)))
+        seq_len = rng.choice((0, 1, *edges, rng.randint(2, 40), rng.randint(41, 200)))
         most = min(seq_len, 12) if seq_len else 3
         sequences.append((rng.choice((1, 1, rng.randint(0, most))), seq_len))
-    form = rng.choice(FORMS)
     dims = ((16, 16), (32, 16)) if form == "descriptors" else ((16, 4), (24, 8), (32, 8), (48, 20))
     value_dim, rope_dim = rng.choice(dims)
     split = rng.choice((0, 0, 32, 64)) if form != "chosen" else 0
@@ -128,7 +130,7 @@ def random_case(rng: random.Random) -> Case:
         num_heads=rng.choice((1, 2, 3, 4, 8, 16, 19)),
         value_dim=value_dim,
         rope_dim=rope_dim,
-        block_size=rng.choice((32, 64) if form == "descriptors" else (1, 3, 8, 16, 64, 256)),
+        block_size=block_size,
         dtype=rng.choice((torch.float32, HALF, BRAIN)),
         window=rng.choice((None, None, rng.randint(1, 200))),
         padding=rng.choice((0, 0, 2)),

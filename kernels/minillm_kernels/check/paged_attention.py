@@ -113,10 +113,12 @@ CASES = (
 
 
 def random_case(rng: random.Random) -> Case:
-    """Any call: up to five sequences of any mix of lengths, small sizes."""
+    """Any call: up to four sequences of any mix of lengths, on the edge of a block too."""
+    block_size = rng.choice((1, 3, 16, 64, 100, 256))
+    edges = (max(block_size - 1, 1), block_size, block_size + 1)
     sequences = []
     for _ in range(rng.randint(1, 4)):
-        seq_len = rng.choice((0, 1, rng.randint(2, 40), rng.randint(41, 250)))
+        seq_len = rng.choice((0, 1, *edges, rng.randint(2, 40), rng.randint(41, 250)))
         most = min(seq_len, rng.choice((12, 90))) if seq_len else 3
         sequences.append((rng.choice((1, 1, rng.randint(0, most))), seq_len))
     only_decode = all(query_len <= 1 for query_len, _ in sequences)
@@ -126,7 +128,7 @@ def random_case(rng: random.Random) -> Case:
         num_heads=num_kv_heads * rng.choice((1, 2, 3, 4, 8)),
         num_kv_heads=num_kv_heads,
         head_dim=rng.choice((8, 64, 80, 96, 128)),
-        block_size=rng.choice((1, 3, 16, 64, 100, 256)),
+        block_size=block_size,
         dtype=rng.choice((torch.float32, HALF, BRAIN)),
         window=rng.choice((None, None, rng.randint(1, 200))),
         soft_cap=rng.choice((None, None, 20.0)),

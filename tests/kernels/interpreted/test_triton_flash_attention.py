@@ -42,7 +42,7 @@ def test_case(case: Case) -> None:
     verify(case)
 
 
-@settings(max_examples=5, derandomize=True, deadline=None)
+@settings(max_examples=10, derandomize=True, deadline=None)
 @given(st.integers(0, 10**6))
 def test_any_call(seed: int) -> None:
     verify(random_case(random.Random(seed)))

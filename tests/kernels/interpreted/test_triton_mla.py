@@ -32,7 +32,7 @@ def test_cases(form: str) -> None:
         check.verify(case, "cpu")
 
 
-@settings(derandomize=True, deadline=None, max_examples=8, database=None)
+@settings(derandomize=True, deadline=None, max_examples=20, database=None)
 @given(st.integers(0, 2**32 - 1))
 def test_any_case(seed: int) -> None:
     check.verify(check.random_case(random.Random(seed)), "cpu")
