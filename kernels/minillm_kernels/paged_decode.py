@@ -13,7 +13,7 @@ bytes on their way. Two kernels answer it (flash-decoding: Dao et al., 2023):
 
 The matrix units of Hopper multiply at least 64 rows. G query heads as rows (the textbook form,
 padded to 16) leave them to the older, slower instruction; `SWAP` computes the transposed product
-S^T = K Q^T instead: the rows are 64 or 128 positions and the G heads, padded to 8, are columns.
+S^T = K Q^T instead: the rows are 64 positions and the G heads, padded to 16, are columns.
 
 The helpers here (`locate`, `load_rows`, `log2_scores`, `merge`) serve paged_prefill.py, too.
 """
