@@ -195,8 +195,7 @@ def invariant_kernel(
     q_strides, k_strides, v_strides, out_strides, table_stride,
     scale, soft_cap, window, num_sequences, num_rows, num_splits, apart,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
@@ -230,8 +229,7 @@ def invariant_kernel(
     )
     queries = tl.load(q + places, mask=inside, other=0.0)
     none = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    zero = tl.zeros([BLOCK_M], tl.float32)
-    zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    zero, zeros = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m, total, acc = none, zero, zeros
     table = block_tables + tl.minimum(sequence, num_sequences - 1).to(tl.int64) * table_stride
     for split in tl.range(split_begin, split_end):

@@ -4,6 +4,7 @@ To run one by hand: ``TRITON_INTERPRET=1 python -m pytest tests/kernels/interpre
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
 def test_interpreted(file: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert " passed" in done.stdout.splitlines()[-1] or "passed" in done.stdout, done.stdout
+    assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout
