@@ -236,6 +236,8 @@ def check_block_tables(
         return
     tables, lengths = block_tables.tolist(), seq_lens.tolist()
     for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        if length < 0:
+            raise KernelError(f"seq_lens[{row}] is {length}; it must be 0 or more.")
         needed = -(-length // block_size)
         if needed > len(table):
             raise KernelError(

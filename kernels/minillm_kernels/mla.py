@@ -268,6 +268,8 @@ def mla_attention(
     not depend on what else is computed, nor on how its sequence was cut. Rows of `out` behind the
     last sequence are left as they are. KernelError for what does not fit.
     """
+    if not 0 < scale < math.inf:
+        raise launch.KernelError(f"scale is {scale}; it must be positive and finite.")
     out = check_arguments(
         q, latent_cache, value_dim, query_start, seq_lens, block_tables, window, max_query_len, out
     )

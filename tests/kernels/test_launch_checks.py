@@ -228,6 +228,8 @@ def test_block_tables_are_looked_at_when_interpreted(monkeypatch):
         check_block_tables(tables([3, 99], [-1, -1]), torch.tensor([16, 1]), 4, 16)
     with refused(r"seq_lens\[1\] is 33, which needs 3 blocks of 16; its block table has 2\."):
         check_block_tables(tables([0, 1], [2, 3]), torch.tensor([32, 33]), 4, 16)
+    with refused(r"seq_lens\[0\] is -3; it must be 0 or more\."):
+        check_block_tables(tables([0, 1]), torch.tensor([-3]), 4, 16)
 
 
 @pytest.mark.parametrize("bounds", [[1, 2], [0, 3, 1], [0, 2, 6], []])

@@ -5,6 +5,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Call = Callable[[int], object]
+CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold: twice an H200's
+
+
+def sets_beyond_cache(num_bytes: int) -> int:
+    """Input sets of so many bytes that together leave the cache, one more than it takes."""
+    return 1 + -(-CACHE // num_bytes)
 
 
 @dataclass(frozen=True)

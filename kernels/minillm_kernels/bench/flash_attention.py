@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm_kernels.bench.case import Call, Measurement
+from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
 from minillm_kernels.flash_attention import flash_attention
 from minillm_kernels.flash_attention_config import (
     HOPPER,
@@ -17,7 +17,6 @@ from minillm_kernels.flash_attention_config import (
     entry,
 )
 
-CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold
 FLASH, CUDNN, VARLEN = "SDPA flash", "SDPA cuDNN", "varlen_attn"
 
 
@@ -130,7 +129,7 @@ class Sets:
 
     def __init__(self, size: Size, device: str):
         self.size, self.device = size, device
-        self.count = 1 + CACHE // size.set_bytes if device == "cuda" else 2
+        self.count = sets_beyond_cache(size.set_bytes) if device == "cuda" else 2
         self.made: list[tuple[Tensor, Tensor, Tensor]] = []
         self.start = torch.empty(0)
 

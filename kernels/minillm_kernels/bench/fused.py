@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import fused, reference
-from minillm_kernels.bench.case import Call, Measurement
+from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
 
-CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold
 EPS = 1e-6
 BLOCK_SIZE = 16
 COMPILED = "torch.compile"
@@ -103,7 +102,7 @@ class Sets:
         """Input sets; in decode, inputs are in the cache anyway, where their producer left them."""
         if self.size.num_tokens <= DECODE:
             return 2
-        return max(2, -(-CACHE // self.size.num_bytes) + 1)
+        return sets_beyond_cache(self.size.num_bytes)
 
     def arguments(self, number: int) -> tuple[object, ...]:
         """Those of one set."""

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm_kernels import gemv
-from minillm_kernels.bench.case import Call, Measurement
+from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
 
-CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold
 EPS = 1e-6
 # Tiles to compare: rows and columns of W, warps, stages (1: loads into registers) and splits.
 ONE_ROW = (
@@ -111,7 +110,7 @@ class Sets:
     @property
     def count(self) -> int:
         """Input sets, together larger than the cache."""
-        return 2 if self.device == "cpu" else max(2, -(-CACHE // self.size.num_bytes) + 1)
+        return 2 if self.device == "cpu" else sets_beyond_cache(self.size.num_bytes)
 
     def inputs(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """x, the norm's weight and the weight of one set."""

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm_kernels import launch
-from minillm_kernels.bench.case import Call, Measurement
+from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
 from minillm_kernels.mla import mla_attention
 from minillm_kernels.mla_config import Config, choose
 
-CACHE = 120 << 20  # bytes: twice what an H200's L2 cache holds
 NOPE_DIM, HEAD_VALUE_DIM = 128, 128  # of DeepSeek's explicit heads, which have Dr rotated ones too
 
 
@@ -160,7 +159,7 @@ class Sets:
 
     def __init__(self, size: Size, device: str):
         self.size, self.device = size, device
-        self.count = 1 if device == "cpu" else 1 + -(-CACHE // size.num_bytes)
+        self.count = 1 if device == "cpu" else sets_beyond_cache(size.num_bytes)
         self.made: list[Batch] = []
         self.explicit: list[tuple[Tensor, Tensor, Tensor]] = []
 

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import moe, reference
-from minillm_kernels.bench.case import Call, Measurement
-
-CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold
+from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Sets:
         self.made: tuple[list[Tensor], list[Tensor]] | None = None
         self.num_active = int(ids_of(size, 0).unique().numel())
         active = 6 * self.num_active * size.hidden_size * size.intermediate_size  # bytes
-        self.count = max(1, min(size.num_experts // size.top_k, -(-CACHE // active) + 1))
+        self.count = max(1, min(size.num_experts // size.top_k, sets_beyond_cache(active)))
 
     def inputs(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x, gate_up, down, weights, ids of one set."""

@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm_kernels.bench.case import Call, Measurement
+from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
 from minillm_kernels.launch import arch
 from minillm_kernels.paged_attention import paged_attention
 from minillm_kernels.paged_config import Config, Tiles, choose
-
-CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class Sets:
 
     def __init__(self, size: Size, device: str):
         self.size, self.device = size, device
-        self.count = 1 if device == "cpu" else max(1, -(-CACHE // size.num_bytes)) + 1
+        self.count = 1 if device == "cpu" else sets_beyond_cache(size.num_bytes)
         self.made: list[Batch] | None = None
 
     def call(self, function: Callable[[Batch], object]) -> Call:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import sampling
-from minillm_kernels.bench.case import Call, Measurement
+from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
 
-CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold
 FEW = 8  # rows whose logits are in the cache anyway, as their producer leaves them
 LIKELY = 64  # tokens above the rest
 
@@ -101,7 +100,7 @@ class Sets:
         """Input sets, together larger than the cache; two where they would be in it anyway."""
         if self.size.num_rows <= FEW:
             return 2
-        return -(-CACHE // self.size.num_bytes) + 1
+        return sets_beyond_cache(self.size.num_bytes)
 
     def logits(self, number: int) -> Tensor:
         """One set's [K, V]."""

@@ -1,3 +1,4 @@
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -252,6 +253,7 @@ def call(**changes: object) -> torch.Tensor:
 
 BIG = Tile(block_h=16, block_q=1, block_n=32, swap=False)
 BAD: dict[str, dict] = {
+    "scale is nan; it must be positive and finite": {"scale": math.nan},
     r"q is \[3, 80\]; it must be \[N, H, R \+ Dr\]": {"q": torch.zeros(3, 80)},
     r"latent_cache is \[5, 8, 20\]": {"latent_cache": torch.zeros(5, 8, 20)},
     r"latent_cache is \[5, 1, 8, 24\]; it must be \[blocks, 1, block_size, 20\]": {
