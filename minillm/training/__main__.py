@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError
 from minillm.machine import cpu_count, cpu_name
 from minillm.training import corpus
 from minillm.training.recipes import RECIPES, recipe
@@ -20,6 +20,7 @@ EXAMPLES = """examples:
                                               the same command again, continues
   python -m minillm.training tiny --device cuda
   python -m minillm.training tiny-draft       distil the draft model from the embedded tiny
+  python -m minillm.training variants         the twelve runs of chapter 04, one per core at a time
   python -m minillm.training card             measure both and write assets/MODEL_CARD.md
   python -m minillm.training manifest         choose the corpus anew from what is installed here
   python -m minillm.training tokenizer        learn the vocabulary anew (models must follow)
@@ -35,11 +36,11 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [candidate.name for candidate in RECIPES]
-    tasks = [*names, "card", "manifest", "tokenizer", "verify"]
+    tasks = [*names, "variants", "card", "manifest", "tokenizer", "verify"]
     parser.add_argument("task", choices=tasks, metavar="TASK", help=", ".join(tasks))
     parser.add_argument("--out", type=Path, help="folder of the run (default: work/training/TASK)")
     parser.add_argument(
-        "--export", type=Path, help="where the trained model goes (default: assets)"
+        "--export", type=Path, help="where the result goes (default: assets, or notebooks/variants)"
     )
     parser.add_argument("--workers", type=int, help="training processes (default: one per core)")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, one process")
@@ -75,6 +76,19 @@ def train(arguments: argparse.Namespace) -> str:
     return f"The trained model is in {target}."
 
 
+def train_variants(arguments: argparse.Namespace) -> str:
+    """Train what chapter 04 compares, and publish it beside the chapters."""
+    from minillm.training import variants
+
+    if arguments.device != "cpu":
+        raise ConfigError("The variants are trained on CPU cores, one run on each; omit --device.")
+    folder = arguments.out or Path("work", "training", "variants")
+    target = arguments.export or Path("notebooks", "variants")
+    workers = arguments.workers or cpu_count()
+    variants.train_variants(folder, workers, compiled=not arguments.no_compile)
+    return f"{variants.publish(folder, target)} runs are in {target}."
+
+
 def learn_tokenizer(arguments: argparse.Namespace) -> str:
     """Learn the vocabulary from the training split."""
     from minillm.training.tokenizer import sample_texts, save_tokenizer, train_tokenizer
@@ -97,6 +111,8 @@ def run(arguments: argparse.Namespace) -> str:
         return f"All {len(manifest.files)} files of the corpus are as listed: {size:,} bytes."
     if arguments.task == "tokenizer":
         return learn_tokenizer(arguments)
+    if arguments.task == "variants":
+        return train_variants(arguments)
     if arguments.task == "card":
         from minillm.training.model_card import write_model_card
 

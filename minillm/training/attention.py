@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from minillm.config import ModelConfig
 from minillm.layers.batch import Batch
 
 BLOCK = 256  # queries per block: on a CPU 3.4 times faster than SDPA, backward included
@@ -13,17 +14,19 @@ class CausalRows:
     """Causal attention over a batch whose sequences all have `window` tokens.
 
     Plain matrix products over blocks of queries, because torch's fused CPU kernel reaches a
-    fifth of their rate in bf16. Keys after a block's last query are never multiplied.
+    fifth of their rate in bf16. Keys after a block's last query are never multiplied. Of MLA's
+    rows the first `latent_size` values are the value too.
     """
 
-    def __init__(self, window: int):
-        self.window = window
+    def __init__(self, window: int, latent_size: int | None = None):
+        self.window, self.latent_size = window, latent_size
         self.key: Tensor | None = None
         self.value: Tensor | None = None
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Keep key [N, Hkv, Dk] and value [N, Hkv, Dv] until the `attend` that follows."""
-        self.key, self.value = key, value
+        self.key = key
+        self.value = key[..., : self.latent_size] if value is None else value
 
     def attend(
         self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
@@ -31,7 +34,10 @@ class CausalRows:
         """Attention of query [N, H, Dk] within each row of `window` tokens -> [N, H, Dv]."""
         if self.key is None or self.value is None:
             raise RuntimeError("attend() was called before write().")
-        dtype = self.value.dtype  # under autocast a norm may have widened query and key
+        kind = query.device.type
+        # Under autocast a norm or a rotation may have widened any of the three.
+        narrow = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if narrow else self.value.dtype
         q, k, v = (self._rows(x.to(dtype)) for x in (query, self.key, self.value))  # [B, H, T, D]
         rows, heads, length, _ = q.shape
         kv_heads = k.shape[1]
@@ -62,3 +68,8 @@ class CausalRows:
         if window is not None:
             hidden = hidden | (key <= query - window)
         return torch.where(hidden, -1e9, 0.0)
+
+
+def causal_rows(config: ModelConfig, window: int) -> CausalRows:
+    """The backend for a model of `config` over rows of `window` tokens."""
+    return CausalRows(window, config.mla.kv_lora_rank if config.mla else None)

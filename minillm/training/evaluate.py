@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minillm.models.decoder import Decoder
 from minillm.text.tokenizer import Tokenizer
-from minillm.training.attention import CausalRows
+from minillm.training.attention import causal_rows
 from minillm.training.trainer import rows_batch
 
 
@@ -34,7 +34,9 @@ class BitsPerByte:
 def logits_of(model: Decoder, ids: Sequence[int]) -> Tensor:
     """Logits [T, V] in float32 after each of the T tokens of one sequence."""
     input_ids = torch.tensor(ids, device=model.embedding.weight.device)
-    return model.logits(model(rows_batch(input_ids, len(ids)), CausalRows(len(ids)))).float()
+    return model.logits(
+        model(rows_batch(input_ids, len(ids)), causal_rows(model.config, len(ids)))
+    ).float()
 
 
 def text_nats(model: Decoder, ids: Sequence[int], context: int) -> float:

@@ -8,22 +8,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from minillm.config import ModelConfig
+from minillm.config import MLAConfig, ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.training.tokenizer import end_of_text_id, save_tokenizer
 
 
 def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]:
-    """config.json of a Qwen3-shaped model, with RoPE under its new and its old name."""
+    """config.json of a Qwen3-shaped or, with latent attention, a DeepSeek-V2-shaped model, with
+    RoPE under its new and its old name."""
+    mla = config.mla
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["DeepseekV2ForCausalLM" if mla else "Qwen3ForCausalLM"],
+        "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **(dense_deepseek(config, mla) if mla else {"head_dim": config.head_dim}),
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
@@ -40,6 +42,19 @@ def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]
         "eos_token_id": eos_token_id,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
+    }
+
+
+def dense_deepseek(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
+    """DeepSeek-V2's own fields. It has no word for "without experts": all layers come before the
+    first that would have some."""
+    return {
+        **vars(mla),
+        "first_k_dense_replace": config.num_layers,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": config.intermediate_size,
     }
 
 

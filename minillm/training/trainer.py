@@ -23,7 +23,7 @@ from minillm.config import ModelConfig
 from minillm.errors import CheckpointError
 from minillm.layers.batch import Batch
 from minillm.models.decoder import Decoder
-from minillm.training.attention import CausalRows
+from minillm.training.attention import causal_rows
 from minillm.training.data import TokenStreams, row
 from minillm.training.recipes import Recipe
 
@@ -85,7 +85,7 @@ def rows_batch(input_ids: Tensor, window: int, first_position: int = 0) -> Batch
 def row_logits(model: Decoder, input_ids: Tensor, window: int) -> Tensor:
     """Logits [N, V] of rows of `window` tokens, under bf16 autocast."""
     with torch.autocast(input_ids.device.type, torch.bfloat16):
-        hidden = model(rows_batch(input_ids, window), CausalRows(window))
+        hidden = model(rows_batch(input_ids, window), causal_rows(model.config, window))
         return model.logits(hidden)
 
 

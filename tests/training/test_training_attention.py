@@ -37,3 +37,20 @@ def test_equals_sdpa(length: int, window: int | None) -> None:
     expected = torch.autograd.grad(wanted, (q, k, v), grad)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def test_a_latent_is_key_and_value() -> None:
+    torch.manual_seed(0)
+    length, heads, width, latent = 300, 4, 12, 8
+    q, key = (torch.randn(length, n, width, dtype=torch.float64) for n in (heads, 1))
+    batch = rows_batch(torch.zeros(length, dtype=torch.int64), length)
+    kv = CausalRows(length, latent)
+    kv.write(0, key, None, batch)
+    out = kv.attend(0, q, batch, 0.3, None)
+    wanted = F.scaled_dot_product_attention(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, key, key[..., :latent])),
+        is_causal=True,
+        scale=0.3,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(out, wanted[0].transpose(0, 1), atol=1e-6, rtol=0)
