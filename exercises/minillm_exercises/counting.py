@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from minillm_exercises.checking import CheckFailedError
@@ -19,11 +20,13 @@ from minillm_exercises.checking import CheckFailedError
 @dataclass
 class Counts:
     """What ran: operator names in order ("mm", "add"), floating-point operations of the matrix
-    products (2 for a multiply and an add), elements of the largest tensor that was made."""
+    products (2 for a multiply and an add), elements of the largest tensor that was made, and of the
+    largest that was made in memory of its own: a view of another, or the same changed, is none."""
 
     ops: list[str] = field(default_factory=list)
     flops: int = 0
     max_numel: int = 0
+    max_new: int = 0
 
     def of(self, *names: str) -> int:
         """How often the operators called `names` ran."""
@@ -45,6 +48,8 @@ class _Counter(TorchDispatchMode):
             out = func.decompose(*args, **kwargs)
         if out is not NotImplemented:
             return out
+        inputs = tree_leaves((args, kwargs))
+        given = {_memory(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor)}
         out = func(*args, **kwargs)
         self.counts.ops.append(func.overloadpacket.__name__)
         if func.overloadpacket in flop_registry:
@@ -53,7 +58,14 @@ class _Counter(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self.counts.max_numel = max(self.counts.max_numel, tensor.numel())
+                if _memory(tensor) not in given:
+                    self.counts.max_new = max(self.counts.max_new, tensor.numel())
         return out
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a tensor's numbers begin, its own or those it is a view of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 @contextmanager

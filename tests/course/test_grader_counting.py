@@ -42,6 +42,27 @@ def test_the_largest_tensor_and_the_order_of_operations() -> None:
     assert counts.max_numel == 100
 
 
+@pytest.mark.parametrize(
+    ("step", "new"),
+    [
+        (lambda x: x.T.view(5, 4, 2)[1:].permute(2, 0, 1), 0),
+        (lambda x: x.mul_(2).add_(1), 0),
+        (lambda x: x[:, :1].expand(8, 100), 0),
+        (lambda x: x[:, :1].expand(8, 100).contiguous(), 800),
+        (lambda x: x[:, None] @ x[:, :, None].expand(8, 5, 7), 8 * 7),
+        (lambda x: x[:2].repeat_interleave(3, dim=0), 30),
+        (lambda x: x[[0, 0, 1]], 15),
+        (lambda x: torch.cat([x, x]), 80),
+        (lambda x: x.split(4)[1].sum(1), 4),
+    ],
+)
+def test_a_view_is_no_new_tensor(step: Callable[[torch.Tensor], object], new: int) -> None:
+    x = torch.ones(8, 5)
+    with counting() as counts:
+        step(x)
+    assert counts.max_new == new
+
+
 REFUSED = {
     "function": lambda: torch.softmax(Q, -1),
     "method": lambda: Q.softmax(-1),
