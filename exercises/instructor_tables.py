@@ -37,6 +37,10 @@ PLANS: Mapping[str, Sequence[str | int]] = MappingProxyType(
             *("05", "e05.1", BREAK, "06", "e06.1", "07", "e07.1", LUNCH),
             *("08", "e08.1", BREAK, "09", "e09.1"),
         ),
+        "a third day": (
+            *("04", "e04.1", "e04.2", BREAK, "10", "e10.1", "e10.2", LUNCH),
+            *("11", "e11.1", BREAK, "e11.2"),
+        ),
     }
 )
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
