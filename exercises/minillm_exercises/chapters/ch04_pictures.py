@@ -1,0 +1,149 @@
+"""The pictures of chapter 04: real caches, the forms of MLA, bits per byte against the cache."""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from minillm.config import ModelConfig
+from minillm.cost import step_cost
+from minillm_exercises.chapters.ch04 import crossing, forms
+from minillm_exercises.chapters.ch04_variants import Record
+from minillm_exercises.plots import COLOURS, bars, bound, figure, series, show
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TERA = 10**12
+SIDE = {"mqa": 1.13, "mla": 0.885}  # two variants with one cache size stand beside each other
+
+
+def draw_prices(found: Mapping[str, tuple[int, Fraction]]) -> None:
+    """Draw a token's cache by model, and what the rule with the hidden size says."""
+    fig, ax = figure("cache of one token (KiB, logarithmic)", "model", size=(8, 4.4))
+    for number, (label, times) in enumerate((("by heads", False), ("by hidden size", True))):
+        sizes = [price * (ratio if times else 1) / 1024 for price, ratio in found.values()]
+        rows = [row + 0.4 * number for row in range(len(found))]
+        drawn = ax.barh(rows, [float(size) for size in sizes], 0.4, label=label, **bars(number))
+        texts = [f"{float(r):.3g} times" for _, r in found.values()] if times else []
+        ax.bar_label(drawn, texts or [f"{float(s):,.4g}" for s in sizes], padding=3, fontsize=9)
+    ax.set(xscale="log", yticks=[row + 0.2 for row in range(len(found))], yticklabels=list(found))
+    ax.set_xlim(20, 4 * float(max(p * r for p, r in found.values())) / 1024)
+    ax.invert_yaxis()
+    ax.legend(loc="lower right")
+    worst = max(found, key=lambda name: found[name][1])
+    exact = [name for name, (_, ratio) in found.items() if ratio == 1]
+    show(
+        fig,
+        f"Each pair of bars is one model in 16-bit values: the rule with the hidden size is right "
+        f"for {' and '.join(exact)}, and {float(found[worst][1]):.1f} times too much for {worst}.",
+    )
+
+
+def draw_forms(config: ModelConfig, name: str, contexts: Sequence[int]) -> None:
+    """Draw operations of a decode step by context, and from how many new tokens on absorbing
+    costs more than expanding."""
+    fig, (left, right) = figure("tokens in the context", "operations", cols=2, size=(9.6, 4))
+    for number, form in enumerate(forms(config, 1, 1)):
+        work = [forms(config, 1, seq)[form].operations / TERA for seq in contexts]
+        left.plot(contexts, work, label=form, **series(number))
+    rest = [step_cost(config, [1], [1]).linear_flops / TERA] * len(contexts)
+    bound(left, contexts, rest, "all matrix products of the step", side="above", at=0.0)
+    left.set(xscale="log", yscale="log", ylabel="operations of a decode step (10^12)")
+    left.set_ylim(
+        rest[0] / 60, 40 * forms(config, 1, contexts[-1])["keep latents, expand"].operations / TERA
+    )
+    left.legend(loc="upper left")
+    meets = _draw_crossings(right, config, contexts)
+    decode = forms(config, 1, contexts[0])
+    times = decode["keep latents, expand"].operations / decode["keep latents, absorb"].operations
+    show(
+        fig,
+        f"{name}: left, a decode step, in which expanding costs {times:.0f} times as many "
+        f"operations as absorbing at {contexts[0]:,} tokens; right, below the dashed line "
+        f"expanding is the cheaper form, from {min(meets)} to {max(meets)} new tokens on.",
+    )
+
+
+def _draw_crossings(ax: "Axes", config: ModelConfig, contexts: Sequence[int]) -> list[int]:
+    new = [2**power for power in range(13)]
+    for number, seq in enumerate((contexts[0], contexts[-1])):
+        ratio = [_ratio(config, queries, seq) for queries in new]
+        ax.plot(new, ratio, label=f"context {seq:,}", **series(number))
+    ax.plot(new, [_ratio(config, n, n) for n in new], label="whole prompts", **series(2))
+    bound(ax, new, [1] * len(new), "equal", side="above", at=1.0)
+    ax.set(xscale="log", yscale="log", xlabel="new tokens in the step")
+    ax.set_ylabel("expanding / absorbing (times the operations)")
+    ax.legend(loc="upper right")
+    return [crossing(config, seq) for seq in contexts]
+
+
+def _ratio(config: ModelConfig, queries: int, seq: int) -> float:
+    found = forms(config, queries, seq)
+    return found["keep latents, expand"].operations / found["keep latents, absorb"].operations
+
+
+def draw_quality(record: Record) -> None:
+    """Draw bits per byte of every run against its cache, a panel for each held-out text."""
+    texts = list(record.held_out_bytes)
+    fig, axes = figure("cache of a token (bytes, logarithmic)", "bits per byte", cols=len(texts),
+                       size=(9.6, 4.2))  # fmt: skip
+    told = []
+    for ax, text in zip(axes, texts, strict=True):
+        told.append(f"on {text} " + ", ".join(_draw_text(ax, record, text)))
+        ax.set(title=f"held out: {text}", xscale="log")
+        ax.margins(0.2)
+    axes[0].legend(title="same seed, same rows", fontsize=9)
+    show(
+        fig,
+        f"Each marker is one run and each bar the range of a variant's seeds; the axes do not "
+        f"begin at zero; {'; '.join(told)}.",
+    )
+
+
+def _draw_text(ax: "Axes", record: Record, text: str) -> list[str]:
+    sizes = {run.variant: run.kv_bytes for run in record.runs}
+    places = {name: sizes[name] * SIDE.get(name, 1.0) for name in record.variants}
+    seeds = sorted({run.seed for run in record.runs})
+    for number, seed in enumerate(seeds):
+        known = [(places[n], record.bits(n, text).get(seed)) for n in record.variants]
+        points = [(x, y) for x, y in known if y is not None]
+        look = {**series(number), "linestyle": "", "markersize": 7}
+        ax.plot(*zip(*points, strict=True), label=f"seed {seed}", **look)
+    told = []
+    for name in record.variants:
+        bits = list(record.bits(name, text).values())
+        ax.vlines(places[name], min(bits), max(bits), color="#888888", linewidth=6, alpha=0.35)
+        ax.annotate(name.upper(), (places[name], max(bits)), xytext=(0, 8), ha="center",
+                    textcoords="offset points", fontsize=9)  # fmt: skip
+        told.append(f"{name.upper()} {min(bits):.3f} to {max(bits):.3f}")
+    ax.set_xticks(sorted(set(sizes.values())), [f"{n:,}" for n in sorted(set(sizes.values()))])
+    ax.minorticks_off()
+    return told
+
+
+def draw_live(found: Mapping[str, tuple[int, float]], base: str) -> None:
+    """Draw bits per byte against the cache as computed here: by name, bytes and bits per byte."""
+    fig, ax = figure("bits per byte", "model", size=(8, 3.6))
+    names = [f"{name}, {size:,} bytes a token" for name, (size, _) in found.items()]
+    looks = [bars(int("averaged" in name)) for name in found]
+    for row, (label, (_, bits)) in enumerate(zip(names, found.values(), strict=True)):
+        drawn = ax.barh(label, bits, **looks[row])
+        ax.bar_label(drawn, [f"{bits:.3f}"], padding=3)
+    ax.axvline(found[base][1], color="black", linestyle="--", linewidth=1.2)
+    ax.set_xlim(0, 1.15 * max(bits for _, bits in found.values()))
+    ax.invert_yaxis()
+    told = ", ".join(f"{name} {bits:.3f}" for name, (_, bits) in found.items())
+    show(fig, f"Bits per byte on a text that no model has read, dashed the trained {base}: {told}.")
+
+
+def draw_room(tokens: Mapping[str, int], mib: int) -> None:
+    """Draw how many tokens the engine of each variant holds in the same memory."""
+    fig, ax = figure(
+        f"tokens in {mib} MiB of cache, counted by the engine", "variant", size=(8, 2.6)
+    )
+    for name, count in tokens.items():
+        ax.bar_label(ax.barh(name.upper(), count, color=COLOURS[0]), [f"{count:,}"], padding=3)
+    ax.set_xlim(0, 1.15 * max(tokens.values()))
+    ax.invert_yaxis()
+    told = ", ".join(f"{name.upper()} {count:,}" for name, count in tokens.items())
+    show(fig, f"Tokens that fit in the same memory: {told}.")

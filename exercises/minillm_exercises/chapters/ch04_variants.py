@@ -1,0 +1,164 @@
+"""Chapter 04: the trained variants, and what their seeds can tell.
+
+`load_record` reads what `minillm.training.variants` measured, `judge` says in words which
+differences are larger than those between seeds, `load`, `score` and `with_kv_heads` try the
+committed weights.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minillm.models.checkpoint import open_model
+from minillm.models.decoder import Decoder
+from minillm.models.loader import load_model
+from minillm.text.tokenizer import Tokenizer
+from minillm.training.evaluate import bits_per_byte
+from minillm.training.variants import WINDOW
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.manifest import exercises_root
+
+
+def folder(name: str = "") -> Path:
+    """Where the trained variants are, or the Hugging Face folder of one of them."""
+    return exercises_root().parent / "notebooks" / "variants" / name
+
+
+def tokenizer() -> Tokenizer:
+    """The tokenizer of all variants."""
+    return Tokenizer.from_folder(folder("mha"))
+
+
+def load(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The weights of a variant's first seed, on the CPU."""
+    return load_model(open_model(folder(name)), dtype)
+
+
+def score(model: Decoder, text: str) -> float:
+    """Bits per byte of a text, in the context in which the variants were trained."""
+    return bits_per_byte(model, tokenizer(), [text], WINDOW).bits_per_byte
+
+
+@torch.no_grad()
+def with_kv_heads(model: Decoder, kv_heads: int, pool: Callable[[Tensor, int], Tensor]) -> Decoder:
+    """A copy of `model` whose key and value projections are pool(weight [H D, d], kv_heads)."""
+    smaller = Decoder(replace(model.config, num_kv_heads=kv_heads))
+    tensors = model.checkpoint_tensors()
+    for name, tensor in smaller.checkpoint_tensors().items():
+        pooled = name.endswith(("k_proj.weight", "v_proj.weight"))
+        tensor.copy_(pool(tensors[name], kv_heads) if pooled else tensors[name])
+    return smaller.eval()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: `bits` are bits per byte by held-out text."""
+
+    variant: str
+    seed: int
+    parameters: int
+    kv_bytes: int
+    bits: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Record:
+    """All runs, and how much text each read and was judged by."""
+
+    runs: tuple[Run, ...]
+    tokens_per_run: int
+    held_out_bytes: Mapping[str, int]
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Names in the order of their runs, largest cache first."""
+        return tuple(dict.fromkeys(r.variant for r in sorted(self.runs, key=lambda r: -r.kv_bytes)))
+
+    def bits(self, variant: str, text: str) -> dict[int, float]:
+        """Bits per byte of a variant by seed, in the order of the seeds."""
+        found = {run.seed: run.bits[text] for run in self.runs if run.variant == variant}
+        return dict(sorted(found.items()))
+
+
+def load_record(path: Path | None = None) -> Record:
+    """Read results.json of the variants."""
+    data = json.loads((path or folder("results.json")).read_text(encoding="utf-8"))
+    runs = tuple(
+        Run(r["variant"], r["seed"], r["parameters"], r["kv_bytes_per_token"], r["bits_per_byte"])
+        for r in data["runs"]
+    )
+    sizes = {name: text["bytes"] for name, text in data["held_out"].items()}
+    return Record(runs, data["tokens_per_run"], sizes)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the common seeds of two variants say about their bits per byte on one text.
+
+    `differences` are second minus first, seed by seed: the same seed saw the same rows in the
+    same order. `spread` is the larger of the two ranges over a variant's own seeds.
+    """
+
+    first: str
+    second: str
+    differences: tuple[float, ...]
+    spread: float
+
+    @property
+    def mean(self) -> float:
+        """The mean difference."""
+        return sum(self.differences) / len(self.differences)
+
+    @property
+    def apart(self) -> bool:
+        """Whether every seed agrees on the sign and the mean is larger than the spread."""
+        agree = len({difference > 0 for difference in self.differences}) == 1
+        return len(self.differences) > 1 and agree and abs(self.mean) > self.spread
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        first, second, n = self.first.upper(), self.second.upper(), len(self.differences)
+        if n < 2:
+            return f"{second} and {first}: not told apart, because they share {n} seed."
+        low, high = min(self.differences), max(self.differences)
+        seen = f"{low:+.3f} to {high:+.3f} in {n} seeds, own seeds up to {self.spread:.3f} apart"
+        if not self.apart:
+            return f"{second} and {first}: not told apart ({seen})."
+        worse, better = (second, first) if self.mean > 0 else (first, second)
+        return f"{worse} needs {abs(self.mean):.3f} bits per byte more than {better} ({seen})."
+
+
+def judge(record: Record, text: str) -> list[Verdict]:
+    """A verdict for each pair of variants, on a held-out text."""
+    return [_verdict(record, text, *pair) for pair in combinations(record.variants, 2)]
+
+
+def _verdict(record: Record, text: str, first: str, second: str) -> Verdict:
+    one, other = record.bits(first, text), record.bits(second, text)
+    common = [seed for seed in one if seed in other]
+    if not common:
+        raise ExerciseError(f"{first} and {second} have no seed in common.")
+    ranges = [max(found.values()) - min(found.values()) for found in (one, other)]
+    return Verdict(first, second, tuple(other[s] - one[s] for s in common), max(ranges))
+
+
+def luck(seeds: int) -> Fraction:
+    """The chance that all runs of one of two equal variants beat all runs of the other."""
+    return Fraction(2, math.comb(2 * seeds, seeds))
+
+
+def cost_letter(verdict: Verdict, base: float, options: Mapping[str, float], none: str) -> str:
+    """The option, in percent of `base`, nearest to what the second variant needs more; `none` if
+    the two were not told apart or it needs less."""
+    if not verdict.apart or verdict.mean < 0:
+        return none
+    percent = 100 * verdict.mean / base
+    return min(options, key=lambda letter: abs(math.log(options[letter] / percent)))
