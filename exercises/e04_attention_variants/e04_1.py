@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of the last T of S positions, without a copy of keys or values.
+    """Causal attention of the last T of S positions, in float64, no copy of keys or values.
 
     queries [T, H, Dk], keys [S, Hkv, Dk], values [S, Hkv, Dv] -> [T, H, Dv]; query head h reads
     key-value head h // (H / Hkv).

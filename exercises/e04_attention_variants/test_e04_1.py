@@ -26,9 +26,9 @@ class Case:
     ) -> "Case":
         """T and S, H and Hkv, Dk and Dv; queries point somewhere, far from an average."""
         return cls(
-            tensor(seed, tokens, heads[0], dims[0], scale=2.0),
-            tensor(seed + 1, length, heads[1], dims[0], scale=2.0),
-            tensor(seed + 2, length, heads[1], dims[1]),
+            tensor(seed, tokens, heads[0], dims[0], scale=2.0).double(),
+            tensor(seed + 1, length, heads[1], dims[0], scale=2.0).double(),
+            tensor(seed + 2, length, heads[1], dims[1]).double(),
         )
 
     def output(self) -> Tensor:
@@ -36,12 +36,12 @@ class Case:
         group = self.queries.shape[1] // self.keys.shape[1]
         first = len(self.keys) - len(self.queries)  # the position of the first query
         rows = []
-        for row, query in enumerate(self.queries.double()):
+        for row, query in enumerate(self.queries):
             seen = slice(0, first + row + 1)
             for head, q in enumerate(query):
-                k, v = (x[seen, head // group].double() for x in (self.keys, self.values))
+                k, v = self.keys[seen, head // group], self.values[seen, head // group]
                 rows.append((k @ q / math.sqrt(len(q))).softmax(0) @ v)
-        return torch.stack(rows).view(*self.queries.shape[:2], -1).float()
+        return torch.stack(rows).view(*self.queries.shape[:2], -1)
 
     def __str__(self) -> str:
         tokens, heads, key_dim = self.queries.shape
@@ -64,9 +64,9 @@ def ask(impl: Any, case: Case) -> tuple[Any, Counts]:
 
 
 def agree(got: Any, want: Tensor, what: str, case: object) -> None:
-    """`got` is a float32 tensor equal to `want`; NaN and other types get a sentence."""
+    """`got` is a float64 tensor equal to `want`; NaN and other types get a sentence."""
     about = f"{what} ({case}): "
-    if type(got) is Tensor and got.dtype == torch.float32:
+    if type(got) is Tensor and got.dtype == torch.float64:
         expect(
             not got.isnan().any(),
             f"{about}there is NaN in it, which is what a softmax over no position at all gives. "
@@ -75,12 +75,15 @@ def agree(got: Any, want: Tensor, what: str, case: object) -> None:
         )
     elif type(got) is Tensor:
         expect(
-            False, f"{about}it is {got.dtype}; all tensors here are torch.float32.", str(got.dtype)
+            False,
+            f"{about}it is {got.dtype}, and all tensors here are torch.float64. One that you make "
+            f"yourself is torch.float32 unless you say dtype=queries.dtype.",
+            str(got.dtype),
         )
     elif type(got) in (list, tuple, float, int):
         kind = type(got).__name__
         expect(False, f"{about}got a {kind}; return a Tensor [T, H, Dv].", kind)
-    close(got, want, what, str(case), rtol=1e-4, atol=1e-5)
+    close(got, want, what, str(case), rtol=1e-9, atol=1e-9)
     expect(type(got) is Tensor, f"{about}got {describe(got)}; return a plain Tensor.")
 
 
@@ -92,9 +95,9 @@ def follow(impl: Any, case: Case, what: str) -> None:
 @check(1, "The worked example of the README")
 def test_by_hand(impl: Any) -> None:
     """Equal weights: the mean of each head's values."""
-    values = torch.tensor([[[1.0], [10.0]], [[3.0], [30.0]]])
-    case = Case(torch.zeros(1, 4, 1), torch.zeros(2, 2, 1), values)
-    want = torch.tensor([[[2.0], [2.0], [20.0], [20.0]]])
+    values = torch.tensor([[[1.0], [10.0]], [[3.0], [30.0]]]).double()
+    case = Case(torch.zeros(1, 4, 1).double(), torch.zeros(2, 2, 1).double(), values)
+    want = torch.tensor([[[2.0], [2.0], [20.0], [20.0]]]).double()
     agree(ask(impl, case)[0], want, "Equal weights, heads 0 and 1 share", case)
 
 
@@ -149,9 +152,10 @@ def test_widths(impl: Any) -> None:
 @check(1, "Scores in the thousands")
 def test_large_scores(impl: Any) -> None:
     """Three keys near each other, and the query's own far below them: exp alone would overflow."""
-    sizes = torch.tensor([8.0, 8.0 + 1 / 128, 8.0 + 1 / 64, -8.0])  # scores 1024, 1025, 1026, -1024
+    sizes = torch.tensor([8.0, 8.0 + 1 / 128, 8.0 + 1 / 64, -8.0]).double()
     keys = sizes[:, None, None].expand(4, 2, 4).contiguous()
-    case = Case(torch.full((1, 4, 4), 64.0), keys, tensor(90, 4, 2, 4))
+    queries = torch.full((1, 4, 4), 64.0).double()
+    case = Case(queries, keys, tensor(90, 4, 2, 4).double())
     follow(impl, case, "Scores 1024, 1025, 1026 and -1024")
 
 
@@ -172,7 +176,7 @@ def lean(counts: Counts, case: Case) -> None:
     copied = counts.max_new >= size
     repeated = copied and times > 1 and counts.max_new >= times * size
     by_product = repeated and "clone _unsafe_view bmm" in " ".join(counts.ops)
-    why = "Something copies them whole: contiguous(), clone(), double(), an index?"
+    why = "Something copies them whole: contiguous(), clone(), float(), an index?"
     if repeated:
         why = (
             f"That is every key-value head {times} times over: repeat_interleave, an index, or a "

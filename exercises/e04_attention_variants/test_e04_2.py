@@ -115,7 +115,10 @@ def agree(got: Any, want: Tensor, what: str, case: str) -> None:
         )
     elif type(got) is Tensor:
         expect(
-            False, f"{about}it is {got.dtype}; all tensors here are torch.float64.", str(got.dtype)
+            False,
+            f"{about}it is {got.dtype}, and all tensors here are torch.float64. One that you make "
+            f"yourself is torch.float32 unless you say dtype=hidden.dtype.",
+            str(got.dtype),
         )
     elif type(got) in (list, tuple, float, int):
         kind = type(got).__name__
@@ -264,8 +267,8 @@ def test_lean(impl: Any) -> None:
     expect(
         counts.flops >= least,
         f"attend ({case}): your matrix products take {counts.flops:,} operations, and the task "
-        f"takes {least:,}. Write products as matrix products (@, einsum, matmul), so that they can be "
-        f"counted, and leave none of them out.",
+        f"takes {least:,}. Write products as matrix products (@, einsum, matmul), so that they can "
+        f"be counted, and leave none of them out.",
         "uncounted" if counts.flops < least else "counted",
     )
 
