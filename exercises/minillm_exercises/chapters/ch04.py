@@ -32,9 +32,10 @@ from minillm_exercises.errors import ExerciseError
 
 @dataclass
 class Made:
-    """Bytes of the tensors that were made; a view of another tensor costs none."""
+    """Bytes of the tensors that were made, together and of the largest; a view costs none."""
 
     num_bytes: int = 0
+    largest: int = 0
 
 
 class _Maker(TorchDispatchMode):
@@ -47,6 +48,7 @@ class _Maker(TorchDispatchMode):
         known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         new = [tensor for tensor in _tensors(out) if _storage(tensor) not in known]
         self.found.num_bytes += sum(tensor.nbytes for tensor in new)
+        self.found.largest = max([self.found.largest, *(tensor.nbytes for tensor in new)])
         return out
 
 

@@ -13,7 +13,7 @@ from minillm_exercises.plots import COLOURS, bars, bound, figure, series, show
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TERA = 10**12
+GIGA, TERA = 10**9, 10**12
 SIDE = {"mqa": 1.13, "mla": 0.885}  # two variants with one cache size stand beside each other
 
 
@@ -40,27 +40,35 @@ def draw_prices(found: Mapping[str, tuple[int, Fraction]]) -> None:
 
 
 def draw_forms(config: ModelConfig, name: str, contexts: Sequence[int]) -> None:
-    """Draw operations of a decode step by context, and from how many new tokens on absorbing
-    costs more than expanding."""
-    fig, (left, right) = figure("tokens in the context", "operations", cols=2, size=(9.6, 4))
-    for number, form in enumerate(forms(config, 1, 1)):
-        work = [forms(config, 1, seq)[form].operations / TERA for seq in contexts]
-        left.plot(contexts, work, label=form, **series(number))
-    rest = [step_cost(config, [1], [1]).linear_flops / TERA] * len(contexts)
-    bound(left, contexts, rest, "all matrix products of the step", side="above", at=0.0)
-    left.set(xscale="log", yscale="log", ylabel="operations of a decode step (10^12)")
-    left.set_ylim(
-        rest[0] / 60, 40 * forms(config, 1, contexts[-1])["keep latents, expand"].operations / TERA
+    """Draw operations and bytes of a decode step by context, and from how many new tokens on
+    absorbing costs more than expanding."""
+    fig, (left, middle, right) = figure(
+        "tokens in the context", "operations of a step (10^12)", cols=3, size=(11.5, 4)
     )
-    left.legend(loc="upper left")
+    steps = [forms(config, 1, seq) for seq in contexts]
+    for number, form in enumerate(steps[0]):
+        work = [step[form].operations / TERA for step in steps]
+        moved = [step[form].num_bytes / GIGA for step in steps]
+        left.plot(contexts, work, label=form, **series(number))
+        middle.plot(contexts, moved, **series(number))
+    rest = step_cost(config, [1], [1])
+    bound(left, contexts, [rest.linear_flops / TERA] * len(contexts), "products with weights")
+    weights = [rest.weight_bytes / GIGA] * len(contexts)
+    bound(middle, contexts, weights, "all weights of the step")
+    left.set(xscale="log", yscale="log", title="one new token: operations")
+    left.set_ylim(rest.linear_flops / TERA / 10)
+    middle.set(xscale="log", yscale="log", title="one new token: bytes")
+    middle.set_ylabel("bytes moved in a step (10^9)")
+    fig.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=3)
     meets = _draw_crossings(right, config, contexts)
-    decode = forms(config, 1, contexts[0])
-    times = decode["keep latents, expand"].operations / decode["keep latents, absorb"].operations
+    expand, absorb = (steps[0][f"keep latents, {way}"] for way in ("expand", "absorb"))
     show(
         fig,
-        f"{name}: left, a decode step, in which expanding costs {times:.0f} times as many "
-        f"operations as absorbing at {contexts[0]:,} tokens; right, below the dashed line "
-        f"expanding is the cheaper form, from {min(meets)} to {max(meets)} new tokens on.",
+        f"{name}: with one new token behind {contexts[0]:,} expanding takes "
+        f"{expand.operations / absorb.operations:.0f} times the operations and moves "
+        f"{expand.num_bytes / absorb.num_bytes:.0f} times the bytes of absorbing; right, below the "
+        f"dashed line expanding takes fewer, from {meets[0]} new tokens on in the shortest of "
+        f"these contexts and from {meets[-1]} in the longest.",
     )
 
 
@@ -72,7 +80,7 @@ def _draw_crossings(ax: "Axes", config: ModelConfig, contexts: Sequence[int]) ->
     ax.plot(new, [_ratio(config, n, n) for n in new], label="whole prompts", **series(2))
     bound(ax, new, [1] * len(new), "equal", side="above", at=1.0)
     ax.set(xscale="log", yscale="log", xlabel="new tokens in the step")
-    ax.set_ylabel("expanding / absorbing (times the operations)")
+    ax.set(ylabel="expanding / absorbing (times)", title="more new tokens: operations")
     ax.legend(loc="upper right")
     return [crossing(config, seq) for seq in contexts]
 
@@ -89,10 +97,10 @@ def draw_quality(record: Record) -> None:
                        size=(9.6, 4.2))  # fmt: skip
     told = []
     for ax, text in zip(axes, texts, strict=True):
-        told.append(f"on {text} " + ", ".join(_draw_text(ax, record, text)))
         ax.set(title=f"held out: {text}", xscale="log")
+        told.append(f"on {text} " + ", ".join(_draw_text(ax, record, text)))
         ax.margins(0.2)
-    axes[0].legend(title="same seed, same rows", fontsize=9)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     show(
         fig,
         f"Each marker is one run and each bar the range of a variant's seeds; the axes do not "
@@ -105,10 +113,14 @@ def _draw_text(ax: "Axes", record: Record, text: str) -> list[str]:
     places = {name: sizes[name] * SIDE.get(name, 1.0) for name in record.variants}
     seeds = sorted({run.seed for run in record.runs})
     for number, seed in enumerate(seeds):
-        known = [(places[n], record.bits(n, text).get(seed)) for n in record.variants]
+        aside = 1.03 ** (2 * number - len(seeds) + 1)  # equal results do not hide each other
+        known = [(places[n] * aside, record.bits(n, text).get(seed)) for n in record.variants]
         points = [(x, y) for x, y in known if y is not None]
-        look = {**series(number), "linestyle": "", "markersize": 7}
+        look = {**series(number), "linestyle": "", "markersize": 7, "zorder": 3 + number}
         ax.plot(*zip(*points, strict=True), label=f"seed {seed}", **look)
+    largest = record.bits(record.variants[0], text).values()
+    look = {"color": "black", "linestyle": "--", "linewidth": 1.2}
+    ax.axhline(sum(largest) / len(largest), label=f"mean of {record.variants[0].upper()}", **look)
     told = []
     for name in record.variants:
         bits = list(record.bits(name, text).values())

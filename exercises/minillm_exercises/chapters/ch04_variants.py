@@ -22,6 +22,7 @@ from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
 from minillm.training.evaluate import bits_per_byte
 from minillm.training.variants import WINDOW
+from minillm_exercises.chapters.common import nearest
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.manifest import exercises_root
 
@@ -110,6 +111,7 @@ class Verdict:
     second: str
     differences: tuple[float, ...]
     spread: float
+    base: float  # the mean of the first
 
     @property
     def mean(self) -> float:
@@ -127,13 +129,20 @@ class Verdict:
         """The verdict in words."""
         first, second, n = self.first.upper(), self.second.upper(), len(self.differences)
         if n < 2:
-            return f"{second} and {first}: not told apart, because they share {n} seed."
-        low, high = min(self.differences), max(self.differences)
-        seen = f"{low:+.3f} to {high:+.3f} in {n} seeds, own seeds up to {self.spread:.3f} apart"
+            return f"{second} and {first}: not told apart, because one seed has no spread."
+        own = f"a variant's own seeds differ by up to {self.spread:.3f}"
         if not self.apart:
-            return f"{second} and {first}: not told apart ({seen})."
+            low, high = min(self.differences), max(self.differences)
+            return (
+                f"{second} and {first}: not told apart ({second} needs {low:+.3f} to {high:+.3f} "
+                f"in {n} seeds, {own})."
+            )
         worse, better = (second, first) if self.mean > 0 else (first, second)
-        return f"{worse} needs {abs(self.mean):.3f} bits per byte more than {better} ({seen})."
+        low, *_, high = sorted(map(abs, self.differences))
+        return (
+            f"{worse} needs {abs(self.mean):.3f} bits per byte more than {better} "
+            f"({low:.3f} to {high:.3f} in {n} seeds, {own})."
+        )
 
 
 def judge(record: Record, text: str) -> list[Verdict]:
@@ -146,8 +155,10 @@ def _verdict(record: Record, text: str, first: str, second: str) -> Verdict:
     common = [seed for seed in one if seed in other]
     if not common:
         raise ExerciseError(f"{first} and {second} have no seed in common.")
+    differences = tuple(other[seed] - one[seed] for seed in common)
+    base = sum(one[seed] for seed in common) / len(common)
     ranges = [max(found.values()) - min(found.values()) for found in (one, other)]
-    return Verdict(first, second, tuple(other[s] - one[s] for s in common), max(ranges))
+    return Verdict(first, second, differences, max(ranges), base)
 
 
 def luck(seeds: int) -> Fraction:
@@ -155,10 +166,9 @@ def luck(seeds: int) -> Fraction:
     return Fraction(2, math.comb(2 * seeds, seeds))
 
 
-def cost_letter(verdict: Verdict, base: float, options: Mapping[str, float], none: str) -> str:
-    """The option, in percent of `base`, nearest to what the second variant needs more; `none` if
-    the two were not told apart or it needs less."""
+def cost_letter(verdict: Verdict, options: Mapping[str, float], none: str) -> str:
+    """The option, in percent, nearest to what the second variant needs more than the first;
+    `none` if the two were not told apart or it needs less."""
     if not verdict.apart or verdict.mean < 0:
         return none
-    percent = 100 * verdict.mean / base
-    return min(options, key=lambda letter: abs(math.log(options[letter] / percent)))
+    return nearest(100 * verdict.mean / verdict.base, options)
