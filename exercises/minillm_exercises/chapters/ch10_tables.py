@@ -1,0 +1,123 @@
+"""The tables and times of chapter 10, and the engine's own attention to compare with."""
+
+import ast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minillm_exercises.chapters.ch10 import Attention, Share, inputs
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.timing import measure
+
+State = tuple[float, float, float]
+
+
+def show_steps(head: Sequence[str], rows: Sequence[Sequence[float]], marked: Sequence[int]) -> None:
+    """Show a table of numbers, right-aligned, with the rows `marked` tinted and pointed at."""
+    from IPython.display import display
+
+    texts = [[shown(number) for number in row] for row in rows]
+    cell = "style='text-align:right;padding:3px 12px'"
+    lines = "<tr>" + "".join(f"<th {cell}>{name}</th>" for name in ("", *head)) + "</tr>"
+    for number, row in enumerate(texts):
+        tint = " style='background:rgba(230,159,0,0.25)'" if number in marked else ""
+        arrow = "\u25b6" if number in marked else ""
+        cells = "".join(f"<td {cell}>{text}</td>" for text in (arrow, *row))
+        lines += f"<tr{tint}>{cells}</tr>"
+    told = "; ".join(", ".join(row) for row in texts)
+    plain = f"{', '.join(head)}: {told}"
+    display({"text/html": f"<table>{lines}</table>", "text/plain": plain}, raw=True)
+
+
+def shown(number: float) -> str:
+    """A number as a table has it: a whole one with commas, another with three significant
+    digits, more where it is large."""
+    if number == int(number):
+        return f"{int(number):,}"
+    return f"{number:.3g}" if abs(number) < 100 else f"{number:,.0f}"
+
+
+def show_states(
+    read: Callable[[State, float, float], tuple[State, float]],
+    scores: Sequence[float],
+    values: Sequence[float],
+) -> State:
+    """Show the states of a row read one score at a time; the last one is returned. Rows whose
+    largest score is new are marked, but for the first."""
+    state: State = (-math.inf, 0.0, 0.0)
+    rows: list[list[float]] = []
+    marked = []
+    for score, value in zip(scores, values, strict=True):
+        before = state[0]
+        state, factor = read(state, score, value)
+        if rows and state[0] > before:
+            marked.append(len(rows))
+        rows.append([score, value, state[0], factor, state[1], state[2], state[2] / state[1]])
+    head = ["score", "value", "m", "factor for what was", "z", "o", "result so far, o / z"]
+    show_steps(head, rows, marked)
+    return state
+
+
+def show_shares(shares: Mapping[int, Share], faster: Sequence[float], marked: int) -> None:
+    """Show attention's share of the pass for each prompt, and what a faster one buys."""
+    head = ["prompt (tokens)", "attention (% of the pass)"]
+    head += [f"pass, attention {times:g} times as fast (times as fast)" for times in faster]
+    rows = [
+        [tokens, 100 * share.share, *(share.gain(times) for times in faster)]
+        for tokens, share in shares.items()
+    ]
+    show_steps(head, rows, [marked])
+
+
+def times(attend: Attention, lengths: Sequence[int], width: int) -> list[float]:
+    """Median seconds of one head of each length."""
+    found = []
+    for tokens in lengths:
+        q, k, v = inputs(tokens, width)
+        found.append(measure(lambda q=q, k=k, v=v: attend(q, k, v), repeats=5, budget=0.4).median)
+    return found
+
+
+def engine(q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int) -> tuple[str, Tensor]:
+    """Attention of q [N, d] over k and v [S, d] by the engine, and by which part of it.
+
+    With Triton, and TRITON_INTERPRET=1 set before torch was imported, that is the "kernel" in tiles
+    of `block`, run in Python; otherwise the "oracle" that the kernel is tested against.
+    """
+    query_start, key_start = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))
+    q, k, v = (each[:, None] for each in (q, k, v))  # [N, 1, d]
+    scale = 1 / math.sqrt(q.shape[-1])
+    if find_spec("triton"):
+        from minillm_kernels import flash_attention as kernel
+        from minillm_kernels.flash_attention_config import Config
+        from minillm_kernels.launch import INTERPRETED
+
+        if INTERPRETED:
+            config = Config(block, block, 4, 2)
+            out = kernel.flash_attention(
+                q, k, v, query_start, key_start, scale, causal, config=config
+            )
+            return "kernel", out[:, 0]
+    from minillm_kernels import reference
+
+    out = reference.flash_attention(q, k, v, query_start, key_start, scale, causal)
+    return "oracle", out[:, 0]
+
+
+def kernel_source(name: str) -> str:
+    """The text of a function of the engine's flash kernel, whether or not Triton is installed.
+
+    Raises:
+        ExerciseError: there is none of this name.
+    """
+    spec = find_spec("minillm_kernels")
+    folder = Path(next(iter(spec.submodule_search_locations or ()))) if spec else Path()
+    text = (folder / "flash_attention.py").read_text("utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return ast.get_source_segment(text, node) or ""
+    raise ExerciseError(f"flash_attention.py has no function {name!r}.")
