@@ -104,8 +104,9 @@ class _Printed(io.TextIOBase):
 class _Reporter:
     """The learner's process' end of the pipe; knows which check is running."""
 
-    def __init__(self, channel: Connection, word: bytes, file: Path) -> None:
+    def __init__(self, channel: Connection, word: bytes, file: Path, limits: Limits) -> None:
         self._channel, self._word, self._file = channel, word, str(file)
+        self._limits = limits
         self.running = LOADING
 
     def send(self, event: str, **details: Any) -> None:
@@ -118,10 +119,11 @@ class _Reporter:
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
         kind = "cpu" if signum == getattr(signal, "SIGPROF", None) else "wall"
+        seconds = getattr(self._limits, kind)
         line = frame.f_lineno if frame else 0
 
         def finish(values: str) -> NoReturn:
-            self.send("timeout", kind=kind, line=line, values=values)
+            self.send("timeout", kind=kind, line=line, values=values, seconds=seconds)
             os._exit(0)
 
         signal.signal(signal.SIGALRM, lambda *_: finish(""))
@@ -137,7 +139,7 @@ class _Reporter:
 
 def run_job(channel: Connection, word: bytes, job: Job, checks: Mapping[str, Check]) -> NoReturn:
     """Run `job` in this process, which ends here."""
-    reporter = _Reporter(channel, word, job.file)
+    reporter = _Reporter(channel, word, job.file, job.limits)
     try:
         _isolate(channel, job)
         on_alarm(reporter.out_of_time)
@@ -214,6 +216,8 @@ def _attempt(reporter: _Reporter, job: Job, run: Callable[[], Trace | None]) -> 
             reporter.give_up(error, "exit")
         if isinstance(error, MemoryError) or "can't allocate memory" in text_of(error):
             reporter.give_up(error, "memory")
+        if _lost_gpu(error):
+            reporter.give_up(error, "gpu")
         line, frame = learner_frame(error.__traceback__, str(job.file))
         report = {
             "status": _status(error, line),
@@ -225,6 +229,14 @@ def _attempt(reporter: _Reporter, job: Job, run: Callable[[], Trace | None]) -> 
         }
         error.__traceback__ = None  # frees what the frames hold
         return report
+
+
+def _lost_gpu(error: BaseException) -> bool:
+    """Whether a kernel has gone wrong on a GPU: nothing works there in this process any more."""
+    chain: BaseException | None = error
+    while chain is not None and "CUDA error" not in text_of(chain):
+        chain = chain.__cause__ or chain.__context__
+    return chain is not None and not isinstance(error, CheckFailedError)
 
 
 def _status(error: BaseException, line: int) -> str:

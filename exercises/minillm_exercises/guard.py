@@ -40,7 +40,12 @@ FORBIDDEN_ATTRIBUTES = frozenset(
     "__subclasses__ __globals__ __builtins__ __import__ __loader__ __spec__ __bases__ __mro__ "  # noqa: SIM905
     "__base__ __code__ __closure__ f_globals f_locals f_back tb_frame gi_frame cr_frame".split()
 )
-ALWAYS_BANNED = ("torch.ops", "torch._C", "torch.hub", "torch.load", "torch.utils.cpp_extension")
+ALWAYS_BANNED = (
+    "torch.ops", "torch._C", "torch.hub", "torch.load", "torch.utils.cpp_extension",
+    "torch.compile", "torch._dynamo", "torch._inductor", "torch.jit", "torch.library",
+    "triton.runtime", "triton.compiler", "triton.backends", "triton.knobs", "triton._C",
+    "triton.autotune", "triton.testing", "triton.tools",
+)  # fmt: skip
 REFLECTION = ("getattr", "setattr", "delattr", "hasattr")
 
 

@@ -18,10 +18,14 @@ class Limits:
 
     cpu: float = 2.0
     wall: float = 10.0
-    memory: int = GIB
+    memory: int | None = GIB
+    files: int = 64  # open at a time
+    file_size: int = 2**20
 
 
 DEFAULT = Limits()
+# CUDA reserves address space without end and opens a hundred files; a kernel has to be compiled.
+ON_GPU = Limits(cpu=20.0, wall=30.0, memory=None, files=4096, file_size=2**28)
 
 
 def restrict(limits: Limits) -> None:
@@ -32,9 +36,9 @@ def restrict(limits: Limits) -> None:
         return
     bounds = {
         "RLIMIT_CORE": 0,
-        "RLIMIT_NOFILE": 64,
-        "RLIMIT_FSIZE": 2**20,
-        "RLIMIT_AS": _address_space() + limits.memory if _address_space() else None,
+        "RLIMIT_NOFILE": limits.files,
+        "RLIMIT_FSIZE": limits.file_size,
+        "RLIMIT_AS": _memory(limits),
     }
     for name, value in bounds.items():
         kind = getattr(resource, name, None)
@@ -43,6 +47,11 @@ def restrict(limits: Limits) -> None:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             with contextlib.suppress(OSError, ValueError):  # macOS refuses some
                 resource.setrlimit(kind, (value, value))
+
+
+def _memory(limits: Limits) -> int | None:
+    used = _address_space()
+    return None if limits.memory is None or not used else used + limits.memory
 
 
 def _address_space() -> int:

@@ -1,5 +1,6 @@
 """The grader's side of the process that runs submissions (`server.py`)."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,11 +15,14 @@ from typing import Any
 import minillm
 from minillm_exercises.child import Job
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.limits import DEFAULT, Limits
+from minillm_exercises.limits import DEFAULT, ON_GPU, Limits
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.server import GRACE
 
-PASSED_ON = ("PATH", "LANG", "LC_ALL", "SYSTEMROOT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+PASSED_ON = (
+    "PATH", "LANG", "LC_ALL", "SYSTEMROOT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET", "TRITON_LIBCUDA_PATH", "CC",
+)  # fmt: skip
 START_SECONDS = 180.0  # importing torch from a cold network disk
 
 
@@ -78,7 +82,8 @@ class Runner:
         folder.mkdir()
         name = f"{self._exercise.stem}.py"
         job = Job(source, name, tuple(checks), folder, seed, limits, stop)
-        seconds = (len(checks) + 1) * (limits.wall + GRACE) + START_SECONDS
+        wall = max(limits.wall, ON_GPU.wall)
+        seconds = (len(checks) + 1) * (wall + GRACE) + START_SECONDS
         if server.stdin is None:
             raise ExerciseError("The process that grades has no input.")
         try:
@@ -91,6 +96,8 @@ class Runner:
     def _start(self) -> subprocess.Popen[str]:
         package = Path(__file__).resolve().parent
         paths = [str(package.parent), str(Path(minillm.__file__).resolve().parent.parent)]
+        kernels = importlib.util.find_spec("minillm_kernels")  # the checks of kernels want it
+        paths += [str(Path(kernels.origin).parent.parent)] if kernels and kernels.origin else []
         kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment = kept | {
             "PYTHONPATH": os.pathsep.join(paths),
@@ -101,7 +108,7 @@ class Runner:
             "TMPDIR": self._folder.name,
             "OMP_NUM_THREADS": "1",  # also: no thread is lost when the process forks
             "MKL_NUM_THREADS": "1",
-            "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "1"),
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not spoil the fork
             "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # macOS; torch here uses no Objective-C
         }
         self._server = subprocess.Popen(

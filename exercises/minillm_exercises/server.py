@@ -16,12 +16,14 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from minillm_exercises.checking import Check
 from minillm_exercises.child import MAX_PRINTED, Job, kill_group, new_word, run_job
+from minillm_exercises.limits import ON_GPU
 
 MAX_REPORT = 64 * 2**20
 METHOD = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
@@ -141,7 +143,14 @@ def serve(checks: Path) -> None:
         return
     answer({"checks": list(loaded)})
     for line in sys.stdin:
-        answer(supervise(Job.from_json(line), checks, loaded))
+        job = Job.from_json(line)
+        answer(supervise(replace(job, limits=ON_GPU) if _on_gpu() else job, checks, loaded))
+
+
+def _on_gpu() -> bool:
+    """Whether these checks launch compiled kernels (`triton_mode`), which have other limits."""
+    mode = sys.modules.get("minillm_exercises.triton_mode")
+    return mode is not None and not mode.INTERPRETED
 
 
 if __name__ == "__main__":

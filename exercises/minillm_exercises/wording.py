@@ -59,11 +59,13 @@ def timeout_sentence(report: dict[str, Any], where: str, during: str, limits: Li
     place = f"{during} ({where})" if where else during
     if report.get("kind") == "cpu":
         return (
-            f"Still computing after {limits.cpu:g} s {place}. Does the loop end?{_there(report)}"
+            f"Still computing after {report.get('seconds', limits.cpu):g} s {place}. Does the loop "
+            f"end?{_there(report)}"
             f" {_rest(report)}"
         )
     return (
-        f"No answer within {limits.wall:g} s {place}. Does it wait for something, or is one "
+        f"No answer within {report.get('seconds', limits.wall):g} s {place}. Does it wait for "
+        f"something, or is one "
         f"operation very large?{_there(report)} {_rest(report)}"
     )
 
@@ -84,10 +86,15 @@ def crash_sentence(
             f"Your code ended the program {place}. exit() ends everything; a function hands its "
             f"result back with return. {rest}"
         )
+    if report.get("kind") == "gpu":
+        return (
+            f"A kernel went wrong on the GPU {place}: {_gpu_fault(report)}. Interpreted you see "
+            f"where: set TRITON_INTERPRET=1 and grade again. {rest}"
+        )
     if report.get("kind") == "memory":
         return (
-            f"More than {limits.memory / GIB:g} GiB of memory was asked for {place}. Which shape "
-            f"or list grows larger than you meant? {rest}"
+            f"More than {(limits.memory or 0) / GIB:g} GiB of memory was asked for {place}. Which "
+            f"shape or list grows larger than you meant? {rest}"
         )
     if code is not None and code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -96,6 +103,13 @@ def crash_sentence(
         f"The process ended {place} without an exception (exit code {code}), before your code had "
         f"answered. {rest}"
     )
+
+
+def _gpu_fault(report: dict[str, Any]) -> str:
+    text = report.get("message", "").split("\n")[0].rstrip(".")
+    if "illegal memory access" in text or "misaligned" in text:
+        return f"it touched memory that is not its own, as without a mask ({text})"
+    return text or "CUDA did not say how"
 
 
 def shorten_printed(text: str) -> str:
