@@ -1,0 +1,120 @@
+"""Chapter 11: a paged cache, what reading it has to cost, and the programs that a GPU holds.
+
+`batch` makes a decode step whose unused memory is poison, `torch_bytes` counts what torch moves,
+and `waves` is the sum by which one judges a grid of programs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minillm_exercises.chapters.common import nearest as nearest
+from minillm_kernels import reference
+from minillm_kernels.check.pages import paged
+from minillm_kernels.launch import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+PROCESSORS = 132  # streaming multiprocessors of an H100 SXM and an H200 (NVIDIA, 2023 and 2024)
+
+
+# ---- a decode step ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One query for each of some sequences, whose keys and values lie in pages.
+
+    `q` [B, H, D], `k` and `v` [pages, Hkv, page, D], `tables` [B, M], `lengths` [B]. Slots behind
+    a sequence's end and pages of nobody are NaN; entries behind a table's end name no page.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tables: Tensor
+    lengths: Tensor
+
+    @property
+    def starts(self) -> Tensor:
+        """Where each sequence's query rows begin, which the engine wants to know: 0, 1 ... B."""
+        return torch.arange(len(self.q) + 1, dtype=torch.int32, device=self.q.device)
+
+    @property
+    def scale(self) -> float:
+        """Of the scores: 1 / sqrt(D)."""
+        return float(self.q.shape[2] ** -0.5)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values that belong to a sequence, each once."""
+        _, num_kv_heads, _, dim = self.k.shape
+        return 2 * int(self.lengths.sum()) * num_kv_heads * dim * self.k.element_size()
+
+    def oracle(self) -> Tensor:
+        """The right result, in float64."""
+        q, k, v = self.q.double(), self.k.double(), self.v.double()
+        return reference.paged_attention(
+            q, k, v, self.starts, self.lengths, self.tables, self.scale
+        )
+
+
+def batch(
+    lengths: Sequence[int],
+    heads: int = 8,
+    kv_heads: int = 2,
+    dim: int = 32,
+    page: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
+    """A decode step of sequences of these lengths: always the same numbers."""
+    rng = torch.Generator().manual_seed(11)
+    q = torch.randn(len(lengths), heads, dim, generator=rng).to(dtype).to(DEVICE)
+    cache = paged(rng, lengths, page, kv_heads, (dim, dim), dtype, DEVICE)
+    keys, values = cache.caches
+    return Batch(q, keys, values, cache.block_tables, cache.seq_lens)
+
+
+def close(result: Tensor, oracle: Tensor) -> bool:
+    """Equal but for the rounding of float32. NaN is equal to nothing."""
+    return bool(((result.double() - oracle).abs() <= 1e-4).all())
+
+
+class _Bytes(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved, self.calls = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls += 1
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor):
+                self.moved += tensor.numel() * tensor.element_size()
+        return result
+
+
+def torch_bytes(function: Callable[[Tensor], object], x: Tensor) -> tuple[int, int]:
+    """Operations that `function` makes torch do, and bytes of what they read and write, each whole
+    tensor once per operation."""
+    with _Bytes() as seen:
+        function(x)
+    return seen.calls, seen.moved
+
+
+# ---- programs and processors -----------------------------------------------------------------
+
+
+def waves(programs: int, places: int = PROCESSORS) -> int:
+    """How often `places` programs at once must run until all are done."""
+    return -(-programs // places)
+
+
+def pages_in_a_row(pages: int, rows: int, splits: int, places: int = PROCESSORS) -> int:
+    """Pages that a place reads one after the other until a grid of `rows` times `splits` programs
+    is done, which share `pages` pages per row. The model: all places read equally fast."""
+    return waves(rows * splits, places) * -(-pages // splits)
