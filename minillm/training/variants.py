@@ -3,7 +3,8 @@
 MHA, GQA, MQA and MLA with equal numbers of parameters (within 2 %), on the same rows of text in
 the same order for as many steps, each from three seeds. What a variant saves in projections goes
 into its MLP, as Shazeer (2019, section 4) did for MQA. GQA shares a key head among four query
-heads; MLA's latent has just as many values as MQA's one key and one value.
+heads. MLA has DeepSeek-V2's proportions, a rotated part of half a head and a latent of nearly four
+heads (3.5 here, 4 there), so that it caches just as many values as GQA's two keys and two values.
 
 Every variant has a norm before its scores (Qwen3's on queries and keys, DeepSeek's on the latent):
 without one the three others learn much more slowly than MLA, for a reason that is not the cache.
@@ -42,7 +43,7 @@ SEEDS = (0, 1, 2)
 STEPS = 1000
 WINDOW = 256  # tokens of a training row, and of the context in which a variant is judged
 WIDTH, LAYERS, HEADS, HEAD_DIM = 256, 4, 8, 32
-MLA = MLAConfig(kv_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
+MLA = MLAConfig(kv_lora_rank=112, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
 
 
 def _variant(kv_heads: int, mlp: int, mla: MLAConfig | None = None) -> ModelConfig:
@@ -69,7 +70,7 @@ VARIANTS: Mapping[str, ModelConfig] = MappingProxyType(
         "mha": _variant(HEADS, mlp=256),
         "gqa": _variant(2, mlp=384),
         "mqa": _variant(1, mlp=408),
-        "mla": _variant(HEADS, mlp=328, mla=MLA),
+        "mla": _variant(HEADS, mlp=264, mla=MLA),
     }
 )
 

@@ -43,7 +43,7 @@ def test_they_are_of_one_size_and_differ_in_their_cache() -> None:
     assert max(sizes) <= 3_000_000
     assert max(sizes) / min(sizes) < 1.02
     cached = {name: config.kv_values_per_token for name, config in variants.VARIANTS.items()}
-    assert cached == {"mha": 512, "gqa": 128, "mqa": 64, "mla": 64}
+    assert cached == {"mha": 512, "gqa": 128, "mqa": 64, "mla": 128}
 
 
 @pytest.mark.parametrize("name", variants.VARIANTS)
@@ -111,7 +111,7 @@ def test_finished_runs_are_published(
     assert runs.keys() == {("mla", 0), ("mqa", 1)}
     assert (record["steps"], record["tokens_per_run"], record["window"]) == (2, 1024, 256)
     one = runs["mla", 0]
-    assert one["kv_bytes_per_token"] == 4 * 64 * 2
+    assert one["kv_bytes_per_token"] == 4 * 128 * 2
     assert [point["step"] for point in one["curve"]] == [1, 2]
     assert set(one["bits_per_byte"]) == set(record["held_out"]) == {"stdlib", "jinja2"}
     assert [path.name for path in target.iterdir() if path.is_dir()] == ["mla"]  # of seed 0 alone
