@@ -65,7 +65,7 @@ def show_states(
 def show_shares(shares: Mapping[int, Share], faster: Sequence[float], marked: int) -> None:
     """Show attention's share of the pass for each prompt, and what a faster one buys."""
     head = ["prompt (tokens)", "attention (% of the pass)"]
-    head += [f"pass, attention {times:g} times as fast (times as fast)" for times in faster]
+    head += [f"attention {times:g}x as fast, the pass (times as fast)" for times in faster]
     rows = [
         [tokens, 100 * share.share, *(share.gain(times) for times in faster)]
         for tokens, share in shares.items()

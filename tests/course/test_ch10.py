@@ -1,0 +1,320 @@
+"""Chapter 10's own functions, and the claims about FlashAttention that are arithmetic."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from minillm.hardware import DATASHEET
+from minillm.presets import preset
+from minillm_exercises.chapters import ch10, ch10_pictures, ch10_tables
+from minillm_exercises.errors import ExerciseError
+
+H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-8b")
+
+
+@pytest.fixture
+def captions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
+    """The figures and captions that would be displayed."""
+    seen: list[tuple[object, str]] = []
+    monkeypatch.setattr(ch10_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
+    return seen
+
+
+@pytest.fixture
+def displayed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """What tables would be displayed, by kind of text."""
+    import IPython.display
+
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(IPython.display, "display", lambda data, raw: seen.append(data))
+    return seen
+
+
+def read(state, score, value):
+    """The chapter's online softmax of one row."""
+    m, z, o = state
+    new = max(m, score)
+    shrink, weight = math.exp(m - new), math.exp(score - new)
+    return (new, z * shrink + weight, o * shrink + weight * value), shrink
+
+
+def test_inputs_are_the_same_in_every_dtype_and_for_keys_of_another_number():
+    q, k, v = ch10.inputs(3, 4, 7)
+    assert [tuple(x.shape) for x in (q, k, v)] == [(3, 4), (7, 4), (7, 4)]
+    wide = ch10.inputs(3, 4, 7, dtype=torch.float64)
+    assert all(torch.equal(a, b.float()) for a, b in zip((q, k, v), wide, strict=True))
+
+
+def test_slow_memory_counts_what_comes_and_what_goes():
+    slow = ch10.Slow(*ch10.inputs(5, 4))
+    assert slow.moved == 0
+    assert [(rows.start, rows.stop) for rows in slow.tiles("Q", 2)] == [(0, 2), (2, 4), (4, 5)]
+    tile = slow.read("Q", slice(4, 9))
+    slow.write("O", 2 * tile, slice(4, 5))
+    slow.write("S", torch.ones(5, 5))
+    assert slow.of == {"Q": 4, "O": 4, "S": 25}
+    assert slow.moved == 33
+    assert torch.equal(slow.tensors["O"][4], 2 * slow.tensors["Q"][4])
+    assert slow.tensors["O"][:4].eq(0).all()
+
+
+def test_run_hands_over_the_block_and_returns_the_memory():
+    slow = ch10.run(lambda slow, block: slow.read("K", slice(0, block)), 8, 3, 10)
+    assert slow.moved == 24
+
+
+# claims I1, I4, I8, I17 ----------------------------------------------------------------------
+
+
+def test_standard_attention_moves_what_claim_i1_says_and_the_value_reads_it_forgets():
+    n, d = 4096, 128
+    listed = n * d * 2 + n * n + n * n + n * n + n * n + n * d  # Q, K; S out, in; P out, in; O
+    assert ch10.moved("standard", d, 64, n) == listed + n * d
+
+
+@pytest.mark.parametrize(
+    ("width", "block", "keys_outside", "queries_outside"),
+    [
+        (128, 64, "1.50", "0.98"),
+        (128, 96, "1.02", "0.67"),
+        (128, 128, "0.77", "0.50"),
+        (128, 256, "0.40", "0.26"),
+        (64, 64, "0.77", "0.50"),
+    ],
+)
+def test_the_ratios_of_claim_i4(width, block, keys_outside, queries_outside):
+    found = [f"{float(ch10.ratio(loop, width, block, 4096)):.2f}" for loop in ch10.LOOPS]
+    assert found == ["1.00", keys_outside, queries_outside]
+
+
+@pytest.mark.parametrize(("loop", "least"), [("keys outside", 97), ("queries outside", 64)])
+def test_the_block_from_which_tiles_save_elements(loop, least):
+    """For long texts: below it more than the tables, above it fewer."""
+    long = 2**24 * 97  # a multiple of the blocks
+    assert ch10.ratio(loop, 128, least - 1, long) > 1
+    assert ch10.ratio(loop, 128, least + 1, long) < 1
+
+
+def test_traffic_is_quadratic_and_falls_with_the_fast_memory_as_claim_i3_says():
+    long = 2**20
+    doubled = Fraction(*(ch10.moved("queries outside", 128, 128, n) for n in (2 * long, long)))
+    larger = Fraction(*(ch10.moved("queries outside", 128, block, long) for block in (128, 256)))
+    wider = Fraction(
+        ch10.moved("queries outside", 128, 64, long), ch10.moved("queries outside", 64, 128, long)
+    )  # the same fast memory 4 B d
+    assert [round(float(each), 2) for each in (doubled, larger, wider)] == [4, 2, 4]
+
+
+def test_an_unknown_loop_is_refused():
+    with pytest.raises(ExerciseError, match="'rows'; it must be one of standard"):
+        ch10.moved("rows", 1, 1, 1)
+    with pytest.raises(ExerciseError, match="'standard'; it must be one of keys outside"):
+        ch10_pictures.visits("standard", 3)
+
+
+# claims I9, I10, I11, I12, I6 ----------------------------------------------------------------
+
+
+def test_the_table_of_claim_i9():
+    assert 2 * 32 * 4096**2 * 2 == 2_147_483_648
+    assert 2 * 32 * 4096 * 4 == 1_048_576  # one statistic per row in float32
+
+
+def test_sdp_kernel_is_deprecated():
+    with pytest.warns(FutureWarning, match="sdp_kernel"), torch.backends.cuda.sdp_kernel():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("backend", "outcome"),
+    [
+        ("MATH", "runs"),
+        ("FLASH_ATTENTION", "runs"),
+        ("EFFICIENT_ATTENTION", "raises"),
+        ("CUDNN_ATTENTION", "raises"),
+    ],
+)
+def test_what_runs_on_a_cpu(backend, outcome):
+    heads = [x[None] for x in ch10.inputs(4, 8)]
+    assert ch10.outcome(lambda: ch10.forced(backend, *heads)) == outcome
+
+
+def test_forced_attention_is_attention():
+    heads = [x[None] for x in ch10.inputs(4, 8)]
+    right = ch10.sdpa(*ch10.inputs(4, 8))
+    assert ch10.worst(ch10.forced("FLASH_ATTENTION", *heads)[0], right) < 1e-6
+
+
+def test_outcome_lets_other_errors_through():
+    with pytest.raises(ZeroDivisionError):
+        ch10.outcome(lambda: 1 / 0)
+
+
+def test_claim_i18s_twin_on_a_cpu():
+    errors, least = ch10.errors({"SDPA": ch10.sdpa}, 512, 64)
+    assert 2e-5 < errors["float16"]["SDPA"] < 2e-3
+    assert errors["float32"]["SDPA"] < 1e-5
+    assert least["float32"] < least["float16"] < least["bfloat16"]
+
+
+# the rest of the numbers ---------------------------------------------------------------------
+
+
+def test_masked_is_causal_attention():
+    q, k, v = ch10.inputs(9, 8, dtype=torch.float64)
+    assert ch10.worst(ch10.masked(q, k, v), ch10.sdpa(q, k, v, is_causal=True)) < 1e-12
+
+
+def test_widened_attention_takes_and_returns_half_precision():
+    seen = []
+
+    def attend(q, k, v):
+        seen.append(q.dtype)
+        return q
+
+    q, k, v = ch10.inputs(2, 4, dtype=torch.bfloat16)
+    assert ch10.widened(attend)(q, k, v).dtype == torch.bfloat16
+    assert seen == [torch.float32]
+
+
+def test_counted_sees_the_table():
+    seen = ch10.counted(lambda q, k, v: (q @ k.T) @ v, *ch10.inputs(32, 4))
+    assert (seen.max_numel, seen.flops) == (32 * 32, 4 * 32 * 32 * 4)
+
+
+def test_new_maxima_by_hand_and_on_average():
+    assert ch10.new_maxima([3, 1, 3, 4, 4, 9]) == 3
+    assert ch10.new_maxima([]) == 0
+    assert ch10.new_maxima([-math.inf]) == 0
+    assert ch10.expected_maxima(3) == pytest.approx(11 / 6)
+    rows = ch10.shuffled(3, 600)
+    assert sum(map(ch10.new_maxima, rows)) / 600 == pytest.approx(11 / 6, abs=0.1)
+    assert all(sorted(row) == [0, 1, 2] for row in rows)
+
+
+def test_worst_keeps_what_is_not_a_number():
+    assert math.isnan(ch10.worst(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])))
+
+
+def test_weighted_mean_by_hand():
+    assert ch10.weighted_mean([0.0, math.log(2)], [6, 3]) == pytest.approx(4)
+
+
+def test_attention_share_is_amdahls_law_over_the_bounds():
+    share = ch10.attention_share(LLAMA, 2048, H100)
+    elements = 32 * 32 * (4 * 2048**2 + 4 * 2048 * 128)
+    assert share.tables == pytest.approx(elements * 2 / 3.35e12)
+    assert share.attention == pytest.approx(4 * 32 * 32 * 128 * 2048 * 2049 / 2 / 989e12)
+    assert share.gain(1) == 1
+    assert share.gain(math.inf) == pytest.approx((share.tables + share.rest) / share.rest)
+    assert f"{100 * share.share:.0f} {share.gain(4):.2f}" == "27 1.26"
+    assert f"{ch10.attention_share(LLAMA, 131072, H100).gain(4):.2f}" == "3.55"  # claim I16
+
+
+def test_a_short_prompt_costs_at_least_the_reading_of_the_weights():
+    share = ch10.attention_share(LLAMA, 1, H100)
+    assert share.rest == pytest.approx(15.0e9 / 3.35e12, rel=0.02)
+
+
+def test_decode_share_is_small_behind_a_short_context():
+    assert f"{100 * float(ch10.decode_share(LLAMA, 2048)):.1f}" == "1.8"  # claim I13
+    assert ch10.decode_share(LLAMA, 131072) > Fraction(1, 2)
+
+
+# tables --------------------------------------------------------------------------------------
+
+
+def test_states_are_shown_one_by_one_and_the_rescale_is_marked(displayed):
+    state = ch10_tables.show_states(read, [1000, 998, 1003, 1002], [10, 20, 30, 40])
+    assert state[2] / state[1] == pytest.approx(
+        ch10.weighted_mean([1000, 998, 1003, 1002], [10, 20, 30, 40])
+    )
+    rows = displayed[0]["text/html"].split("<tr")[2:]
+    assert ["\u25b6" in row for row in rows] == [False, False, True, False]
+    assert "1,003, 30, 1,003, 0.0498" in displayed[0]["text/plain"]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (4096, "4,096"), (0.125, "0.125"), (213.27, "213"), (31.8, "31.8"), (1.0, "1")],
+)
+def test_numbers_are_short(number, text):
+    assert ch10_tables.shown(number) == text
+
+
+def test_shares_are_shown_with_what_a_faster_attention_buys(displayed):
+    ch10_tables.show_shares({2048: ch10.attention_share(LLAMA, 2048, H100)}, (2, 4), marked=0)
+    assert displayed[0]["text/plain"].endswith(": 2,048, 27.4, 1.16, 1.26")
+
+
+def test_times_are_one_median_for_each_length(monkeypatch):
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    lengths = []
+    found = ch10_tables.times(lambda q, k, v: lengths.append((len(q), q.shape[1])), (2, 4), 8)
+    assert lengths == [(2, 8), (4, 8)]
+    assert len(found) == 2
+    assert all(seconds > 0 for seconds in found)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (2, 9), (1, 9), (5, 3)])
+def test_the_engine_aligns_the_last_query_with_the_last_key(queries, keys):
+    q, k, v = ch10.inputs(queries, 16, keys)
+    by, found = ch10_tables.engine(q, k, v, causal=True, block=16)
+    assert by in ("kernel", "oracle")
+    seen = torch.arange(keys) <= torch.arange(queries)[:, None] + keys - queries
+    scores = (q @ k.T / 4).masked_fill(~seen, -math.inf)
+    right = scores.softmax(-1).nan_to_num(0) @ v
+    assert ch10.worst(found, right) < 1e-5
+
+
+def test_the_source_of_the_kernel_is_found_by_name():
+    assert ch10_tables.kernel_source("_key_range").startswith("def _key_range(")
+    with pytest.raises(ExerciseError, match="no function '_nothing'"):
+        ch10_tables.kernel_source("_nothing")
+
+
+# pictures ------------------------------------------------------------------------------------
+
+
+def test_both_walks_visit_the_tiles_on_and_below_the_diagonal():
+    by_keys, by_queries = (ch10_pictures.visits(order, 3) for order in ch10.LOOPS[1:])
+    assert by_keys == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (2, 2)]
+    assert by_queries == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+
+
+def test_transfers_count_the_tiles_of_a_walk():
+    walks = [ch10_pictures.visits(order, 3) for order in ch10.LOOPS[1:]]
+    first, second = (
+        ch10_pictures.transfers(order, walk)
+        for order, walk in zip(ch10.LOOPS[1:], walks, strict=True)
+    )
+    assert first == {"K, V in": 6, "Q in": 6, "O in": 6, "O out": 6}
+    assert second == {"K, V in": 12, "Q in": 3, "O in": 0, "O out": 3}
+
+
+def test_the_drawings_caption_what_they_draw(captions):
+    errors = {"float32": {"table": 1e-6, "tiles": 2e-6}, "bfloat16": {"table": 3e-3, "tiles": 1e-3}}
+    ch10_pictures.draw_errors(errors, {"float32": 1e-8, "bfloat16": 1e-3})
+    counted = {("keys outside", 128, 64): 1.5, ("queries outside", 128, 64): 0.98}
+    ch10_pictures.draw_traffic(counted, 4096, (128, 64))
+    ch10_pictures.draw_walk(4, blocks=3)
+    seconds = {"table": [0.001, 0.004], "tiles": [0.002, 0.003]}
+    ch10_pictures.draw_growth((512, 1024), {"table": [2**18, 2**20]}, seconds, [1e-4, 4e-4])
+    texts = [caption for _, caption in captions]
+    assert "in bfloat16 table 3.0e-03, tiles 1.0e-03" in texts[0]
+    assert "'keys outside' does with blocks of 64 and heads of 128, 1.50 times" in texts[1]
+    assert "the 3 crossed tiles" in texts[2]
+    assert "keys outside 16 tiles have moved, with the queries outside 13" in texts[2]
+    assert "table 4 MiB; the times on this machine table 4 ms, tiles 3 ms" in texts[3]
+    labels = [ax.get_xlabel() for fig, _ in captions for ax in fig.axes]
+    assert all(labels)
+
+
+def test_the_times_are_inside_of_their_picture(captions):
+    ch10_pictures.draw_growth((512, 1024), {"table": [1, 4]}, {"table": [0.01, 0.2]}, [1e-3, 2e-3])
+    right = captions[0][0].axes[1]
+    low, high = right.get_ylim()
+    assert low < 1
+    assert high > 200
