@@ -167,6 +167,7 @@ def test_a_difference_beyond_the_seeds_is_told_in_either_direction():
     ("one", "other", "why"),
     [
         ((1.30, 1.31, 1.29), (1.31, 1.30, 1.30), "the seeds disagree about the sign"),
+        ((1.31, 1.30, 1.30), (1.309, 1.319, 1.319), "one seed says the opposite of the mean"),
         ((1.30, 1.34, 1.26), (1.33, 1.37, 1.29), "they agree, by less than seeds differ"),
         ((1.30, 1.30, 1.30), (1.30, 1.30, 1.30), "there is no difference at all"),
         ((1.30,), (1.90,), "one seed has no spread"),
@@ -299,7 +300,7 @@ RULE = {
 }
 
 
-def test_c9_two_errors_nearly_cancel():
+def test_c9_two_errors_partly_cancel():
     tokens, width = 128 * 1024, 2 * 2 * 8192  # K and V, 2 bytes
     assert tokens * 32 * width == 128 * 2**30
     assert round(tokens * 80 * width / 1e9, 1) == 343.6
