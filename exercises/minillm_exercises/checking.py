@@ -148,8 +148,10 @@ def close(
     for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         if not (a == b or abs(a - b) <= atol + rtol * abs(b)):
             where = f" at {_unravel(index, _shape(want))}" if _shape(want) else ""
+            digits = 6 if _number(a) != _number(b) else 17  # else one would read: expected 2, got 2
+            want_text, got_text = _number(b, digits), _number(a, digits)
             raise CheckFailedError(
-                _sentence(what, case) + f"expected {_number(b)}{where}, got {_number(a)}."
+                _sentence(what, case) + f"expected {want_text}{where}, got {got_text}."
             )
 
 
@@ -326,5 +328,5 @@ def _short_repr() -> reprlib.Repr:
     return short
 
 
-def _number(value: float) -> str:
-    return f"{value:.6g}" if math.isfinite(value) else str(value)
+def _number(value: float, digits: int = 6) -> str:
+    return f"{value:.{digits}g}" if math.isfinite(value) else str(value)

@@ -178,6 +178,12 @@ def test_what_is_close():
     assert said(close, ragged, [[1, 2], [3, 4]], "it").endswith("got [[1, 2], [3]].")
 
 
+def test_numbers_that_differ_late_are_written_so_that_one_sees_it():
+    near = said(close, 1.25 + 2**-30, 1.25, "it", "", 0.0, 1e-12)
+    assert near == "it: expected 1.25, got 1.2500000009313226."
+    assert said(close, 1.375, 1.25, "it") == "it: expected 1.25, got 1.375."
+
+
 def test_none_is_explained_only_where_something_else_was_wanted():
     assert said(equal, None, 3, "it") == "it: expected 3, got None (is there a return?)."
     assert said(equal, 3, None, "it") == "it: expected None, got 3."

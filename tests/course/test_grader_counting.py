@@ -19,6 +19,10 @@ Q = torch.ones(1, 2, 4, 8)
         (lambda: torch.ones(3, 5) @ torch.ones(5, 7), 2 * 3 * 5 * 7, "mm"),
         (lambda: Q @ Q.mT, 2 * 2 * 4 * 8 * 4, "bmm"),
         (lambda: F.linear(torch.ones(3, 5), torch.ones(7, 5), torch.ones(7)), 210, "addmm"),
+        (lambda: torch.ones(3, 5) @ torch.ones(5), 2 * 3 * 5, "mv"),
+        (lambda: torch.ones(3) @ torch.ones(3, 5), 2 * 3 * 5, "mm"),
+        (lambda: torch.addmv(torch.ones(3), torch.ones(3, 5), torch.ones(5)), 30, "addmv"),
+        (lambda: torch.ones(7) @ torch.ones(7), 2 * 7, "dot"),
         (lambda: torch.einsum("bhid,bhjd->bhij", Q, Q), 2 * 2 * 4 * 8 * 4, "bmm"),
     ],
 )
