@@ -261,7 +261,7 @@ def test_lean(impl: Any) -> None:
         counts.flops <= least * 5 // 4,
         f"attend ({case}): your matrix products take {counts.flops:,} operations, and {least:,} "
         f"are needed. What is multiplied by a matrix once for each cached token that could be "
-        f"multiplied once for the query?",
+        f"multiplied once for the query, or for the sum that comes out?",
         "many" if counts.flops > least * 5 // 4 else "few",
     )
     expect(

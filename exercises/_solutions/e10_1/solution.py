@@ -1,8 +1,9 @@
-"""One function does both: a piece that comes in is another object with sums of its own.
+"""Bring what was summed up to the new maximum, then add: one step serves `update` and `merge`.
 
-Whoever adds sums of exp(score - m) has to agree on m first. `_add` lowers both sides to the larger
-maximum, by a factor that is at most 1, so nothing overflows in whatever order scores come. Then
-`update` is `merge` with a piece. Read backwards: the pieces may be summed up in parallel, by
+Whoever adds sums of exp(score - m) has to agree on m first. `_raise` brings the own sums to a
+maximum that is at least as large as the old one, by a factor of at most 1, so nothing overflows in
+whatever order scores come. After that a piece of new positions is added, or another object's sums,
+which need a factor of their own. Read backwards: the pieces may be summed up in parallel, by
 programs that do not know each other's maximum, and joined at the end. That is split-KV decoding.
 
 While nothing real was seen, m is minus infinity, and m - m is NaN. The guard is one line: subtract
@@ -28,23 +29,27 @@ class OnlineSoftmax:
         """Take n more positions: scores [n], values [n, dim]."""
         if len(scores) == 0:
             return
-        top = float(scores.max())
-        base = 0.0 if top == -math.inf else top
+        base = self._raise(float(scores.max()))
         weights = (scores - base).exp()
-        self._add(top, float(weights.sum()), weights @ values)
+        self.total += float(weights.sum())
+        self.mixed = self.mixed + weights @ values
 
     def merge(self, other: "OnlineSoftmax") -> None:
         """Take everything that `other` was fed."""
-        self._add(other.top, other.total, other.mixed)
+        base = self._raise(other.top)
+        theirs = math.exp(other.top - base)
+        self.total += other.total * theirs
+        self.mixed = self.mixed + other.mixed * theirs
 
-    def _add(self, top: float, total: float, mixed: Tensor) -> None:
-        """Bring both sides to the larger maximum and add them."""
-        highest = max(self.top, top)
-        base = 0.0 if highest == -math.inf else highest
-        mine, theirs = math.exp(self.top - base), math.exp(top - base)
-        self.total = self.total * mine + total * theirs
-        self.mixed = self.mixed * mine + mixed * theirs
-        self.top = highest
+    def _raise(self, top: float) -> float:
+        """Make the maximum at least `top`; what to subtract from a score from now on."""
+        top = max(self.top, top)
+        base = 0.0 if top == -math.inf else top
+        fade = math.exp(self.top - base)
+        self.total *= fade
+        self.mixed = self.mixed * fade
+        self.top = top
+        return base
 
     def result(self) -> Tensor:
         """The weighted mean of all values so far [dim]."""
