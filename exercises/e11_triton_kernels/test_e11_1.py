@@ -138,15 +138,15 @@ def test_traffic(impl):
         f"softmax ({case}): {programs} programs for 4 rows; take one for each row at most.",
         observed=programs,
     )
-    read = "each of the 62 numbers that count is loaded once"
-    bytes_read(seen, "x", 4 * sum(lengths), read, case)
-    bytes_written(seen, "out", 4 * 4 * 37, "each of the 148 places is stored once", case)
     copied = seen.host.copied
     expect(
         copied == 0,
         f"softmax ({case}): {copied} bytes were copied beside the kernel; that is traffic, too.",
         observed=copied,
     )
+    read = "each of the 62 numbers that count is loaded once"
+    bytes_read(seen, "x", 4 * sum(lengths), read, case)
+    bytes_written(seen, "out", 4 * 4 * 37, "each of the 148 places is stored once", case)
 
 
 @check(points=1, task="Triton's compiler takes the kernel")

@@ -26,6 +26,7 @@ from minillm_exercises.manifest import Exercise
 from minillm_exercises.workspace import Workspace, stamp, work_root
 
 MAX_LITERAL = 2000  # characters; what is longer is data and no constant
+CONSTANTS = frozenset({"constexpr", "float", "int"})  # tl.constexpr(float("-inf"))
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -54,8 +55,11 @@ def save_function(
 
 
 def _bare(thing: Any) -> Any:
-    """A decorated function without its decorators, which its source has anyway."""
+    """A decorated function without its decorators, which its source has anyway. A Triton kernel
+    is an object that holds its function, compiled or interpreted."""
     inner = inspect.unwrap(thing) if callable(thing) else thing
+    while type(inner).__module__.startswith("triton.") and hasattr(inner, "fn"):
+        inner = inner.fn
     return inner if isinstance(inner, FunctionType) else thing
 
 
@@ -247,12 +251,14 @@ class _Pieces:
         return ""
 
     def _alias(self, name: str) -> str:
-        """A type alias such as ``Block = list[int]``: an assignment that calls nothing."""
+        """A type alias such as ``Block = list[int]``, or a constant of kernels: an assignment that
+        calls nothing, or only ``tl.constexpr``."""
         for cell in self._cells():
             for node in cell.body:
                 if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
-                    calls = any(isinstance(part, ast.Call) for part in ast.walk(node))
-                    return "" if calls else ast.unparse(node)
+                    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+                    constant = {_last_name(call.func) for call in calls} <= CONSTANTS
+                    return ast.unparse(node) if constant else ""
         return ""
 
     def _defined(self, name: str, value: Any) -> str:
@@ -281,6 +287,10 @@ class _Pieces:
                 if isinstance(node, ast.ClassDef) and node.name == name:
                     return _cut(text, node)
         raise _unavailable(name)
+
+
+def _last_name(node: ast.expr) -> str:
+    return ast.unparse(node).rsplit(".", 1)[-1]
 
 
 def _function_source(name: str, code: CodeType) -> str:

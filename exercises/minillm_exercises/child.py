@@ -128,7 +128,7 @@ class _Reporter:
 
         signal.signal(signal.SIGALRM, lambda *_: finish(""))
         signal.alarm(1)  # a __repr__ of the submission may take as long as its loop
-        finish(values_of(frame))
+        finish(_values_unseen(frame))
 
     def give_up(self, error: BaseException, kind: str) -> NoReturn:
         """Report what ended the process, and end it."""
@@ -233,10 +233,15 @@ def _attempt(reporter: _Reporter, job: Job, run: Callable[[], Trace | None]) -> 
 
 def _lost_gpu(error: BaseException) -> bool:
     """Whether a kernel has gone wrong on a GPU: nothing works there in this process any more."""
-    chain: BaseException | None = error
-    while chain is not None and "CUDA error" not in text_of(chain):
-        chain = chain.__cause__ or chain.__context__
-    return chain is not None and not isinstance(error, CheckFailedError)
+    if isinstance(error, CheckFailedError):
+        return False
+    seen: list[BaseException | None] = [None]  # a chain of causes may be a circle
+    while error not in seen:
+        if "CUDA error" in text_of(error):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return False
 
 
 def _status(error: BaseException, line: int) -> str:
@@ -264,11 +269,25 @@ def values_of(frame: FrameType | None) -> str:
     values = [
         f"{name} = {describe(value)}"
         for name, value in frame.f_locals.items()
-        if not name.startswith((".", "_")) and name != "self" and not callable(value)
+        if not name.startswith((".", "_"))
+        and name != "self"
+        and not callable(value)
+        and not type(value).__module__.startswith("triton.")  # addresses, or nothing to read
     ]
     while sum(map(len, values)) > MAX_SHOWN:
         values.pop()
     return ", ".join(values)
+
+
+def _values_unseen(frame: FrameType | None) -> str:
+    """The same when a check may be watching what torch is asked to do: it looks away."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return values_of(frame)
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return values_of(frame)
 
 
 def text_of(error: BaseException) -> str:

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from minillm_exercises import triton_front_end
-from minillm_exercises.checking import CheckFailedError, close, equal, expect, observe
+from minillm_exercises.checking import CheckFailedError, close, expect, observe
 from minillm_exercises.triton_host import Host, watched_host
 from minillm_exercises.triton_mode import DEVICE, INTERPRETED
 from minillm_exercises.triton_sentences import compiler_sentence, kernel_sentence
@@ -68,6 +68,7 @@ class Seen:
     launches: list[Launch] = field(default_factory=list)
     loaded: dict[str, int] = field(default_factory=dict)
     stored: dict[str, int] = field(default_factory=dict)
+    launch_failed: bool = False
     host: Host = field(default_factory=Host)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -181,19 +182,25 @@ def watching(impl: ModuleType, **tensors: torch.Tensor) -> Iterator[Seen]:
         raise
     except Exception as error:
         seen.host.complain()
-        _explain(error, str(impl.__file__))
+        _explain(error, seen)
 
 
-def _explain(error: Exception, file: str) -> None:
-    """Raise an error of a kernel as a sentence, with the line where it happened."""
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    sentence = compiler_sentence(root) or kernel_sentence(root)
+def _explain(error: Exception, seen: Seen) -> NoReturn:
+    """Raise an error that came out of a launch as a sentence, with the line where it happened; if
+    there is none for it, and outside of launches, as it was raised first."""
+    root = _first(error)
+    sentence = compiler_sentence(root) or (kernel_sentence(root) if seen.launch_failed else "")
     if not sentence:
-        raise error
+        raise root
     observe(("kernel", type(root).__name__, _plain(str(root))))
     raise CheckFailedError(sentence).with_traceback(root.__traceback__) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    """What Triton wrapped: the interpreter its kernel's errors, the compiler only some."""
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _plain(text: str) -> str:
@@ -220,6 +227,9 @@ def _launches(impl: ModuleType, seen: Seen) -> Iterator[None]:
         seen.host.launching = True
         try:
             return run(self, *args, grid=measured, warmup=warmup, **options)
+        except Exception:
+            seen.launch_failed = True
+            raise
         finally:
             seen.host.launching = False
 
@@ -318,17 +328,17 @@ def compiles(impl: ModuleType, call: Callable[[Any], object], most: int, what: s
         except CheckFailedError:
             raise
         except Exception as error:
-            root: BaseException = error
-            while root.__cause__ is not None and not compiler_sentence(root):
-                root = root.__cause__
-            sentence = compiler_sentence(root) or kernel_sentence(root)
-            if not sentence:
+            if not (sentence := compiler_sentence(error) or kernel_sentence(error)):
                 raise
-            observe(("compiler", type(root).__name__, _plain(str(root))))
+            observe(("compiler", type(error).__name__, _plain(str(error))))
             raise CheckFailedError(sentence) from None
     else:
         with watching(impl) as seen:
             call(impl)
         names = [launch.kernel for launch in seen.launches]
     expect(bool(names), f"{what} launched no kernel of your file.", observed=len(names))
-    equal(len(names) <= most, True, f"{what} in at most {most} launches", f"{len(names)} launches")
+    expect(
+        len(names) <= most,
+        f"{what}: {len(names)} launches, and {most} are enough.",
+        observed=len(names),
+    )

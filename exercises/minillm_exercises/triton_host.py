@@ -64,7 +64,10 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(getattr(func, "__name__", ""))
         if not self.host.launching and name in READS:
-            self.host.refuse(name, "it brings numbers to Python, and on a GPU it waits for them.")
+            self.host.refuse(
+                f"{name.strip('_')}()",
+                "it brings numbers to Python, and on a GPU it waits for them.",
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -84,7 +87,7 @@ class _Operators(TorchDispatchMode):
         plain = name.rstrip("_")
         if not self.host.launching:
             if plain == "_local_scalar_dense":
-                self.host.refuse("item", "it waits for the GPU to bring a number to Python.")
+                self.host.refuse("item()", "it waits for the GPU to bring a number to Python.")
             if plain not in ALLOCATES | VIEWS | COPIES:
                 self.host.refuse(f"torch's {plain}", "the kernel is to do the arithmetic.")
             if plain in COPIES:

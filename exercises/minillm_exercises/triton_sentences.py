@@ -11,8 +11,8 @@ from types import MappingProxyType
 # A part of Triton's message, and what to do about it.
 ADVICE: Mapping[str, str] = MappingProxyType(
     {
-        "range must be a power of 2": "tl.arange takes powers of two only: round the size up "
-        "with triton.next_power_of_2, and mask the lanes that are too many",
+        "range must be a power of 2": "a tl.arange has a power of two of lanes: round up with "
+        "triton.next_power_of_2, and mask the lanes that are too many",
         "arguments must be of type tl.constexpr": "the size of a tile has to be known when the "
         "kernel is compiled: declare the parameter as BLOCK: tl.constexpr",
         "Shape element": "the size of a tile has to be known when the kernel is compiled: "
@@ -73,10 +73,8 @@ def compiler_sentence(error: BaseException) -> str:
     code, reason = lines[-1].strip() if lines else "", found[4].strip()
     if error.__cause__ is not None and (not reason or reason.startswith("Error")):
         reason = str(error.__cause__)
-    advice = _advice(reason)
-    return f"On a GPU this would not compile, at \u201c{code[:80]}\u201d: {_short(reason)}." + (
-        f" {_upper(advice)}." if advice else ""
-    )
+    said = _advice(reason) or _short(reason)
+    return f"On a GPU this would not compile, at \u201c{code[:80]}\u201d: {said}."
 
 
 def _advice(text: str) -> str:
