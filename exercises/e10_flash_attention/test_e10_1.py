@@ -235,7 +235,7 @@ def test_merge(impl: Any) -> None:
 @check(2, "Merged with a part in which nothing is real")
 def test_merge_empty(impl: Any) -> None:
     """Nothing fed, or only masked positions, on either side and on both."""
-    parts = ([], [[MASKED, MASKED]], [[1.0, -2.0], [MASKED]])
+    parts: tuple[list[list[float]], ...] = ([], [[MASKED, MASKED]], [[1.0, -2.0], [MASKED]])
     for mine in parts:
         for theirs in parts:
             one, other = Fed(impl, 90), Fed(impl, 95)
