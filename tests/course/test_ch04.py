@@ -21,7 +21,7 @@ from minillm_exercises.errors import ExerciseError
 
 DEEPSEEK, LLAMA = preset("deepseek-v2"), preset("llama-3.1-70b")
 NAMES = ("mha", "gqa", "mqa", "mla")
-KEPT = {"mha": 4096, "gqa": 1024, "mqa": 512, "mla": 512}
+KEPT = {"mha": 4096, "gqa": 1024, "mqa": 512, "mla": 1024}
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ from minillm.config import ModelConfig
 from minillm.cost import step_cost
 from minillm_exercises.chapters.ch04 import crossing, forms
 from minillm_exercises.chapters.ch04_variants import Record
-from minillm_exercises.plots import COLOURS, bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 GIGA, TERA = 10**9, 10**12
-SIDE = {"mqa": 1.13, "mla": 0.885}  # two variants with one cache size stand beside each other
 
 
 def draw_prices(found: Mapping[str, tuple[int, Fraction]]) -> None:
@@ -110,7 +109,7 @@ def draw_quality(record: Record) -> None:
 
 def _draw_text(ax: "Axes", record: Record, text: str) -> list[str]:
     sizes = {run.variant: run.kv_bytes for run in record.runs}
-    places = {name: sizes[name] * SIDE.get(name, 1.0) for name in record.variants}
+    places = _beside(sizes)
     seeds = sorted({run.seed for run in record.runs})
     for number, seed in enumerate(seeds):
         aside = 1.03 ** (2 * number - len(seeds) + 1)  # equal results do not hide each other
@@ -133,6 +132,15 @@ def _draw_text(ax: "Axes", record: Record, text: str) -> list[str]:
     return told
 
 
+def _beside(sizes: Mapping[str, int]) -> dict[str, float]:
+    """A place on a logarithmic axis for each; those of one size stand around it."""
+    places = {}
+    for name, size in sizes.items():
+        equal = [other for other in sizes if sizes[other] == size]
+        places[name] = size * 1.35 ** (equal.index(name) - (len(equal) - 1) / 2)
+    return places
+
+
 def draw_live(found: Mapping[str, tuple[int, float]], base: str) -> None:
     """Draw bits per byte against the cache as computed here: by name, bytes and bits per byte."""
     fig, ax = figure("bits per byte", "model", size=(8, 3.6))
@@ -146,16 +154,3 @@ def draw_live(found: Mapping[str, tuple[int, float]], base: str) -> None:
     ax.invert_yaxis()
     told = ", ".join(f"{name} {bits:.3f}" for name, (_, bits) in found.items())
     show(fig, f"Bits per byte on a text that no model has read, dashed the trained {base}: {told}.")
-
-
-def draw_room(tokens: Mapping[str, int], mib: int) -> None:
-    """Draw how many tokens the engine of each variant holds in the same memory."""
-    fig, ax = figure(
-        f"tokens in {mib} MiB of cache, counted by the engine", "variant", size=(8, 2.6)
-    )
-    for name, count in tokens.items():
-        ax.bar_label(ax.barh(name.upper(), count, color=COLOURS[0]), [f"{count:,}"], padding=3)
-    ax.set_xlim(0, 1.15 * max(tokens.values()))
-    ax.invert_yaxis()
-    told = ", ".join(f"{name.upper()} {count:,}" for name, count in tokens.items())
-    show(fig, f"Tokens that fit in the same memory: {told}.")
