@@ -194,7 +194,7 @@ def test_only_common_seeds_are_compared_and_all_of_them_make_the_spread():
 
 def test_every_pair_is_judged_and_the_largest_cache_comes_first():
     record = recorded({name: (1.3, 1.4) for name in reversed(NAMES)})
-    assert record.variants[:2] == ("mha", "gqa")
+    assert (record.variants[0], record.variants[-1]) == ("mha", "mqa")
     pairs = [(found.first, found.second) for found in ch04_variants.judge(record, "stdlib")]
     assert pairs == list(combinations(record.variants, 2))
     assert record.bits("mla", "stdlib") == {0: 1.3, 1: 1.4}
