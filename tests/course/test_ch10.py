@@ -269,6 +269,14 @@ def test_the_engine_aligns_the_last_query_with_the_last_key(queries, keys):
     assert ch10.worst(found, right) < 1e-5
 
 
+def test_without_triton_the_oracle_is_asked(monkeypatch):
+    monkeypatch.setattr(ch10_tables, "find_spec", lambda name: None)
+    q, k, v = ch10.inputs(9, 16)
+    by, found = ch10_tables.engine(q, k, v, causal=True, block=16)
+    assert by == "oracle"
+    assert ch10.worst(found, ch10.masked(q, k, v)) < 1e-5
+
+
 def test_the_source_of_the_kernel_is_found_by_name():
     assert ch10_tables.kernel_source("_key_range").startswith("def _key_range(")
     with pytest.raises(ExerciseError, match="no function '_nothing'"):
@@ -292,6 +300,8 @@ def test_transfers_count_the_tiles_of_a_walk():
     )
     assert first == {"K, V in": 6, "Q in": 6, "O in": 6, "O out": 6}
     assert second == {"K, V in": 12, "Q in": 3, "O in": 0, "O out": 3}
+    part = ch10_pictures.transfers(ch10.LOOPS[2], walks[1][:3])
+    assert part == {"K, V in": 6, "Q in": 2, "O in": 0, "O out": 2}
 
 
 def test_the_drawings_caption_what_they_draw(captions):

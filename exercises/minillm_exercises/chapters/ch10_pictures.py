@@ -176,7 +176,7 @@ def draw_growth(
         left.plot(lengths, [4 * count / 2**20 for count in counts], label=way, **series(number))
     for number, (way, times) in enumerate(seconds.items()):
         right.plot(lengths, [1e3 * each for each in times], label=way, **series(number))
-    bound(right, lengths, [1e3 * each for each in least], "operations / rate")
+    bound(right, lengths, [1e3 * each for each in least], "operations / rate", at=0.0)
     right.set_ylabel("time (ms, logarithmic)")
     for ax in (left, right):
         ax.set_xscale("log", base=2)
@@ -184,7 +184,8 @@ def draw_growth(
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.legend(loc="upper left")
-    right.set_ylim(top=3e4 * max(max(times) for times in seconds.values()))
+    slowest = max(max(times) for times in seconds.values())
+    right.set_ylim(1e3 * least[0] / 4, 3e4 * slowest)
     told = ", ".join(f"{way} {1e3 * times[-1]:.0f} ms" for way, times in seconds.items())
     shown = ", ".join(f"{way} {4 * counts[-1] / 2**20:g} MiB" for way, counts in largest.items())
     show(fig, f"One causal head in float32. At {lengths[-1]:,} tokens the largest tensors are "
