@@ -326,6 +326,15 @@ def test_d5_and_d6_heads_of_llama_2_70b():
     ]
 
 
+def test_d1_and_d7_who_shares_heads():
+    shares = {name: preset(name).num_heads // preset(name).num_kv_heads for name in SHARING}
+    assert shares == SHARING
+    assert DEEPSEEK.mla is not None
+
+
+SHARING = {"llama-2-7b": 1, "llama-3.1-8b": 4, "llama-3.1-70b": 8, "qwen2.5-3b": 8}
+
+
 def test_d8_and_d9_shapes_of_deepseek_v2():
     mla = DEEPSEEK.mla
     assert mla is not None
