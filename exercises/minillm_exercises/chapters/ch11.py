@@ -40,6 +40,41 @@ class Batch:
     lengths: Tensor
 
     @property
+    def texts(self) -> int:
+        """Sequences."""
+        return self.q.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.q.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of the cache."""
+        return self.k.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a head."""
+        return self.q.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """What a kernel needs to find its page: tables, lengths, scale, columns of a table, Hkv."""
+        return self.tables, self.lengths, self.scale, self.tables.shape[1], self.kv_heads
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What a kernel is compiled for."""
+        return {"GROUP": self.group, "PAGE": self.k.shape[2], "D": self.dim}
+
+    @property
     def starts(self) -> Tensor:
         """Where each sequence's query rows begin, which the engine wants to know: 0, 1 ... B."""
         return torch.arange(len(self.q) + 1, dtype=torch.int32, device=self.q.device)
@@ -47,13 +82,13 @@ class Batch:
     @property
     def scale(self) -> float:
         """Of the scores: 1 / sqrt(D)."""
-        return float(self.q.shape[2] ** -0.5)
+        return float(self.dim**-0.5)
 
     @property
     def cache_bytes(self) -> int:
         """Keys and values that belong to a sequence, each once."""
-        _, num_kv_heads, _, dim = self.k.shape
-        return 2 * int(self.lengths.sum()) * num_kv_heads * dim * self.k.element_size()
+        numbers = int(self.lengths.sum()) * self.kv_heads * self.dim
+        return 2 * numbers * self.k.element_size()
 
     def oracle(self) -> Tensor:
         """The right result, in float64."""

@@ -34,9 +34,11 @@ HEAD = (
 def show_compiled(
     function: Callable[..., object], arguments: Sequence[Any], names: Sequence[str]
 ) -> Mapping[str, int]:
-    """A table of what the launches of ``function(*arguments)`` compile to, called by `names` in
-    their order; those with an empty name are left out. Returns how many programs of each a Hopper
-    processor holds; nothing where nothing can be compiled, with the reason said.
+    """A table of what the launches of ``function(*arguments)`` compile to for sm_80 and sm_90.
+
+    `names` are theirs in order; those with an empty name are left out, and an architecture with
+    fewer launches has the last of them. Returns how many programs of each a Hopper processor
+    holds; nothing where nothing can be compiled, with the reason said.
     """
     if os.environ.get("MINILLM_QUICK"):
         say("Nothing is compiled while chapters are only tested.")
@@ -47,8 +49,11 @@ def show_compiled(
         say(f"Kernels cannot be compiled for a GPU here: {error}")
         show_recorded()
         return {}
-    twice = [*names] * len({each["arch"] for each in found})
-    named = [(name, each) for name, each in zip(twice, found, strict=True) if name]
+    named = []
+    for arch in dict.fromkeys(each["arch"] for each in found):
+        these = [each for each in found if each["arch"] == arch]
+        pairs = zip(names[-len(these) :], these, strict=True)
+        named += [(name, each) for name, each in pairs if name]
     named.sort(key=lambda pair: names.index(pair[0]))
     show_table(HEAD, [row(name, each) for name, each in named])
     return {name: resident(each) for name, each in named if each["arch"] == 90}

@@ -10,7 +10,7 @@ from minillm_exercises.plots import bars, bound, figure, series, show
 
 def readers(batch: Batch, traffic: Traffic, sequence: int, head: int, page: int) -> list[Any]:
     """The programs that read the keys of one page of a sequence, for one KV head."""
-    place = int(batch.tables[sequence, page]) * batch.k.shape[1] + head
+    place = int(batch.tables[sequence, page]) * batch.kv_heads + head
     return traffic.readers("k", place)
 
 
@@ -18,7 +18,7 @@ def draw_grid(batch: Batch, by_token: Traffic, by_page: Traffic, programs: int) 
     """Every page of every text and KV head, with the programs that read it, for two kernels; the
     second has so many `programs`."""
     fig, axes = figure("page of the text", "text and KV head", 1, 2, (9.6, 3.3))
-    size, kv_heads = batch.k.shape[2], batch.k.shape[1]
+    size, kv_heads = batch.k.shape[2], batch.kv_heads
     pages = [-(-int(length) // size) for length in batch.lengths]
     rows = [(text, head) for text in range(len(pages)) for head in range(kv_heads)]
     for y, (text, head) in enumerate(rows):

@@ -105,12 +105,13 @@ def counting() -> Iterator[Traffic]:
     before = (builder.create_masked_load, builder.create_masked_store, executor._init_args_hst)
     load, store, init = before
     launched: list[_Memory] = []
+    running: list[str] = []  # the name of its kernel
 
     def init_args(self: Any, args: Any, kwargs: Any) -> Any:
         result = init(self, args, kwargs)
         named = [*zip(self.arg_names, result[0], strict=False), *result[1].items()]
         launched[:] = list(_memories(named))
-        found.programs[self.fn.__name__] += 0
+        running[:] = [self.fn.__name__]
         return result
 
     def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
@@ -128,7 +129,7 @@ def counting() -> Iterator[Traffic]:
     set_index = builder.set_grid_idx
 
     def set_grid_idx(self: Any, *index: int) -> None:
-        found.programs[self.launched[0]] += 1
+        found.programs[running[0]] += 1
         set_index(self, *index)
 
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store

@@ -1,0 +1,417 @@
+"""Chapter 11: counted accesses, the other process, bounds, and where times come from.
+
+This process does not interpret kernels, as a GPU machine's does not: `count` goes the way that it
+goes there. That an interpreted process counts the same, a test asks one.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minillm.hardware import DATASHEET
+from minillm_exercises.chapters import (
+    ch11,
+    ch11_compiled,
+    ch11_gpu,
+    ch11_pictures,
+)
+from minillm_exercises.chapters.ch11_elsewhere import changed, compiled, count, source_of
+from minillm_exercises.chapters.ch11_traffic import Traffic, counting
+from minillm_exercises.errors import ExerciseError
+from minillm_kernels import launch, offline
+from minillm_kernels.launch import tl, triton
+from minillm_kernels.paged_attention import paged_attention
+
+SHIFT = 3
+MASK = ", mask=inside, other=0.0"
+
+
+@triton.jit
+def _shifted(x, out, width, shift, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    numbers = tl.load(x + row * width + columns, mask=inside, other=0.0)
+    tl.store(out + row * width + columns, numbers + shift, mask=inside)
+
+
+def shifted(x, kernel=_shifted):
+    out, width = torch.empty_like(x), x.shape[1]
+    kernel[(len(x),)](x, out, width, SHIFT, BLOCK=triton.next_power_of_2(width))
+    return out
+
+
+def careless(x):
+    return shifted(x, changed(_shifted, MASK, ""))
+
+
+def by_engine(b):
+    return paged_attention(b.q, b.k, b.v, b.starts, b.lengths, b.tables, b.scale, max_query_len=1)
+
+
+@pytest.fixture(scope="module")
+def x():
+    return torch.arange(39.0).reshape(3, 13)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """The figures and captions that would be displayed."""
+    seen = []
+    monkeypatch.setattr(ch11_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
+    return seen
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Lines and tables that would be displayed."""
+    seen = []
+    for module in (ch11_gpu, ch11_compiled):
+        monkeypatch.setattr(module, "say", seen.append)
+        monkeypatch.setattr(module, "show_table", lambda head, rows: seen.append((head, rows)))
+    return seen
+
+
+# ---- counting --------------------------------------------------------------------------------
+
+
+def test_every_access_is_counted_by_tensor_and_program(x):
+    found = count(shifted, x)
+    assert found.read == {"x": 4 * 39}
+    assert found.written == {"out": 4 * 39}
+    assert found.moved() == 8 * 39
+    assert found.programs == {"_shifted": 3}
+    assert (found.outside, found.complaint) == (0, "")
+    assert torch.equal(found.result, x + SHIFT)
+
+
+def test_an_access_out_of_bounds_is_counted_described_and_not_made(x):
+    found = count(careless, x)
+    assert found.outside == 3  # of the last of three rows: 16 places, 13 columns
+    assert found.complaint == "_shifted at program (2, 0, 0) reads 0 bytes behind the end of x."
+    assert found.read == {"x": 4 * (39 + 3 + 3)}
+    assert torch.equal(found.result, x + SHIFT)  # the places behind a row are not stored
+
+
+def test_places_say_which_program_read_which_page():
+    b = ch11.batch((40, 16), heads=4, kv_heads=2, dim=16, page=16)
+    found = count(by_engine, b)
+    assert found.read["k_cache"] + found.read["v_cache"] == b.cache_bytes == 2 * 56 * 2 * 16 * 4
+    for text, page in ((0, 0), (0, 1), (0, 2), (1, 0)):
+        for head in (0, 1):
+            place = int(b.tables[text, page]) * 2 + head
+            (who,) = found.readers("k_cache", place)
+            assert who[:2] == (text, head)
+    assert ch11.close(found.result, b.oracle())
+
+
+def test_an_interpreted_process_counts_the_same(x, tmp_path):
+    script = tmp_path / "here.py"
+    script.write_text(
+        source_of(careless) + "\nimport json\nfrom minillm_exercises.chapters import "
+        "ch11_elsewhere\nx = torch.arange(39.0).reshape(3, 13)\nch11_elsewhere.elsewhere = None\n"
+        "print(json.dumps(ch11_elsewhere.count(careless, x).to_json()))\n"
+    )
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    here, there = Traffic.from_json(json.loads(done.stdout)), count(careless, x)
+    assert here.to_json() == there.to_json()
+
+
+def test_counting_refuses_a_process_that_compiles():
+    assert not launch.INTERPRETED
+    with pytest.raises(ExerciseError, match="interpreted"), counting():
+        pass
+
+
+# ---- the other process -----------------------------------------------------------------------
+
+
+def broken(x):
+    raise ValueError(f"there are {len(x)} rows")
+
+
+def test_what_fails_in_the_other_process_is_said_here(x):
+    with pytest.raises(ExerciseError, match="should count failed: ValueError: there are 3 rows"):
+        count(broken, x)
+
+
+def test_a_function_that_uses_a_tensor_of_the_notebook_is_refused(monkeypatch):
+    monkeypatch.setitem(globals(), "SHIFT", torch.ones(1))
+    with pytest.raises(ExerciseError, match="shifted uses SHIFT, a Tensor"):
+        source_of(shifted)
+
+
+def test_the_source_of_a_function_holds_all_that_it_needs():
+    text = source_of(careless)
+    assert text.index("def _shifted") < text.index("def shifted") < text.index("def careless")
+    assert "SHIFT = 3" in text
+    assert "import triton.language as tl" in text
+    assert "def source_of" not in text
+    assert source_of(paged_attention) == (
+        "from minillm_kernels.paged_attention import paged_attention"
+    )
+
+
+def test_a_change_must_find_its_place():
+    with pytest.raises(ExerciseError, match="stands 0 times"):
+        changed(_shifted, "no such line", "")
+    with pytest.raises(ExerciseError, match="stands 2 times"):
+        changed(_shifted, "mask=inside", "")
+
+
+needs_tools = pytest.mark.skipif(
+    not (offline.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists(),
+    reason="this build of Triton carries no cuobjdump",
+)
+
+
+@needs_tools
+def test_a_kernel_compiles_for_a_gpu_that_is_not_there(x):
+    (found,) = compiled(shifted, x, capabilities=(90,))
+    assert (found["kernel"], found["arch"], found["num_warps"]) == ("_shifted", 90, 4)
+    assert 0 < found["registers"] < 64
+    assert found["stack"] == 0
+
+
+# ---- compiled kernels as a table -------------------------------------------------------------
+
+SMALL = {"num_warps": 4, "registers": 72, "shared": 12_808, "arch": 90, "stack": 0, "kernel": "k"}
+
+
+@pytest.mark.parametrize(
+    ("change", "programs"),
+    [
+        ({}, 7),  # 65,536 / (4 warps x 32 x 72)
+        ({"registers": 16}, 16),  # 64 warps
+        ({"registers": 73}, 6),  # registers are given to a warp in pieces of 256
+        ({"shared": 71_720}, 3),  # 228 KiB / 71
+        ({"shared": 71_720, "arch": 80}, 2),
+    ],
+)
+def test_programs_of_a_processor(change, programs):
+    assert ch11_compiled.resident(SMALL | change) == programs
+
+
+def test_the_table_names_the_last_launches_of_each_architecture(monkeypatch, said):
+    def fake(function, *arguments):
+        ops = {"HMMA": 3, "FFMA": 5}
+        return [SMALL | {"arch": arch, "opcodes": ops} for arch in (80, 80, 90, 90, 90)]
+
+    monkeypatch.delenv("MINILLM_QUICK", raising=False)
+    monkeypatch.setattr(ch11_compiled, "compiled", fake)
+    assert ch11_compiled.show_compiled(print, (), ["one", "two", ""]) == {"one": 7, "two": 7}
+    (table,) = said
+    assert [row[:2] for row in table[1]] == [("one", "sm_90"), ("two", "sm_80"), ("two", "sm_90")]
+    assert table[1][0][-1] == "HMMA"
+
+
+def test_without_a_compiler_the_chapter_says_so_and_shows_the_readme(monkeypatch, said):
+    def none(function, *arguments):
+        raise ExerciseError("no cuobjdump")
+
+    monkeypatch.delenv("MINILLM_QUICK", raising=False)
+    monkeypatch.setattr(ch11_compiled, "compiled", none)
+    assert ch11_compiled.show_compiled(print, (), ["one"]) == {}
+    assert said[0] == "Kernels cannot be compiled for a GPU here: no cuobjdump"
+    (_, rows) = said[-1]
+    assert {row[1] for row in rows} == {"sm_80", "sm_90"}
+    assert all("regs" in row[2] for row in rows)
+    assert "HGMMA" in rows[-1][2]
+
+
+def test_a_test_of_the_chapter_compiles_nothing(monkeypatch, said):
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    monkeypatch.setattr(ch11_compiled, "compiled", None)
+    assert ch11_compiled.show_compiled(print, (), ["one"]) == {}
+
+
+# ---- a decode step ---------------------------------------------------------------------------
+
+
+def test_what_belongs_to_nobody_is_poison():
+    b = ch11.batch((20, 32), heads=4, kv_heads=2, dim=16, page=16)
+    assert (b.texts, b.heads, b.kv_heads, b.dim, b.group) == (2, 4, 2, 16, 2)
+    last = b.k[b.tables[0, 1]]
+    assert last[:, :4].isfinite().all()
+    assert last[:, 4:].isnan().all()
+    assert b.tables[0, 2] >= len(b.k)
+    assert torch.equal(ch11.batch((20,)).q, ch11.batch((20,)).q)
+
+
+def test_nan_and_other_numbers_are_not_close():
+    one = torch.ones(3)
+    assert ch11.close(one, one.double())
+    assert not ch11.close(one * 1.001, one.double())
+    assert not ch11.close(one * math.nan, one.double())
+
+
+def test_torch_moves_whole_tensors_once_per_operation():
+    x = torch.ones(4, 10)
+    assert ch11.torch_bytes(lambda x: x + 1, x) == (1, 2 * 160)
+    assert ch11.torch_bytes(lambda x: x.amax(1, keepdim=True) * 2, x) == (2, 160 + 16 + 32)
+
+
+@pytest.mark.parametrize(("pages", "rows", "splits", "places"), [
+    (512, 8, 1, 132), (512, 8, 16, 132), (512, 8, 17, 132), (512, 8, 33, 132), (7, 3, 2, 4),
+    (1, 1, 1, 1),
+])  # fmt: skip
+def test_pages_in_a_row_are_those_of_a_simulated_gpu(pages, rows, splits, places):
+    """Programs start in order where a place is free; equal ones, so in waves."""
+    each = math.ceil(pages / splits)
+    free = [0] * places
+    for _ in range(rows * splits):
+        place = free.index(min(free))
+        free[place] += each
+    assert ch11.pages_in_a_row(pages, rows, splits, places) == max(free)
+
+
+# ---- what a GPU did --------------------------------------------------------------------------
+
+REPORT = {
+    "benchmark": "minillm_kernels.bench",
+    "date": "2030-01-02",
+    "gpu": {"name": "NVIDIA H100 80GB HBM3"},
+    "rows": [
+        {"family": "paged_attention", "name": "decode 1 x 32k, pages of 64", "time_us": 80.0},
+        {"family": "mla", "name": "decode 64 x 8k, 16 heads", "time_us": None},
+    ],
+}
+
+
+def test_the_latest_report_is_found_and_other_files_are_none(tmp_path):
+    assert ch11_gpu.recorded(tmp_path) is None
+    (tmp_path / "11_triton_kernels.json").write_text('{"chapter": "11", "date": "2040-01-01"}')
+    (tmp_path / "list.json").write_text("[1]")
+    assert ch11_gpu.recorded(tmp_path) is None
+    (tmp_path / "a.json").write_text(json.dumps(REPORT))
+    (tmp_path / "b.json").write_text(json.dumps(REPORT | {"date": "2029-12-31"}))
+    assert ch11_gpu.recorded(tmp_path) == REPORT
+
+
+def test_without_a_gpu_and_a_report_there_are_bounds_and_no_times(said):
+    found = ch11_gpu.evidence(["ours"], None, None)
+    assert found.gpu is DATASHEET["h200"]
+    assert "no benchmark of one has been recorded" in found.source
+    assert not found.timed
+    assert found.cases[0].num_bytes == 2 * 32_768 * 8 * 128 * 2
+    assert found.cases[0].bound(found.gpu) == pytest.approx(134_217_728 / 4.8e12 * 1e6)
+    ch11_gpu.show_evidence(found)
+    assert "no GPU is here" in said[0]
+    assert {row[3] for row in said[1][1]} == {"not measured"}
+
+
+def test_a_report_gives_times_and_the_bounds_of_its_own_gpu(said):
+    found = ch11_gpu.evidence(["ours"], None, REPORT)
+    assert found.gpu is DATASHEET["h100-sxm"]
+    assert found.source == "recorded on 2030-01-02, NVIDIA H100 80GB HBM3"
+    assert found.timed
+    times = {case.name: case.microseconds for case in found.cases}
+    assert times["decode 1 x 32k, pages of 64"] == 80
+    assert times["ours"] is times["decode 64 x 8k, 16 heads"] is None
+    ch11_gpu.show_evidence(found)
+    (row,) = [row for row in said[1][1] if row[3] == "80"]
+    assert row[1:] == ("134", "40", "80", "50%")
+
+
+def test_a_gpu_here_comes_before_a_report():
+    rows = [{"family": ch11_gpu.OWN, "name": "ours", "time_us": 50.0}]
+    found = ch11_gpu.evidence(["ours"], {"gpu": {"name": "NVIDIA H200"}, "rows": rows}, REPORT)
+    assert found.gpu is DATASHEET["h200"]
+    assert found.source == "measured now, NVIDIA H200"
+    assert [case.microseconds for case in found.cases if case.microseconds] == [50.0]
+
+
+@pytest.mark.parametrize(("name", "key"), [
+    ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-sxm"), ("NVIDIA B200", "b200"),
+    ("NVIDIA A100-SXM4-80GB", "a100-sxm"), ("NVIDIA GeForce RTX 5070 Ti", "rtx-5070-ti"),
+])  # fmt: skip
+def test_a_driver_s_name_finds_the_datasheet(name, key):
+    assert ch11_gpu.datasheet_of(name) is DATASHEET[key]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L4", "NVIDIA H20", "NVIDIA H100 PCIe", "Tesla T4"])
+def test_an_unknown_gpu_has_none(name):
+    assert ch11_gpu.datasheet_of(name) is None
+
+
+def test_what_cannot_be_measured_is_none(monkeypatch):
+    monkeypatch.setattr(ch11_gpu, "DEVICE", "cuda")
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    assert ch11_gpu.measured_here({}) is None
+    monkeypatch.delenv("MINILLM_QUICK")
+    monkeypatch.setattr(ch11_gpu, "DEVICE", "cpu")
+    assert ch11_gpu.measured_here({}) is None
+
+
+class FakeGpu:
+    """Takes 25 microseconds for the chapter's kernels, which it runs; cannot run the engine's."""
+
+    cache_bytes = 50_000_000
+
+    def ready(self, call, num_sets):
+        if num_sets > 1:
+            raise RuntimeError("no memory")
+        call(0)
+        return SimpleNamespace(calls=1, how="graph", seconds=lambda: 25e-6, close=lambda: None)
+
+
+def test_the_chapter_s_kernels_are_timed_beside_the_engine_s(monkeypatch):
+    monkeypatch.setattr(ch11_gpu, "LONGEST", ((32,), 4, 2, 16, 16, torch.float32))
+    seen = []
+    rows = ch11_gpu.timed({"ours": seen.append}, FakeGpu())
+    assert rows[0] == {"family": ch11_gpu.OWN, "name": "ours", "time_us": 25.0}
+    assert [given.lengths.tolist() for given in seen] == [[32]]
+    assert {(row["family"], row["name"]) for row in rows[1:]} == set(ch11_gpu.CASES)
+
+
+# ---- pictures --------------------------------------------------------------------------------
+
+
+def read_by(b, name, programs):
+    """Traffic in which `programs(text, head, page)` read the pages of every text."""
+    found = Traffic()
+    for text, length in enumerate(b.lengths.tolist()):
+        for page in range(-(-length // b.k.shape[2])):
+            for head in range(b.kv_heads):
+                place = int(b.tables[text, page]) * b.kv_heads + head
+                for who in programs(text, head, page):
+                    found.places.setdefault((name, who), set()).add(place)
+    return found
+
+
+def test_the_grid_shows_who_reads_which_page(shown):
+    b = ch11.batch((40, 16), heads=6, kv_heads=2, dim=16, page=16)
+    many = read_by(b, "k", lambda text, head, page: [(text, 3 * head + i, 0) for i in range(3)])
+    one = read_by(b, "k", lambda text, head, page: [(text, head, page % 2)])
+    ch11_pictures.draw_grid(b, many, one, 8)
+    fig, caption = shown[0]
+    assert "every page is read by 3 programs" in caption
+    assert "6 of 8 programs have a page" in caption
+    texts = [[text.get_text() for text in ax.texts] for ax in fig.axes]
+    assert texts == [["3"] * 8, ["0", "1", "0"] * 2 + ["0"] * 2]
+
+
+def test_the_saw_marks_its_splits_above_the_bound(shown):
+    ch11_pictures.draw_splits(512, 8, 48, (16, 17, 33))
+    _, caption = shown[0]
+    assert "16 splits 32, 17 splits 62, 33 splits 32. The bound is 31.0." in caption
+
+
+def test_the_walk_counts_its_tiles(shown):
+    found = Traffic()
+    for tile in range(3):  # of 32 queries of two heads, which read the keys up to their own
+        found.places["q", (tile, 0, 0)] = {2 * row for row in range(32 * tile, 32 * tile + 32)}
+        found.places["k", (tile, 0, 0)] = set(range(32 * tile + 32))
+    ch11_pictures.draw_walk(found, 96, heads=2, kv_heads=1)
+    _, caption = shown[0]
+    assert "6 of 9" in caption
