@@ -80,7 +80,8 @@ class Fed:
         about = f"{what}: log_sum_exp() after {self.story or 'nothing'}"
         want = float(self.scores.logsumexp(0)) if len(self.scores) else MASKED
         if type(got) is float or (type(got) is Tensor and got.ndim == 0):
-            nan = math.isnan(float(got))
+            got = float(got)
+            nan = math.isnan(got)
             expect(not nan, f"{about}: it is NaN.{MINUS if want == MASKED else ''}", nan)
         close(got, want, about, rtol=1e-9, atol=1e-9)
 
