@@ -11,6 +11,7 @@ import functools
 import io
 import json
 import os
+import re
 import secrets
 import signal
 import sys
@@ -237,7 +238,7 @@ def _lost_gpu(error: BaseException) -> bool:
         return False
     seen: list[BaseException | None] = [None]  # a chain of causes may be a circle
     while error not in seen:
-        if "CUDA error" in text_of(error):
+        if re.search(r"CUDA error|Triton Error \[CUDA\]", text_of(error)):
             return True
         seen.append(error)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]

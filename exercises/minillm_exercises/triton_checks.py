@@ -173,11 +173,17 @@ def watching(impl: ModuleType, **tensors: torch.Tensor) -> Iterator[Seen]:
     """Watch the submission inside the block: its launches, what it does beside them, and the bytes
     that its kernels load from and store to `tensors`. Its mistakes become sentences."""
     seen = Seen(tensors=tensors)
+    with _explained(impl, seen), watched_host(seen.host):
+        yield seen
+
+
+@contextmanager
+def _explained(impl: ModuleType, seen: Seen) -> Iterator[None]:
     try:
-        with _launches(impl, seen), _accesses(seen), watched_host(seen.host):
-            yield seen
+        with _launches(impl, seen), _accesses(seen):
+            yield
         if not INTERPRETED:
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize()  # what went wrong there is known only then
     except CheckFailedError:
         raise
     except Exception as error:
@@ -333,7 +339,8 @@ def compiles(impl: ModuleType, call: Callable[[Any], object], most: int, what: s
             observe(("compiler", type(error).__name__, _plain(str(error))))
             raise CheckFailedError(sentence) from None
     else:
-        with watching(impl) as seen:
+        seen = Seen()  # `call` may compute: it is a check's
+        with _explained(impl, seen):
             call(impl)
         names = [launch.kernel for launch in seen.launches]
     expect(bool(names), f"{what} launched no kernel of your file.", observed=len(names))

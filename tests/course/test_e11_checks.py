@@ -1,5 +1,8 @@
 """e11: kernels that strangers wrote, right and wrong ones, and what the checks say of them."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -199,6 +202,43 @@ def test_pages_gathered_on_the_host_are_no_paged_kernel(graded: Graded) -> None:
     verdict = graded("e11.2", source=HEAD + GATHERED)
     assert verdict.status == "fail"
     assert "torch's index runs outside of your kernels" in said(verdict)
+
+
+COMPILED = """
+import sys, types, torch
+from importlib.machinery import SourceFileLoader
+from minillm_kernels.offline import compile_for
+
+def load(path):
+    module = types.ModuleType("solution")
+    module.__file__ = path
+    SourceFileLoader("solution", path).exec_module(module)
+    return module
+
+def run():
+    softmax, decode = (load(path) for path in sys.argv[1:])
+    ones = torch.ones(3, dtype=torch.int32)
+    softmax.softmax(torch.zeros(3, 300, dtype=torch.bfloat16), ones, 0.7, torch.zeros(3, 300))
+    q, cache, tables = torch.zeros(3, 6, 32), torch.zeros(9, 8, 2, 32), ones[:, None].repeat(1, 5)
+    decode.paged_decode(q, cache, cache, tables, ones, 0.25, 3, torch.zeros_like(q))
+
+for found in compile_for(80, run):
+    print(found.kernel, found.spills, found.fits)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["solution", "alternate"])
+def test_solutions_become_machine_code_without_spills(kind: str) -> None:
+    """What the checks ask of the compiler is its first pass; here it is all of it."""
+    answers = [load_manifest()[key].answers / f"{kind}.py" for key in ("e11.1", "e11.2")]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED, *map(str, answers)], capture_output=True, text=True,
+        check=False, env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stderr
+    assert all(line.endswith(" False True") for line in lines), lines
 
 
 @pytest.mark.parametrize("exercise_id", ["e11.1", "e11.2"])
