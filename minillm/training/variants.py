@@ -6,16 +6,17 @@ into its MLP, as Shazeer (2019, section 4) did for MQA. GQA shares a key head am
 heads. MLA has DeepSeek-V2's proportions, a rotated part of half a head and a latent of nearly four
 heads (3.5 here, 4 there), so that it caches just as many values as GQA's two keys and two values.
 
-Every variant has a norm before its scores (Qwen3's on queries and keys, DeepSeek's on the latent):
-without one the three others learn much more slowly than MLA, for a reason that is not the cache.
+Each has the norms of its published form: Qwen3's on queries and keys, DeepSeek-V2's on the latent.
+These are not the same thing, so there is a control: MHA without them, from the first seed.
 """
 
 import json
 import multiprocessing
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -74,12 +75,20 @@ VARIANTS: Mapping[str, ModelConfig] = MappingProxyType(
     }
 )
 
+CONTROLS: Mapping[str, ModelConfig] = MappingProxyType(
+    {"mha-plain": replace(VARIANTS["mha"], family="llama", qk_norm=False)}
+)
+RUNS = (
+    *((name, seed) for seed in SEEDS for name in VARIANTS),
+    *((name, SEEDS[0]) for name in CONTROLS),
+)
+
 
 def variant_recipe(name: str, seed: int, steps: int = STEPS) -> Recipe:
     """One run. The seed decides the initial weights and the order of the text."""
     return Recipe(
         name=f"{name}-{seed}",
-        config=VARIANTS[name],
+        config={**VARIANTS, **CONTROLS}[name],
         phases=(Phase(steps, stdlib_rows=10, windows=(WINDOW,)),),
         decay_steps=steps // 2,
         batch_tokens=4096,
@@ -141,15 +150,13 @@ def run_log(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def train_variants(
-    folder: Path, workers: int, seeds: Iterable[int] = SEEDS, compiled: bool = True
-) -> None:
+def train_variants(folder: Path, workers: int, compiled: bool = True) -> None:
     """Train what is not yet trained, `workers` runs at a time, each on one thread.
 
     Runs that share nothing use two cores better than two halves of one run.
     """
     prepare_tokens(folder, fast_tokenizer())
-    recipes = [variant_recipe(name, seed) for seed in seeds for name in VARIANTS]
+    recipes = [variant_recipe(name, seed) for name, seed in RUNS]
     spawn = multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool,
@@ -196,24 +203,23 @@ def run_record(name: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def publish(folder: Path, target: Path) -> int:
-    """Write results.json of all finished runs, and the weights of seed 0, into `target`; returns
-    the number of runs."""
+    """Write results.json of all finished runs, and each variant's weights from the first seed, into
+    `target`; returns the number of runs."""
     target.mkdir(parents=True, exist_ok=True)
     runs, texts = [], {}
-    for name in VARIANTS:
-        for seed in SEEDS:
-            recipe = variant_recipe(name, seed)
-            run = folder / recipe.name
-            if not finished(recipe, run):
-                continue
-            runs.append(run_record(name, seed, run))
-            texts = {
-                text: {"bytes": score["bytes"], "tokens": score["tokens"]}
-                for text, score in judge(recipe, run).items()
-            }
-            if seed == SEEDS[0]:
-                model = load_trained(run / "checkpoint.safetensors", recipe.config)
-                export(model, fast_tokenizer(), target / name)
+    for name, seed in RUNS:
+        recipe = variant_recipe(name, seed)
+        run = folder / recipe.name
+        if not finished(recipe, run):
+            continue
+        runs.append(run_record(name, seed, run))
+        texts = {
+            text: {"bytes": score["bytes"], "tokens": score["tokens"]}
+            for text, score in judge(recipe, run).items()
+        }
+        if seed == SEEDS[0] and name in VARIANTS:
+            model = load_trained(run / "checkpoint.safetensors", recipe.config)
+            export(model, fast_tokenizer(), target / name)
     record = {
         "steps": STEPS,
         "tokens_per_run": STEPS * variant_recipe("mha", 0).batch_tokens,
@@ -221,7 +227,8 @@ def publish(folder: Path, target: Path) -> int:
         "machine": cpu_name(),
         "torch": version("torch"),
         "held_out": texts,
-        "runs": runs,
+        "runs": [run for run in runs if run["variant"] in VARIANTS],
+        "controls": [run for run in runs if run["variant"] in CONTROLS],
     }
     (target / "results.json").write_text(json.dumps(record, indent=1) + "\n")
     return len(runs)
