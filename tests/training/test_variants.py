@@ -83,7 +83,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def recipe(name: str, seed: int) -> Recipe:
         made = original(name, seed, steps=2)
-        return replace(made, batch_tokens=512, config=variants.VARIANTS[name])
+        return replace(made, batch_tokens=512)
 
     original = variants.variant_recipe
     monkeypatch.setattr(variants, "variant_recipe", recipe)
@@ -103,12 +103,13 @@ def test_finished_runs_are_published(
     tensors |= {"packages": torch.from_numpy(streams.packages)}
     tensors["held_out"] = torch.arange(513).remainder(61).unsqueeze(0)
     save_file(tensors, work / "tokens.safetensors")
-    for name, seed in (("mla", 0), ("mqa", 1)):
+    for name, seed in (("mla", 0), ("mqa", 1), ("mha-plain", 0)):
         variants.train_run(variants.variant_recipe(name, seed), work, compiled=False)
-    assert variants.publish(work, target) == 2
+    assert variants.publish(work, target) == 3
     record = json.loads((target / "results.json").read_text())
     runs = {(run["variant"], run["seed"]): run for run in record["runs"]}
     assert runs.keys() == {("mla", 0), ("mqa", 1)}
+    assert [run["variant"] for run in record["controls"]] == ["mha-plain"]
     assert (record["steps"], record["tokens_per_run"], record["window"]) == (2, 1024, 256)
     one = runs["mla", 0]
     assert one["kv_bytes_per_token"] == 4 * 128 * 2
@@ -172,3 +173,10 @@ def test_the_committed_results_are_complete() -> None:
         assert run["kv_bytes_per_token"] == 2 * config.num_layers * config.kv_values_per_token
         assert run["curve"][-1]["step"] == record["steps"] == variants.STEPS
         assert 0.5 < run["bits_per_byte"]["stdlib"] < run["curve"][0]["held_out"]
+    assert [run["variant"] for run in record["controls"]] == list(variants.CONTROLS)
+
+
+def test_the_control_differs_in_its_norms_alone() -> None:
+    [control] = variants.CONTROLS.values()
+    assert replace(control, family="qwen3", qk_norm=True) == variants.VARIANTS["mha"]
+    assert parameters(Decoder(control)) == parameters(Decoder(variants.VARIANTS["mha"])) - 4 * 64
