@@ -271,23 +271,24 @@ for where in (t.GUARD - 1, t.GUARD + 8, t.GUARD + 3):
         TOLD[where - t.GUARD] = str(error)
 """
 LAUNCHES = """
+from pathlib import Path
 from triton.runtime.jit import JITFunction
 ran = []
 JITFunction.run = lambda self, *args, grid, warmup, **options: ran.append(grid({"N": 4}))
-source = open(sys.argv[1], "w")
-source.write('''
-import triton
-@triton.jit
-def kernel(x, N):
-    pass
-''')
-source.close()
-impl = types.ModuleType("impl")
-impl.__file__ = sys.argv[1]
-exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), vars(impl))
+
+def load(name):
+    path = Path(sys.argv[1]) / name
+    path.write_text("import triton\\n\\n@triton.jit\\ndef kernel(x, N):\\n    pass\\n")
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
+    exec(compile(path.read_text(), str(path), "exec"), vars(module))
+    return module
+
+impl, other = load("mine.py"), load("other.py")
 torch.accelerator.synchronize = lambda: TOLD.update(waited=True)
 with t.watching(impl) as seen:
     impl.kernel[lambda meta: (meta["N"], 2)](torch.zeros(1), 3)
+    other.kernel[(7,)](torch.zeros(1), 3)
 t.compiles(impl, lambda impl: impl.kernel[lambda meta: (1,)](torch.zeros(1).exp(), 3), 1, "it")
 TOLD.update(device=t.DEVICE, interpreted=t.INTERPRETED, mode=os.environ["TRITON_INTERPRET"])
 TOLD.update(launches=[[launch.kernel, launch.programs] for launch in seen.launches], ran=ran)
@@ -316,10 +317,10 @@ def test_guards_notice_one_element_on_each_side_and_between_rows() -> None:
 
 
 def test_with_a_gpu_kernels_are_compiled_and_counted(tmp_path: Path) -> None:
-    told = alone(LAUNCHES, GPU, str(tmp_path / "mine.py"))
+    told = alone(LAUNCHES, GPU, str(tmp_path))
     assert (told["device"], told["interpreted"], told["mode"]) == ("cuda", False, "0")
-    assert told["launches"] == [["kernel", 8]]
-    assert told["ran"] == [[4, 2], [1]]
+    assert told["launches"] == [["kernel", 8]]  # the other file's kernel is not the learner's
+    assert told["ran"] == [[4, 2], [7], [1]]
     assert told["waited"]
 
 
