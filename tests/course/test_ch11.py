@@ -195,6 +195,7 @@ SMALL = {"num_warps": 4, "registers": 72, "shared": 12_808, "arch": 90, "stack":
         ({"registers": 16}, 16),  # 64 warps
         ({"registers": 73}, 6),  # registers are given to a warp in pieces of 256
         ({"shared": 71_720}, 3),  # 228 KiB / 71
+        ({"registers": 16, "shared": 29_184}, 7),  # a program takes a KiB more than it asks for
         ({"shared": 71_720, "arch": 80}, 2),
     ],
 )
@@ -413,5 +414,6 @@ def test_the_walk_counts_its_tiles(shown):
         found.places["q", (tile, 0, 0)] = {2 * row for row in range(32 * tile, 32 * tile + 32)}
         found.places["k", (tile, 0, 0)] = set(range(32 * tile + 32))
     ch11_pictures.draw_walk(found, 96, heads=2, kv_heads=1)
-    _, caption = shown[0]
+    fig, caption = shown[0]
     assert "6 of 9" in caption
+    assert sum(bool(bar.get_hatch()) for bar in fig.axes[0].patches) == 3  # on the diagonal

@@ -58,7 +58,8 @@ def draw_splits(pages: int, rows: int, most: int, marked: Sequence[int]) -> None
     waited = [pages_in_a_row(pages, rows, n) for n in splits]
     ax.plot(splits, waited, **(series(0) | {"marker": "", "drawstyle": "steps-mid"}))
     limit = pages * rows / PROCESSORS
-    bound(ax, [1, most], [limit, limit], "every processor reads all the time", at=0)
+    points = [1, (most + 1) / 2, most]
+    bound(ax, points, [limit] * 3, "every processor reads all the time", at=0.5)
     for n in marked:
         value, high = waited[n - 1], waited[n - 1] > 1.5 * limit
         ax.plot([n], [value], **(series(1) | {"linestyle": ""}))
