@@ -272,14 +272,20 @@ def test_state(impl: Any) -> None:
         fed.update(*(math.sin(40.0 * round_ + place) for place in range(6)))
         if round_ in (0, 49):
             fed.seen(f"After {6 * (round_ + 1)} positions")
-            sizes.append(held(fed.online))
+            sizes.append(held(fed.online) + held(beside(impl)))
     few, many = sizes
     expect(
         many <= few,
-        f"Your object holds {few} numbers after 6 positions and {many} after 300. Keep the maximum "
-        f"and the two sums, and let go of scores and values.",
+        f"Your object and what stands beside it hold {few} numbers after 6 positions and {many} "
+        f"after 300. Keep the maximum and the two sums, and let go of scores and values.",
         "grows" if many > few else "stays",
     )
+
+
+def beside(impl: Any) -> dict[str, Any]:
+    """What the submission keeps outside of its objects."""
+    kinds = (Tensor, Mapping, list, set)
+    return {n: v for n, v in vars(impl).items() if isinstance(v, kinds) and n[:2] != "__"}
 
 
 def held(thing: Any, depth: int = 0) -> int:
