@@ -229,12 +229,24 @@ def test_a_record_is_read_from_the_file_of_the_training(tmp_path):
         "bits_per_byte": {"stdlib": 1.5, "jinja2": 1.25},
     }
     sizes = {name: {"bytes": 100, "tokens": 30} for name in run["bits_per_byte"]}
-    data = {"tokens_per_run": 77, "held_out": sizes, "runs": [run]}
+    control = {**run, "variant": "mha-plain", "bits_per_byte": {"stdlib": 1.75}}
+    data = {"tokens_per_run": 77, "held_out": sizes, "runs": [run], "controls": [control]}
     (tmp_path / "results.json").write_text(json.dumps(data))
     record = ch04_variants.load_record(tmp_path / "results.json")
     assert record.tokens_per_run == 77
     assert record.held_out_bytes == {"stdlib": 100, "jinja2": 100}
     assert record.runs == (Run("gqa", 2, 9, 1024, {"stdlib": 1.5, "jinja2": 1.25}),)
+    assert record.controls == (Run("mha-plain", 2, 9, 1024, {"stdlib": 1.75}),)
+
+
+def test_what_norms_are_worth_is_measured_from_the_same_seeds():
+    record = recorded({"mha": (1.0, 1.25, 1.5), "mqa": (1.5,), "mla": (2.0, 1.0)})
+    controls = tuple(
+        Run("mha-plain", n, 1000, 512, {"stdlib": b}) for n, b in ((0, 1.5), (2, 1.75))
+    )
+    record = replace(record, controls=controls)
+    assert record.worth_of_norms("stdlib") == (0.5 + 0.25) / 2
+    assert record.widest("stdlib") == 0.25  # of the means 1.25, 1.5 and 1.5
 
 
 # ---- the weights -----------------------------------------------------------------------------
@@ -371,7 +383,8 @@ def test_the_pictures_caption_what_they_draw(shown):
     ch04_pictures.draw_prices(ch04.prices(["llama-2-7b", "llama-3.1-70b", "deepseek-v2"]))
     ch04_pictures.draw_forms(DEEPSEEK, "DeepSeek-V2", (4096, 131072))
     bits = {"mha": (1.3, 1.31), "gqa": (1.29, 1.32), "mqa": (1.33,), "mla": (1.25, 1.26)}
-    ch04_pictures.draw_quality(two_texts(recorded(bits)))
+    crosses = (Run("mha-plain", 0, 1000, 4096, {"stdlib": 1.5, "other": 1.6}),)
+    ch04_pictures.draw_quality(replace(two_texts(recorded(bits)), controls=crosses))
     ch04_pictures.draw_live({"mha": (4096, 1.5), "mha, averaged to 1": (512, 3.25)}, "mha")
     captions = [caption for _, caption in shown]
     assert "right for llama-2-7b, and 17.8 times too much for deepseek-v2" in captions[0]
@@ -380,6 +393,9 @@ def test_the_pictures_caption_what_they_draw(shown):
     assert "on stdlib MHA 1.300 to 1.310, GQA 1.290 to 1.320, " in captions[2]
     assert "on other MHA 1.300" in captions[2]
     assert captions[3].endswith("mha 1.500, mha, averaged to 1 3.250.")
+    for ax, value in zip(shown[2][0].axes, (1.5, 1.6), strict=True):
+        [cross] = [line for line in ax.lines if line.get_label() == "MHA without norms"]
+        assert list(cross.get_ydata()) == [value]
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
 
 

@@ -117,6 +117,9 @@ def _draw_text(ax: "Axes", record: Record, text: str) -> list[str]:
         points = [(x, y) for x, y in known if y is not None]
         look = {**series(number), "linestyle": "", "markersize": 7, "zorder": 3 + number}
         ax.plot(*zip(*points, strict=True), label=f"seed {seed}", **look)
+    for run in record.controls:
+        look = {**series(0), "marker": "x", "linestyle": "", "color": "black", "markersize": 9}
+        ax.plot(places["mha"], run.bits[text], label="MHA without norms", **look)
     largest = record.bits(record.variants[0], text).values()
     look = {"color": "black", "linestyle": "--", "linewidth": 1.2}
     ax.axhline(sum(largest) / len(largest), label=f"mean of {record.variants[0].upper()}", **look)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,11 +72,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """All runs, and how much text each read and was judged by."""
+    """All runs, and how much text each read and was judged by. `controls` are runs of MHA without
+    norms on queries and keys, which the variants cannot be compared without."""
 
     runs: tuple[Run, ...]
     tokens_per_run: int
     held_out_bytes: Mapping[str, int]
+    controls: tuple[Run, ...] = ()
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -87,16 +90,30 @@ class Record:
         found = {run.seed: run.bits[text] for run in self.runs if run.variant == variant}
         return dict(sorted(found.items()))
 
+    def widest(self, text: str) -> float:
+        """The largest difference between the mean bits per byte of two variants."""
+        found = [self.bits(variant, text).values() for variant in self.variants]
+        means = [sum(bits) / len(bits) for bits in found]
+        return max(means) - min(means)
+
+    def worth_of_norms(self, text: str) -> float:
+        """Bits per byte that MHA needs more without them, from the same seeds."""
+        with_norms = self.bits("mha", text)
+        more = [run.bits[text] - with_norms[run.seed] for run in self.controls]
+        return sum(more) / len(more)
+
 
 def load_record(path: Path | None = None) -> Record:
     """Read results.json of the variants."""
     data = json.loads((path or folder("results.json")).read_text(encoding="utf-8"))
-    runs = tuple(
-        Run(r["variant"], r["seed"], r["parameters"], r["kv_bytes_per_token"], r["bits_per_byte"])
-        for r in data["runs"]
-    )
+    runs, controls = (tuple(map(_run, data[kind])) for kind in ("runs", "controls"))
     sizes = {name: text["bytes"] for name, text in data["held_out"].items()}
-    return Record(runs, data["tokens_per_run"], sizes)
+    return Record(runs, data["tokens_per_run"], sizes, controls)
+
+
+def _run(told: Mapping[str, Any]) -> Run:
+    seed, parameters, kept = (told[k] for k in ("seed", "parameters", "kv_bytes_per_token"))
+    return Run(told["variant"], seed, parameters, kept, told["bits_per_byte"])
 
 
 @dataclass(frozen=True)
