@@ -1,11 +1,12 @@
 """Chapter 11: a paged cache, what reading it has to cost, and the programs that a GPU holds.
 
 `batch` makes a decode step whose unused memory is poison, `torch_bytes` counts what torch moves,
-and `waves` is the sum by which one judges a grid of programs.
+and `pages_in_a_row` is how one judges a grid of programs.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import Any
 
 import torch
@@ -144,12 +145,17 @@ def torch_bytes(function: Callable[[Tensor], object], x: Tensor) -> tuple[int, i
 # ---- programs and processors -----------------------------------------------------------------
 
 
-def waves(programs: int, places: int = PROCESSORS) -> int:
-    """How often `places` programs at once must run until all are done."""
-    return -(-programs // places)
-
-
 def pages_in_a_row(pages: int, rows: int, splits: int, places: int = PROCESSORS) -> int:
     """Pages that a place reads one after the other until a grid of `rows` times `splits` programs
-    is done, which share `pages` pages per row. The model: all places read equally fast."""
-    return waves(rows * splits, places) * -(-pages // splits)
+    is done, which share `pages` pages per row: as many for each split, and the rest for the last.
+
+    The model: all places read equally fast, each has one program at a time, and a free one takes
+    the next, those of the first split first.
+    """
+    each = -(-pages // splits)
+    until = [0] * places  # a heap
+    for split in range(splits):
+        part = max(0, min(each, pages - split * each))
+        for _ in range(rows):
+            heapreplace(until, until[0] + part)
+    return max(until)
