@@ -6,7 +6,7 @@ into its MLP, as Shazeer (2019, section 4) did for MQA. GQA shares a key head am
 heads. MLA has DeepSeek-V2's proportions, a rotated part of half a head and a latent of nearly four
 heads (3.5 here, 4 there), so that it caches just as many values as GQA's two keys and two values.
 
-Each has the norms of its published form: Qwen3's on queries and keys, DeepSeek-V2's on the latent.
+Each has the norms of its published form: Qwen3's on queries and keys, V2-Lite's on the latent.
 These are not the same thing, so there is a control: MHA without them, from the first seed.
 """
 

@@ -246,6 +246,8 @@ def test_what_norms_are_worth_is_measured_from_the_same_seeds():
     )
     record = replace(record, controls=controls)
     assert record.worth_of_norms("stdlib") == (0.5 + 0.25) / 2
+    record = replace(record, controls=controls[:1])
+    assert record.below_plain("mla", "stdlib") == 1.5 - 2.0
     assert record.widest("stdlib") == 0.25  # of the means 1.25, 1.5 and 1.5
 
 
@@ -392,6 +394,7 @@ def test_the_pictures_caption_what_they_draw(shown):
     assert "from 168 new tokens on in the shortest of these contexts and from 171" in captions[1]
     assert "on stdlib MHA 1.300 to 1.310, GQA 1.290 to 1.320, " in captions[2]
     assert "on other MHA 1.300" in captions[2]
+    assert captions[2].endswith(", MHA without norms 1.600.")
     assert captions[3].endswith("mha 1.500, mha, averaged to 1 3.250.")
     for ax, value in zip(shown[2][0].axes, (1.5, 1.6), strict=True):
         [cross] = [line for line in ax.lines if line.get_label() == "MHA without norms"]

@@ -19,7 +19,7 @@ GIGA, TERA = 10**9, 10**12
 def draw_prices(found: Mapping[str, tuple[int, Fraction]]) -> None:
     """Draw a token's cache by model, and what the rule with the hidden size says."""
     fig, ax = figure("cache of one token (KiB, logarithmic)", "model", size=(8, 4.4))
-    for number, (label, times) in enumerate((("by heads", False), ("by hidden size", True))):
+    for number, (label, times) in enumerate((("kept", False), ("by hidden size", True))):
         sizes = [price * (ratio if times else 1) / 1024 for price, ratio in found.values()]
         rows = [row + 0.4 * number for row in range(len(found))]
         drawn = ax.barh(rows, [float(size) for size in sizes], 0.4, label=label, **bars(number))
@@ -130,6 +130,7 @@ def _draw_text(ax: "Axes", record: Record, text: str) -> list[str]:
         ax.annotate(name.upper(), (places[name], max(bits)), xytext=(0, 8), ha="center",
                     textcoords="offset points", fontsize=9)  # fmt: skip
         told.append(f"{name.upper()} {min(bits):.3f} to {max(bits):.3f}")
+    told += [f"MHA without norms {run.bits[text]:.3f}" for run in record.controls]
     ax.set_xticks(sorted(set(sizes.values())), [f"{n:,}" for n in sorted(set(sizes.values()))])
     ax.minorticks_off()
     return told

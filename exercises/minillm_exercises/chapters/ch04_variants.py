@@ -98,9 +98,13 @@ class Record:
 
     def worth_of_norms(self, text: str) -> float:
         """Bits per byte that MHA needs more without them, from the same seeds."""
-        with_norms = self.bits("mha", text)
-        more = [run.bits[text] - with_norms[run.seed] for run in self.controls]
-        return sum(more) / len(more)
+        return self.below_plain("mha", text)
+
+    def below_plain(self, variant: str, text: str) -> float:
+        """Bits per byte that a variant needs less than MHA without norms, from the same seeds."""
+        bits = self.bits(variant, text)
+        less = [run.bits[text] - bits[run.seed] for run in self.controls]
+        return sum(less) / len(less)
 
 
 def load_record(path: Path | None = None) -> Record:
