@@ -176,7 +176,7 @@ def lean(counts: Counts, case: Case) -> None:
     copied = counts.max_new >= size
     repeated = copied and times > 1 and counts.max_new >= times * size
     by_product = repeated and "clone _unsafe_view bmm" in " ".join(counts.ops)
-    why = "Something copies them whole: contiguous(), clone(), float(), an index?"
+    why = "Something copies them: contiguous(), clone(), an index, a product that broadcasts?"
     if repeated:
         why = (
             f"That is every key-value head {times} times over: repeat_interleave, an index, or a "

@@ -71,8 +71,8 @@ def test_by_hand(impl):
 
 @check(points=2, task="rows of any width")
 def test_widths(impl):
-    draws = list(seeds(6))
-    for seed, columns in zip(draws, (1, 2, 3, 16, 33, 300), strict=True):
+    draws = list(seeds(7))
+    for seed, columns in zip(draws, (1, 2, 3, 16, 33, 300, 4096), strict=True):
         x = tensor(seed, 3, columns)
         run(impl, x, [columns] * 3, 1.0, f"3 rows of {columns}, all of them count")
 
@@ -95,9 +95,10 @@ def test_temperature(impl):
 @check(points=1, task="large numbers of either sign")
 def test_large(impl):
     (seed,) = seeds(1)
-    for shift in (1000.0, -1000.0):
+    for shift, temperature in ((1000.0, 1.0), (-1000.0, 1.0), (500.0, 0.5), (500.0, 2.0)):
         x = tensor(seed, 2, 7) + shift
-        run(impl, x, [7, 5], 1.0, f"2 rows of 7 around {shift:g}", rtol=1e-4)
+        case = f"2 rows of 7 around {shift:g}, temperature {temperature:g}"
+        run(impl, x, [7, 5], temperature, case, rtol=1e-4)
 
 
 @check(points=2, task="minus infinity, and rows in which nothing counts")
@@ -128,8 +129,8 @@ def test_bfloat16(impl):
 def test_traffic(impl):
     (seed,) = seeds(1)
     lengths = [37, 5, 0, 20]
-    case = "4 rows of 37, lengths 37, 5, 0 and 20"
-    seen = run(impl, tensor(seed, 4, 37), lengths, 1.0, case)
+    case = "4 rows of 37, each 40 behind the last, lengths 37, 5, 0 and 20"
+    seen = run(impl, tensor(seed, 4, 37), lengths, 1.0, case, gaps=(3, 0))
     count = len(seen.launches)
     expect(count == 1, f"softmax ({case}): {count} launches, and one is enough.", observed=count)
     programs = seen.launches[0].programs

@@ -34,11 +34,12 @@ class Case:
         dim: int = 16,
         page: int = 4,
         shared: bool = False,
+        spare: int = 2,
     ) -> None:
         draw = random.Random(seed)
         self.lengths, self.heads, self.kv_heads, self.page = lengths, heads, kv_heads, page
         need = [-(-length // page) for length in lengths]
-        width = max([*need, 1]) + 2
+        width = max([*need, 1]) + spare
         free = [0, *range(2, sum(need) + 4)]
         draw.shuffle(free)
         self.tables = torch.full((len(lengths), width), STALE, dtype=torch.int32)
@@ -110,6 +111,7 @@ def test_pages(impl):
     first, second = seeds(2)
     Case(first, [8, 5, 11]).run(impl, 1, "pages of 4, lengths 8, 5 and 11")
     Case(second, [7, 16], page=8, dim=32).run(impl, 1, "pages of 8, lengths 7 and 16, 32 wide")
+    Case(second, [5, 8], spare=0).run(impl, 1, "pages of 4, lengths 5 and 8, full tables")
 
 
 @check(points=2, task="query heads share KV heads in groups")
@@ -136,7 +138,8 @@ def test_large(impl):
         case.k[block, :, :, 0] += 60.0 * (place - 4)
     case.q[:, :, 0] = torch.tensor([[8.0, -8.0]])
     what = "scores that rise to -240 for one head, and fall to 240 for the other"
-    case.run(impl, 1, what, rtol=1e-3)  # a score of 480 is known to 3e-5 in float32
+    for splits in (1, 3):
+        case.run(impl, splits, what, rtol=1e-3)  # a score of 480 is known to 3e-5 in float32
 
 
 @check(points=1, task="the scale multiplies the scores")

@@ -44,7 +44,7 @@ class Host:
         """Remember an operation, for its exception may be caught, and raise."""
         self.refused.append(
             f"{name} runs outside of your kernels: {why} Beside the launch you may only allocate "
-            f"memory, and view or copy tensors."
+            f"memory, and view tensors."
         )
         self.complain()
 
