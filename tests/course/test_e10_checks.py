@@ -1,46 +1,9 @@
 """e10: programs that strangers wrote, right and wrong ones, and what the checks say of them."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
+from submissions import Graded, failed, said
 
-from minillm_exercises.grader import Grader
-from minillm_exercises.manifest import load_manifest
-from minillm_exercises.results import Verdict
-
-Graded = Callable[..., Verdict]
-
-
-@pytest.fixture(scope="module")
-def graders() -> Iterator[dict[str, Grader]]:
-    manifest = load_manifest()
-    with Grader(manifest["e10.1"]) as first, Grader(manifest["e10.2"]) as second:
-        yield {"e10.1": first, "e10.2": second}
-
-
-@pytest.fixture
-def graded(graders: dict[str, Grader], tmp_path) -> Graded:
-    """The verdict on a program, or on our solution with some of its text replaced."""
-
-    def grade(exercise_id: str, *swap: str, source: str = "") -> Verdict:
-        solution = graders[exercise_id].exercise.answers / "solution.py"
-        text = source or solution.read_text(encoding="utf-8")
-        for old, new in zip(swap[::2], swap[1::2], strict=True):
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        path = tmp_path / "submission.py"
-        path.write_text(text, encoding="utf-8")
-        return graders[exercise_id].grade(path)
-
-    return grade
-
-
-def failed(verdict: Verdict) -> list[str]:
-    return [check.name for check in verdict.checks if check.status != "pass"]
-
-
-def said(verdict: Verdict) -> str:
-    return next(check.message for check in verdict.checks if check.message)
+EXERCISES = ("e10.1", "e10.2")  # for the fixture `graded`
 
 
 # As it stands in most articles: a tensor each, and no thought of what is masked or empty.
