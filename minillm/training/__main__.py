@@ -27,6 +27,13 @@ EXAMPLES = """examples:
 """
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """Arguments of the command."""
     parser = argparse.ArgumentParser(
@@ -42,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--export", type=Path, help="where the result goes (default: assets, or notebooks/variants)"
     )
-    parser.add_argument("--workers", type=int, help="training processes (default: one per core)")
+    parser.add_argument(
+        "--workers", type=positive, help="training processes (default: one per core)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, one process")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
     return parser

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tqdm import tqdm
 
 from minillm.config import MLAConfig, ModelConfig, RopeConfig
+from minillm.errors import ConfigError
 from minillm.machine import cpu_name
 from minillm.models.checkpoint import ASSETS
 from minillm.models.decoder import Decoder
@@ -204,8 +205,11 @@ def run_record(name: str, seed: int, folder: Path) -> dict[str, Any]:
 
 def publish(folder: Path, target: Path) -> int:
     """Write results.json of all finished runs, and each variant's weights from the first seed, into
-    `target`; returns the number of runs."""
-    target.mkdir(parents=True, exist_ok=True)
+    `target`; returns the number of runs.
+
+    Raises:
+        ConfigError: no run has finished; nothing is written.
+    """
     runs, texts = [], {}
     for name, seed in RUNS:
         recipe = variant_recipe(name, seed)
@@ -220,6 +224,8 @@ def publish(folder: Path, target: Path) -> int:
         if seed == SEEDS[0] and name in VARIANTS:
             model = load_trained(run / "checkpoint.safetensors", recipe.config)
             export(model, fast_tokenizer(), target / name)
+    if not runs:  # results of an earlier training stay as they are
+        raise ConfigError(f"No run in {folder} has all its steps; train first.")
     record = {
         "steps": STEPS,
         "tokens_per_run": STEPS * variant_recipe("mha", 0).batch_tokens,
@@ -230,5 +236,6 @@ def publish(folder: Path, target: Path) -> int:
         "runs": [run for run in runs if run["variant"] in VARIANTS],
         "controls": [run for run in runs if run["variant"] in CONTROLS],
     }
+    target.mkdir(parents=True, exist_ok=True)
     (target / "results.json").write_text(json.dumps(record, indent=1) + "\n")
     return len(runs)

@@ -239,6 +239,11 @@ def test_a_record_is_read_from_the_file_of_the_training(tmp_path):
     assert record.controls == (Run("mha-plain", 2, 9, 1024, {"stdlib": 1.75}),)
 
 
+def test_a_missing_record_says_what_makes_it(tmp_path):
+    with pytest.raises(ExerciseError, match=r"minillm\.training variants"):
+        ch04_variants.load_record(tmp_path / "none.json")
+
+
 def test_what_norms_are_worth_is_measured_from_the_same_seeds():
     record = recorded({"mha": (1.0, 1.25, 1.5), "mqa": (1.5,), "mla": (2.0, 1.0)})
     controls = tuple(

@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from minillm.errors import ConfigError
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.training import variants
+from minillm.training.__main__ import parser
 from minillm.training.data import TokenStreams
 from minillm.training.evaluate import logits_of
 from minillm.training.recipes import Recipe
@@ -137,6 +139,20 @@ def test_the_score_is_that_of_the_published_weights(streams: TokenStreams, tmp_p
     )
     assert run["bits_per_byte"]["stdlib"] == pytest.approx(score.bits_per_byte, abs=1e-5)
     assert run["parameters"] == parameters(published)
+
+
+def test_without_a_finished_run_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("kept")
+    with pytest.raises(ConfigError, match=r"No run in .* has all its steps"):
+        variants.publish(tmp_path / "work", tmp_path)
+    assert (tmp_path / "results.json").read_text() == "kept"
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "two"])
+def test_workers_are_counted(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["variants", "--workers", workers])
+    assert "no whole number of at least 1" in capsys.readouterr().err
 
 
 def each_step_logged(folder: Path, **options: bool) -> RunOptions:

@@ -108,8 +108,18 @@ class Record:
 
 
 def load_record(path: Path | None = None) -> Record:
-    """Read results.json of the variants."""
-    data = json.loads((path or folder("results.json")).read_text(encoding="utf-8"))
+    """Read results.json of the variants.
+
+    Raises:
+        ExerciseError: there is none.
+    """
+    file = path or folder("results.json")
+    if not file.is_file():
+        raise ExerciseError(
+            f"{file} is missing: it is part of the repository, and "
+            "`python -m minillm.training variants` makes it anew."
+        )
+    data = json.loads(file.read_text(encoding="utf-8"))
     runs, controls = (tuple(map(_run, data[kind])) for kind in ("runs", "controls"))
     sizes = {name: text["bytes"] for name, text in data["held_out"].items()}
     return Record(runs, data["tokens_per_run"], sizes, controls)
