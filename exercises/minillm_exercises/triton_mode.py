@@ -13,9 +13,10 @@ def _interpreted() -> bool:
     """True without a GPU, and for who set TRITON_INTERPRET=1. Asking must not start CUDA, which a
     forked process could not use then: the runner sets PYTORCH_NVML_BASED_CUDA_CHECK=1 for that."""
     chosen = os.environ.get("TRITON_INTERPRET") == "1"
-    found = chosen or torch.accelerator.current_accelerator(check_available=True) is None
-    os.environ["TRITON_INTERPRET"] = "1" if found else "0"
-    return found
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    interpreted = chosen or gpu is None or gpu.type != "cuda"  # other makers' GPUs stay unused
+    os.environ["TRITON_INTERPRET"] = "1" if interpreted else "0"
+    return interpreted
 
 
 INTERPRETED = _interpreted()
