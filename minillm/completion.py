@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from minillm.logprobs import TokenLogprob
 from minillm.outputs import CompletionOutput, FinishReason, Logprob, Logprobs
-from minillm.sampler import TokenLogprob
 from minillm.sampling_params import SamplingParams
 from minillm.text.detokenizer import IncrementalDetokenizer
 from minillm.text.stop import StopStrings

@@ -9,15 +9,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.batches import BlockTables, make_batch, upload
 from minillm.deterministic import TiledDecoder
 from minillm.errors import MinillmError
 from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
+from minillm.logprobs import TokenLogprob, token_logprobs
 from minillm.models.decoder import Decoder
-from minillm.sampler import SamplingRow, TokenLogprob, sample, token_logprobs
+from minillm.sampler import SamplingRow, sample
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
 
 T = TypeVar("T")
@@ -31,6 +34,7 @@ class SequenceRow:
     new: NewSequence
     token_ids: list[int]
     output_ids: list[int]
+    _sampling: SamplingRow | None = None
 
     @classmethod
     def of(cls, row: int, new: NewSequence) -> "SequenceRow":
@@ -39,7 +43,15 @@ class SequenceRow:
         return cls(row, new, tokens, tokens[len(new.request.prompt_token_ids) :])
 
     def sampling_row(self, sample_index: int) -> SamplingRow:
-        """How to choose its next token."""
+        """How to choose its next token. The same object in every step, for its own completion."""
+        if sample_index != self.new.sample_index:
+            return self._sampling_row(sample_index)
+        if self._sampling is None:
+            self._sampling = self._sampling_row(sample_index)
+        self._sampling.position = len(self.token_ids)
+        return self._sampling
+
+    def _sampling_row(self, sample_index: int) -> SamplingRow:
         request = self.new.request
         return SamplingRow(
             params=request.params,
@@ -96,8 +108,7 @@ class Runner:
         # Whether the rows of a step may share anything but exact operations.
         self.row_by_row = isinstance(model, TiledDecoder)
         self.device = model.embedding.weight.device
-        # [max_num_seqs, blocks of the longest sequence]; entries behind a table are old.
-        self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int64, device=self.device)
+        self._tables = BlockTables(max_num_seqs, max_blocks, self.device)
         self.reset()
 
     @torch.inference_mode()
@@ -120,7 +131,7 @@ class Runner:
     def reset(self) -> None:
         """Forget all sequences."""
         self._rows: dict[int, SequenceRow] = {}
-        self._free_rows = list(range(len(self._tables) - 1, -1, -1))
+        self._free_rows = list(range(len(self._tables.host) - 1, -1, -1))
 
     # ---- what changed --------------------------------------------------------------------
 
@@ -129,16 +140,13 @@ class Runner:
             self._free_rows.append(self._rows.pop(seq_id).row)
         for new in plan.new:
             self._rows[new.seq_id] = SequenceRow.of(self._free_rows.pop(), new)
-        changed = [row for row in plan.rows if row.blocks]
-        if not changed:
-            return
-        places = [
-            (self._rows[row.seq_id].row, place, block)
-            for row in changed
-            for place, block in enumerate(row.blocks, row.num_kept)
-        ]
-        rows, columns, blocks = torch.tensor(places, device=self.device).T
-        self._tables[rows, columns] = blocks
+        self._tables.write(
+            [
+                (self._rows[row.seq_id].row, row.num_kept, row.blocks)
+                for row in plan.rows
+                if row.blocks
+            ]
+        )
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """In the order that the plan's docstring asks for."""
@@ -170,36 +178,23 @@ class Runner:
     def batch(self, rows: Sequence[Row]) -> Batch:
         """The flat batch of these rows."""
         known = [self._rows[row.seq_id] for row in rows]
-        counts = [row.num_tokens for row in rows]
         input_ids: list[int] = []
         for state, row in zip(known, rows, strict=True):
-            input_ids += state.token_ids[row.start : row.start + row.num_tokens]
-        ends = [row.start + row.num_tokens for row in rows]
-        bounds = [0, *accumulate(counts)]
-        int64, int32 = torch.int64, torch.int32
-        place, count, seq_lens = self._tensor([[s.row for s in known], counts, ends], int64)
-        query_start = self._tensor(bounds, int32)
-        # Token t of the batch is at position t - (where its row ends in the batch) + seq_len.
-        total = {"output_size": bounds[-1]}  # a GPU would have to be asked for it
-        shift = (seq_lens - query_start[1:]).repeat_interleave(count, **total)
-        positions = torch.arange(bounds[-1], device=self.device) + shift  # [N]
-        size = self.kv.block_size
-        tables = self._tables[place, : -(-max(ends) // size)]  # [B, M]
-        row_of_token = torch.arange(len(rows), device=self.device).repeat_interleave(count, **total)
-        blocks = tables[row_of_token, positions // size]  # [N]
-        return Batch(
-            input_ids=self._tensor(input_ids, int64),
-            positions=positions,
-            slot_mapping=blocks * size + positions % size,
-            query_start=query_start,
-            seq_lens=seq_lens.to(int32),
-            block_tables=tables,
-            logits_indices=self._tensor(last_tokens(rows), int64),
-            max_query_len=max(counts),
+            if row.num_tokens == 1:
+                input_ids.append(state.token_ids[row.start])
+            else:
+                input_ids += state.token_ids[row.start : row.start + row.num_tokens]
+        return make_batch(
+            self._tables,
+            self.kv.block_size,
+            [state.row for state in known],
+            [row.start for row in rows],
+            [row.num_tokens for row in rows],
+            input_ids,
         )
 
-    def _tensor(self, values: Sequence, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return upload(self.device, np.array(values, dtype=np.int64))[0]
 
     # ---- tokens --------------------------------------------------------------------------
 
@@ -211,8 +206,10 @@ class Runner:
 
         def run(part: Sequence[Row]) -> None:
             places = [indices[row.seq_id] for row in part for _ in range(row.num_samples)]
-            logits = self.model.logits(hidden[self._tensor(places, torch.int64)])  # [K, V]
-            self._take(part, logits, result)
+            # Nothing is picked where all of it is wanted: the rows of a step that only decodes.
+            whole = len(places) == len(hidden) == len(part)
+            wanted = hidden if whole else hidden[self._tensor(places)]
+            self._take(part, self.model.logits(wanted), result)  # logits [K, V]
 
         self._attempt(sampling, run, result)
 
@@ -256,7 +253,7 @@ class Runner:
                 entries = token_logprobs(
                     self.model.logits,
                     hidden[start : start + len(targets)],
-                    self._tensor(targets, torch.int64),
+                    self._tensor(targets),
                     wanted,
                     row_by_row=self.row_by_row,
                 )

@@ -14,15 +14,15 @@ but the edits is one call of `minillm_kernels.sampling`, which draws the same to
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from minillm import ops
-from minillm.errors import InvalidRequestError
+from minillm.argmax import first_best
+from minillm.logprobs import TokenLogprob, describe, failures
 from minillm.ops.philox import Purpose, random_words, random_words_of_vocabulary, to_gumbel
 from minillm.ops.truncation import best_tokens, truncate_row
 from minillm.sampling_params import SamplingParams
@@ -32,11 +32,13 @@ CHUNK_VALUES_GPU = 2**23  # and here below 1 GB
 NO_TOKEN = -1  # stands in `SampledBatch.token_ids` where a row failed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingRow:
     """What the sampler needs to know about the request behind one row of logits.
 
     All token ids are below the logit width (`validate_against_model`): the row does not check.
+    Only `position` and `output_token_ids` may change, so that a sequence needs one row for all of
+    its steps.
 
     Attributes:
         seed: of the request, any 64-bit value; the same for all its completions.
@@ -54,17 +56,21 @@ class SamplingRow:
     output_token_ids: Sequence[int] = ()
     stop_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    _edits: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        asked = params.allowed_token_ids is not None or params.logit_bias or self.bad_words_ids
+        self._edits = bool(asked) or _is_penalised(params)
+
+    @property
+    def edits(self) -> bool:
+        """Whether something changes its logits before the choice."""
+        return self._edits or len(self.output_token_ids) < self.params.min_tokens
 
 
 # Logits [K, V] and their rows -> int64 [K].
 Chooser = Callable[[Tensor, Sequence[SamplingRow]], Tensor]
-
-
-class TokenLogprob(NamedTuple):
-    """Log-probability under the raw model distribution; rank 1 is the most probable token."""
-
-    logprob: float
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +100,12 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False
     A row's token depends on that row alone: its logits, parameters, seed, sample index and
     position, and not on the other rows or on how many there are.
     """
+    if not (ops.uses_kernels(logits) or any(row.edits or not row.params.greedy for row in rows)):
+        return _sample_best(logits, rows, row_by_row)
     raw = logits.float()
     edited = edit_logits(raw, rows)
-    failed = _failures(raw, edited)
     kernels = ops.uses_kernels(raw)
+    failed = failures(_best_logit(raw, edited))
     groups: dict[Chooser, list[int]] = {}
     for index, row in enumerate(rows):
         if index not in failed:
@@ -105,12 +113,22 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False
             groups.setdefault(choose, []).append(index)
     token_ids = [NO_TOKEN] * len(rows)
     for choose, group in groups.items():
-        alone = row_by_row and choose is not _choose_best
-        for members in [group] if kernels else _chunks(group, raw, alone):
+        whole = (
+            kernels or choose is _choose_best
+        )  # which needs no memory of that size, and is exact
+        for members in [group] if whole else _chunks(group, raw, row_by_row):
             chosen = choose(_select(edited, members), [rows[index] for index in members])
             for index, token in zip(members, chosen.tolist(), strict=True):
                 token_ids[index] = token
     return SampledBatch(token_ids, _row_logprobs(raw, rows, token_ids, row_by_row), failed)
+
+
+def _sample_best(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool) -> SampledBatch:
+    """Where nobody asks for more: one pass over the logits, in their own dtype."""
+    best, chosen = first_best(logits)
+    failed = failures(best)
+    token_ids = [NO_TOKEN if i in failed else token for i, token in enumerate(chosen.tolist())]
+    return SampledBatch(token_ids, _row_logprobs(logits, rows, token_ids, row_by_row), failed)
 
 
 def _chooser(params: SamplingParams, vocab_size: int) -> Chooser:
@@ -123,7 +141,7 @@ def _chooser(params: SamplingParams, vocab_size: int) -> Chooser:
 
 
 def _choose_best(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    return logits.argmax(dim=-1)
+    return first_best(logits)[1]
 
 
 def _choose_among_all(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -178,24 +196,11 @@ def _select(logits: Tensor, members: list[int]) -> Tensor:
     return logits if len(members) == len(logits) else logits[members]
 
 
-def _failures(raw: Tensor, edited: Tensor) -> dict[int, str]:
-    """Rows without a finite largest logit: amax hands NaN and +inf through, and finds only -inf
-    where everything is masked."""
+def _best_logit(raw: Tensor, edited: Tensor) -> Tensor:
+    """The largest logit of each row: NaN and +inf get through, and it is -inf where everything is
+    masked. What is wrong with the model's own logits stays."""
     best = raw.amax(dim=-1)
-    if edited is not raw:  # keep what is wrong with the model's own logits
-        best = torch.where(best.isfinite(), edited.amax(dim=-1), best)
-    failed = {}
-    for index, value in enumerate(best.tolist()):
-        if value == -math.inf:
-            failed[index] = (
-                "No token is left to choose from: allowed_token_ids, bad_words and min_tokens "
-                "exclude all of them."
-            )
-        elif not math.isfinite(value):
-            failed[index] = (
-                "The model's logits contain NaN or infinity; the weights or the dtype are wrong."
-            )
-    return failed
+    return best if edited is raw else torch.where(best.isfinite(), edited.amax(dim=-1), best)
 
 
 # ---- edits: masks, biases, penalties ----------------------------------------------------------
@@ -207,6 +212,8 @@ def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     Returns:
         `logits` itself when no row asks for anything, else an edited copy.
     """
+    if not any(row.edits for row in rows):
+        return logits
     allowed = [
         (index, row.params.allowed_token_ids)
         for index, row in enumerate(rows)
@@ -317,39 +324,6 @@ def scale_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 # ---- log-probabilities ------------------------------------------------------------------------
 
 
-def token_logprobs(
-    logits_fn: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    targets: Tensor,
-    top_k: int,
-    chunk_rows: int = 64,
-    row_by_row: bool = False,
-) -> list[dict[int, TokenLogprob]]:
-    """Log-probabilities of given tokens (a prompt's), `chunk_rows` rows of logits at a time.
-
-    The logits of a whole prompt are the classic way to run out of memory: 8,192 tokens of a
-    152,000-entry vocabulary are 5 GB, and nothing else in the engine has that size.
-
-    Args:
-        logits_fn: hidden states [C, d] -> logits [C, V].
-        hidden: [T, d]; row t predicts `targets[t]`.
-        targets: int64 [T].
-        top_k: how many of the most probable tokens to report beside each target.
-        row_by_row: as in `sample`.
-
-    Raises:
-        InvalidRequestError: the model's logits contain NaN or infinity.
-    """
-    result: list[dict[int, TokenLogprob]] = []
-    for start in range(0, len(targets), chunk_rows):
-        logits = logits_fn(hidden[start : start + chunk_rows]).float()  # [C, V]
-        for message in _failures(logits, logits).values():
-            raise InvalidRequestError(message)
-        part = targets[start : start + chunk_rows]
-        result += _describe(logits, part, [top_k] * len(part), row_by_row)
-    return result
-
-
 def _row_logprobs(
     raw: Tensor, rows: Sequence[SamplingRow], token_ids: list[int], row_by_row: bool
 ) -> list[dict[int, TokenLogprob] | None]:
@@ -363,38 +337,9 @@ def _row_logprobs(
     if counts:
         members = list(counts)
         chosen = torch.tensor([token_ids[index] for index in members], device=raw.device)
-        described = _describe(_select(raw, members), chosen, list(counts.values()), row_by_row)
+        described = describe(
+            _select(raw, members).float(), chosen, list(counts.values()), row_by_row
+        )
         for index, entry in zip(members, described, strict=True):
             result[index] = entry
     return result
-
-
-def _describe(
-    logits: Tensor, targets: Tensor, top_k: Sequence[int], row_by_row: bool
-) -> list[dict[int, TokenLogprob]]:
-    """For each row of float32 logits [T, V]: the target, then its `top_k` best tokens.
-
-    A token in both places has the same float in both: evaluation harnesses compare with ``==``.
-    """
-    if row_by_row and len(logits) > 1:
-        return [
-            entry
-            for row, target, k in zip(logits, targets, top_k, strict=True)
-            for entry in _describe(row[None].clone(), target[None], [k], row_by_row)
-        ]
-    peak = logits.amax(dim=-1, keepdim=True)
-    total = (logits - peak).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
-    normaliser = total.log().float()  # [T, 1]
-    value = logits.gather(1, targets[:, None])  # [T, 1]
-    rank = (logits > value).sum(dim=-1, keepdim=True) + 1
-    best, ids = logits.topk(min(max(top_k), logits.shape[1]))
-    # Equal logits share a rank; everything better than a top token is in `best` too.
-    ranks = (best[:, None, :] > best[:, :, None]).sum(dim=-1) + 1  # [T, top_k]
-    ids = torch.cat([targets[:, None], ids], dim=1)
-    ranks = torch.cat([rank, ranks], dim=1)
-    logprobs = torch.cat([value, best], dim=1) - peak - normaliser
-    table = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), top_k, strict=True)
-    return [
-        {token: TokenLogprob(*entry) for token, *entry in islice(zip(*columns, strict=True), k + 1)}
-        for *columns, k in table
-    ]

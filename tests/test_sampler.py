@@ -14,6 +14,7 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.errors import InvalidRequestError
+from minillm.logprobs import token_logprobs
 from minillm.ops import truncation
 from minillm.ops.truncation import best_tokens, truncate_row
 from minillm.sampler import (
@@ -22,7 +23,6 @@ from minillm.sampler import (
     edit_logits,
     sample,
     scale_logits,
-    token_logprobs,
 )
 from minillm.sampling_params import SamplingParams
 
@@ -368,9 +368,10 @@ def operations_on_the_vocabulary(logits: torch.Tensor, request: SamplingRow) -> 
 
 
 def test_rows_that_ask_for_nothing_cost_nothing():
-    logits = random_logits(12, 1, 20_000)
+    logits = random_logits(12, 1, 20_480)
     greedy = operations_on_the_vocabulary(logits, row(temperature=0.0))
-    assert greedy == {"amax", "argmax"}
+    assert "amax" in greedy
+    assert greedy <= {"amax", "alias", "slice", "view", "gather"}  # gather reads 128 of them
     peaked = operations_on_the_vocabulary(logits, row(temperature=0.5, top_p=0.9))
     assert "topk" in peaked
     assert not peaked & {"sort", "log1p_", "cumsum", "clone"}

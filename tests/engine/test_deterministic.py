@@ -8,11 +8,12 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, deterministic, ops, runner, sampler
+from minillm import LLM, SamplingParams, deterministic, logprobs, ops, runner, sampler
 from minillm.cli.options import add_engine_options, engine_arguments
 from minillm.deterministic import (
     TILES,
@@ -26,8 +27,9 @@ from minillm.errors import ConfigError
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts
 from minillm.linear_methods import PlainLinearMethod
+from minillm.logprobs import token_logprobs
 from minillm.models.decoder import Decoder
-from minillm.sampler import SamplingRow, sample, token_logprobs
+from minillm.sampler import SamplingRow, sample
 from tests.engine.bitwise import (
     DTYPES,
     FAMILIES,
@@ -253,25 +255,26 @@ def test_the_runner_has_rows_drawn_one_by_one(mode, model_of, monkeypatch):
 
 @pytest.mark.parametrize("row_by_row", [True, False])
 def test_what_rounds_sees_one_row_at_a_time(row_by_row, monkeypatch):
-    seen: dict[str, list[int]] = {"scale_logits": [], "_describe": []}
+    seen: dict[str, list[int]] = {"scale_logits": [], "describe": []}
 
-    def watch(name: str) -> None:
-        original = getattr(sampler, name)
+    def watch(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
 
         def watched(logits, *others):
             seen[name].append(len(logits))
             return original(logits, *others)
 
-        monkeypatch.setattr(sampler, name, watched)
+        monkeypatch.setattr(module, name, watched)
 
-    for name in seen:
-        watch(name)
+    for module, name in ((sampler, "scale_logits"), (sampler, "describe"), (logprobs, "describe")):
+        watch(module, name)
     logits = torch.randn(12, 50, generator=torch.Generator().manual_seed(0))
     sample(logits, sampling_rows(12), row_by_row)
     token_logprobs(lambda x: x, logits, torch.arange(12), 2, row_by_row=row_by_row)
     assert (max(seen["scale_logits"]) == 1) == row_by_row
     # Handed over all at once, then one by one.
-    assert seen["_describe"] == ([12, *[1] * 12] * 2 if row_by_row else [12, 12])
+    first = [12, *[1] * 12]
+    assert seen["describe"] == ([*first, *first] if row_by_row else [12, 12])
 
 
 # ---- the probe --------------------------------------------------------------------------------

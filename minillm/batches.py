@@ -1,0 +1,110 @@
+"""From rows of a plan to the tensors of a batch: block tables that persist, and numpy for the rest.
+
+Positions, slots and lengths follow from counts, so the host makes them. An operation of torch takes
+2 to 10 microseconds however little it does, and more where its threads must wake; numpy takes half
+of one. On a GPU all numbers of a batch travel in one copy from pinned memory, which waits for
+nothing: torch hands that memory out again only when the copy is over.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minillm.layers.batch import Batch
+
+Numbers = NDArray[np.int64]
+
+
+class BlockTables:
+    """The blocks of every row, [rows, blocks of the longest sequence], here and on the device.
+
+    Entries behind a row's table are old.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
+        self.host: Numbers = np.zeros((num_rows, max_blocks), dtype=np.int64)
+        self.device = torch.from_numpy(self.host).to(device)  # on a CPU the same memory
+
+    def write(self, changes: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """For each (row, place, blocks): from `place` on, its table is these blocks."""
+        for row, place, blocks in changes:
+            self.host[row, place : place + len(blocks)] = blocks
+        if self.device.device.type == "cpu" or not changes:
+            return
+        rows = np.repeat([row for row, *_ in changes], [len(blocks) for *_, blocks in changes])
+        places = [place + i for _, place, blocks in changes for i in range(len(blocks))]
+        blocks = [block for *_, blocks in changes for block in blocks]
+        where = upload(self.device.device, np.array([rows, places, blocks], dtype=np.int64))[0]
+        self.device[where[0], where[1]] = where[2]
+
+    def of(self, rows: Numbers, num_blocks: int, on_device: Tensor) -> Tensor:
+        """The first blocks of some rows: [B, M]."""
+        if self.device.device.type == "cpu":
+            return torch.from_numpy(self.host[rows, :num_blocks])
+        return self.device[on_device, :num_blocks]
+
+
+def upload(device: torch.device, *arrays: NDArray) -> list[Tensor]:
+    """Each array as a tensor on the device; all together in one copy that nobody waits for."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    pieces = [np.ascontiguousarray(array) for array in arrays]
+    ends = np.cumsum([-(-piece.nbytes // 8) * 8 for piece in pieces])  # numbers of 8 bytes aligned
+    staged = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True)
+    starts = [0, *ends[:-1].tolist()]
+    for start, piece in zip(starts, pieces, strict=True):
+        staged.numpy()[start : start + piece.nbytes] = piece.reshape(-1).view(np.uint8)
+    there = staged.to(device, non_blocking=True)
+    return [
+        there[start : start + piece.nbytes]
+        .view(torch.from_numpy(piece[:0].reshape(-1)).dtype)
+        .view(piece.shape)
+        for start, piece in zip(starts, pieces, strict=True)
+    ]
+
+
+def make_batch(
+    tables: BlockTables,
+    block_size: int,
+    rows: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    input_ids: Sequence[int],
+) -> Batch:
+    """The flat batch of tokens `starts` to `starts + counts` of the sequences in these rows."""
+    place, start, count = np.array((rows, starts, counts), dtype=np.int64)
+    ends = start + count
+    query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+    count.cumsum(out=query_start[1:])
+    longest = int(count.max())
+    if longest == 1:
+        positions, row_of_token = start, place
+    else:
+        # Token t of the batch is at position t - (where its row ends in the batch) + seq_len.
+        positions = np.arange(len(input_ids)) + (ends - query_start[1:]).repeat(count)
+        row_of_token = place.repeat(count)
+    slots = tables.host[row_of_token, positions // block_size] * block_size
+    slots += positions % block_size
+    ids, where, slot, bounds, lengths, last, index = upload(
+        tables.device.device,
+        np.array(input_ids, dtype=np.int64),
+        positions,
+        slots,
+        query_start,
+        ends.astype(np.int32),
+        query_start[1:].astype(np.int64) - 1,
+        place,
+    )
+    return Batch(
+        input_ids=ids,
+        positions=where,
+        slot_mapping=slot,
+        query_start=bounds,
+        seq_lens=lengths,
+        block_tables=tables.of(place, -(-int(ends.max()) // block_size), index),
+        logits_indices=last,
+        max_query_len=longest,
+    )
