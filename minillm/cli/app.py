@@ -21,10 +21,11 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "chat": "talk with a model that has a chat template",
         "info": "what a model is and what it needs; what this machine is",
         "plan": "what fits into a memory, and how fast it would be",
+        "bench": "how fast it is, over what is possible, beside other engines",
         "trace": "what the engine did, step by step: a page, a table, Perfetto",
     }
 )
-LATER = ("serve", "bench", "quantize", "inspect", "compare")
+LATER = ("serve", "quantize", "inspect", "compare")
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:

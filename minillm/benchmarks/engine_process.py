@@ -1,0 +1,180 @@
+"""An engine in a process of its own, asked one JSON line at a time (see peers/protocol.py).
+
+While another engine is measured, this one's processes are stopped (SIGSTOP): several engines spin
+while they wait, and a processor that spins is not there for the one that is being measured.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from minillm.errors import MinillmError
+
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE.parent.parent
+RUN = PACKAGE / "peers" / "run.py"
+OWN = "minillm"
+PEERS = ("transformers", "vllm", "openvino")
+END_SECONDS = 5.0  # for a process to leave by itself
+
+
+class EngineFailedError(MinillmError, RuntimeError):
+    """An engine did not answer, or answered that it failed."""
+
+
+class MissingPeerError(EngineFailedError):
+    """An engine's environment is not there."""
+
+
+def python_of(name: str, root: Path = ROOT) -> str:
+    """The interpreter of an engine's environment; MissingPeerError where there is none.
+
+    transformers is part of the development environment, and runs in this one.
+    """
+    if name == OWN or (name == "transformers" and find_spec(name)):
+        return sys.executable
+    folder = Path(os.environ.get("MINILLM_PEERS") or root / ".peers")
+    for place in ("bin/python", "Scripts/python.exe"):
+        if (folder / name / place).exists():
+            return str(folder / name / place)
+    raise MissingPeerError(f"{name} is skipped: it is not installed here; 'make peers' does that.")
+
+
+def environment(name: str, threads: int) -> dict[str, str]:
+    """What every engine's process gets: so many threads, and no look at the network."""
+    variables = dict(os.environ) | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    variables.pop("PYTHONPATH", None)
+    if name == OWN:
+        variables["PYTHONPATH"] = str(ROOT)
+    return variables
+
+
+class EngineProcess:
+    """One engine; `ask` raises EngineFailedError with a sentence, after which it is ended."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        log: Path,
+        timeout: float = 600.0,
+    ):
+        self.name, self.log, self.timeout = name, log, timeout
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=dict(variables),
+                start_new_session=True,
+            )
+        self._lines: queue.Queue[bytes] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @classmethod
+    def start(cls, name: str, threads: int, log: Path, timeout: float) -> "EngineProcess":
+        """The engine called `name`, in its own environment."""
+        command = [python_of(name), str(RUN), name]
+        return cls(name, command, environment(name, threads), log, timeout)
+
+    @property
+    def group(self) -> int:
+        """Its process group, which is that of its own children, too."""
+        return self._process.pid
+
+    def _read(self) -> None:
+        stream = self._process.stdout
+        for line in stream or ():
+            self._lines.put(line)
+        self._lines.put(b"")  # the end
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """The answer to one request."""
+        stdin = self._process.stdin
+        try:
+            if stdin is None or stdin.closed:
+                raise self._failed("has ended")
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()
+            line = self._lines.get(timeout=self.timeout)
+        except queue.Empty:
+            raise self._failed(f"gave no answer within {self.timeout:g} s") from None
+        except OSError:
+            raise self._failed("has ended") from None
+        if not line:
+            raise self._failed("has ended")
+        try:
+            answer = json.loads(line)
+            if "ok" in answer:
+                return answer["ok"]
+            error = str(answer["error"])
+        except (ValueError, TypeError, KeyError):
+            shown = line[:60].decode(errors="replace").strip()
+            raise self._failed(f"answered {shown!r}, which is no answer") from None
+        raise self._failed(f"failed: {error}", read_log=False)
+
+    def _failed(self, what: str, read_log: bool = True) -> EngineFailedError:
+        """End the process, and say what happened."""
+        self.close(patient=False)
+        said = last_line(self.log) if read_log else ""
+        tail = f"; its last words: {said}" if said else ""
+        return EngineFailedError(f"{self.name} {what}{tail} (all of them: {self.log}).")
+
+    def pause(self) -> None:
+        """Keep it from using a processor."""
+        self._signal("SIGSTOP")
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._signal("SIGCONT")
+
+    def _signal(self, name: str) -> None:
+        if hasattr(os, "killpg") and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.group, getattr(signal, name))
+
+    def close(self, patient: bool = True) -> None:
+        """End it and whatever it started. Closing twice is fine."""
+        self.resume()
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+        if patient:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+        end_group(self._process)
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process that leads its own group, and the group."""
+    with suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    process.wait()
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    try:
+        lines = log.read_text("utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,108 @@
+"""OpenVINO GenAI through its `ContinuousBatchingPipeline`, on a model exported by optimum-intel.
+
+The export keeps 16-bit weights and happens once; the device multiplies in the precision asked for,
+and the KV cache, 8 bits by default, is set to it too.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .protocol import Timeline
+
+PRECISIONS = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
+WEIGHTS = {"bfloat16": "fp16", "float16": "fp16", "float32": "fp32"}  # of the exported file
+
+
+class Worker:
+    """OpenVINO's side of a comparison."""
+
+    def open(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Export the model if that has not been done yet, and load it."""
+        precision = PRECISIONS[options["dtype"]]
+        start = time.perf_counter()
+        folder, exported = export(Path(options["model"]), options["dtype"], Path(options["cache"]))
+        export_seconds = time.perf_counter() - start if exported else 0.0
+        import openvino
+        import openvino_genai as genai
+
+        self._genai, self._tensor = genai, openvino.Tensor
+        start = time.perf_counter()
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = -(-options["kv_cache_bytes"] // 2**30)
+        scheduler.max_num_batched_tokens = options["max_num_batched_tokens"]
+        scheduler.max_num_seqs = options["max_num_seqs"]
+        scheduler.enable_prefix_caching = False
+        properties = {
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            "INFERENCE_NUM_THREADS": options["threads"],
+            "ENABLE_HYPER_THREADING": True,
+        }
+        self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
+        return {
+            "version": genai.__version__,
+            "weights": f"{WEIGHTS[options['dtype']]} on disk, computed in {precision}",
+            "kv_cache": precision,
+            "seconds": time.perf_counter() - start,
+            "export_seconds": export_seconds,
+        }
+
+    def _config(self, new_tokens: int) -> Any:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = new_tokens
+        config.ignore_eos, config.do_sample = True, False
+        return config
+
+    def steps(self, prompts: list[list[int]], new_tokens: int) -> Timeline:
+        """One `step` of the pipeline after the other."""
+        config = self._config(new_tokens)
+        timeline = Timeline([new_tokens] * len(prompts))
+        handles = [
+            self._pipeline.add_request(index, self._as_tensor(ids), config)
+            for index, ids in enumerate(prompts)
+        ]
+        while not timeline.done:
+            self._pipeline.step()
+            timeline.step(
+                (index, sum(len(each.generated_ids) for each in handle.read().values()))
+                for index, handle in enumerate(handles)
+                if handle.can_read()
+            )
+        return timeline
+
+    def offline(self, prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
+        """`generate` with everything at once."""
+        outputs = self._pipeline.generate(
+            [self._as_tensor(ids) for ids in prompts], [self._config(each) for each in new_tokens]
+        )
+        return {"tokens": sum(len(output.m_generation_ids[0]) for output in outputs)}
+
+    def _as_tensor(self, ids: list[int]) -> Any:
+        import numpy
+
+        return self._tensor(numpy.array([ids], dtype=numpy.int64))
+
+
+def export(model: Path, dtype: str, cache: Path) -> tuple[Path, bool]:
+    """The folder of the exported model, and whether it was made now."""
+    config = model / "config.json"
+    name = f"{model.resolve().name}-{config.stat().st_mtime_ns:x}"
+    folder = cache / "openvino" / f"{name}-{WEIGHTS[dtype]}"
+    if folder.exists():
+        return folder, False
+    part = folder.with_name(f"{folder.name}.{os.getpid()}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
+    command += ["--model", str(model), "--task", "text-generation-with-past"]
+    command += ["--weight-format", WEIGHTS[dtype], str(part)]
+    try:
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder, True
