@@ -12,7 +12,7 @@ VOCABULARY = 997
 NUMBER = 8  # bytes of a number in a buffer
 SCRATCH = 1000  # bytes that a captured row needs besides
 NOTHING = -997  # what a row without a text draws
-GARBAGE = 3  # what a new buffer is full of: a token, a slot, a table and a length like any other
+GARBAGE = 2  # what a new buffer is full of: a token, a slot, a table and a length like any other
 FIELDS = ("tokens", "slots", "tables", "lengths", "out")
 
 
@@ -221,10 +221,11 @@ class Laboratory:
         sizes = sorted(size for size, _ in self.graphs)
         equal(sizes, self.sizes, "The sizes of the captured graphs", self.case)
         changed = [slot for slot, token in enumerate(self.cache) if token != cache[slot]]
-        message = f"capturing runs the step, and wrote into slots {changed} of others' texts"
-        self.seen(not changed, "wrote", message, "Making the decoder")
-        message = f"capturing runs the step, and {sum(r.length for r in self.ran)} tokens were read"
-        self.seen(not any(row.length for row in self.ran), "read", message, "Making the decoder")
+        read = sum(row.length for row in self.ran)
+        message = f"capturing runs the step, and wrote into slots {changed}"
+        self.seen(not changed, ("wrote", changed, read), message, "Making the decoder")
+        message = f"capturing runs the step, and {read} tokens were read"
+        self.seen(not read, ("read", read), message, "Making the decoder")
         largest = self.sizes[-1]
         most = largest * (5 * NUMBER + SCRATCH)
         message = (
@@ -261,11 +262,12 @@ class Laboratory:
         self.seen(not missing, ("missing", len(missing)), message, what)
         extra = list((Counter(self.ran) - Counter(rows)).elements())
         wrote = [row for row in extra if row.slot >= 0]
+        read = sum(row.length for row in extra)
+        done = ([row.slot for row in wrote], read)  # both, for they are different mistakes
         words = [f"token {row.token} into slot {row.slot}{self.owner(row.slot)}" for row in wrote]
         message = f"a row of padding wrote {words and words[0]}"
-        self.seen(not wrote, ("wrote", [list(row[:2]) for row in wrote]), message, what)
-        read = sum(row.length for row in extra)
-        self.seen(not read, ("read", read), f"rows of padding read {read} tokens", what)
+        self.seen(not wrote, ("wrote", done), message, what)
+        self.seen(not read, ("read", done), f"rows of padding read {read} tokens", what)
 
     def owner(self, slot: int) -> str:
         """Whose slot it is."""

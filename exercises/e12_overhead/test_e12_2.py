@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from minillm_exercises.checking import accept, check, equal, expect, number, observe, seeds
+from minillm_exercises.checking import (
+    accept,
+    check,
+    describe,
+    equal,
+    expect,
+    number,
+    observe,
+    seeds,
+)
 
 END = 0
 VOCABULARY = 1000
@@ -124,7 +133,7 @@ class Laboratory:
         self.bubbles: list[int] = []  # turns
         self.wanted: list[tuple[int, int, dict[str, int]]] = []
         self.heard: list[dict[str, int]] = []
-        self.notes: list[str] = []
+        self.notes: list[tuple[str, str]] = []  # a kind, and a sentence
         self.loop = impl.Overlapped(Device(self), num_blocks)
 
     def load(self, block: int, tokens: Sequence[int]) -> None:
@@ -140,11 +149,14 @@ class Laboratory:
         old = self.memory.get(block)
         if old and any(text is old for step in self.queue for text, *_ in step):
             self.note(
+                "early",
                 f"block {block} was loaded for {owner[0].name!r} while a step was in the queue "
-                f"that still writes a token of {old.owner.name!r} into it"
+                f"that still writes a token of {old.owner.name!r} into it",
             )
         elif old and not old.owner.over and old.owner.told < old.owner.most:
-            self.note(f"block {block} was loaded although {old.owner.name!r} still runs in it")
+            self.note(
+                "shared", f"block {block} was loaded although {old.owner.name!r} still runs in it"
+            )
         self.memory[block] = Text(owner[0], dict(enumerate(tokens)))
         self.loads[self.now] = self.loads.get(self.now, 0) + 1
 
@@ -170,7 +182,10 @@ class Laboratory:
                 other = before[-1 - token][0].owner
                 if other is not text.owner:
                     name = text.owner.name
-                    self.note(f"the row of {name!r} takes the token that {other.name!r} draws")
+                    self.note(
+                        "reference",
+                        f"the row of {name!r} takes the token that {other.name!r} draws",
+                    )
             self.last.append((text, block, position, token))
         if not self.queue and len(self.wanted) > 1 and self.wanted[-2][1]:
             self.bubbles.append(self.now)
@@ -193,9 +208,9 @@ class Laboratory:
         if not condition:
             expect(False, f"{message.rstrip('.')} ({self.case}).", ("device", kind))
 
-    def note(self, text: str) -> None:
+    def note(self, kind: str, text: str) -> None:
         """What may explain wrong tokens later."""
-        self.notes.append(f"in turn {self.now}, {text}")
+        self.notes.append((kind, f"in turn {self.now}, {text}"))
 
     @property
     def case(self) -> str:
@@ -248,12 +263,22 @@ class Laboratory:
         names = {request.name for request in self.known}
         strange = sorted({name for turn in self.heard for name in turn} - names)
         expect(not strange, f"Tokens came for {strange}, which was never added.", strange)
-        why = f"; {self.notes[0]}" if self.notes else ""
+        why = f"; {self.notes[0][1]}" if self.notes else ""
         for name in sorted(names):
             got = [turn[name] for turn in self.heard if name in turn]
             words = [word for r in self.known if r.name == name for word in r.words]
             want = words[: len(got)] if name in aborted else words
-            equal(got, want, f"The tokens of {name!r}", self.case + why)
+            self.same(got, want, f"The tokens of {name!r}", self.case + why)
+
+    def same(self, got: list[int], want: list[int], what: str, case: str) -> None:
+        """Like `equal`; but what is noted of wrong tokens is from where on they are wrong, and why:
+        their values depend on which of the free blocks was taken."""
+        pairs = zip(got, want, strict=False)
+        first = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(got), len(want)))
+        kinds = sorted({kind for kind, _ in self.notes})
+        wrong = [what, first, len(got) < len(want), kinds]
+        message = f"{what} ({case}): expected {describe(want)}, got {describe(got)}."
+        expect(got == want, message, True if got == want else wrong)
 
     def silent(self, name: str, since: int) -> None:
         """An aborted request is not heard of any more."""
@@ -285,13 +310,13 @@ class Laboratory:
         """How many blocks were loaded in each turn, neither too early nor too late."""
         got = [self.loads.get(at + 1, 0) for at in range(self.now)]
         for at, (want, _, _) in enumerate(self.wanted):
-            early = got[at] > want and any("loaded for" in note for note in self.notes)
-            why = f"; {self.notes[0]}" if early else ""
+            early = got[at] > want and any(kind == "early" for kind, _ in self.notes)
+            why = f"; {self.notes[0][1]}" if early else ""
             equal(got[at], want, f"Requests that turn {at + 1} admits", self.case + why)
 
     def everything(self) -> None:
         """All of it."""
-        observe(self.notes[:1])
+        observe([kind for kind, _ in self.notes[:1]])
         self.busy()
         self.admitted()
         self.rows()
@@ -395,7 +420,7 @@ def test_names(impl: Any) -> None:
     lab.rest()
     got = [turn["a"] for turn in lab.heard if "a" in turn]
     want = first + lab.known[2].words
-    equal(got, want, "The tokens of both 'a', of which the first was aborted", lab.case)
+    lab.same(got, want, "The tokens of both 'a', of which the first was aborted", lab.case)
     lab = Laboratory(impl, 3)
     lab.add("a", 4, 2)
     lab.add("b", 4, 0, 8)
