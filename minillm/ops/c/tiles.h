@@ -1,0 +1,250 @@
+/* Vectors, and the one product that prefill.c needs, for three kinds of processor.
+ *
+ *   C [m, 32] float32  (+)=  A [m, k] words  x  B [k, 32] words
+ *
+ * A word is what one step of the inner product takes: a float32, or, where the processor multiplies
+ * bf16, a pair of neighbours along k, which is how both AMX and AVX512_BF16 want A and B.
+ */
+#pragma once
+#include "common.h"
+
+#if defined(ELEMENT_BF16) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIR 2 /* elements of a word */
+#else
+#define PAIR 1
+#endif
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+#define WIDE
+#define LANES 16
+#define M_STEP 8 /* rows of C in registers, two vectors of each */
+#else
+#define LANES 8
+#define M_STEP 4
+#endif
+#if PAIR == 2 && defined(__AMX_BF16__) && defined(__linux__)
+#define AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#define COLUMNS 32 /* of B and C: two AMX tiles, or two vectors of 16 */
+#define ROUND_UP(x, to) (((x) + (to) - 1) / (to) * (to))
+
+typedef uint32_t word;
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+static inline vec load_vec(const void *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store_vec(void *p, vec v) { memcpy(p, &v, sizeof v); }
+
+/* The larger in each lane; b where one is NaN. */
+static inline vec larger(vec a, vec b) {
+#if defined(WIDE)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    words first = (words)(a > b);
+    return (vec)(((words)a & first) | ((words)b & ~first));
+#endif
+}
+
+/* 2^x for x <= 0, within 2e-7: x = n + r, 2^r by a polynomial (least largest error on 0 <= r <= 1).
+ * Exactly 1 at 0, exactly 0 at -infinity, NaN stays NaN. */
+static inline vec exp2_vec(vec x) {
+#if defined(WIDE)
+    vec r = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+    /* Adding 1.5 * 2^23 + 127 rounds to a whole number and leaves n + 127, which is the exponent
+     * of 2^n, in the lowest bits. At -126 that is 0, and so is what the shift makes of it. */
+    const float round = 12582912.f + 127.f;
+    x = larger((vec){0} - 126.f, x);
+    vec t = x - 0.49999997f + round;
+    vec r = x - (t - round);
+#endif
+    vec p = r * 1.86713063e-3f + 9.01702885e-3f;
+    p = p * r + 5.57999127e-2f;
+    p = p * r + 2.40164444e-1f;
+    p = p * r + 6.93151295e-1f;
+    p = p * r + 1.f;
+#if defined(WIDE)
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)x); /* p 2^floor(x) */
+#else
+    return p * (vec)((words)t << 23);
+#endif
+}
+
+/* Words [16, 16] -> transposed; strides in words. */
+static inline void transpose(const word *from, int64_t from_stride, word *to, int64_t to_stride) {
+#if defined(WIDE)
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i rows[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from + i * from_stride);
+#pragma GCC unroll 4
+    for (int step = 8; step > 0; step /= 2) { /* exchange the quarters beside the diagonal */
+        __mmask16 second = step == 8 ? 0xff00 : step == 4 ? 0xf0f0 : step == 2 ? 0xcccc : 0xaaaa;
+        __m512i low = _mm512_mask_add_epi32(lane, second, lane, _mm512_set1_epi32(16 - step));
+        __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(step));
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            if (i & step) continue;
+            __m512i a = rows[i], b = rows[i + step];
+            rows[i] = _mm512_permutex2var_epi32(a, low, b);
+            rows[i + step] = _mm512_permutex2var_epi32(a, high, b);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * to_stride, rows[i]);
+#else
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) to[i * to_stride + j] = from[j * from_stride + i];
+#endif
+}
+
+/* Rows k and k + 1 (k even) of a matrix of float32 -> its words, as B wants them. */
+static inline void store_words(word *to, vec even, vec odd) {
+#if PAIR == 2
+    const __m512i alternate =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    store_vec(to, (vec)_mm512_permutexvar_epi16(alternate, both));
+#else
+    store_vec(to, even);
+    store_vec(to + COLUMNS, odd);
+#endif
+}
+
+/* sum + a b for one word of A and a vector of words of B. */
+static inline vec multiply_add(vec sum, word a, vec b) {
+#if PAIR == 2
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#else
+    float f;
+    memcpy(&f, &a, 4);
+    return sum + b * f;
+#endif
+}
+
+/* C = A B, or C += A B if `add`; rows of A are `a_stride` apart, m is a multiple of M_STEP. */
+static __attribute__((noinline)) void multiply_vectors(float *c, const word *a, int64_t a_stride,
+                                                       const word *b, int64_t m, int64_t k,
+                                                       int add) {
+    for (int64_t i = 0; i < m; i += M_STEP, c += M_STEP * COLUMNS, a += M_STEP * a_stride)
+        for (int64_t column = 0; column < COLUMNS; column += 2 * LANES) {
+            vec sums[M_STEP][2] = {0};
+            float *at = c + column;
+            if (add)
+                for (int r = 0; r < M_STEP; r++) {
+                    sums[r][0] = load_vec(at + r * COLUMNS);
+                    sums[r][1] = load_vec(at + r * COLUMNS + LANES);
+                }
+            for (int64_t j = 0; j < k; j++) {
+                vec left = load_vec(b + j * COLUMNS + column);
+                vec right = load_vec(b + j * COLUMNS + column + LANES);
+#pragma GCC unroll 8
+                for (int r = 0; r < M_STEP; r++) {
+                    sums[r][0] = multiply_add(sums[r][0], a[r * a_stride + j], left);
+                    sums[r][1] = multiply_add(sums[r][1], a[r * a_stride + j], right);
+                }
+            }
+            for (int r = 0; r < M_STEP; r++) {
+                store_vec(at + r * COLUMNS, sums[r][0]);
+                store_vec(at + r * COLUMNS + LANES, sums[r][1]);
+            }
+        }
+}
+
+#if defined(AMX)
+/* Linux hands the tile registers out on demand (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+static int has_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+/* The compiler does not know what tile instructions read: it must not put off a store to it. */
+#define ALL_STORED __asm__ volatile("" ::: "memory")
+
+static void shape_tiles(void) {
+    struct {
+        uint8_t palette, start_row, unused[14];
+        uint16_t bytes_per_row[16];
+        uint8_t rows[16];
+    } tiles = {.palette = 1};
+    for (int i = 0; i < 8; i++) tiles.bytes_per_row[i] = 64;
+    for (int i = 0; i < 8; i++) tiles.rows[i] = 16;
+    __asm__ volatile("" ::"r"(&tiles) : "memory");
+    _tile_loadconfig(&tiles);
+}
+
+/* The same in tiles of 16 words by 16 rows; m is a multiple of 32, k of 16. */
+static __attribute__((noinline)) void multiply_tiles(float *c, const word *a, int64_t a_stride,
+                                                     const word *b, int64_t m, int64_t k, int add) {
+    const int64_t row = COLUMNS * 4; /* bytes */
+    ALL_STORED;
+    for (int64_t i = 0; i < m; i += 32, c += 32 * COLUMNS, a += 32 * a_stride) {
+        if (add) {
+            _tile_loadd(0, c, row);
+            _tile_loadd(1, c + 16, row);
+            _tile_loadd(2, c + 16 * COLUMNS, row);
+            _tile_loadd(3, c + 16 * COLUMNS + 16, row);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t j = 0; j < k; j += 16) {
+            _tile_loadd(4, a + j, a_stride * 4);
+            _tile_loadd(5, a + j + 16 * a_stride, a_stride * 4);
+            _tile_loadd(6, b + j * COLUMNS, row);
+            _tile_loadd(7, b + j * COLUMNS + 16, row);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, c, row);
+        _tile_stored(1, c + 16, row);
+        _tile_stored(2, c + 16 * COLUMNS, row);
+        _tile_stored(3, c + 16 * COLUMNS + 16, row);
+    }
+}
+#endif
+
+/* Whether there are tiles. Every thread takes them before it multiplies and gives them back. */
+static inline int find_tiles(void) {
+#if defined(AMX)
+    return has_tiles();
+#else
+    return 0;
+#endif
+}
+
+static inline void take_tiles(int amx) {
+#if defined(AMX)
+    if (amx) shape_tiles();
+#endif
+    (void)amx;
+}
+
+static inline void give_tiles_back(int amx) {
+#if defined(AMX)
+    if (amx) _tile_release();
+#endif
+    (void)amx;
+}
+
+/* C = A B, or C += A B if `add`; m and k are multiples of 32 elements. */
+static inline void multiply(int amx, float *c, const word *a, int64_t a_stride, const word *b,
+                            int64_t m, int64_t k, int add) {
+#if defined(AMX)
+    if (amx) {
+        multiply_tiles(c, a, a_stride, b, m, k, add);
+        return;
+    }
+#endif
+    (void)amx;
+    multiply_vectors(c, a, a_stride, b, m, k, add);
+}
