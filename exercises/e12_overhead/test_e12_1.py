@@ -313,6 +313,7 @@ def test_choose_least(impl: Any) -> None:
     are not the best, and sixty random cases."""
     least(impl, {3: 10, 5: 10, 6: 10, 7: 10}, 2)
     least(impl, {1: 1, 2: 1, 16: 100, 17: 90, 18: 80}, 3)
+    least(impl, {1: 5, 2: 1, 4: 1, 11: 1}, 3)
     least(impl, {9: 3, 1: 40, 10: 1, 2: 50, 30: 2}, 3)
     least(impl, {1: 10, 4: 10, 5: 10, 8: 10, 9: 10, 12: 10}, 3)
     for seed in seeds(60):

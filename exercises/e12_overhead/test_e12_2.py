@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 from minillm_exercises.checking import (
@@ -22,20 +22,23 @@ VOCABULARY = 1000
 UNWRITTEN = 7777  # what is read where nothing was written
 
 
-def draw(text: Sequence[int]) -> int:
-    """The token after a text, another one whenever anything in it is another; every 8th is END."""
-    state = 1
-    for token in text:
-        state = (state * 48_271 + token + 11) % 2_147_483_647
+def read(state: int, token: int) -> int:
+    """What is left of a text after one more token: another number if any token was another."""
+    return (state * 48_271 + token + 11) % 2_147_483_647
+
+
+def drawn_from(state: int) -> int:
+    """The token after a text; every 8th is END."""
     return END if state // 64 % 8 == 0 else 1 + state % (VOCABULARY - 1)
 
 
 def continued(prompt: Sequence[int], most: int) -> list[int]:
     """What a request writes when it is alone."""
-    text = list(prompt)
-    while len(text) < len(prompt) + most and (len(text) == len(prompt) or text[-1] != END):
-        text.append(draw(text))
-    return text[len(prompt) :]
+    state, tokens = reduce(read, prompt, 1), []
+    while len(tokens) < most and tokens[-1:] != [END]:
+        tokens.append(drawn_from(state))
+        state = read(state, tokens[-1])
+    return tokens
 
 
 @cache
@@ -45,7 +48,7 @@ def prompt_of(length: int, tokens: int, seed: int) -> tuple[int, ...]:
     while True:
         prompt = tuple(rng.randrange(1, VOCABULARY) for _ in range(length))
         text = continued(prompt, tokens or 12)
-        if (END not in text) if tokens == 0 else (text[-1] == END and len(text) == tokens):
+        if (END in text) == (tokens > 0) and len(text) == (tokens or 12):
             return prompt
 
 
@@ -199,7 +202,8 @@ class Laboratory:
         for _, block, position, token in self.queue.pop(0):
             text = self.memory[block].tokens
             text[position] = token if token >= 0 else self.drawn[-1 - token]
-            drawn.append(draw([text.get(at, UNWRITTEN) for at in range(position + 1)]))
+            tokens = [text.get(at, UNWRITTEN) for at in range(position + 1)]
+            drawn.append(drawn_from(reduce(read, tokens, 1)))
         self.drawn = drawn
         return list(drawn)
 
