@@ -75,11 +75,8 @@ class Overlapped:
             if text is None or text["serial"] != serial:
                 continue
             told[text["name"]] = token
-            text["due"] = text.get("due", 0) + 1
-            nothing_left = text["todo"] == 0 and not any(
-                (block, serial) in step for step in list(self.steps)[1:]
-            )
-            if token == END or nothing_left:
+            later = any((block, serial) in step for step in self.steps if step is not tickets)
+            if token == END or not later:
                 self.texts[block] = None
         self.steps.popleft()
         return told

@@ -5,6 +5,10 @@ step before. A request that is in the second and not in the first will never hav
 whether it had all its tokens, wrote END or was aborted, and that is the moment when its block is
 free. Neither the end nor the abort needs a case of its own.
 
+Why wait for that moment at all? What goes through the queue goes in order, so a later step could
+have the block at once. But not everything does: a prompt that was computed elsewhere or a block
+that is swapped in comes by a queue of its own, and knows nothing of a row that is still to run.
+
 What is not known yet is only the value of a token. Its position is known, and where the device will
 have it: that is enough for a plan. So a number of tokens that is known beforehand costs no row too
 many, and an END costs exactly one. Whoever asks something else of a token before he plans, such as
