@@ -50,8 +50,7 @@ typedef struct {
     float *best, *total;  /* [groups, COLUMNS] the largest score, the sum of weights */
     int32_t *seen_to;     /* [groups, COLUMNS] the row's own position */
     word *keys, *values;  /* [TILE, k_words], [v_rows, TILE / PAIR] */
-    float *scores;        /* [TILE, COLUMNS] */
-    word *weights;        /* [TILE / PAIR, COLUMNS] */
+    float *scores;        /* [TILE, COLUMNS], and then weights, as words, in their place */
     word *staged;         /* rows on their way to being transposed */
 } scratch;
 
@@ -134,32 +133,33 @@ static void mask(float *scores, int64_t at, int64_t begin, int64_t end, const in
         }
 }
 
-/* Scores of one tile, [count, COLUMNS], become weights, 2^((score - best) * scale), as B of the
- * next product, rounded to elements; what was summed before shrinks with the new maximum. */
-static __attribute__((noinline)) void softmax(const float *scores, int64_t count, float scale,
-                                              word *weights, float *best, float *total,
-                                              float *sums, int64_t rows) {
-    for (int64_t at = 0; at < COLUMNS; at += LANES, weights += LANES) {
-        const float *s = scores + at;
+/* Scores [count, COLUMNS] become weights, 2^((score - best) * scale), rounded to elements, as B of
+ * the next product and in place; what was summed before shrinks with the new maximum. */
+static __attribute__((noinline)) void softmax(const problem *p, float *scores, int64_t count,
+                                              float *best, float *total, float *sums) {
+    for (int64_t at = 0; at < COLUMNS; at += LANES) {
+        float *s = scores + at;
         vec old = load_vec(best + at), tops[4] = {old, old, old, old};
         for (int64_t i = 0; i < count; i += 4) /* several maxima: one would wait for itself */
 #pragma GCC unroll 4
             for (int l = 0; l < 4; l++) tops[l] = larger(tops[l], load_vec(s + (i + l) * COLUMNS));
         vec top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
-        vec shift = top * scale, shrink = exp2_vec((old - top) * scale), sum = {0};
+        vec scale = (vec){0} + p->scale, shift = top * scale, sum = {0};
         for (int64_t i = 0; i < count; i += 2) {
             vec a = exp2_vec(load_vec(s + i * COLUMNS) * scale - shift);
             vec b = exp2_vec(load_vec(s + (i + 1) * COLUMNS) * scale - shift);
             sum += a + b;
-            store_words(weights + i / PAIR * COLUMNS, a, b);
+            store_words((word *)s + i / PAIR * COLUMNS, a, b);
         }
+        vec shrink = exp2_vec((old - top) * scale);
         store_vec(best + at, top);
         store_vec(total + at, load_vec(total + at) * shrink + sum);
+        keep_awake(p->amx);
         words same = (words)(shrink == 1.f);
         uint32_t all = UINT32_MAX;
         for (int l = 0; l < LANES; l++) all &= same[l];
         if (all) continue; /* most tiles raise no maximum */
-        for (int64_t r = 0; r < rows; r++) {
+        for (int64_t r = 0; r < p->v_rows; r++) {
             float *x = sums + r * COLUMNS + at;
             store_vec(x, load_vec(x) * shrink);
         }
@@ -223,9 +223,8 @@ static void meet(const problem *p, scratch *w, int64_t group, int64_t at, int64_
     int64_t sure = lowest + 1 - at, gone = highest + 1 - window - at; /* seen, not seen by all */
     mask(w->scores, at, sure > 0 ? sure : 0, keys, seen_to, window);
     mask(w->scores, at, 0, gone < keys ? gone : keys, seen_to, window);
-    softmax(w->scores, keys, p->scale, w->weights, w->best + group, w->total + group, sums,
-            p->v_rows);
-    multiply(p->amx, sums, w->values, TILE / PAIR, w->weights, p->v_rows, keys / PAIR, 1);
+    softmax(p, w->scores, keys, w->best + group, w->total + group, sums);
+    multiply(p->amx, sums, w->values, TILE / PAIR, (word *)w->scores, p->v_rows, keys / PAIR, 1);
 }
 
 /* FlashAttention-2's loop. A tile is made ready once for all rows of the task. */
@@ -260,7 +259,6 @@ static uintptr_t divide(const problem *p, int64_t columns, uintptr_t memory, scr
     w->keys = take(&memory, TILE * p->k_words);
     w->values = take(&memory, TILE * v_words);
     w->scores = take(&memory, TILE * COLUMNS);
-    w->weights = take(&memory, TILE * COLUMNS);
     w->staged = take(&memory, TILE * v_words > 16 * p->k_words ? TILE * v_words : 16 * p->k_words);
     return memory;
 }
