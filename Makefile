@@ -12,7 +12,7 @@ COURSE_STAMP := $(VENV)/.installed-course
 DEV_STAMP := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab check test test-full notebooks facts bundle clean
+.PHONY: help run lab check test test-full notebooks facts bundle peers clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -52,8 +52,26 @@ facts: $(DEV_STAMP) ## the same in a hurry and without bf16 instructions: no fac
 bundle: $(COURSE_STAMP) ## the course in one zip, for machines without a network: dist/
 	@$(PY) notebooks/bundle.py $(ARGS)
 
+# The engines of `minillm bench --vs`, each in an environment of its own; transformers is in $(VENV).
+# What exists for CUDA only is left out, and the package of FILE-alone.txt comes without what it asks
+# for. PEERS=vllm makes one of them. Where the index has torch only with several GB of CUDA, say
+# PEERS_PIP="--extra-index-url https://download.pytorch.org/whl/cpu".
+PEERS ?= vllm openvino
+PEERS_DIR ?= .peers
+PEERS_PIP ?=
+peers: $(DEV_STAMP) $(PEERS:%=$(PEERS_DIR)/%/.installed) ## set up the engines that minillm bench --vs compares with (3 GB)
+
+$(PEERS_DIR)/%/.installed: minillm/benchmarks/peers/%.txt minillm/benchmarks/peers/%-alone.txt | $(PY)
+	@echo "Installing $* into $(@D), once (details: $(@D)/install.log)."
+	@$(PY) -m venv $(@D)
+	@pip() { $(@D)/bin/python -m pip install --disable-pip-version-check $(PEERS_PIP) "$$@"; }; \
+	{ pip -r $< && pip --no-deps -r $(word 2,$^); } > $(@D)/install.log 2>&1 \
+	  || { echo "The installation failed. The last lines of its log:"; \
+	       tail -n 15 $(@D)/install.log; exit 1; } >&2
+	@touch $@
+
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS_DIR) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Make follows the link $(PY), so an environment whose interpreter was uninstalled is rebuilt.

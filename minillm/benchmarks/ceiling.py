@@ -1,25 +1,54 @@
 """The ceilings of this machine in this minute: what the shares of a comparison are shares of.
 
-The read bandwidth is the largest that any way of reading reaches here: plain sums, or the
-product of one row with a packed weight as oneDNN does it or as our own C functions do.
+The read bandwidth is the largest that any way of reading reaches here: plain reductions, or the
+product of one row with a packed weight, as oneDNN does it and as our own C functions do. Which of
+them it is differs between processors, so all are tried, and the result says which one it was.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from minillm import hardware
+
+if TYPE_CHECKING:
+    import torch
+
+ONEDNN, OWN, SUMS = "oneDNN's packed product", "our packed product", "minillm.hardware"
+PRODUCTS = (ONEDNN, OWN)
+SECONDS = 0.4  # for each way to read: on a shared host a quiet moment must be among them
+SHAPE = (32_768, 4096)  # of a bf16 weight that no cache holds: 256 MiB
+
+Read = tuple[Callable[[], object], int]  # an action, and the bytes that it reads
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Bytes/s and operations/s, by which way they were reached, and what others used meanwhile."""
+    """Bytes/s of each way to read, and operations/s in bf16 and float32."""
 
-    bandwidth: float
-    way: str
-    packed_bandwidth: float  # of oneDNN's packed bf16 product at one row; 0 where there is none
+    ways: Mapping[str, float]
     flops: float
     flops_fp32: float
+    packed: Mapping[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        products = {name: rate for name, rate in self.ways.items() if name in PRODUCTS}
+        object.__setattr__(self, "packed", products)
+
+    @property
+    def bandwidth(self) -> float:
+        """Of the fastest way."""
+        return max(self.ways.values())
+
+    @property
+    def way(self) -> str:
+        """Which way is the fastest."""
+        return max(self.ways, key=lambda name: self.ways[name])
+
+    @property
+    def packed_bandwidth(self) -> float:
+        """Of the faster product of one row with a packed bf16 weight; 0 where there is none."""
+        return max(self.packed.values(), default=0.0)
 
     def rate(self, dtype: str) -> float:
         """Operations/s of products in `dtype`."""
@@ -27,55 +56,55 @@ class Ceiling:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self)
-
-
-def measure_ceiling(device: str, threads: int, refresh: bool = True) -> Ceiling:
-    """About three seconds of measuring, with as many threads as the engines have."""
-    import torch
-
-    torch.set_num_threads(threads)
-    known = hardware.measure(refresh=refresh, device=device)
-    ways = {"the ceilings of minillm.hardware": known.bandwidth}
-    packed = 0.0
-    if device == "cpu":
-        more = {name: rate(run, size) for name, (run, size) in ways_to_read().items()}
-        packed, ways = more.get(PACKED, 0.0), ways | more
-    way = max(ways, key=lambda name: ways[name])
-    return Ceiling(ways[way], way, packed, known.peak_flops, known.peak_flops_fp32)
+        more = {"bandwidth": self.bandwidth, "packed_bandwidth": self.packed_bandwidth}
+        return more | {"way": self.way} | asdict(self)
 
 
 def best_of(first: Ceiling, second: Ceiling) -> Ceiling:
     """The higher of each: what slows a reading down is never the machine's limit."""
-    higher = max(first, second, key=lambda one: one.bandwidth)
-    return replace(
-        higher,
-        packed_bandwidth=max(first.packed_bandwidth, second.packed_bandwidth),
-        flops=max(first.flops, second.flops),
-        flops_fp32=max(first.flops_fp32, second.flops_fp32),
+    names = first.ways.keys() | second.ways.keys()
+    return Ceiling(
+        {name: max(one.ways.get(name, 0.0) for one in (first, second)) for name in sorted(names)},
+        max(first.flops, second.flops),
+        max(first.flops_fp32, second.flops_fp32),
     )
 
 
-PACKED = "oneDNN's packed product of one row"
-SECONDS = 0.25
-
-
-def rate(run: Callable[[], object], num_bytes: int) -> float:
-    """Bytes/s of the fastest of the runs that fit into a quarter of a second."""
-    return num_bytes / hardware._best(run, SECONDS)
-
-
-def ways_to_read() -> dict[str, tuple[Callable[[], object], int]]:
-    """Ways to read a buffer that no cache holds, beyond those of `hardware.measure`, each with
-    its bytes."""
+def measure_ceiling(device: str, threads: int, refresh: bool = True) -> Ceiling:
+    """About four seconds of measuring, with as many threads as the engines have."""
     import torch
 
-    shape = (32_768, 4096)  # 256 MiB
-    weight = torch.ones(shape, dtype=torch.bfloat16)
-    words = weight.view(torch.int64)
-    ways: dict[str, tuple[Callable[[], object], int]] = {"largest word": (words.max, words.nbytes)}
-    with torch.inference_mode():
-        row = torch.ones(1, shape[1], dtype=torch.bfloat16)
-        for run in hardware._packed_product(row, weight):
-            ways[PACKED] = (run, weight.nbytes)
-    return ways
+    torch.set_num_threads(threads)
+    known = hardware.measure(refresh=refresh, device=device)
+    ways = {SUMS: known.bandwidth}
+    if device == "cpu" and refresh:
+        with torch.inference_mode():
+            for name, (run, num_bytes) in ways_to_read().items():
+                ways[name] = num_bytes / hardware._best(run, SECONDS)
+    return Ceiling(ways, known.peak_flops, known.peak_flops_fp32)
+
+
+def ways_to_read() -> dict[str, Read]:
+    """Ways to read a buffer that no cache holds, beyond those of `hardware.measure`."""
+    import torch
+
+    weight = torch.ones(SHAPE, dtype=torch.bfloat16)
+    numbers = weight.view(torch.float32).view(-1)
+    ways: dict[str, Read] = {"dot product": (lambda: torch.dot(numbers, numbers), weight.nbytes)}
+    row = weight[:1].clone()
+    for run in hardware._packed_product(row, weight):
+        ways[ONEDNN] = (run, weight.nbytes)
+    return ways | our_product(row, weight)
+
+
+def our_product(row: "torch.Tensor", weight: "torch.Tensor") -> dict[str, Read]:
+    """The product of our C functions, on processors for which there is one."""
+    import torch
+
+    from minillm.ops import cpu
+
+    if not cpu.takes_panels(weight):
+        return {}
+    panels = torch.empty(cpu.panels_shape(*weight.shape), dtype=weight.dtype)
+    cpu.pack_panels(weight, panels)
+    return {OWN: (lambda: cpu.panel_linear(row, panels, None, len(weight)), panels.nbytes)}

@@ -66,17 +66,15 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
     """The ceilings, who took part, who did not, and whether others disturbed."""
     lines = []
     for when, one in found["ceiling"].items():
-        lines.append(
-            f"Ceilings {when}: {amount(one['bandwidth'], 'B/s')} read ({one['way']}; oneDNN's "
-            f"packed product of one row {amount(one['packed_bandwidth'], 'B/s')}), "
-            f"{amount(one['flops'], 'FLOP/s')} in bf16."
-        )
+        ways = ", ".join(f"{name} {amount(rate, 'B/s')}" for name, rate in one["ways"].items())
+        lines.append(f"Ceilings {when}: {amount(one['flops'], 'FLOP/s')} in bf16; reading: {ways}.")
     for name, facts in found["engines"].items():
         export = facts.get("export_seconds")
         lines.append(
             f"{name} {facts['version']}: weights {facts['weights']}, KV cache {facts['kv_cache']}, "
             f"ready after {seconds(facts['seconds'])}"
-            + (f" and an export of {seconds(export)}." if export else ".")
+            + (f" and an export of {seconds(export)}" if export else "")
+            + (f"; {facts['path']}." if "path" in facts else ".")
         )
     lines += found["left_out"].values()
     worst = max((one["others"] for one in found["results"]), default=0.0)

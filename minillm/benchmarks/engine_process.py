@@ -107,16 +107,15 @@ class EngineProcess:
     def ask(self, request: Mapping[str, Any]) -> Any:
         """The answer to one request."""
         stdin = self._process.stdin
-        try:
-            if stdin is None or stdin.closed:
-                raise self._failed("has ended")
+        if stdin is None or stdin.closed:
+            raise self._failed("has ended")
+        with suppress(OSError):  # it has ended, and may have said something before
             stdin.write(json.dumps(request).encode() + b"\n")
             stdin.flush()
+        try:
             line = self._lines.get(timeout=self.timeout)
         except queue.Empty:
             raise self._failed(f"gave no answer within {self.timeout:g} s") from None
-        except OSError:
-            raise self._failed("has ended") from None
         if not line:
             raise self._failed("has ended")
         try:

@@ -78,7 +78,6 @@ def measure(
     dtype: str,
     repeats: int,
     say: Callable[[str], Any] = lambda what: None,
-    first: Callable[[str, Sequence[str], int, Path], float] = first_output,
 ) -> dict[str, Any]:
     """Every engine in turn, `repeats` times after one that does not count."""
     left_out: dict[str, str] = {}
@@ -91,7 +90,7 @@ def measure(
             try:
                 command = command_of(engine, folder, threads, dtype)
                 log = cache_folder() / "logs" / f"{engine}-startup.log"
-                runs.setdefault(engine, []).append(first(engine, command, threads, log))
+                runs.setdefault(engine, []).append(first_output(engine, command, threads, log))
             except EngineFailedError as error:
                 left_out[engine] = str(error)
     results = [

@@ -14,6 +14,7 @@ class Worker:
         import torch
 
         from minillm import LLM, SamplingParams, __version__
+        from minillm.ops.cpu import describe
 
         torch.set_num_threads(options["threads"])
         self._params = SamplingParams
@@ -36,6 +37,7 @@ class Worker:
             "weights": engine.dtype,
             "kv_cache": engine.dtype,
             "block_size": engine.scheduler.blocks.block_size,
+            "path": "a GPU" if on_gpu else describe(getattr(torch, engine.dtype)),
         }
 
     def _greedy(self, new_tokens: int) -> Any:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .protocol import Timeline
 
-PRECISIONS = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
-WEIGHTS = {"bfloat16": "fp16", "float16": "fp16", "float32": "fp32"}  # of the exported file
+PRECISIONS = MappingProxyType({"bfloat16": "bf16", "float32": "f32"})
+WEIGHTS = MappingProxyType({"bfloat16": "fp16", "float32": "fp32"})  # of the exported file
 
 
 class Worker:

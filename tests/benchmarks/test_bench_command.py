@@ -1,0 +1,355 @@
+"""`minillm bench`: what it refuses, what it shows and writes, with the embedded model and with
+engines that are made up."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm.benchmarks import checkpoint, compare, startup
+from minillm.benchmarks.ceiling import ONEDNN, OWN, SUMS, Ceiling, best_of
+from minillm.benchmarks.compare import Work, cost_of, options, result, statement
+from minillm.benchmarks.compare_table import remarks, table
+from minillm.benchmarks.contest import Case, Run, Score
+from minillm.benchmarks.engine_process import EngineFailedError
+from minillm.cli import main
+from minillm.config import ModelConfig, RopeConfig
+from minillm.errors import UnsupportedFeatureError
+from minillm.models.families import parse_config
+from minillm.presets import PRESETS, preset
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CEILING = Ceiling({SUMS: 10e9, ONEDNN: 20e9, OWN: 15e9}, 1e12, 1e11)
+# An engine with the manners of a peer's: 2 ms per step, by its own account.
+FAKE_PEER = """
+import json, sys
+for line in sys.stdin:
+    told = json.loads(line)
+    if told["do"] == "open":
+        answer = {"version": "7", "weights": told["dtype"], "kv_cache": "bf16", "seconds": 1.5}
+    elif told["do"] == "offline":
+        answer = {"seconds": 2.0, "tokens": sum(told["new_tokens"])}
+    else:
+        batch, new = len(told["prompts"]), told["new_tokens"]
+        answer = [(1 + n / 500, batch, batch, batch * (n + 1 == new)) for n in range(new)]
+    print(json.dumps({"ok": answer}), flush=True)
+"""
+RUBBISH = "print('Loading checkpoint shards: 100%')"
+
+
+def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of `minillm bench`."""
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    return code, *capsys.readouterr()
+
+
+# ---- what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["decoed"], "There is no benchmark 'decoed'; there are decode, prefill"),
+        (["decoed"], "Did you mean 'decode'?"),
+        (["decode", "--vs", "vlm"], "knows no engine 'vlm'; it knows transformers, vllm, openvino"),
+        (["decode", "--vs", "openvino,vlm"], "Did you mean 'vllm'?"),
+        (["decode", "--vs", "vllm", "--device", "cuda"], "leave it out with --device cuda."),
+        (["decode", "--device", "tpu"], "--device is 'tpu'; it must be cpu or cuda."),
+        (["decode", "--batch", "0"], "--batch is '0'; it must be whole numbers from 1 up"),
+        (["decode", "--batch", "1,-2"], "--batch is '1,-2'; it must be whole numbers"),
+        (["decode", "--batch", "two"], "--batch is 'two'; it must be whole numbers"),
+        (["decode", "--context", ""], "--context is ''; it must be whole numbers"),
+        (["decode", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2."),
+        (["decode", "--repeats", "0"], "--repeats is 0; it must be at least 1."),
+        (["decode", "--threads", "0"], "--threads is 0; it must be at least 1."),
+        (["offline", "--requests", "0"], "--requests is 0; it must be at least 1."),
+        (["decode", "--dtype", "int8"], "--dtype is 'int8'; it must be bfloat16 or float32."),
+        (["decode", "tiny", "--context", "2040"], "--context is 2040; with 32 new tokens that is"),
+        (["prefill", "tiny", "--context", "128,2048"], "beyond the 2048 positions of this model."),
+        (["decode", "preset:smollm3"], "There is no preset 'smollm3'"),
+        (["decode", "tinny"], "Did you mean 'tiny'?"),
+        (["startup", "preset:qwen4"], "There is no preset 'qwen4'"),
+        (["startup", "--batch", "4"], "--batch is for decode, prefill; leave it out of"),
+        (["prefill", "--new-tokens", "4"], "--new-tokens is for decode; leave it out of"),
+        (["scheduler", "--vs", "vllm"], "leave it out of 'minillm bench scheduler'."),
+        (["kernels", "tiny"], "'minillm bench kernels' takes no model; leave out 'tiny'."),
+        (["decode", "--jsn", "x"], "there is no option --jsn. Did you mean '--json'?"),
+        (["decode", "--json", "/nowhere/at/all.json"], "or its folder does not exist."),
+        (["decode", "preset:deepseek-v3", "--vs", "vllm"], "cannot be written as a checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = bench(*arguments, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert err.startswith("error: ")
+
+
+def test_help_shows_examples_and_needs_no_torch() -> None:
+    script = (
+        "import sys; from minillm.cli import main\n"
+        "try: main(['bench', '--help'])\n"
+        "finally: sys.stderr.write(str('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, encoding="utf-8"
+    )
+    assert (done.returncode, done.stderr) == (0, "False")
+    for name in ("decode", "prefill", "offline", "startup", "scheduler", "kernels", "make peers"):
+        assert name in done.stdout
+
+
+# ---- with the embedded model ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Environments whose "python" is an engine that is made up; openvino's prints rubbish."""
+    folder = tmp_path_factory.mktemp("peers")
+    for name, script in (("vllm", FAKE_PEER), ("openvino", RUBBISH)):
+        engine = folder / f"{name}.py"
+        engine.write_text(script)
+        python = folder / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{engine}"\n')
+        python.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINILLM_PEERS", str(folder))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(compare, "measure_ceiling", lambda *ignored: CEILING)
+        yield folder
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Python is a shell script")
+@pytest.mark.parametrize("what", ["decode", "prefill", "offline"])
+def test_a_comparison_from_end_to_end(
+    what: str, peers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    arguments = [what, "tiny", "--quick", "--threads", "1", "--vs", "vllm,openvino"]
+    code, out, err = bench(*arguments, "--json", str(file), capsys=capsys)
+    assert code == 0, err
+    found = json.loads(file.read_text())
+    assert (found["benchmark"], found["model"], found["threads"]) == (what, "tiny", 1)
+    assert list(found["engines"]) == ["minillm", "vllm"]
+    assert "answered 'Loading checkpoint shards: 100%'" in found["left_out"]["openvino"]
+    assert "openvino answered" in out
+    check_results(what, found)
+    for one in found["results"]:
+        assert one["engine"] in out
+        assert len(one["runs"]) == 2
+        low, middle, high = (one["tokens_per_second"][each] for each in ("min", "median", "max"))
+        assert 0 < low <= middle <= high
+    assert "times the best peer, vllm." in " ".join(out.split())
+    assert "run 2 of minillm" in err
+    assert "Ceilings before: 1 TFLOP/s in bf16; reading:" in out
+
+
+def check_results(what: str, found: dict[str, Any]) -> None:
+    """What each benchmark tells beyond the speed."""
+    engines = [one["engine"] for one in found["results"]]
+    if what == "offline":
+        assert engines == ["minillm", "vllm"]
+        own, peer = found["results"]
+        assert own["new_tokens"] == peer["new_tokens"] == 2.0 * peer["tokens_per_second"]["median"]
+        assert 0 < own["outside_model"] < 1
+        assert "outside_model" not in peer
+        return
+    assert engines == ["minillm", "vllm"] * 2
+    assert [one["batch"] for one in found["results"]] == [1, 1, 2, 2]
+    for one in found["results"]:
+        assert one["share_of_bound"] == one["bound_seconds"] / one["step_seconds"]["median"]
+    peer = found["results"][3]
+    expected = 2 / 0.002 if what == "decode" else 2 * 16 / 1.0
+    assert peer["tokens_per_second"]["median"] == pytest.approx(expected)
+
+
+def test_an_engine_of_ours_that_fails_is_an_exit_code(
+    peers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(*ignored: object) -> None:
+        raise EngineFailedError("minillm has ended.")
+
+    monkeypatch.setattr(compare.EngineProcess, "ask", start)
+    code, out, _ = bench("decode", "tiny", "--quick", "--threads", "1", capsys=capsys)
+    assert code == 1
+    assert "minillm has ended." in out
+
+
+def test_without_peers_all_of_them_are_skipped_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: Path
+) -> None:
+    monkeypatch.setenv("MINILLM_PEERS", str(tmp_path))
+    config = preset("smollm2-135m")
+    work = Work("decode", "m", "m", config, (Case(1, 8, 2),), 1, ("vllm", "openvino"), 1, "float32")
+    found = compare.measure(work)
+    assert found["results"] == []
+    assert all("make peers" in note for note in found["left_out"].values())
+    assert len(found["left_out"]) == 2
+
+
+def test_startup_of_the_embedded_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = []
+
+    def first(name: str, command: list[str], threads: int, log: Path) -> float:
+        commands.append(command)
+        return 1.5
+
+    monkeypatch.setattr(startup, "first_output", first)
+    file = tmp_path / "startup.json"
+    arguments = ["startup", "--quick", "--repeats", "3", "--json", str(file)]
+    code, out, _ = bench(*arguments, capsys=capsys)
+    assert code == 0
+    assert commands[0][1:4] == ["-m", "minillm", "generate"]
+    assert Path(commands[0][commands[0].index("--model") + 1]).name == "tiny"
+    assert json.loads(file.read_text())["results"][0]["runs"] == [1.5, 1.5, 1.5]
+    assert "1.5 s" in out
+
+
+def test_the_scheduler_and_the_kernels_have_benchmarks_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from minillm.benchmarks import scheduler
+    from minillm_kernels.bench import __main__ as kernels
+
+    seen = []
+    for module in (scheduler, kernels):
+        monkeypatch.setattr(module, "main", lambda told: seen.append(told) or 3)
+    assert bench("scheduler", "--quick", capsys=capsys)[0] == 3
+    assert bench("kernels", "--json", "there.json", capsys=capsys)[0] == 3
+    assert seen == [["--quick"], ["--json", "there.json"]]
+
+
+# ---- figures ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def work() -> Work:
+    config = preset("smollm2-135m")
+    cases = (Case(1, 128, 32), Case(16, 128, 32))
+    return Work("decode", "m", "m", config, cases, 2, ("minillm", "vllm"), 2, "bfloat16")
+
+
+def test_a_share_of_the_bound_is_the_bytes_over_the_ceiling(work: Work) -> None:
+    runs = [Run(1.0, seconds, 31, 31) for seconds in (0.62, 0.93, 1.24)]
+    found = result(work, Score("minillm", work.cases[0], runs), CEILING)
+    num_bytes = cost_of(work, work.cases[0]).total_bytes
+    assert found["step_seconds"] == pytest.approx({"min": 0.02, "median": 0.03, "max": 0.04})
+    assert found["tokens_per_second"]["median"] == pytest.approx(31 / 0.93)
+    assert found["bytes_per_second"] == pytest.approx(num_bytes / 0.03)
+    assert found["share_of_bound"] == pytest.approx(num_bytes / 20e9 / 0.03)  # the fastest way
+    assert found["bound"] == "memory"
+    assert 268e6 < num_bytes < 280e6  # the weights, and a little cache
+
+
+def test_a_prefill_is_bound_by_operations(work: Work) -> None:
+    found = result(
+        replace(work, what="prefill"), Score("vllm", Case(16, 128, 1), [Run(2.0, 0, 0, 0)]), CEILING
+    )
+    assert found["bound"] == "compute"
+    assert found["tokens_per_second"]["median"] == 1024.0
+    assert found["share_of_bound"] == pytest.approx(found["flops"] / 1e12 / 2.0)
+
+
+def test_a_decode_step_is_counted_at_its_middle_context(work: Work) -> None:
+    short, long = (cost_of(work, Case(1, context, 32)).kv_read_bytes for context in (128, 256))
+    per_token = (long - short) / 128
+    assert short / per_token == 128 + 16
+
+
+def test_the_best_peer_of_the_same_case_is_compared_with() -> None:
+    def one(engine: str, batch: int, speed: float) -> dict[str, Any]:
+        case = {"batch": batch, "context": 8, "new_tokens": 4}
+        return {"engine": engine, **case, "tokens_per_second": {"median": speed}}
+
+    lines = statement(
+        [one("minillm", 1, 30.0), one("vllm", 1, 10.0), one("openvino", 1, 20.0),
+         one("minillm", 2, 30.0), one("vllm", 2, 60.0), one("minillm", 4, 1.0)]
+    )  # fmt: skip
+    assert lines == [
+        "B=1 ctx 8: 1.50 times the best peer, openvino.",
+        "B=2 ctx 8: 0.50 times the best peer, vllm.",
+    ]
+
+
+def test_every_engine_is_told_the_same_and_has_room_for_everything(work: Work) -> None:
+    told = options(replace(work, cases=(Case(16, 1024, 32), Case(1, 2048, 32))))
+    assert told["max_model_len"] >= 2048 + 32
+    assert told["max_num_batched_tokens"] == 16 * 1024  # every prompt in one step
+    assert told["kv_cache_bytes"] >= 16 * (2048 + 32) * 30 * 2 * 3 * 64 * 2
+
+
+def test_disturbance_is_said_aloud(work: Work) -> None:
+    score = Score("minillm", work.cases[0], [Run(1.0, 0.6, 31, 31, others=0.4)])
+    found = {
+        "benchmark": "decode", "results": [result(work, score, CEILING)], "engines": {},
+        "left_out": {}, "ceiling": {"before": CEILING.as_json()},
+    }  # fmt: skip
+    assert "Other programs used up to 40% of the processors" in remarks(found)[-1]
+    assert table(found)[1][0][-1] == "40%"
+
+
+def test_the_ceiling_is_the_best_of_both_readings() -> None:
+    later = Ceiling({SUMS: 30e9, OWN: 25e9}, 5e11, 2e11)
+    best = best_of(CEILING, later)
+    assert (best.bandwidth, best.way, best.packed_bandwidth) == (30e9, SUMS, 25e9)
+    assert (best.rate("bfloat16"), best.rate("float32")) == (1e12, 2e11)
+    assert CEILING.way == ONEDNN
+
+
+# ---- checkpoints for all ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-0.6b", "qwen2.5-3b", "llama-2-7b"])
+def test_a_written_config_describes_the_preset(name: str) -> None:
+    config = preset(name)
+    written = checkpoint.huggingface_config(config, config.dtype)
+    assert parse_config(written) == config
+
+
+def test_only_plain_decoders_are_written() -> None:
+    for name in ("deepseek-v3", "mixtral-8x7b", "llama-3.1-8b"):
+        with pytest.raises(UnsupportedFeatureError, match="leave out --vs"):
+            checkpoint.check_writable(name, PRESETS[name])
+
+
+def test_a_written_checkpoint_loads_here_and_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from minillm import LLM, SamplingParams
+
+    small = ModelConfig(
+        family="qwen3", vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=8, intermediate_size=48, max_position_embeddings=64, rope=RopeConfig(theta=1e6),
+        qk_norm=True, tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checkpoint, "preset", lambda name: small)
+    folder = checkpoint.checkpoint_of("small", "float32")
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert checkpoint.checkpoint_of("small", "float32") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written  # once
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(folder), dtype="float32") as llm:
+        (output,) = llm.generate(["Hi there"], params, use_tqdm=False)
+    assert len(output.prompt_token_ids or ()) == 8  # a token per byte
+    assert output.outputs[0].text
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    import torch
+
+    ids = torch.tensor([output.prompt_token_ids])
+    theirs = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert theirs[0, 8:].tolist() == output.outputs[0].token_ids

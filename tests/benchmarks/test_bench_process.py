@@ -1,0 +1,188 @@
+"""Engines in processes of their own: what they answer, and every way in which they do not."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from minillm.benchmarks import startup
+from minillm.benchmarks.engine_process import (
+    OWN,
+    EngineFailedError,
+    EngineProcess,
+    MissingPeerError,
+    environment,
+    python_of,
+)
+
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    print(json.dumps({"ok": json.loads(line)}), flush=True)
+"""
+Open = Callable[..., EngineProcess]
+posix = pytest.mark.skipif(os.name != "posix", reason="needs signals and /bin/sh")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Open]:
+    """Starts a script as an engine."""
+    opened = []
+
+    def start(script: str, timeout: float = 60.0) -> EngineProcess:
+        command = [sys.executable, "-c", script]
+        opened.append(EngineProcess("fake", command, os.environ, tmp_path / "fake.log", timeout))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close(patient=False)
+
+
+def test_an_answer_is_what_follows_ok(engine: Open) -> None:
+    one = engine(ECHO)
+    assert one.ask({"do": "steps", "n": [1]}) == {"do": "steps", "n": [1]}
+    assert one.ask({"do": "open"}) == {"do": "open"}
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("print('hello there')", "answered 'hello there', which is no answer"),
+        ("print('[1, 2]')", "answered '[1, 2]', which is no answer"),
+        ("print('{}')", "answered '{}', which is no answer"),
+        ("print('\\xff')", "which is no answer"),
+        ("import sys; sys.exit('no such file')", "has ended; its last words: no such file"),
+        ('print(\'{"error": "KeyError: 7"}\')', "failed: KeyError: 7 (all of them:"),
+        ("import time; time.sleep(600)", "gave no answer within 0.5 s"),
+    ],
+)
+def test_what_is_no_answer_is_a_sentence(engine: Open, script: str, sentence: str) -> None:
+    one = engine(script, timeout=0.5 if "sleep" in script else 60.0)
+    with pytest.raises(EngineFailedError) as failed:
+        one.ask({"do": "open"})
+    assert str(failed.value).startswith("fake ")
+    assert sentence in str(failed.value)
+    assert str(one.log) in str(failed.value)
+    assert one._process.poll() is not None  # it is not left behind
+    with pytest.raises(EngineFailedError, match="has ended"):
+        one.ask({"do": "open"})
+
+
+def test_an_engine_that_dies_between_two_requests_is_noticed(engine: Open) -> None:
+    one = engine(ECHO.replace("flush=True)", "flush=True); sys.exit(3)"))
+    one.ask({"do": "open"})
+    one._process.wait()
+    with pytest.raises(EngineFailedError, match="has ended"):
+        one.ask({"do": "steps"})
+
+
+@posix
+def test_a_paused_engine_is_stopped_and_goes_on_later(engine: Open) -> None:
+    one = engine(ECHO)
+    one.ask({"do": "open"})
+
+    def state() -> str:
+        done = subprocess.run(["ps", "-o", "stat=", "-p", str(one.group)], capture_output=True)
+        return done.stdout.decode()[:1]
+
+    one.pause()
+    until(lambda: state() == "T")
+    one.resume()
+    assert one.ask({"do": "steps"}) == {"do": "steps"}
+
+
+@posix
+def test_what_an_engine_started_ends_with_it_even_while_paused(engine: Open) -> None:
+    one = engine(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        + ECHO.replace("json.loads(line)", "child.pid")
+    )
+    child = one.ask({"do": "open"})
+    one.pause()
+    one.close(patient=False)
+    until(lambda: gone(child))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what the kernel does in its own time."""
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; nobody may have asked for its exit code yet."""
+    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True)
+    return done.stdout.strip()[:1] in (b"", b"Z")
+
+
+def test_a_peer_without_an_environment_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MINILLM_PEERS", raising=False)
+    with pytest.raises(MissingPeerError, match=r"vllm is skipped.*'make peers' does that"):
+        python_of("vllm", tmp_path)
+    python = tmp_path / ".peers" / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert python_of("vllm", tmp_path) == str(python)
+    assert python_of(OWN, tmp_path) == python_of("transformers", tmp_path) == sys.executable
+
+
+def test_every_engine_gets_the_same_threads_and_no_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    own, other = environment(OWN, 3), environment("vllm", 3)
+    for variables in (own, other):
+        assert (variables["OMP_NUM_THREADS"], variables["HF_HUB_OFFLINE"]) == ("3", "1")
+    assert "PYTHONPATH" not in other
+    assert (Path(own["PYTHONPATH"]) / "minillm" / "__init__.py").exists()
+
+
+# ---- process start to first token -------------------------------------------------------------
+
+
+def test_the_first_byte_of_output_stops_the_clock(tmp_path: Path) -> None:
+    """The process goes on for ever, and is ended."""
+    script = "import time; print('token', flush=True); time.sleep(600)"
+    taken = startup.first_output(OWN, [sys.executable, "-c", script], 1, tmp_path / "log")
+    assert 0 < taken < 300
+
+
+def test_a_process_that_ends_without_a_token_is_a_failure(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('out of memory')"]
+    with pytest.raises(EngineFailedError, match="without a token; its last words: out of memory"):
+        startup.first_output("vllm", command, 1, tmp_path / "log")
+
+
+def test_starts_are_in_turn_and_the_first_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINILLM_PEERS", str(tmp_path))
+    seconds = iter([100.0, 50.0, 1.0, 4.0, 3.0, 6.0, 2.0, 9.0])
+    order = []
+
+    def first(name: str, command: object, threads: int, log: Path) -> float:
+        order.append(name)
+        return next(seconds)
+
+    engines = (OWN, "vllm", "transformers")
+    monkeypatch.setattr(startup, "first_output", first)
+    found = startup.measure("m", "folder", engines, 2, "bfloat16", 3)
+    assert order == [OWN, "transformers"] * 4
+    own, peer = found["results"]
+    assert (own["first_run_seconds"], own["runs"]) == (100.0, [1.0, 3.0, 2.0])
+    assert peer["seconds"] == {"min": 4.0, "median": 6.0, "max": 9.0}
+    assert found["statement"] == ["transformers takes 3.0 times as long."]
+    assert "make peers" in found["left_out"]["vllm"]
+    json.dumps(found)
