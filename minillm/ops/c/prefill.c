@@ -47,7 +47,7 @@ typedef struct {
 typedef struct {
     word *q;              /* [groups, k_words, COLUMNS] */
     float *sums;          /* [groups, v_rows, COLUMNS] of weights times values */
-    float *best, *total;  /* [groups, COLUMNS] the largest score, the sum of weights */
+    float *best, *total;  /* [groups, COLUMNS] the largest score * scale, the sum of weights */
     int32_t *seen_to;     /* [groups, COLUMNS] the row's own position */
     word *keys, *values;  /* [TILE, k_words], [v_rows, TILE / PAIR] */
     float *scores;        /* [TILE, COLUMNS], and then weights, as words, in their place */
@@ -133,26 +133,26 @@ static void mask(float *scores, int64_t at, int64_t begin, int64_t end, const in
         }
 }
 
-/* Scores [count, COLUMNS] become weights, 2^((score - best) * scale), rounded to elements, as B of
- * the next product and in place; what was summed before shrinks with the new maximum. */
+/* Scores [count, COLUMNS] become weights, 2^(score * scale - best), rounded to elements, as B of the
+ * next product and in place; what was summed before shrinks with the new maximum. */
 static __attribute__((noinline)) void softmax(const problem *p, float *scores, int64_t count,
                                               float *best, float *total, float *sums) {
     for (int64_t at = 0; at < COLUMNS; at += LANES) {
         float *s = scores + at;
-        vec old = load_vec(best + at), tops[4] = {old, old, old, old};
+        vec none = (vec){0} - INFINITY, tops[4] = {none, none, none, none};
         for (int64_t i = 0; i < count; i += 4) /* several maxima: one would wait for itself */
 #pragma GCC unroll 4
             for (int l = 0; l < 4; l++) tops[l] = larger(tops[l], load_vec(s + (i + l) * COLUMNS));
         vec top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
-        vec scale = (vec){0} + p->scale, shift = top * scale, sum = {0};
+        vec scale = (vec){0} + p->scale, old = load_vec(best + at), sum = {0};
+        vec new = larger(old, top * scale), shrink = exp2_vec(old - new);
         for (int64_t i = 0; i < count; i += 2) {
-            vec a = exp2_vec(load_vec(s + i * COLUMNS) * scale - shift);
-            vec b = exp2_vec(load_vec(s + (i + 1) * COLUMNS) * scale - shift);
+            vec a = exp2_vec(load_vec(s + i * COLUMNS) * scale - new);
+            vec b = exp2_vec(load_vec(s + (i + 1) * COLUMNS) * scale - new);
             sum += a + b;
             store_words((word *)s + i / PAIR * COLUMNS, a, b);
         }
-        vec shrink = exp2_vec((old - top) * scale);
-        store_vec(best + at, top);
+        store_vec(best + at, new);
         store_vec(total + at, load_vec(total + at) * shrink + sum);
         keep_awake(p->amx);
         words same = (words)(shrink == 1.f);
