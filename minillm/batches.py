@@ -47,6 +47,36 @@ class BlockTables:
         return self.device[on_device, :num_blocks]
 
 
+class DeviceRows:
+    """What the device keeps of every sequence from step to step, in its persistent row.
+
+    `last` is the token that was sampled last, `best` its step's largest logit, which tells a row
+    that failed; both are one tensor, so that one copy brings them to the host.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
+        self.num_rows, self.device = num_rows, device
+        self.tables = BlockTables(num_rows, max_blocks, device)
+        self.results = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        self.last = self.results[0]
+        self.best = self.results[1].view(torch.float64)
+
+    def move(self, source: int, target: int) -> None:
+        """A sequence gets another row."""
+        self.tables.host[target] = self.tables.host[source]
+        if self.device.type != "cpu":
+            self.tables.device[target] = self.tables.device[source]
+        self.last[target] = self.last[source]
+
+
+def put(target: Tensor, values: NDArray) -> None:
+    """Overwrite a tensor that must stay where it is; nobody waits for it."""
+    if target.device.type == "cpu":
+        target.copy_(torch.from_numpy(values))
+    else:
+        target.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+
+
 def upload(device: torch.device, *arrays: NDArray) -> list[Tensor]:
     """Each array as a tensor on the device; all together in one copy that nobody waits for."""
     if device.type == "cpu":

@@ -23,12 +23,14 @@ from minillm.engine_setup import (
     plan_memory,
 )
 from minillm.errors import EngineDeadError, InvalidRequestError
+from minillm.flight import StepResult
 from minillm.forward_pass import ForwardPass
+from minillm.graphs import capture_for
 from minillm.live_request import LiveRequest
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import DTYPES, load_model
 from minillm.outputs import FinishReason
-from minillm.runner import Runner, StepResult, in_one_line
+from minillm.runner import Runner, in_one_line
 from minillm.sampling_params import SamplingParams, validate_against_model
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
@@ -65,6 +67,9 @@ class Engine:
         self._forward_pass: ForwardPass | None = ForwardPass(model)
         self._runner: Runner | None = None
         self.scheduler, self._runner = build_core(args, model, self.memory, self.max_model_len)
+        capture = capture_for(self.device, args.enforce_eager)
+        if capture is not None:
+            self._runner.use_graphs(capture)
         self.trace = Trace(self._trace_settings())
 
     @property
@@ -96,6 +101,8 @@ class Engine:
         if self.device.type != "cpu":
             peak = torch.get_device_module(self.device).max_memory_allocated(self.device)
             sizes["activations"] = peak - sizes["weights"] - sizes["kv_cache"]
+        if runner.graphs is not None:
+            sizes["cuda_graphs"] = runner.graphs.num_bytes
         return sizes
 
     def _trace_settings(self) -> TraceSettings:
@@ -281,6 +288,7 @@ class Engine:
                 owner = self.scheduler.sequences[seq_id].request.request_id
                 self._live[owner].schedule(record.planned)
             result = runner.execute(plan)
+            record.graph_rows, record.why_eager = result.graph_rows, result.why_eager
             record.computed = perf_counter()
             touched = self._commit(plan, result, record.computed)
             record.delivered = perf_counter()

@@ -74,8 +74,9 @@ class EngineArgs:
     number of threads; other machines may round otherwise. Tokens are computed in tiles of a fixed
     number of rows, which costs time (``python -m minillm.benchmarks.deterministic`` says how much).
 
-    `enforce_eager` and `disable_log_stats` are checked and have no effect yet: every step runs
-    eagerly, and no statistics are logged.
+    On a GPU, decode steps are recorded as CUDA graphs when a batch size is first needed;
+    `enforce_eager` runs every step operation by operation. `disable_log_stats` is checked and has
+    no effect yet: no statistics are logged.
 
     Raises:
         ConfigError: a value out of its range.

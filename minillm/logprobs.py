@@ -20,21 +20,22 @@ class TokenLogprob(NamedTuple):
 
 def failures(best: Tensor) -> dict[int, str]:
     """What is wrong with rows whose largest logit is not finite."""
-    failed: dict[int, str] = {}
-    values = best.tolist()
-    if all(map(math.isfinite, values)):
-        return failed
-    for index, value in enumerate(values):
-        if value == -math.inf:
-            failed[index] = (
-                "No token is left to choose from: allowed_token_ids, bad_words and min_tokens "
-                "exclude all of them."
-            )
-        elif not math.isfinite(value):
-            failed[index] = (
-                "The model's logits contain NaN or infinity; the weights or the dtype are wrong."
-            )
-    return failed
+    listed = best.tolist()
+    if all(map(math.isfinite, listed)):
+        return {}
+    return {row: why for row, value in enumerate(listed) if (why := failure_of(value)) is not None}
+
+
+def failure_of(best: float) -> str | None:
+    """What is wrong with a row whose largest logit this is; None if it is finite."""
+    if math.isfinite(best):
+        return None
+    if best == -math.inf:
+        return (
+            "No token is left to choose from: allowed_token_ids, bad_words and min_tokens "
+            "exclude all of them."
+        )
+    return "The model's logits contain NaN or infinity; the weights or the dtype are wrong."
 
 
 def token_logprobs(

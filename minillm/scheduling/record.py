@@ -95,6 +95,8 @@ class StepRecord:
         blocked: the next waiting sequence and why it was not admitted; all others wait behind it.
         forked, ended: what the sampled tokens, or aborts until the next step, led to.
         num_running, num_waiting, num_free_blocks: when the step was planned.
+        graph_rows, why_eager: rows of the CUDA graph that ran the step, or, where there are graphs,
+            why none could.
     """
 
     step: int
@@ -115,6 +117,8 @@ class StepRecord:
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
+    graph_rows: int = 0
+    why_eager: str = ""
     started: float = 0.0
     planned: float = 0.0
     computed: float = 0.0

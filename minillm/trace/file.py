@@ -65,7 +65,7 @@ def record_line(record: StepRecord) -> dict[str, Any]:
     for name in EVENTS:
         values = getattr(record, name)
         line[name] = [astuple(each) for each in values] if name == "stalled" else values
-    line["admitted"] = record.admitted
+    line["admitted"], line["why_eager"] = record.admitted, record.why_eager
     line["blocked"] = record.blocked and astuple(record.blocked)
     return {name: value for name, value in line.items() if value}
 
@@ -160,6 +160,9 @@ def read_record(line: dict[str, Any], num_blocks: int) -> StepRecord:
             record.admitted = [number(each) for each in value]
         elif name == "blocked":
             record.blocked = Blocked(*value)
+        elif name == "why_eager":
+            text(value)
+            record.why_eager = value
         elif name in EVENTS:
             setattr(record, name, [EVENTS[name](*each) for each in value])
         else:

@@ -379,7 +379,7 @@ def test_two_engines_share_nothing(folder, alone):
     assert one.engine.scheduler is not other.engine.scheduler
     first, second = one.engine.runner, other.engine.runner
     pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
-    tables = first._tables.device, second._tables.device
+    tables = first.rows.tables.device, second.rows.tables.device
     for mine, theirs in (*pairs, (first.kv.key, second.kv.key), tables):
         assert mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
     streams = [engine.stream(FIRST, PARAMS) for engine in (one, other)]

@@ -1,0 +1,50 @@
+"""A step that was launched: what came out of it is there when it is asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from minillm.logprobs import TokenLogprob
+from minillm.scheduling.plan import Row
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came out of a step, by seq_id.
+
+    Attributes:
+        token_ids: for each row with samples, that many tokens; None where one failed.
+        logprobs: beside each token, what its request asked for.
+        prompt_logprobs: the first position they predict, and one entry per position from there.
+        errors: one sentence per failed sample; for a row that failed whole, only one.
+        graph_rows: size of the graph that was replayed; 0 if none was.
+        why_eager: why none was, where there are graphs.
+    """
+
+    token_ids: dict[int, list[int | None]] = field(default_factory=dict)
+    logprobs: dict[int, list[dict[int, TokenLogprob] | None]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[dict[int, TokenLogprob]]]] = field(
+        default_factory=dict
+    )
+    errors: dict[int, dict[int, str]] = field(default_factory=dict)
+    graph_rows: int = 0
+    why_eager: str = ""
+
+    def fail(self, row: Row, error: object) -> None:
+        """A whole row failed: all of its samples."""
+        self.token_ids[row.seq_id] = [None] * row.num_samples
+        self.errors[row.seq_id] = dict.fromkeys(range(max(row.num_samples, 1)), str(error))
+
+
+@dataclass(slots=True)
+class Flight:
+    """What the device computes, or has computed; `reads` complete the result."""
+
+    result: StepResult = field(default_factory=StepResult)
+    reads: list[Callable[[], None]] = field(default_factory=list)
+
+    def collect(self) -> StepResult:
+        """Wait for the tokens. Flights are collected in the order in which they were launched."""
+        for read in self.reads:
+            read()
+        self.reads = []
+        return self.result
