@@ -181,24 +181,21 @@ def offline(work: Work, contest: Contest) -> list[dict[str, Any]]:
     """Requests of mixed lengths, all at once, through the whole of each engine."""
     (case,) = work.cases
     prompts, lengths = offline_requests(work, case)
-    runs = contest.play_offline(prompts, lengths, work.repeats)
+    runs = contest.play_offline(prompts, lengths, work.repeats, work.extra)
     return [
         {
             "engine": name,
             "requests": len(lengths),
             "prompt_tokens": sum(map(len, prompts)),
             "new_tokens": sum(lengths),
-            "tokens_per_second": spread([sum(lengths) / run["seconds"] for run in each]),
-            "seconds": spread([run["seconds"] for run in each]),
-            "others": max(run["others"] for run in each),
-            **(
-                {"outside_model": median(run["outside_model"] for run in each)}
-                if name == OWN
-                else {}
-            ),
-            "runs": each,
+            "tokens_per_second": spread([sum(lengths) / run.seconds for run in each]),
+            "seconds": spread([run.seconds for run in each]),
+            "others": max(run.others for run in each),
+            "outside_model": spread(shares)["median"] if shares else None,
+            "runs": [asdict(run) for run in each],
         }
         for name, each in runs.items()
+        for shares in [[run.outside_model for run in each if run.outside_model is not None]]
     ]
 
 
@@ -225,7 +222,7 @@ def statement(results: Sequence[Mapping[str, Any]]) -> list[str]:
             best = max(peers, key=lambda one: one["tokens_per_second"]["median"])
             ratio = own["tokens_per_second"]["median"] / best["tokens_per_second"]["median"]
             lines.append(f"{where}: {ratio:.2f} times the best peer, {best['engine']}.")
-        if "outside_model" in own:
+        if own.get("outside_model") is not None:
             lines.append(
                 f"{own['outside_model']:.1%} of the time of {OWN} went outside the model: "
                 "scheduling, books and texts."

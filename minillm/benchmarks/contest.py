@@ -17,11 +17,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from minillm.benchmarks.engine_process import EngineFailedError
 from minillm.benchmarks.others import DISTURBED, watching
 
+WARM_UP = 8  # requests of the offline work
 Row = Sequence[float]  # seconds, new tokens, sequences started, sequences complete
 
 
@@ -47,6 +48,19 @@ class Run:
     tokens: int
     steps: int
     others: float = 0.0
+
+
+@dataclass(frozen=True)
+class OfflineRun:
+    """One run of mixed requests; only this engine tells which part was not the model."""
+
+    seconds: float
+    tokens: int
+    others: float = 0.0
+    outside_model: float | None = None
+
+
+AnyRun = TypeVar("AnyRun", Run, OfflineRun)
 
 
 @dataclass
@@ -146,62 +160,82 @@ class Contest:
         self.active.remove(one)
         one.close()
 
+    @staticmethod
+    def turn_name(number: int) -> str:
+        """What a repeat is called while it runs."""
+        return "warm-up" if number < 0 else f"run {number + 1}"
+
     def turns(self, number: int) -> list[Contestant]:
         """The order of a repeat: each begins with another engine."""
         start = number % len(self.active) if self.active else 0
         return self.active[start:] + self.active[:start]
 
     def play(self, case: Case, repeats: int, extra: int = 0) -> list[Score]:
-        """One case: `repeats` undisturbed runs of every engine that is still there, or after
-        `extra` more repeats what there is."""
-        scores = {one.name: Score(one.name, case) for one in self.active}
+        """One case, `repeats` times."""
+
+        def request(number: int) -> dict[str, Any]:
+            prompts = prompts_of(case, self._vocab_size, number)
+            return {"do": "steps", "prompts": prompts, "new_tokens": case.new_tokens}
+
+        def read(answer: Any, others: float) -> Run:
+            return decode_run(answer, case, others)
+
+        runs = self._collect(str(case), request, read, repeats, extra)
+        return [Score(name, case, each) for name, each in runs.items()]
+
+    def play_offline(
+        self, prompts: list[list[int]], lengths: list[int], repeats: int, extra: int = 0
+    ) -> dict[str, list[OfflineRun]]:
+        """All requests at once, `repeats` times; a few of them warm up."""
+
+        def request(number: int) -> dict[str, Any]:
+            some = slice(None, WARM_UP if number < 0 else None)
+            return {"do": "offline", "prompts": prompts[some], "new_tokens": lengths[some]}
+
+        def read(answer: Any, others: float) -> OfflineRun:
+            run = OfflineRun(**answer, others=others)
+            if run.tokens not in (sum(lengths), sum(lengths[:WARM_UP])):
+                raise EngineFailedError(f"{run.tokens} tokens came where {sum(lengths)} were due.")
+            return run
+
+        return self._collect(f"{len(prompts)} requests", request, read, repeats, extra)
+
+    def _collect(
+        self,
+        what: str,
+        request: Callable[[int], dict[str, Any]],
+        read: Callable[[Any, float], AnyRun],
+        repeats: int,
+        extra: int,
+    ) -> dict[str, list[AnyRun]]:
+        """`repeats` undisturbed runs of every engine, or what there is after `extra` more; those
+        of an engine that failed on the way do not count."""
+        runs: dict[str, list[AnyRun]] = {one.name: [] for one in self.active}
         for number in range(-1, repeats + extra):  # the first warms up
-            if number >= repeats and all(
-                len(undisturbed(scores[one.name].runs)) >= repeats for one in self.active
-            ):
+            calm = (len(undisturbed(runs[one.name])) >= repeats for one in self.active)
+            if number >= repeats and all(calm):
                 break
             for one in self.turns(number + 1):
                 self._say(
-                    f"{case}: {'warm-up' if number < 0 else f'run {number + 1}'} of {one.name}"
+                    f"{what}: {'warm-up' if number < 0 else f'run {number + 1}'} of {one.name}"
                 )
-                run = self._run(one, case, number)
+                run = self._run(one, request(number), read)
                 if run is not None and number >= 0:
-                    scores[one.name].runs.append(run)
-        for score in scores.values():
-            score.runs = calmest(score.runs, repeats)
-        return [score for score in scores.values() if score.runs]
+                    runs[one.name].append(run)
+        return {one.name: calmest(runs[one.name], repeats) for one in self.active}
 
-    def _run(self, one: Contestant, case: Case, seed: int) -> Run | None:
-        prompts = prompts_of(case, self._vocab_size, seed)
-        request = {"do": "steps", "prompts": prompts, "new_tokens": case.new_tokens}
+    def _run(
+        self, one: Contestant, request: Mapping[str, Any], read: Callable[[Any, float], AnyRun]
+    ) -> AnyRun | None:
+        """One run of one engine; None where it failed, and then it is out."""
         answer = self._ask(one, request)
         if answer is None:
             return None
         try:
-            return decode_run(answer[0], case, answer[1])
+            return read(*answer)
         except EngineFailedError as error:
             self._drop(one, f"{one.name}: {error}")
             return None
-
-    def play_offline(
-        self, prompts: list[list[int]], lengths: list[int], repeats: int
-    ) -> dict[str, list[dict[str, Any]]]:
-        """All requests at once, `repeats` times; what each engine answered."""
-        runs: dict[str, list[dict[str, Any]]] = {one.name: [] for one in self.active}
-        for number in range(-1, repeats):
-            for one in self.turns(number + 1):
-                what = "warm-up" if number < 0 else f"run {number + 1}"
-                self._say(f"{len(prompts)} requests: {what} of {one.name}")
-                share = slice(None, 8 if number < 0 else None)
-                request = {"prompts": prompts[share], "new_tokens": lengths[share]}
-                answer = self._ask(one, {"do": "offline", **request})
-                if answer is None or number < 0:
-                    continue
-                if answer[0]["tokens"] != sum(lengths):
-                    self._drop(one, f"{one.name} gave {answer[0]['tokens']} tokens, not as asked.")
-                    continue
-                runs[one.name].append({**answer[0], "others": answer[1]})
-        return {name: each for name, each in runs.items() if each}
 
     def close(self) -> None:
         """End all engines."""
@@ -209,12 +243,12 @@ class Contest:
             one.close()
 
 
-def undisturbed(runs: Sequence[Run]) -> list[Run]:
+def undisturbed(runs: Sequence[AnyRun]) -> list[AnyRun]:
     """Those during which other programs were quiet."""
     return [run for run in runs if run.others <= DISTURBED]
 
 
-def calmest(runs: Sequence[Run], count: int) -> list[Run]:
+def calmest(runs: Sequence[AnyRun], count: int) -> list[AnyRun]:
     """The `count` least disturbed runs, in the order in which they were made. Chosen by what
     others did, never by how long they took."""
     order = sorted(range(len(runs)), key=lambda place: (max(runs[place].others, DISTURBED), place))

@@ -2,7 +2,8 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +110,26 @@ def compare(args: Namespace, terminal: Terminal) -> int:
     from minillm.benchmarks.compare import measure
     from minillm.benchmarks.compare_table import show
 
-    found = measure(work, terminal.remark)
+    with progress(terminal) as say:
+        found = measure(work, say)
     return finish(found, args, terminal, show)
+
+
+@contextmanager
+def progress(terminal: Terminal) -> Iterator[Callable[[str], None]]:
+    """Says what is being done: in one line of a terminal, which forgets it at the end, or in as
+    many of a log."""
+    live = terminal.err.isatty()
+
+    def say(what: str) -> None:
+        terminal.err.write(f"\r\x1b[K{what[: terminal.width - 4]} ..." if live else what + "\n")
+        terminal.err.flush()
+
+    try:
+        yield say
+    finally:
+        if live:
+            terminal.err.write("\r\x1b[K")
 
 
 def finish(
@@ -268,9 +287,10 @@ def startup(args: Namespace, terminal: Terminal) -> int:
     folder = model_for(name, (*engines, ""), given["dtype"], terminal)
     from minillm.benchmarks import startup as benchmark
 
-    found = benchmark.measure(
-        name, folder, engines, given["threads"], given["dtype"], given["repeats"], terminal.remark
-    )
+    with progress(terminal) as say:
+        found = benchmark.measure(
+            name, folder, engines, given["threads"], given["dtype"], given["repeats"], say
+        )
     return finish(found, args, terminal, benchmark.show)
 
 

@@ -264,7 +264,7 @@ def test_offline_work_is_done_in_turn_too(
     contest = Contest(three, 100)
     runs = contest.play_offline([[1], [2, 3]], [4, 5], 2)
     assert {name: len(each) for name, each in runs.items()} == {"a": 2, "c": 2}
-    assert contest.failed["b"] == "b gave 3 tokens, not as asked."
+    assert contest.failed["b"] == "b: 3 tokens came where 9 were due."
 
 
 # ---- what others use --------------------------------------------------------------------------

@@ -64,4 +64,4 @@ class Worker:
             self._generate(
                 [prompts[index] for index in batch], max(new_tokens[index] for index in batch)
             )
-        return {"tokens": sum(new_tokens), "batch": BATCH}
+        return {"tokens": sum(new_tokens)}
