@@ -160,11 +160,6 @@ class Contest:
         self.active.remove(one)
         one.close()
 
-    @staticmethod
-    def turn_name(number: int) -> str:
-        """What a repeat is called while it runs."""
-        return "warm-up" if number < 0 else f"run {number + 1}"
-
     def turns(self, number: int) -> list[Contestant]:
         """The order of a repeat: each begins with another engine."""
         start = number % len(self.active) if self.active else 0
@@ -216,9 +211,7 @@ class Contest:
             if number >= repeats and all(calm):
                 break
             for one in self.turns(number + 1):
-                self._say(
-                    f"{what}: {'warm-up' if number < 0 else f'run {number + 1}'} of {one.name}"
-                )
+                self._say(f"{what}: {turn_name(number)} of {one.name}")
                 run = self._run(one, request(number), read)
                 if run is not None and number >= 0:
                     runs[one.name].append(run)
@@ -235,12 +228,19 @@ class Contest:
             return read(*answer)
         except EngineFailedError as error:
             self._drop(one, f"{one.name}: {error}")
-            return None
+        except (TypeError, ValueError, LookupError, StopIteration):  # whatever a worker may say
+            self._drop(one, f"{one.name} answered {str(answer[0])[:60]!r}, which makes no sense.")
+        return None
 
     def close(self) -> None:
         """End all engines."""
         for one in self.active:
             one.close()
+
+
+def turn_name(number: int) -> str:
+    """What a repeat is called while it runs."""
+    return "warm-up" if number < 0 else f"run {number + 1}"
 
 
 def undisturbed(runs: Sequence[AnyRun]) -> list[AnyRun]:

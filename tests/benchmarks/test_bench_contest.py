@@ -239,6 +239,18 @@ def test_a_wrong_count_is_a_failure_of_that_engine(
     assert contest.failed["c"].startswith("c: 1 tokens came where 2 x 4")
 
 
+@pytest.mark.parametrize("answer", [None, 7, [], [[1.0]], [["a", "b", "c", "d"]], [(1.0, 8, 0, 0)]])
+def test_an_answer_without_sense_is_a_failure_of_that_engine(
+    three: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    monkeypatch.setattr(three[0], "ask", lambda request: answer)
+    contest = Contest(three, 100)
+    assert [score.engine for score in contest.play(Case(2, 8, 4), 1)] == ["b", "c"]
+    assert contest.failed["a"].startswith("a")
+    monkeypatch.setattr(three[1], "ask", lambda request: answer)
+    assert list(contest.play_offline([[1]], [4], 1)) == ["c"]
+
+
 def test_disturbed_runs_are_made_again(three: list[FakeEngine], quiet: list[float]) -> None:
     """Of three repeats the first is disturbed for b; a fourth is made for all, and no fifth."""
     quiet[:] = [0.0] * 3 + [0.5, 0.0, 0.0]  # the warm-up; then b comes first
