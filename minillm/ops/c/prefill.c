@@ -166,7 +166,7 @@ static __attribute__((noinline)) void softmax(const problem *p, float *scores, i
     }
 }
 
-/* Row r of a task's sequence and KV head among all rows of q and out: [n, heads]. */
+/* Where row r of a task's sequence and KV head is among the rows [n, heads] of q and out. */
 static inline int64_t place(const problem *p, const task *t, int64_t r) {
     return (t->query_row + r / p->group) * p->heads + t->head * p->group + r % p->group;
 }
