@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minillm import hardware
+from minillm.benchmarks.others import watching
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ class Ceiling:
     ways: Mapping[str, float]
     flops: float
     flops_fp32: float
+    others: float = 0.0  # share of the processors that other programs used meanwhile
     packed: Mapping[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ def best_of(first: Ceiling, second: Ceiling) -> Ceiling:
         {name: max(one.ways.get(name, 0.0) for one in (first, second)) for name in sorted(names)},
         max(first.flops, second.flops),
         max(first.flops_fp32, second.flops_fp32),
+        min(first.others, second.others),
     )
 
 
@@ -75,13 +78,13 @@ def measure_ceiling(device: str, threads: int, refresh: bool = True) -> Ceiling:
     import torch
 
     torch.set_num_threads(threads)
-    known = hardware.measure(refresh=refresh, device=device)
-    ways = {SUMS: known.bandwidth}
-    if device == "cpu" and refresh:
-        with torch.inference_mode():
+    with watching([]) as watch, torch.inference_mode():
+        known = hardware.measure(refresh=refresh, device=device)
+        ways = {SUMS: known.bandwidth}
+        if device == "cpu" and refresh:
             for name, (run, num_bytes) in ways_to_read().items():
                 ways[name] = num_bytes / hardware._best(run, SECONDS)
-    return Ceiling(ways, known.peak_flops, known.peak_flops_fp32)
+    return Ceiling(ways, known.peak_flops, known.peak_flops_fp32, watch.share)
 
 
 def ways_to_read() -> dict[str, Read]:

@@ -67,7 +67,9 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
     lines = []
     for when, one in found["ceiling"].items():
         ways = ", ".join(f"{name} {amount(rate, 'B/s')}" for name, rate in one["ways"].items())
-        lines.append(f"Ceilings {when}: {amount(one['flops'], 'FLOP/s')} in bf16; reading: {ways}.")
+        disturbed = f" (others used {one['others']:.0%})" * (one["others"] > DISTURBED)
+        rate = amount(one["flops"], "FLOP/s")
+        lines.append(f"Ceilings {when}{disturbed}: {rate} in bf16; reading: {ways}.")
     for name, facts in found["engines"].items():
         export = facts.get("export_seconds")
         lines.append(

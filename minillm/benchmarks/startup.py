@@ -58,7 +58,7 @@ def first_output(name: str, command: Sequence[str], threads: int, log: Path) -> 
         start = perf_counter()
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL,
-            env=environment(name, threads), start_new_session=True, bufsize=0,
+            env=environment(name, threads), start_new_session=True,
         )  # fmt: skip
         try:
             first = process.stdout.read(1) if process.stdout else b""

@@ -60,6 +60,13 @@ def test_a_step_that_brings_nothing_is_no_step() -> None:
     assert decode_run(line.rows, Case(1, 5, 2)).steps == 1
 
 
+def test_a_sequence_begins_with_its_first_token_and_not_with_its_name() -> None:
+    line = timeline([2, 2], [0.0, 1.0, 2.0])
+    line.step([(0, 1), (1, 0)])
+    line.step([(0, 1), (1, 1)])
+    assert [row[2:] for row in line.rows] == [(1, 0), (2, 1)]
+
+
 def test_a_prefill_has_no_decode_step() -> None:
     line = timeline([1, 1], [0.0, 2.0])
     line.step([(0, 1), (1, 1)])
