@@ -243,6 +243,7 @@ class PlanSettings:
     max_num_seqs: int = 256
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
+    copied_weight_bytes: int = 0  # of weights that are kept twice, in two layouts
 
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
@@ -302,6 +303,7 @@ def memory_plan(
     max_num_seqs: int = 256,
     block_size: int = 16,
     gpu_memory_utilization: float = 0.9,
+    copied_weight_bytes: int = 0,
 ) -> MemoryPlan:
     """Plan an engine that may use a share of `memory_bytes`; the rest is the reserve for what
     cannot be counted (the runtime, workspaces, captured graphs). Every layer is taken to keep
@@ -315,6 +317,7 @@ def memory_plan(
         max_num_seqs=max_num_seqs,
         block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization,
+        copied_weight_bytes=copied_weight_bytes,
     )
     if memory_bytes < 1:
         raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")
@@ -323,7 +326,7 @@ def memory_plan(
 
 
 def _plan(config: ModelConfig, memory_bytes: int, settings: PlanSettings) -> MemoryPlan:
-    weights = weight_bytes(config, settings.dtype)
+    weights = weight_bytes(config, settings.dtype) + settings.copied_weight_bytes
     num_tokens = settings.max_num_batched_tokens
     num_logits = min(settings.max_num_seqs, num_tokens)
     activations = activation_peak_bytes(config, num_tokens, num_logits, settings.dtype)

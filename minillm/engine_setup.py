@@ -16,6 +16,8 @@ from minillm.errors import ConfigError, ModelNotFoundError
 from minillm.layers.kv_cache import KVCache, cache_spec
 from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
+from minillm.models.loader import DTYPES
+from minillm.models.packing import copied_weight_bytes, pack_weights
 from minillm.runner import Runner
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.scheduler import Scheduler
@@ -115,6 +117,9 @@ def plan_memory(
         max_num_seqs=limits.max_num_seqs + padding,
         block_size=args.block_size or (CPU_BLOCK_SIZE if device.type == "cpu" else GPU_BLOCK_SIZE),
         gpu_memory_utilization=args.gpu_memory_utilization,
+        copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype])
+        if packs(args, device)
+        else 0,
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -226,6 +231,11 @@ def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
     )
 
 
+def packs(args: EngineArgs, device: torch.device) -> bool:
+    """Whether weights are packed: a packed product has other bits for other numbers of rows."""
+    return device.type == "cpu" and not args.deterministic
+
+
 def scheduler_config(args: EngineArgs) -> SchedulerConfig:
     """The scheduler's part of the arguments; ConfigError where they contradict each other."""
     budget = args.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
@@ -254,8 +264,10 @@ def build_core(
         )
     prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
     blocks = BlockManager(plan.num_tokens // size, size, prefix_cache, num_host_blocks)
+    if packs(args, model.embedding.weight.device):
+        logger.info("Weights: %s.", pack_weights(model))
     weight, shape = model.embedding.weight, (cache_spec(model.config), model.config.num_layers)
-    attention = ops.tiled_attention if args.deterministic else ops.paged_attention
+    attention = ops.tiled_attention if args.deterministic else None
     kv = KVCache(*shape, blocks.pool.num_blocks, size, weight.dtype, weight.device, attention)
     host = KVCache(*shape, num_host_blocks, size, weight.dtype) if num_host_blocks else None
     longest = blocks.blocks_for(max_model_len)

@@ -55,8 +55,13 @@ def cpu_has_bf16(root: Path = ROOT) -> bool:
     told through ATEN_CPU_CAPABILITY to leave these instructions alone."""
     if os.environ.get("ATEN_CPU_CAPABILITY", "").lower() in ("default", "avx2"):
         return False
-    flags = {*_cpuinfo("flags", root).split(), *_cpuinfo("Features", root).split()}
+    flags = set(cpu_instructions(root).split())
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def cpu_instructions(root: Path = ROOT) -> str:
+    """The sets of instructions that the processor has; empty where it is not known."""
+    return _cpuinfo("flags", root) or _cpuinfo("Features", root)
 
 
 def cpu_name(root: Path = ROOT) -> str:

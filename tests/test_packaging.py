@@ -66,7 +66,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def belongs_in_wheel(path: Path) -> bool:
     """Code, typing markers, web pages and embedded models do; notes for the repository do not."""
     return path.is_file() and (
-        path.suffix in (".py", ".html", ".css", ".js")
+        path.suffix in (".py", ".c", ".h", ".html", ".css", ".js")
         or path.name == "py.typed"
         or "assets" in path.parts
     )

@@ -263,7 +263,7 @@ def describe_machine(terminal: Terminal) -> None:
     import torch
 
     from minillm.engine_setup import choose_device, free_memory
-    from minillm.ops.dispatch import backend_of
+    from minillm.ops.dispatch import explain
 
     device = choose_device("auto")
     with terminal.progress("Measuring this machine"):
@@ -278,7 +278,7 @@ def describe_machine(terminal: Terminal) -> None:
     if device.type != "cpu":
         total = size(hardware.memory_bytes)
         rows.append(("GPU", f"{hardware.name}, {total}, {size(free_memory(device))} free"))
-    rows.append(("operations", backend_of(device).why))
+    rows.append(("operations", explain(device)))
     rows += [
         ("reads", f"{amount(hardware.bandwidth, 'B/s')} from memory (measured)"),
         ("computes", f"{amount(hardware.rate('bfloat16'), 'FLOP/s')} in the fastest dtype, "

@@ -83,6 +83,7 @@ class KVCache:
     ):
         self.spec = spec
         self.attention = attention or ops.paged_attention
+        self.is_plain = attention is None  # its attention is what is usual on its device
         self.block_size = block_size
         shape = (num_layers, num_blocks, spec.num_kv_heads, block_size)
         self.key = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minillm import ops
 from minillm.linear_methods import LinearMethod, PlainLinearMethod
 
 
@@ -51,14 +50,15 @@ class Embedding(nn.Module):
         super().__init__()
         self.name = name
         self.weight = empty_parameter(vocab_size, hidden_size)
+        self.method: LinearMethod = PlainLinearMethod()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[N] -> [N, d]"""
-        return ops.embedding(input_ids, self.weight)
+        return self.method.lookup(input_ids, self.weight)
 
     def as_output(self, x: Tensor) -> Tensor:
         """Logits with tied weights (Press and Wolf, 2017). [K, d] -> [K, V]"""
-        return ops.linear(x, self.weight)
+        return self.method.apply(x, self.weight, None)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Each checkpoint name with the view of this layer that holds it."""

@@ -1,5 +1,7 @@
 """The one decoder. Every family is this file under another `ModelConfig`."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,12 @@ from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import RotaryEmbedding
 
 MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
+
+
+# x [N, d], rope, batch, kv -> what the layers would return, or None where they must run one by one.
+LayersMethod = Callable[
+    [Tensor, tuple[Tensor, Tensor], Batch, AttentionBackend], tuple[Tensor, Tensor] | None
+]
 
 
 class DecoderLayer(nn.Module):
@@ -60,6 +68,7 @@ class Decoder(nn.Module):
 
     Parameters are uninitialised: `models/loader.py` fills them from a checkpoint, or
     `initialize` at random. `max_model_len` fixes context-dependent RoPE schemes once.
+    `all_layers` is a faster way through the layers, where there is one.
     """
 
     def __init__(
@@ -84,14 +93,19 @@ class Decoder(nn.Module):
             self.lm_head: Linear | None = None
             if not config.tie_word_embeddings:
                 self.lm_head = Linear("", config.hidden_size, {"lm_head": config.vocab_size})
+        self.all_layers: LayersMethod | None = None
         allocate(self, dtype, device)
 
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
         """Run the batch's tokens, extending the cache: N tokens -> hidden states [N, d]."""
         rope = self.rope(batch.positions)
         x, residual = self.embedding(batch.input_ids), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, rope, batch, kv)
+        done = None if self.all_layers is None else self.all_layers(x, rope, batch, kv)
+        if done is not None:
+            x, residual = done
+        else:
+            for layer in self.layers:
+                x, residual = layer(x, residual, rope, batch, kv)
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """One function per operation. Backends hide behind these names; the engine calls nothing else.
 
-A tensor on a CPU goes to `minillm_kernels.reference`, where each operation is described; one on a
-GPU goes to a Triton kernel that agrees with it (`dispatch` says when). The kernels are imported
-when the first tensor needs one.
+Each is described in `minillm_kernels.reference`. A tensor on a GPU goes to a Triton kernel that
+agrees with it, one on a CPU to a C function that does (`dispatch` and `cpu` say when), any other to
+the reference itself. Kernels are imported, and C is compiled, when the first tensor needs it.
 """
 
 from types import ModuleType
 
 from torch import Tensor
 
+from minillm.ops import cpu
 from minillm.ops.dispatch import backend_of, uses_kernels
 from minillm_kernels import batch_invariant, reference
 from minillm_kernels.reference import causal_attention, moe_route
@@ -38,10 +39,16 @@ __all__ = [
 def _rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
     """Whose operations on rows this tensor gets."""
     if not uses_kernels(x, *weights):
-        return reference
+        return cpu if cpu.takes(x, *weights) else reference
     from minillm_kernels import fused
 
     return fused
+
+
+def _torch_rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
+    """The same for operations that have no C function."""
+    found = _rows(x, *weights)
+    return reference if found is cpu else found
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -61,26 +68,26 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def invariant_silu_mul(gate_up: Tensor) -> Tensor:
     """`silu_mul` with the same bits wherever in the tensor a number is, as in a kernel always."""
-    if uses_kernels(gate_up):
+    if uses_kernels(gate_up) or cpu.takes(gate_up):
         return silu_mul(gate_up)
     return batch_invariant.invariant_silu_mul(gate_up)
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """[N], [V, d] -> [N, d]"""
-    return _rows(weight).embedding(token_ids, weight)
+    return _torch_rows(weight).embedding(token_ids, weight)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """[N, H, D] -> [N, H, D]"""
-    return _rows(x).rotate(x, cos, sin, interleaved)
+    return _torch_rows(x).rotate(x, cos, sin, interleaved)
 
 
 def write_cache(
     key: Tensor, value: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """Keys [N, Hkv, D] and values [N, Hkv, Dv] to their slots; `value` is None with MLA."""
-    _rows(key, value).write_cache(key, value, k_cache, v_cache, slot_mapping)
+    _torch_rows(key, value).write_cache(key, value, k_cache, v_cache, slot_mapping)
 
 
 def norm_rope_write(
@@ -102,9 +109,9 @@ def norm_rope_write(
 
 
 def fuses_projections(cache: Tensor) -> bool:
-    """Whether `norm_rope_write` is a kernel for heads of this cache."""
+    """Whether `norm_rope_write` is one kernel, or one C function, for heads of this cache."""
     if not uses_kernels(cache):
-        return False
+        return cpu.takes_heads(cache)
     from minillm.ops import triton
 
     return triton.takes_head_dims(cache)
@@ -133,6 +140,8 @@ def paged_attention(
     """[N, H, D] -> [N, H, Dv]; `max_query_len` spares a GPU the kernel for longer queries."""
     where = (query_start, seq_lens, block_tables, scale, window)
     if not uses_kernels(q, k_cache, v_cache):
+        if cpu.takes_attention(q, k_cache, v_cache):
+            return cpu.paged_attention(q, k_cache, v_cache, *where, max_query_len)
         return reference.paged_attention(q, k_cache, v_cache, *where)
     from minillm.ops import triton
 

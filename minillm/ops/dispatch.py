@@ -1,6 +1,6 @@
 """Which implementation an operation gets: the device of its tensors decides.
 
-    cpu         today the reference, which is plain torch
+    cpu         C functions of our own (`cpu`), or plain torch where they cannot be built
     triton      our kernels, on an NVIDIA GPU of compute capability 8.0 or newer
     reference   the same plain torch, on a GPU that the kernels do not know
 
@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from minillm import machine
 
 OLDEST = (8, 0)  # Ampere; as in minillm_kernels.launch, which needs Triton to be imported
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,7 +31,7 @@ class Backend(NamedTuple):
 def backend_of(device: torch.device) -> Backend:
     """The backend of a device; asked once per device."""
     if device.type == "cpu":
-        return Backend("cpu", "plain torch")
+        return Backend("cpu", "")  # `explain` says more, and takes longer
     if device.type != "cuda" or torch.version.hip is not None:
         return Backend("reference", "plain torch: the kernels are for NVIDIA GPUs")
     if find_spec("triton") is None:
@@ -43,6 +45,15 @@ def backend_of(device: torch.device) -> Backend:
             "kernels need",
         )
     return Backend("triton", "Triton kernels of our own")
+
+
+def explain(device: torch.device) -> str:
+    """Which path operations take on a device, and why. On a CPU this may compile."""
+    if device.type != "cpu":
+        return backend_of(device).why
+    from minillm.ops import cpu
+
+    return cpu.describe(torch.bfloat16 if machine.cpu_has_bf16() else torch.float32)
 
 
 def uses_kernels(x: Tensor, *weights: Tensor | None) -> bool:

@@ -53,8 +53,11 @@ def folder_of(tmp_path_factory):
 
 def storage_bytes(tensors: list[Tensor]) -> int:
     """Memory behind tensors, that of several views counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    opaque = [tensor for tensor in tensors if tensor.layout is torch._mkldnn]  # one memory each
+    plain = [tensor for tensor in tensors if tensor.layout is not torch._mkldnn]
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in plain}
+    shared = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    return shared + sum(tensor.nbytes for tensor in opaque)
 
 
 def weight_tensors(llm: LLM) -> list[Tensor]:

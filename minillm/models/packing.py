@@ -1,0 +1,95 @@
+"""Weights in the layout that the processor reads fastest.
+
+A checkpoint's matrix is stored row by row, an output each. A product with few rows of activations
+is as slow as its weight is read, and it is read fastest front to back, in the order of use.
+"""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from minillm.config import ModelConfig
+from minillm.layers.linear import Embedding, Linear
+from minillm.layers.mla import MLAttention
+from minillm.linear_methods import PackedLinearMethod, PanelLinearMethod, packed
+from minillm.models.all_layers import AllLayers
+from minillm.models.decoder import Decoder
+from minillm.ops import c_library, cpu
+
+logger = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def pack_weights(model: Decoder) -> str:
+    """Store the weights of a model on a CPU for serving; returns how, in a few words.
+
+    Afterwards its parameters are not the checkpoint's any more: it can neither be trained nor
+    saved. What no product reads as it is stays: experts, and the matrix that MLA absorbs.
+    """
+    matrices = packable(model)
+    chosen = [each for each in matrices if cpu.takes_panels(each.weight)]
+    if chosen:
+        into_panels(chosen)
+    model.all_layers = AllLayers.of(model)
+    count = sum(into_onednn(model, each) for each in matrices if each not in chosen)
+    parts = [(len(chosen), "in panels for AMX"), (count, "packed by oneDNN")]
+    plain = len(matrices) - len(chosen) - count
+    parts.append((plain, "as in the checkpoint"))
+    return ", ".join(f"{number} matrices {how}" for number, how in parts if number)
+
+
+def copied_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of what `pack_weights` keeps twice: an embedding that serves as output matrix, too,
+    where the output is packed by oneDNN."""
+    example = torch.zeros(32, config.hidden_size, dtype=dtype)
+    if not config.tie_word_embeddings or cpu.takes_panels(example) or packed(example) is None:
+        return 0
+    return config.vocab_size * config.hidden_size * dtype.itemsize
+
+
+def packable(model: Decoder) -> list[Linear | Embedding]:
+    """The layers whose weight only their own product reads, the output matrix among them."""
+    absorbed = {id(each.kv_b_proj) for each in model.modules() if isinstance(each, MLAttention)}
+    linears = [
+        each
+        for each in model.modules()
+        if isinstance(each, Linear) and id(each) not in absorbed and each.weight.dim() == 2
+    ]
+    tied = [model.embedding] if model.lm_head is None else []
+    return [*linears, *tied]
+
+
+def into_panels(layers: list[Linear | Embedding]) -> None:
+    """Panels for all of these, one behind another in one piece of memory with large pages: with
+    small ones the processor would look up an address every 4 KiB of a weight."""
+    shapes = [cpu.panels_shape(*layer.weight.shape) for layer in layers]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    memory = layers[0].weight.new_empty(sum(sizes))
+    c_library.use_large_pages(memory.data_ptr(), memory.nbytes)
+    for layer, shape, part in zip(layers, shapes, memory.split(sizes), strict=True):
+        panels = part.view(shape)
+        cpu.pack_panels(layer.weight, panels)
+        layer.method = PanelLinearMethod(len(layer.weight))
+        layer.weight = frozen(panels)
+
+
+def into_onednn(model: Decoder, layer: Linear | Embedding) -> bool:
+    """Packed by oneDNN, if it does. An embedding keeps its rows, which oneDNN would hide, and a
+    second matrix serves as the output."""
+    result = packed(layer.weight)
+    if result is None:
+        return False
+    if isinstance(layer, Embedding):
+        vocab_size, size = layer.weight.shape
+        with torch.device("meta"):
+            layer_of_output = Linear("", size, {"lm_head": vocab_size})
+        model.lm_head = layer_of_output
+        layer = layer_of_output
+    layer.method, layer.weight = PackedLinearMethod(), frozen(result)
+    return True
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)

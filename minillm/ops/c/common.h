@@ -1,0 +1,62 @@
+/* What all files here share: the element type, its conversions, exp, and vectors.
+ *
+ * A library is built for one element type: -DELEMENT_BF16 or -DELEMENT_F32. Arithmetic is float32
+ * in both; elements are rounded when they are stored, to the nearest, ties to even.
+ */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(ELEMENT_BF16)
+typedef uint16_t element;
+
+/* bf16 is the upper half of a float32. */
+static inline float load(element x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline element store(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return f == f ? (element)rounded : 0x7fc0; /* rounding could turn a NaN into infinity */
+}
+#elif defined(ELEMENT_F32)
+typedef float element;
+static inline float load(element x) { return x; }
+static inline element store(float f) { return f; }
+#else
+#error "define ELEMENT_BF16 or ELEMENT_F32"
+#endif
+
+#define MOST_HEAD_DIM 512
+
+/* The element as it would be after a trip through memory. */
+static inline float rounded(float f) { return load(store(f)); }
+
+/* exp(x) within 2e-7 of the true value, without a branch, so that loops over it become vectors:
+ * x = n ln 2 + r, exp(x) = 2^n exp(r), exp(r) by its Taylor polynomial on |r| <= ln 2 / 2.
+ * x is at most 88; below -87 the result is that of -87, nearly 0. NaN stays NaN. */
+static inline float fast_exp(float x) {
+    x = x < -87.f ? -87.f : x;
+    float n = __builtin_rintf(x * 1.44269504f);
+    float r = __builtin_fmaf(n, -0.693145752f, x); /* ln 2 in two parts: the first has few bits, */
+    r = __builtin_fmaf(n, -1.42860677e-6f, r);     /* so that n times it is exact */
+    float p = 1.f / 5040;
+    p = __builtin_fmaf(p, r, 1.f / 720);
+    p = __builtin_fmaf(p, r, 1.f / 120);
+    p = __builtin_fmaf(p, r, 1.f / 24);
+    p = __builtin_fmaf(p, r, 1.f / 6);
+    p = __builtin_fmaf(p, r, 0.5f);
+    p = __builtin_fmaf(p, r, 1.f);
+    p = __builtin_fmaf(p, r, 1.f);
+    uint32_t bits;
+    memcpy(&bits, &p, 4);
+    bits += (uint32_t)(int32_t)n << 23; /* the exponent of p, plus n */
+    memcpy(&p, &bits, 4);
+    return p;
+}

@@ -1,0 +1,109 @@
+/* All layers of a dense decoder in one call.
+ *
+ * A decode step of a small model is some three hundred operations of ten to a hundred microseconds,
+ * and Python needs several for each before it begins. What does not change from step to step, the
+ * weights and their order, is written down once; a step then only says where its rows are. A CUDA
+ * graph does the same for a GPU.
+ */
+#include "common.h"
+
+/* Weights and cache of one layer; pointers that may be NULL are marked so. Python fills this in
+ * (`minillm/ops/cpu_layers.py`): the fields stand there in the same order. */
+typedef struct {
+    const element *input_norm, *mlp_norm;
+    const element *qkv, *qkv_bias;       /* panels [.., hidden]; bias: NULL */
+    const element *q_norm, *k_norm;      /* NULL */
+    const element *o, *o_bias;           /* bias: NULL */
+    const element *gate_up, *gate_up_bias;
+    const element *down, *down_bias;
+    element *k_cache, *v_cache;          /* [blocks, kv_heads, block_size, head_dim] */
+    int64_t window;                      /* 0: all positions are seen */
+} layer;
+
+/* What all layers have in common. */
+typedef struct {
+    int64_t hidden, heads, kv_heads, head_dim, intermediate, interleaved;
+    int64_t num_blocks, block_size, cache_strides[6];
+    float eps, qk_eps, scale;
+} shape;
+
+/* One step: the flat batch (`minillm/layers/batch.py`), and memory for what lies between. */
+typedef struct {
+    int64_t n, sequences, num_slots, columns, max_query_len;
+    const float *cos, *sin;      /* [n, head_dim / 2] */
+    const int64_t *slots;        /* [num_slots] */
+    const int32_t *query_start, *seq_lens;
+    const int64_t *tables;       /* [sequences, columns] */
+    int64_t table_stride;
+    element *x, *residual;       /* [n, hidden]: the embedding; in the end the sum to be normed */
+    element *normed;             /* [n, hidden] */
+    element *wide;               /* [n, the most of qkv's outputs and 2 intermediate] */
+    element *narrow, *attended;  /* [n, the most of heads x head_dim and intermediate], twice */
+} step;
+
+void rms_norm(const element *, int64_t, const element *, element *, int64_t, int64_t, float);
+void add_rms_norm(const element *, const element *, const element *, element *, element *, int64_t,
+                  int64_t, float);
+void silu_mul(const element *, element *, int64_t, int64_t);
+int64_t norm_rope_write(const element *, const element *, const element *, float, const float *,
+                        const float *, int64_t, element *, element *, int64_t, int64_t, int64_t,
+                        const int64_t *, int64_t, element *, int64_t, int64_t, int64_t, int64_t,
+                        int64_t);
+int64_t decode_attention(const element *, const element *, const element *, const int64_t *,
+                         int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t, float,
+                         int64_t, element *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                         int64_t, int64_t);
+int64_t prefill_attention(const element *, const element *, const element *, const int64_t *,
+                          int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t,
+                          float, int64_t, element *, int64_t, int64_t, int64_t, int64_t, int64_t,
+                          int64_t);
+void panel_linear(const element *, const element *, const element *, element *, int64_t, int64_t,
+                  int64_t);
+
+static int64_t attention(const layer *l, const shape *s, const step *now) {
+    int64_t d = s->head_dim;
+    int64_t status = decode_attention(
+        now->narrow, l->k_cache, l->v_cache, s->cache_strides, s->block_size, now->query_start,
+        now->seq_lens, now->tables, now->table_stride, s->scale, l->window, now->attended,
+        now->sequences, s->heads, s->kv_heads, d, d, now->n, s->num_blocks, now->columns);
+    if (status || now->max_query_len == 1) return status;
+    return prefill_attention(now->narrow, l->k_cache, l->v_cache, s->cache_strides, s->block_size,
+                             now->query_start, now->seq_lens, now->tables, now->table_stride,
+                             s->scale, l->window, now->attended, now->sequences, s->heads,
+                             s->kv_heads, d, d, 2);
+}
+
+/* x [n, hidden] through all layers. In the end `residual` is the sum of everything but the last
+ * MLP's output, which is in `x`. Returns 0, or what went wrong: 1 and 2 as decode_attention, 3 a
+ * slot outside the cache. */
+int64_t run_layers(const layer *layers, int64_t count, const shape *s, const step *now) {
+    int64_t n = now->n, hidden = s->hidden;
+    int64_t qkv = (s->heads + 2 * s->kv_heads) * s->head_dim;
+    for (int64_t i = 0; i < count; i++) {
+        const layer *l = &layers[i];
+        if (i == 0) {
+            memcpy(now->residual, now->x, (size_t)(n * hidden) * sizeof(element));
+            rms_norm(now->x, hidden, l->input_norm, now->normed, n, hidden, s->eps);
+        } else {
+            add_rms_norm(now->x, now->residual, l->input_norm, now->normed, now->residual, n,
+                         hidden, s->eps);
+        }
+        panel_linear(now->normed, l->qkv, l->qkv_bias, now->wide, n, hidden, qkv);
+        if (norm_rope_write(now->wide, l->q_norm, l->k_norm, s->qk_eps, now->cos, now->sin,
+                            s->interleaved, l->k_cache, l->v_cache, s->cache_strides[0],
+                            s->cache_strides[1], s->block_size, now->slots, now->num_slots,
+                            now->narrow, n, s->heads, s->kv_heads, s->head_dim,
+                            s->num_blocks * s->block_size))
+            return 3;
+        int64_t status = attention(l, s, now);
+        if (status) return status;
+        panel_linear(now->attended, l->o, l->o_bias, now->x, n, s->heads * s->head_dim, hidden);
+        add_rms_norm(now->x, now->residual, l->mlp_norm, now->normed, now->residual, n, hidden,
+                     s->eps);
+        panel_linear(now->normed, l->gate_up, l->gate_up_bias, now->wide, n, hidden,
+                     2 * s->intermediate);
+        silu_mul(now->wide, now->narrow, n, s->intermediate);
+        panel_linear(now->narrow, l->down, l->down_bias, now->x, n, s->intermediate, hidden);
+    }
+    return 0;
+}

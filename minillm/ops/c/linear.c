@@ -1,0 +1,136 @@
+/* y = x W^T + b in bf16 on processors with AMX (Intel, from Sapphire Rapids on).
+ *
+ * AMX multiplies tiles: A, 16 rows of 32 bf16 each, by B, 16 rows of 16 pairs, into 16 x 16 float32.
+ * A pair is two neighbours along the inner dimension, so a weight is stored once and for all as B
+ * wants it, in panels of 32 outputs (two tiles beside each other):
+ *
+ *   W [out, in]  ->  panels [out / 32, in / 2, 32, 2]     panels[p, k, j, e] = W[32 p + j, 2 k + e]
+ *
+ * A thread walks its panels from front to back, so that a decode step reads each weight once, in
+ * one stream, which it asks for ahead of time: with one row the product is as fast as memory.
+ */
+#if defined(ELEMENT_BF16) && defined(__AMX_BF16__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include "common.h"
+
+#define PANEL 32          /* outputs */
+#define STEP 32           /* inputs that one tile instruction takes */
+#define ROWS 32           /* rows of x that are worked on together: two tiles */
+#define AHEAD 2048        /* bytes from where a weight is used to where the next is asked for */
+#define CHUNK_BYTES 1048576 /* of x, half of a large L2: each panel comes once per chunk */
+
+/* Linux hands the tile registers out on demand (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+int64_t has_panels(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
+#pragma omp parallel for
+    for (int64_t p = 0; p < (out + PANEL - 1) / PANEL; p++)
+        for (int64_t j = 0; j < PANEL; j++)
+            for (int64_t k = 0; k < in; k++) {
+                int64_t row = p * PANEL + j; /* rows behind the last are 0 */
+                panels[(p * (in / 2) + k / 2) * PANEL * 2 + j * 2 + k % 2] =
+                    row < out ? w[row * in + k] : 0;
+            }
+}
+
+/* Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 the halves of a panel. `rows` up to 32. */
+static void shape_tiles(int64_t rows) {
+    struct {
+        uint8_t palette, start_row, unused[14];
+        uint16_t bytes_per_row[16];
+        uint8_t rows[16];
+    } tiles = {.palette = 1};
+    uint8_t first = (uint8_t)(rows < 16 ? rows : 16);
+    uint8_t second = (uint8_t)(rows > 16 ? rows - 16 : 1);
+    uint8_t counts[8] = {first, first, second, second, first, second, 16, 16};
+    memcpy(tiles.rows, counts, 8);
+    for (int i = 0; i < 8; i++) tiles.bytes_per_row[i] = 64;
+    __asm__ volatile("" ::"r"(&tiles) : "memory"); /* GCC takes these stores for useless */
+    _tile_loadconfig(&tiles);
+}
+
+/* Up to 32 rows of x [.., in] by one panel, into sums [rows, 32]. */
+static inline __attribute__((always_inline)) void multiply(const int two, const int prefetch,
+                                                           const element *x, const element *panel,
+                                                           int64_t in, float *sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < in; k += STEP) {
+        const char *b = (const char *)(panel + k * PANEL);
+        if (prefetch)
+            for (int line = 0; line < STEP * PANEL * 2; line += 64)
+                _mm_prefetch(b + AHEAD + line, _MM_HINT_T0);
+        _tile_loadd(6, b, PANEL * 4);
+        _tile_loadd(7, b + 64, PANEL * 4);
+        _tile_loadd(4, x + k, in * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+            _tile_loadd(5, x + 16 * in + k, in * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, PANEL * 4);
+    _tile_stored(1, sums + 16, PANEL * 4);
+    if (two) {
+        _tile_stored(2, sums + 16 * PANEL, PANEL * 4);
+        _tile_stored(3, sums + 16 * PANEL + 16, PANEL * 4);
+    }
+}
+
+/* sums [rows, 32] + bias -> `columns` of y, whose rows are `out` apart. */
+static inline void write_rows(const float *sums, const element *bias, element *y, int64_t rows,
+                              int64_t columns, int64_t out) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t j = 0; j < columns; j++)
+            y[r * out + j] = store(sums[r * PANEL + j] + (bias ? load(bias[j]) : 0.f));
+}
+
+/* x [n, in], panels, bias [out] or NULL -> y [n, out]; `in` is a multiple of 32. */
+void panel_linear(const element *x, const element *panels, const element *bias, element *y,
+                  int64_t n, int64_t in, int64_t out) {
+    int64_t num_panels = (out + PANEL - 1) / PANEL;
+    int64_t chunk = CHUNK_BYTES / (in * 2) / ROWS * ROWS;
+    if (chunk < ROWS) chunk = ROWS;
+#pragma omp parallel
+    {
+        float sums[ROWS * PANEL] __attribute__((aligned(64)));
+        int64_t shaped = 0;
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < num_panels * ((n + chunk - 1) / chunk); task++) {
+            int64_t begin = task / num_panels * chunk, p = task % num_panels;
+            int64_t end = begin + chunk < n ? begin + chunk : n;
+            const element *panel = panels + p * in * PANEL;
+            int64_t columns = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
+            for (int64_t row = begin; row < end; row += ROWS) {
+                int64_t rows = end - row < ROWS ? end - row : ROWS;
+                if (rows != shaped) shape_tiles(shaped = rows);
+                const element *part = x + row * in;
+                if (rows <= 16) multiply(0, row == begin, part, panel, in, sums);
+                else if (row == begin) multiply(1, 1, part, panel, in, sums);
+                else multiply(1, 0, part, panel, in, sums);
+                write_rows(sums, bias ? bias + p * PANEL : 0, y + row * out + p * PANEL, rows,
+                           columns, out);
+            }
+        }
+        _tile_release();
+    }
+}
+#else
+#include "common.h"
+int64_t has_panels(void) { return 0; }
+void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
+    (void)w, (void)panels, (void)out, (void)in;
+}
+void panel_linear(const element *x, const element *panels, const element *bias, element *y,
+                  int64_t n, int64_t in, int64_t out) {
+    (void)x, (void)panels, (void)bias, (void)y, (void)n, (void)in, (void)out;
+}
+#endif

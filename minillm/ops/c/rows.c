@@ -1,0 +1,136 @@
+/* Operations on rows: norms, the MLP's gate, and all that lies between the projections and
+ * attention. Each is one pass over memory where torch needs a call, and a pass, per step of it.
+ *
+ * The bits of a row depend on that row only: threads divide rows, never the inside of one.
+ */
+#include "common.h"
+
+/* Below this many elements waking a second thread costs more than it helps. */
+#define WORTH_THREADS 16384
+
+static inline float sum_of_squares(const element *restrict x, int64_t d) {
+    float lanes[16] = {0}; /* as many sums as a vector has lanes: the order of additions is fixed */
+    int64_t i = 0;
+    for (; i + 16 <= d; i += 16)
+        for (int j = 0; j < 16; j++) {
+            float f = load(x[i + j]);
+            lanes[j] += f * f;
+        }
+    for (; i < d; i++) lanes[0] += load(x[i]) * load(x[i]);
+    float sum = 0;
+    for (int j = 0; j < 16; j++) sum += lanes[j];
+    return sum;
+}
+
+static inline void norm_row(const element *x, const element *weight, element *out, int64_t d,
+                            float eps) {
+    float scale = 1.f / sqrtf(sum_of_squares(x, d) / (float)d + eps);
+    for (int64_t i = 0; i < d; i++) out[i] = store(load(x[i]) * scale * load(weight[i]));
+}
+
+/* RMSNorm (Zhang and Sennrich, 2019): rows [n, d], `stride` elements apart, to out [n, d]. */
+void rms_norm(const element *x, int64_t stride, const element *weight, element *out, int64_t n,
+              int64_t d, float eps) {
+#pragma omp parallel for if (n * d > WORTH_THREADS)
+    for (int64_t row = 0; row < n; row++)
+        norm_row(x + row * stride, weight, out + row * d, d, eps);
+}
+
+/* sum = x + residual, rounded as if it had been stored; out = its norm. All [n, d]; the sum may
+ * take the place of the residual. */
+void add_rms_norm(const element *x, const element *residual, const element *weight, element *out,
+                  element *sum, int64_t n, int64_t d, float eps) {
+#pragma omp parallel for if (n * d > WORTH_THREADS)
+    for (int64_t row = 0; row < n; row++) {
+        const element *a = x + row * d, *b = residual + row * d;
+        element *s = sum + row * d;
+#pragma GCC ivdep
+        for (int64_t i = 0; i < d; i++) s[i] = store(load(a[i]) + load(b[i]));
+        norm_row(s, weight, out + row * d, d, eps);
+    }
+}
+
+/* SwiGLU's gate (Shazeer, 2020): [n, 2 size] -> silu(first half) * second half, [n, size]. */
+void silu_mul(const element *gate_up, element *out, int64_t n, int64_t size) {
+#pragma omp parallel for if (n * size > WORTH_THREADS / 4)
+    for (int64_t row = 0; row < n; row++) {
+        const element *gate = gate_up + row * 2 * size, *up = gate + size;
+        element *restrict o = out + row * size;
+        for (int64_t i = 0; i < size; i++) {
+            float g = load(gate[i]);
+            float e = fast_exp(g < -88.f ? 88.f : -g); /* at 88 silu is 0 to 36 digits */
+            o[i] = store(rounded(g / (1.f + e)) * load(up[i]));
+        }
+    }
+}
+
+/* Rotary embedding (Su et al., 2021) of one head, whose values lie side by side in float32. A pair
+ * is (i, i + d/2), or (2i, 2i + 1) if `interleaved`; the result has the first layout in both. */
+static inline void rotate_head(const float *restrict x, const float *restrict cos,
+                               const float *restrict sin, element *restrict out, int64_t d,
+                               int interleaved) {
+    int64_t half = d / 2;
+    if (interleaved)
+        for (int64_t i = 0; i < half; i++) {
+            out[i] = store(x[2 * i] * cos[i] - x[2 * i + 1] * sin[i]);
+            out[i + half] = store(x[2 * i + 1] * cos[i] + x[2 * i] * sin[i]);
+        }
+    else
+        for (int64_t i = 0; i < half; i++) {
+            out[i] = store(x[i] * cos[i] - x[i + half] * sin[i]);
+            out[i + half] = store(x[i + half] * cos[i] + x[i] * sin[i]);
+        }
+}
+
+/* A head of q or k: norm if there is a weight (Qwen3), then rotation. */
+static inline void norm_and_rotate(const element *x, const element *weight, float eps,
+                                   const float *cos, const float *sin, element *out, int64_t d,
+                                   int interleaved) {
+    float head[MOST_HEAD_DIM];
+    if (weight) {
+        float scale = 1.f / sqrtf(sum_of_squares(x, d) / (float)d + eps);
+        for (int64_t i = 0; i < d; i++) head[i] = rounded(load(x[i]) * scale * load(weight[i]));
+    } else {
+        for (int64_t i = 0; i < d; i++) head[i] = load(x[i]);
+    }
+    rotate_head(head, cos, sin, out, d, interleaved);
+}
+
+/* From the product of all three projections to the query, with keys and values in the cache.
+ *
+ *   qkv [n, heads + 2 kv_heads, d]      q, k and v of a token, head by head
+ *   cos, sin [n, d / 2]                 float32
+ *   k_cache, v_cache                    [blocks, kv_heads, block_size, d], strides in elements
+ *   slots [num_slots]                   block * block_size + offset; negative: not cached;
+ *                                       rows behind num_slots are padding
+ *   q_out [n, heads, d]
+ *
+ * Returns how many slots do not exist; those are not written.
+ */
+int64_t norm_rope_write(const element *qkv, const element *q_weight, const element *k_weight,
+                     float eps, const float *cos, const float *sin, int64_t interleaved,
+                     element *k_cache, element *v_cache, int64_t block_stride, int64_t head_stride,
+                     int64_t block_size, const int64_t *slots, int64_t num_slots, element *q_out,
+                     int64_t n, int64_t heads, int64_t kv_heads, int64_t d,
+                        int64_t all_slots) {
+    int64_t wrong = 0;
+#pragma omp parallel for reduction(+ : wrong) if (n * (heads + 2 * kv_heads) * d > WORTH_THREADS)
+    for (int64_t token = 0; token < n; token++) {
+        const element *x = qkv + token * (heads + 2 * kv_heads) * d;
+        const float *c = cos + token * (d / 2), *s = sin + token * (d / 2);
+        for (int64_t h = 0; h < heads; h++)
+            norm_and_rotate(x + h * d, q_weight, eps, c, s, q_out + (token * heads + h) * d, d,
+                            (int)interleaved);
+        int64_t slot = token < num_slots ? slots[token] : -1;
+        if (slot >= all_slots) wrong++;
+        if (slot < 0 || slot >= all_slots) continue;
+        int64_t at = slot / block_size * block_stride + slot % block_size * d;
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const element *k = x + (heads + h) * d, *v = k + kv_heads * d;
+            norm_and_rotate(k, k_weight, eps, c, s, k_cache + at + h * head_stride, d,
+                            (int)interleaved);
+            memcpy(v_cache + at + h * head_stride, v, (size_t)d * sizeof(element));
+        }
+    }
+    return wrong;
+}

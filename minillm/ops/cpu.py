@@ -1,0 +1,370 @@
+"""The CPU backend: the C functions of `c/`, with the signatures of `minillm_kernels.reference`.
+
+`takes` says whether a tensor may go there; where not, the reference does the same with torch. What
+could make C read outside a tensor is checked here or there: a wrong argument is an exception.
+"""
+
+from collections.abc import Callable
+from ctypes import CDLL, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.ops.c_library import Element, NoLibrary, library
+
+ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
+    (torch.bfloat16, "BF16"),
+    (torch.float32, "F32"),
+)
+LANES = 16  # head dimensions are multiples of it
+MOST_HEAD_DIM = 512  # of norm_rope_write; as in common.h
+MOST_GROUP_VALUES = 2**16  # of a KV head's queries and sums, which are on a thread's stack
+PANEL_STEP = 32  # inputs of a weight in panels are a multiple of it
+P, N, F = c_void_p, c_int64, c_float
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The C functions for one element type."""
+
+    rms_norm: Callable[..., None]
+    add_rms_norm: Callable[..., None]
+    silu_mul: Callable[..., None]
+    norm_rope_write: Callable[..., int]
+    decode_attention: Callable[..., int]
+    prefill_attention: Callable[..., int]
+    pack_panels: Callable[..., None] | None  # None: a processor without AMX
+    panel_linear: Callable[..., None] | None
+
+
+@cache
+def functions(dtype: torch.dtype) -> Functions | None:
+    """The functions for tensors of this type; None where there are none."""
+    element = dict(ELEMENTS).get(dtype)
+    built = None if element is None else library(element)
+    if not isinstance(built, CDLL):
+        return None
+
+    def bind(name: str, result: Any, *arguments: Any) -> Callable:
+        function = getattr(built, name)
+        function.restype, function.argtypes = result, arguments
+        return function
+
+    panels = bool(bind("has_panels", N)())
+    attention = (P, P, P, P, N, P, P, P, N, F, N, P, N, N, N, N, N)
+    return Functions(
+        bind("rms_norm", None, P, N, P, P, N, N, F),
+        bind("add_rms_norm", None, P, P, P, P, P, N, N, F),
+        bind("silu_mul", None, P, P, N, N),
+        bind("norm_rope_write", N, P, P, P, F, P, P, N, P, P, N, N, N, P, N, P, N, N, N, N, N),
+        bind("decode_attention", N, *attention, N, N, N),
+        bind("prefill_attention", N, *attention, N),
+        bind("pack_panels", None, P, P, N, N) if panels else None,
+        bind("panel_linear", None, P, P, P, P, N, N, N) if panels else None,
+    )
+
+
+def describe(dtype: torch.dtype) -> str:
+    """Which path operations on this type take here, and why."""
+    built = library(dict(ELEMENTS)[dtype]) if dtype in dict(ELEMENTS) else NoLibrary("its type")
+    if isinstance(built, NoLibrary):
+        return f"plain torch: {built}"
+    found = functions(dtype)
+    amx = found is not None and found.panel_linear is not None
+    return "C functions of our own, AMX products" if amx else "C functions of our own"
+
+
+def takes(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether this tensor goes to C, with these others.
+
+    A gradient can only come from torch, autocast mixes dtypes, and whoever watches torch's
+    operations (to count them, or to trace) wants to see some.
+    """
+    if x.device.type != "cpu" or functions(x.dtype) is None:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    if any(each is not None and each.dtype != x.dtype for each in others):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not any(each is not None and each.requires_grad for each in (x, *others))
+
+
+def _functions(dtype: torch.dtype) -> Functions:
+    found = functions(dtype)
+    if found is None:
+        raise RuntimeError(f"there are no C functions for {dtype}; ask `takes` first.")
+    return found
+
+
+# ---- rows --------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[.., d] -> [.., d]"""
+    d = x.shape[-1]
+    x, weight = x.contiguous(), weight.contiguous()
+    _check(weight.shape == (d,), "weight", weight, f"[{d}]")
+    out = torch.empty_like(x)
+    run = _functions(x.dtype).rms_norm
+    run(x.data_ptr(), d, weight.data_ptr(), out.data_ptr(), x.numel() // max(d, 1), d, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """[N, d], [N, d] -> the norm of their sum, and the sum."""
+    d = x.shape[-1]
+    _check(weight.shape == (d,), "weight", weight, f"[{d}]")
+    _check(residual.shape == x.shape, "residual", residual, str(list(x.shape)))
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _functions(x.dtype).add_rms_norm(
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        total.data_ptr(),
+        x.numel() // max(d, 1),
+        d,
+        eps,
+    )
+    return out, total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[N, 2 I] -> [N, I]"""
+    gate_up = gate_up.contiguous()
+    size = gate_up.shape[-1] // 2
+    _check(gate_up.shape[-1] == 2 * size, "gate_up", gate_up, "[.., 2 I]")
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    rows = out.numel() // max(size, 1)
+    _functions(out.dtype).silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size)
+    return out
+
+
+def takes_heads(cache: Tensor) -> bool:
+    """Whether `norm_rope_write` takes heads of this cache [blocks, Hkv, block_size, D]."""
+    dim = cache.shape[-1]
+    return dim % 2 == 0 and dim <= MOST_HEAD_DIM and takes(cache)
+
+
+def norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """[N, H + 2 Hkv, D] -> query [N, H, D], with keys and values cached."""
+    count, rows, d = qkv.shape
+    num_blocks, kv_heads, block_size, _ = k_cache.shape
+    heads = rows - 2 * kv_heads
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    check_rope((cos, sin), count, d)
+    _check(d <= MOST_HEAD_DIM and d % 2 == 0, "qkv", qkv, f"[.., .., an even D <= {MOST_HEAD_DIM}]")
+    _check(k_cache.shape == v_cache.shape, "v_cache", v_cache, str(list(k_cache.shape)))
+    _check(k_cache.stride() == v_cache.stride(), "v_cache", v_cache, "laid out as k_cache")
+    _check_integers("slot_mapping", slot_mapping, torch.int64)
+    _check(k_cache.stride()[2:] == (d, 1), "k_cache", k_cache, "rows side by side")
+    both = q_weight is not None and k_weight is not None
+    q = qkv.new_empty(count, heads, d)
+    wrong = _functions(qkv.dtype).norm_rope_write(
+        qkv.data_ptr(),
+        q_weight.data_ptr() if both and q_weight is not None else None,
+        k_weight.data_ptr() if both and k_weight is not None else None,
+        eps,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        interleaved,
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        block_size,
+        slot_mapping.data_ptr(),
+        len(slot_mapping),
+        q.data_ptr(),
+        count,
+        heads,
+        kv_heads,
+        d,
+        num_blocks * block_size,
+    )
+    raise_for(3 if wrong else 0, k_cache, count)
+    return q
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+def fits_vectors(group: int, dim: int, value_dim: int) -> bool:
+    """Whether attention in C is made for `group` query heads per KV head of these dimensions."""
+    if dim % LANES or value_dim % LANES:
+        return False
+    return group * (dim + value_dim) <= MOST_GROUP_VALUES
+
+
+def takes_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether `paged_attention` takes these: head dimensions in whole vectors, rows without gaps,
+    and groups of query heads that fit a thread's stack."""
+    group = q.shape[1] // k_cache.shape[1]
+    return (
+        fits_vectors(group, q.shape[2], v_cache.shape[3])
+        and k_cache.stride(3) == v_cache.stride(3) == 1
+        and takes(q, k_cache, v_cache)
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+    max_query_len: int | None = None,
+) -> Tensor:
+    """[N, H, D] -> [N, H, Dv]; `max_query_len` 1 spares the look for longer queries."""
+    q, query_start, seq_lens = q.contiguous(), query_start.contiguous(), seq_lens.contiguous()
+    count, heads, d = q.shape
+    num_blocks, kv_heads, block_size, dv = v_cache.shape
+    sequences, columns = block_tables.shape
+    _check(k_cache.shape == (num_blocks, kv_heads, block_size, d), "k_cache", k_cache, "like q")
+    _check(heads % kv_heads == 0, "q", q, f"[N, a multiple of {kv_heads}, D]")
+    if block_tables.stride(1) != 1:
+        block_tables = block_tables.contiguous()
+    check_tables(query_start, seq_lens, block_tables)
+    _check(fits_vectors(heads // kv_heads, d, dv), "q", q, f"heads in vectors of {LANES}")
+    found = _functions(q.dtype)
+    out = q.new_empty(count, heads, dv)
+    strides = (c_int64 * 6)(*k_cache.stride()[:3], *v_cache.stride()[:3])
+    arguments = (
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        strides,
+        block_size,
+        query_start.data_ptr(),
+        seq_lens.data_ptr(),
+        block_tables.data_ptr(),
+        block_tables.stride(0),
+        scale,
+        window or 0,
+        out.data_ptr(),
+        sequences,
+        heads,
+        kv_heads,
+        d,
+        dv,
+    )
+    # The first call checks the tables for both.
+    status = found.decode_attention(*arguments, count, num_blocks, columns)
+    if not status and max_query_len != 1:
+        status = found.prefill_attention(*arguments, 2)
+    raise_for(status, k_cache, count)
+    return out
+
+
+def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
+    """What the C functions return as a number, as an exception; nothing for 0."""
+    num_blocks, _, block_size, _ = cache.shape
+    if status == 1:
+        raise MemoryError("There is no memory for the intermediate results of attention.")
+    if status == 2:
+        raise IndexError(
+            f"block_tables or query_start point outside the cache ({num_blocks} blocks of "
+            f"{block_size}) or the queries ({num_queries})."
+        )
+    if status:
+        raise IndexError(f"A slot is outside the cache, which has {num_blocks * block_size}.")
+
+
+# ---- weights in panels -------------------------------------------------------------------------
+
+
+def takes_panels(weight: Tensor) -> bool:
+    """Whether a weight [out, in] can be kept in panels here."""
+    found = functions(weight.dtype)
+    return found is not None and found.panel_linear is not None and not weight.shape[1] % PANEL_STEP
+
+
+def pack_panels(weight: Tensor, panels: Tensor) -> None:
+    """[out, in] -> [ceil(out / 32), in / 2, 32, 2], as `c/linear.c` describes them."""
+    pack = _functions(weight.dtype).pack_panels
+    shape = panels_shape(*weight.shape)
+    _check(panels.shape == shape and panels.is_contiguous(), "panels", panels, str(list(shape)))
+    if pack is not None:
+        pack(weight.contiguous().data_ptr(), panels.data_ptr(), *weight.shape)
+
+
+def panels_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
+    """The shape of a weight in panels."""
+    return -(-out_features // 32), in_features // 2, 32, 2
+
+
+def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """[N, in], panels, [out] -> [N, out]"""
+    x = x.contiguous()
+    count, size = x.shape
+    _check(panels.shape == panels_shape(out_features, size), "x", x, f"[N, {2 * panels.shape[1]}]")
+    out = x.new_empty(count, out_features)
+    run = _functions(x.dtype).panel_linear
+    if run is not None:
+        at = None if bias is None else bias.data_ptr()
+        run(x.data_ptr(), panels.data_ptr(), at, out.data_ptr(), count, size, out_features)
+    return out
+
+
+def rows_of_panels(panels: Tensor, ids: Tensor) -> Tensor:
+    """Rows [N, in] of a weight in panels: what an embedding looks up."""
+    return panels[ids // 32, :, ids % 32].flatten(1)
+
+
+def check_rope(rope: tuple[Tensor, Tensor], count: int, head_dim: int) -> None:
+    """ValueError where cos and sin are not what C reads."""
+    for name, angle in zip(("cos", "sin"), rope, strict=True):
+        _check(angle.dtype == torch.float32, name, angle, "float32")
+        _check(angle.shape == (count, head_dim // 2), name, angle, f"[{count}, {head_dim // 2}]")
+
+
+def check_tables(query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
+    """ValueError where the arrays of a batch are not what C reads; C checks their values."""
+    _check_integers("query_start", query_start, torch.int32)
+    _check_integers("seq_lens", seq_lens, torch.int32)
+    rows = block_tables.dtype == torch.int64 and block_tables.stride(1) in (0, 1)
+    _check(rows, "block_tables", block_tables, "int64 rows")
+    sequences = len(block_tables)
+    _check(len(query_start) == sequences + 1, "query_start", query_start, f"[{sequences + 1}]")
+    _check(len(seq_lens) == sequences, "seq_lens", seq_lens, f"[{sequences}]")
+
+
+def check_batch(
+    slot_mapping: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor
+) -> None:
+    """The same for all that a pass is told."""
+    _check_integers("slot_mapping", slot_mapping, torch.int64)
+    check_tables(query_start, seq_lens, block_tables)
+
+
+def _check_integers(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    right = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu"
+    _check(right, name, tensor, f"contiguous {dtype}")
+
+
+def _check(right: bool, name: str, tensor: Tensor, wanted: str) -> None:
+    if not right:
+        given = f"{list(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}"
+        raise ValueError(f"{name} is {given}; it must be {wanted}.")

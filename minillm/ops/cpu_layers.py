@@ -1,0 +1,206 @@
+"""All layers of a decoder as one call of C (`c/layers.c`), for models whose weights are in panels.
+
+What is the same in every step, the addresses of weights and cache, is written down once. A step
+fills in where its batch is, and takes one block of memory for all that lies between the layers.
+"""
+
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.ops import cpu
+from minillm.ops.c_library import library
+
+ALIGNMENT = 64  # bytes, a line of the cache
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: matrices in panels, norms and biases as they are."""
+
+    input_norm: Tensor
+    mlp_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What all layers have in common."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    interleaved: bool
+    eps: float
+    qk_eps: float
+    scale: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the functions in C are made for these sizes."""
+        if self.head_dim > cpu.MOST_HEAD_DIM:
+            return False
+        return cpu.fits_vectors(self.heads // self.kv_heads, self.head_dim, self.head_dim)
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in (
+            "input_norm", "mlp_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",
+            "gate_up", "gate_up_bias", "down", "down_bias", "k_cache", "v_cache",
+        )),
+        ("window", c_int64),
+    )  # fmt: skip
+
+
+class _Shape(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in (
+            "hidden", "heads", "kv_heads", "head_dim", "intermediate", "interleaved",
+            "num_blocks", "block_size",
+        )),
+        ("cache_strides", c_int64 * 6),
+        *((name, c_float) for name in ("eps", "qk_eps", "scale")),
+    )  # fmt: skip
+
+
+class _Step(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in (
+            "n", "sequences", "num_slots", "columns", "max_query_len",
+        )),
+        *((name, c_void_p) for name in (
+            "cos", "sin", "slots", "query_start", "seq_lens", "tables",
+        )),
+        ("table_stride", c_int64),
+        *((name, c_void_p) for name in (
+            "x", "residual", "normed", "wide", "narrow", "attended",
+        )),
+    )  # fmt: skip
+
+
+class Layers:
+    """The layers of a model over one cache [layers, blocks, Hkv, block_size, D]."""
+
+    def __init__(
+        self, weights: Sequence[LayerWeights], shape: LayerShape, keys: Tensor, values: Tensor
+    ):
+        if not shape.fits:
+            raise ValueError(f"{shape} is not for C; ask `fits` first.")
+        self.weights, self.shape = weights, shape  # also keeps the memory of the weights
+        self.keys, self.values = keys, values
+        self.dtype = weights[0].qkv.dtype
+        built = library("BF16")
+        self._run = built.run_layers  # type: ignore[union-attr]
+        self._run.restype = c_int64
+        self._run.argtypes = (POINTER(_Layer), c_int64, POINTER(_Shape), POINTER(_Step))
+        self._layers = (_Layer * len(weights))(
+            *(_layer(each, keys[i], values[i]) for i, each in enumerate(weights))
+        )
+        self._shape = _Shape(
+            shape.hidden,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.intermediate,
+            shape.interleaved,
+            keys.shape[1],
+            keys.shape[3],
+            (c_int64 * 6)(*keys[0].stride()[:3], *values[0].stride()[:3]),
+            shape.eps,
+            shape.qk_eps,
+            shape.scale,
+        )
+        heads = shape.heads + 2 * shape.kv_heads
+        wide = max(heads * shape.head_dim, 2 * shape.intermediate)
+        narrow = max(shape.heads * shape.head_dim, shape.intermediate)
+        self._widths = (shape.hidden,) * 3 + (wide, narrow, narrow)
+
+    def run(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        slot_mapping: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        max_query_len: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, d] -> the last MLP's output and the residual stream, both [N, d]."""
+        count = len(x)
+        if block_tables.stride(1) != 1:
+            block_tables = block_tables.contiguous()
+        cpu.check_batch(slot_mapping, query_start, seq_lens, block_tables)
+        cpu.check_rope(rope, count, self.shape.head_dim)
+        memory = self._memory(count)
+        memory[0].copy_(x)
+        cos, sin = rope[0].contiguous(), rope[1].contiguous()
+        step = _Step(
+            count,
+            len(seq_lens),
+            len(slot_mapping),
+            block_tables.shape[1],
+            max_query_len,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slot_mapping.data_ptr(),
+            query_start.data_ptr(),
+            seq_lens.data_ptr(),
+            block_tables.data_ptr(),
+            block_tables.stride(0),
+            *(part.data_ptr() for part in memory),
+        )
+        cpu.raise_for(
+            self._run(self._layers, len(self._layers), byref(self._shape), byref(step)),
+            self.keys[0],
+            count,
+        )
+        return memory[0], memory[1]
+
+    def _memory(self, count: int) -> list[Tensor]:
+        """x, residual, normed, wide, narrow, attended: [N, their width] in one block."""
+        unit = ALIGNMENT // self.dtype.itemsize
+        sizes = [-(-count * width // unit) * unit for width in self._widths]
+        block = torch.empty(sum(sizes), dtype=self.dtype)
+        parts = block.split(sizes)
+        return [
+            part[: count * width].view(count, width)
+            for part, width in zip(parts, self._widths, strict=True)
+        ]
+
+
+def _layer(weights: LayerWeights, keys: Tensor, values: Tensor) -> _Layer:
+    """The addresses of one layer."""
+    w = weights
+    tensors = (
+        w.input_norm,
+        w.mlp_norm,
+        w.qkv,
+        w.qkv_bias,
+        w.q_norm,
+        w.k_norm,
+        w.o,
+        w.o_bias,
+        w.gate_up,
+        w.gate_up_bias,
+        w.down,
+        w.down_bias,
+        keys,
+        values,
+    )
+    return _Layer(*(None if each is None else each.data_ptr() for each in tensors), w.window or 0)
