@@ -31,6 +31,7 @@ class Ceiling:
     flops: float
     flops_fp32: float
     others: float = 0.0  # share of the processors that other programs used meanwhile
+    machine: str = ""
     packed: Mapping[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ def best_of(first: Ceiling, second: Ceiling) -> Ceiling:
         max(first.flops, second.flops),
         max(first.flops_fp32, second.flops_fp32),
         min(first.others, second.others),
+        first.machine,
     )
 
 
@@ -84,7 +86,7 @@ def measure_ceiling(device: str, threads: int, refresh: bool = True) -> Ceiling:
         if device == "cpu" and refresh:
             for name, (run, num_bytes) in ways_to_read().items():
                 ways[name] = num_bytes / hardware._best(run, SECONDS)
-    return Ceiling(ways, known.peak_flops, known.peak_flops_fp32, watch.share)
+    return Ceiling(ways, known.peak_flops, known.peak_flops_fp32, watch.share, known.name)
 
 
 def ways_to_read() -> dict[str, Read]:

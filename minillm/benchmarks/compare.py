@@ -16,11 +16,11 @@ from typing import Any
 
 from minillm.benchmarks.ceiling import Ceiling, best_of, measure_ceiling
 from minillm.benchmarks.checkpoint import cache_folder
-from minillm.benchmarks.contest import Case, Contest, Run, Score, lognormal_lengths, spread
+from minillm.benchmarks.contest import Case, Contest, Run, Score, spread
 from minillm.benchmarks.engine_process import OWN, EngineProcess, MissingPeerError
+from minillm.benchmarks.lengths import LENGTHS
 from minillm.config import ModelConfig
 from minillm.cost import StepCost, kv_bytes_per_token, step_cost
-from minillm.machine import cpu_name
 
 BUDGET = 2048  # tokens of a step, or all prompts of the batch: no engine cuts them up
 SLACK = 160  # tokens of cache beyond the sequences: a block of the engine with the largest ones
@@ -43,6 +43,7 @@ class Work:
     device: str = "cpu"
     timeout: float = 900.0
     requests: int = 0
+    lengths: str = "lognormal"  # of the offline requests
     extra: int = 0  # further repeats, where others disturbed some
     fresh: bool = True  # measure the ceilings now; else those known of this machine are enough
 
@@ -61,8 +62,10 @@ def options(work: Work) -> dict[str, Any]:
     batch = max(case.batch for case in work.cases)
     prompts = max(case.batch * case.context for case in work.cases)
     num_tokens = batch * (longest + SLACK)
-    if work.what == "offline":
-        prompts = 0
+    if work.what == "offline":  # steps as every engine likes them, room for the requests there are
+        ids, lengths = offline_requests(work, work.cases[0])
+        prompts, sums = 0, sorted(len(each) + n for each, n in zip(ids, lengths, strict=True))
+        num_tokens = sum(sums[-batch:]) + batch * SLACK
     return {
         "model": work.model,
         "dtype": work.dtype,
@@ -118,12 +121,13 @@ def measure(
     results += [result(work, score, best_of(before, after)) for score in scores]
     return {
         "benchmark": work.what,
-        "machine": cpu_name() if work.device == "cpu" else work.device,
+        "machine": before.machine,
         "python": platform.python_version(),
         "model": work.name,
         "dtype": work.dtype,
         "threads": work.threads,
         "repeats": work.repeats,
+        **({"lengths": work.lengths} if work.what == "offline" else {}),
         "settings": options(work) | {"cache": "", "model": work.name},
         "engines": contest.facts,
         "left_out": contest.failed,
@@ -202,7 +206,8 @@ def offline(work: Work, contest: Contest) -> list[dict[str, Any]]:
 def offline_requests(work: Work, case: Case) -> tuple[list[list[int]], list[int]]:
     """Prompts and lengths of answers: `case` has the most that either may have."""
     rng = random.Random(OFFLINE_SEED)
-    prompts, lengths = lognormal_lengths(work.requests, OFFLINE_SEED, case.context, case.new_tokens)
+    draw = LENGTHS[work.lengths]
+    prompts, lengths = draw(work.requests, OFFLINE_SEED, case.context, case.new_tokens)
     ids = range(max(1, work.config.vocab_size - 1))
     return [rng.choices(ids, k=length) for length in prompts], lengths
 

@@ -258,17 +258,3 @@ def calmest(runs: Sequence[AnyRun], count: int) -> list[AnyRun]:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Least, median and most."""
     return {"min": min(values), "median": median(values), "max": max(values)}
-
-
-def lognormal_lengths(
-    count: int, seed: int, most_prompt: int, most_new: int
-) -> tuple[list[int], list[int]]:
-    """Lengths of prompts and answers: lognormal, with medians of 160 and 96 tokens and sigmas of
-    0.8 and 0.7, as chats have them, cut off at both ends."""
-    rng = random.Random(seed)
-
-    def draw(middle: int, sigma: float, most: int) -> int:
-        return int(min(max(middle * rng.lognormvariate(0.0, sigma), 8), most))
-
-    lengths = [(draw(160, 0.8, most_prompt), draw(96, 0.7, most_new)) for _ in range(count)]
-    return [prompt for prompt, _ in lengths], [new for _, new in lengths]

@@ -13,6 +13,7 @@ from time import perf_counter
 
 PROC = Path("/proc")
 DISTURBED = 0.1  # of all processors
+LEAST_TICKS = 10  # a shorter time cannot be told from a rounding
 IDLE_FIELDS = (3, 4)  # idle, iowait in /proc/stat
 
 
@@ -32,8 +33,8 @@ def watching(groups: Iterable[int], proc: Path = PROC) -> Iterator[Watch]:
     yield watch
     busy, own = busy_ticks(proc) - busy, own_ticks(groups, proc) - own
     ticks = (perf_counter() - start) * os.sysconf("SC_CLK_TCK") if busy else 0.0
-    if ticks:
-        watch.share = max(0.0, busy - own) / ticks / (os.cpu_count() or 1)
+    if ticks >= LEAST_TICKS:
+        watch.share = min(max(0.0, busy - own) / ticks / (os.cpu_count() or 1), 1.0)
 
 
 def busy_ticks(proc: Path) -> int:

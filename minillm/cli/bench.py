@@ -34,18 +34,23 @@ COMPARED = ("decode", "prefill", "offline")
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "decode": ("batch", "context", "new_tokens", "repeats", "vs", "threads", "dtype", "device"),
     "prefill": ("batch", "context", "repeats", "vs", "threads", "dtype", "device"),
-    "offline": ("requests", "repeats", "vs", "threads", "dtype", "device"),
+    "offline": ("requests", "lengths", "repeats", "vs", "threads", "dtype", "device"),
     "startup": ("repeats", "vs", "threads", "dtype"),
     "scheduler": (),
     "kernels": (),
 }
 DEFAULTS: Mapping[str, Any] = {
-    "batch": "1,16", "context": "128", "new_tokens": 32, "repeats": 5, "requests": 64, "vs": "",
+    "batch": "1,16", "context": "128", "new_tokens": 32, "repeats": 5, "requests": 64,
+    "lengths": "lognormal", "vs": "",
 }  # fmt: skip
 QUICK: Mapping[str, Any] = {
-    "batch": "1,2", "context": "16", "new_tokens": 6, "repeats": 2, "requests": 4, "vs": "",
+    "batch": "1,2", "context": "16", "new_tokens": 6, "repeats": 2, "requests": 4,
+    "lengths": "lognormal", "vs": "",
 }  # fmt: skip
-OFFLINE_BATCH, OFFLINE_PROMPT, OFFLINE_NEW = 64, 1024, 512
+# Sequences at once, and tokens of a prompt and of an answer, at most.
+OFFLINE: Mapping[str, tuple[int, int, int]] = {
+    "lognormal": (64, 1024, 512), "uniform": (256, 1024, 1024),
+}  # fmt: skip
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -58,6 +63,8 @@ def add_options(parser: ArgumentParser) -> None:
     option("--context", metavar="128", help="tokens of each prompt (128)")
     option("--new-tokens", metavar="N", type=int, help="tokens after each prompt (32)")
     option("--requests", metavar="N", type=int, help="offline: how many (64)")
+    option("--lengths", metavar="NAME",
+           help="offline: lognormal, or uniform from 100 to 1024 (lognormal)")  # fmt: skip
     option("--repeats", metavar="N", type=int, help="runs of each engine (5)")
     option("--vs", metavar="NAMES", help="transformers, vllm, openvino: in turn with minillm")
     option("--threads", metavar="N", type=int, help="of every engine (all processors)")
@@ -170,7 +177,8 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
         threads=given["threads"],
         dtype=given["dtype"],
         device=given["device"],
-        requests=given["requests"] if args.what == "offline" else 0,
+        requests=given["requests"],
+        lengths=given["lengths"],
         extra=0 if args.quick else given["repeats"],
         fresh=not args.quick,
     )
@@ -239,8 +247,13 @@ def cases_of(what: str, given: Mapping[str, Any], config: "ModelConfig") -> tupl
 
     longest = config.longest_context
     if what == "offline":
-        batch, prompt = min(OFFLINE_BATCH, given["requests"]), min(OFFLINE_PROMPT, longest // 2)
-        return (Case(batch, prompt, min(OFFLINE_NEW, longest // 4)),)
+        if given["lengths"] not in OFFLINE:
+            raise ConfigError(
+                f"--lengths is {given['lengths']!r}; it must be lognormal or uniform."
+            )
+        seats, prompt, new_tokens = OFFLINE[given["lengths"]]
+        batch = min(seats, given["requests"])
+        return (Case(batch, min(prompt, longest // 2), min(new_tokens, longest // 4)),)
     new_tokens = 1 if what == "prefill" else given["new_tokens"]
     for context in given["context"]:
         if context + new_tokens > longest:

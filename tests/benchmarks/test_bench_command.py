@@ -71,6 +71,7 @@ def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["decode", "--repeats", "0"], "--repeats is 0; it must be at least 1."),
         (["decode", "--threads", "0"], "--threads is 0; it must be at least 1."),
         (["offline", "--requests", "0"], "--requests is 0; it must be at least 1."),
+        (["offline", "--lengths", "long"], "--lengths is 'long'; it must be lognormal or uniform."),
         (["decode", "--dtype", "int8"], "--dtype is 'int8'; it must be bfloat16 or float32."),
         (["decode", "tiny", "--context", "2040"], "--context is 2040; with 32 new tokens that is"),
         (["prefill", "tiny", "--context", "128,2048"], "beyond the 2048 positions of this model."),
@@ -289,6 +290,19 @@ def test_every_engine_is_told_the_same_and_has_room_for_everything(work: Work) -
     assert told["max_model_len"] >= 2048 + 32
     assert told["max_num_batched_tokens"] == 16 * 1024  # every prompt in one step
     assert told["kv_cache_bytes"] >= 16 * (2048 + 32) * 30 * 2 * 3 * 64 * 2
+
+
+def test_offline_work_has_room_for_all_requests_and_not_for_the_longest_possible(
+    work: Work,
+) -> None:
+    offline = replace(work, what="offline", cases=(Case(64, 1024, 512),), requests=64)
+    told = options(offline)
+    prompts, lengths = compare.offline_requests(offline, offline.cases[0])
+    tokens = sum(map(len, prompts)) + sum(lengths)
+    per_token = 30 * 2 * 3 * 64 * 2
+    assert tokens * per_token <= told["kv_cache_bytes"] < 64 * 1536 * per_token
+    assert told["max_num_batched_tokens"] == 2048
+    assert compare.offline_requests(offline, offline.cases[0]) == (prompts, lengths)
 
 
 def test_disturbance_is_said_aloud(work: Work) -> None:

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from minillm.benchmarks import contest as contest_module
+from minillm.benchmarks import others
 from minillm.benchmarks.contest import (
     Case,
     Contest,
     Run,
     calmest,
     decode_run,
-    lognormal_lengths,
     prompts_of,
     spread,
 )
 from minillm.benchmarks.engine_process import EngineFailedError
+from minillm.benchmarks.lengths import LENGTHS, lognormal_lengths
 from minillm.benchmarks.others import Watch, busy_ticks, own_ticks
 from minillm.benchmarks.peers.protocol import Timeline
 
@@ -108,6 +109,11 @@ def test_lengths_are_seeded_and_within_their_limits() -> None:
     assert (prompts, lengths) == lognormal_lengths(200, 3, 300, 100)
     assert 8 <= min(prompts) < 100 < max(prompts) == 300
     assert 8 <= min(lengths) < 50 < max(lengths) == 100
+    prompts, lengths = LENGTHS["uniform"](500, 3, 1024, 512)
+    assert (prompts, lengths) == LENGTHS["uniform"](500, 3, 1024, 512)
+    assert 100 <= min(prompts) < 110 < 1000 < max(prompts) <= 1024
+    assert 100 <= min(lengths) < 110 < 500 < max(lengths) <= 512
+    assert LENGTHS["uniform"](3, 3, 20, 4) == ([20] * 3, [4] * 3)
 
 
 def test_spread_is_least_median_most() -> None:
@@ -304,3 +310,23 @@ def test_ticks_are_those_of_the_groups_and_the_rest_is_others(tmp_path: Path) ->
     assert busy_ticks(tmp_path) == 10 + 20 + 30 + 6 + 7 + 8  # neither idle nor waiting for a disk
     assert own_ticks(frozenset({5}), tmp_path) == 110
     assert busy_ticks(tmp_path / "nowhere") == 0
+
+
+def test_a_program_beside_us_is_seen_and_a_short_time_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two seconds of two processors 300 ticks were busy, 100 of them ours."""
+    now = [0.0]
+    monkeypatch.setattr(others, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(others.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(others.os, "sysconf", lambda name: 100)
+    for seconds, share in ((2.0, 0.5), (0.05, 0.0), (0.5, 1.0)):
+        proc = tmp_path / str(seconds)
+        proc.mkdir()
+        (proc / "stat").write_text("cpu  0 0 0 0 0 0 0 0\n")
+        process(proc, 11, 5, 1)
+        with others.watching([5], proc) as watch:
+            now[0] += seconds
+            (proc / "stat").write_text("cpu  250 0 50 0 0 0 0 0\n")
+            (proc / "11" / "stat").write_text(f"11 (a) S 1 5 {'0 ' * 8} 100 1")
+        assert watch.share == share
