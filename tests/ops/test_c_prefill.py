@@ -300,8 +300,10 @@ def test_through_the_wrapper(dtype):
     torch.testing.assert_close(got.double(), batch.expected(), **TOLERANCE[dtype])
 
 
-def test_the_library_has_the_function():
-    for element in ELEMENTS:
-        built = c_library.library(element)
-        assert isinstance(built, c_library.NoLibrary) or hasattr(built, "prefill_attention")
-        assert isinstance(built, c_library.NoLibrary | CDLL)
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_the_library_has_the_function(element):
+    built = c_library.library(element)
+    if isinstance(built, c_library.NoLibrary):
+        pytest.skip(str(built))
+    assert isinstance(built, CDLL)
+    assert built.prefill_attention
