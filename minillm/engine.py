@@ -2,17 +2,22 @@
 
 add -> waiting -> [ schedule -> run -> commit -> text ] -> finished
                          one step, for all who run
+
+With `async_scheduling` the next step is planned and launched before this one's tokens are here:
+
+    host      plan n + 1 | launch | wait for n | commit n, text | plan n + 2 | launch | ...
+    device    ... step n ................... | step n + 1 .......................... | ...
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from numbers import Integral
 from time import perf_counter
 
-import torch
-
 from minillm.cache.blocks import AccountingError
 from minillm.engine_args import EngineArgs
+from minillm.engine_report import allocated, trace_settings
 from minillm.engine_setup import (
     build_core,
     choose_device,
@@ -30,13 +35,13 @@ from minillm.live_request import LiveRequest
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import DTYPES, load_model
 from minillm.outputs import FinishReason
-from minillm.runner import Runner, in_one_line
+from minillm.runner import Runner, Step, in_one_line
 from minillm.sampling_params import SamplingParams, validate_against_model
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence
-from minillm.trace.recorder import Trace, TraceSettings
+from minillm.trace.recorder import Trace
 
 
 class Engine:
@@ -56,6 +61,8 @@ class Engine:
         self._seeds = random.Random(args.seed)
         self._live: dict[str, LiveRequest] = {}
         self._dead = ""
+        self._steps: list[Step] = []  # that are not committed: in a step one or two, else no or one
+        self._stepping = False
         model = load_model(
             self.source,
             DTYPES[self.dtype],
@@ -70,7 +77,12 @@ class Engine:
         capture = capture_for(self.device, args.enforce_eager)
         if capture is not None:
             self._runner.use_graphs(capture)
-        self.trace = Trace(self._trace_settings())
+        asked = args.async_scheduling
+        asked = args.async_scheduling
+        self.overlaps = self.device.type != "cpu" if asked is None else asked
+        self._runner.reads_late = self.overlaps
+        name = self.source.name
+        self.trace = Trace(trace_settings(name, self.dtype, self.device, self.scheduler))
 
     @property
     def runner(self) -> Runner:
@@ -91,41 +103,13 @@ class Engine:
 
         "activations" is the peak of a GPU's allocator beyond the rest; a CPU's does not tell.
         """
-        runner = self.runner
-        tensors = [*runner.model.parameters(), *runner.model.buffers()]
-        sizes = {
-            "weights": sum(tensor.nbytes for tensor in tensors),
-            "kv_cache": runner.kv.num_bytes,
-            "swap_space": runner.host.num_bytes if runner.host else 0,
-        }
-        if self.device.type != "cpu":
-            peak = torch.get_device_module(self.device).max_memory_allocated(self.device)
-            sizes["activations"] = peak - sizes["weights"] - sizes["kv_cache"]
-        if runner.graphs is not None:
-            sizes["cuda_graphs"] = runner.graphs.num_bytes
-        return sizes
-
-    def _trace_settings(self) -> TraceSettings:
-        config, blocks = self.scheduler.config, self.scheduler.blocks
-        return TraceSettings(
-            model=self.source.name,
-            dtype=self.dtype,
-            device=str(self.device),
-            policy=config.policy,
-            admission=config.admission,
-            preemption=config.preemption_mode,
-            prefix_cache=blocks.prefix_cache,
-            block_size=blocks.block_size,
-            num_blocks=blocks.pool.num_blocks,
-            num_host_blocks=blocks.host.num_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+        return allocated(self.runner, self.device)
 
     def close(self) -> None:
         """End all requests and give the memory back. Closing twice is fine."""
-        for request_id in list(self._live):
-            self.abort(request_id)
+        with suppress(EngineDeadError):
+            for request_id in list(self._live):
+                self.abort(request_id)
         self._runner = self._forward_pass = None
 
     # ---- requests ------------------------------------------------------------------------
@@ -258,6 +242,9 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is not None:
             live.end("abort", now)
+        if not self._stepping:
+            with self._errors_end_everything():
+                self._land_in_vain()
 
     @property
     def has_work(self) -> bool:
@@ -276,23 +263,24 @@ class Engine:
         runner = self.runner
         if not self._live:
             return []
-        started = perf_counter()
-        try:
-            plan = self.scheduler.schedule()
-            record = self.scheduler.record
-            record.started, record.planned = started, perf_counter()
-            self.trace.append(record)
-            if not plan.rows:
-                raise AccountingError(f"Nothing can run, but {len(self._live)} requests wait.")
-            for seq_id in record.admitted:
-                owner = self.scheduler.sequences[seq_id].request.request_id
-                self._live[owner].schedule(record.planned)
-            result = runner.execute(plan)
-            record.graph_rows, record.why_eager = result.graph_rows, result.why_eager
-            record.computed = perf_counter()
-            touched = self._commit(plan, result, record.computed)
-            record.delivered = perf_counter()
+        with self._errors_end_everything():
+            if not self._steps:
+                self._begin(self.scheduler.schedule, perf_counter())
+            if self.overlaps:
+                self._steps[0].launch(runner)
+                self._begin(self.scheduler.schedule_ahead, perf_counter())
+                if len(self._steps) > 1 and not runner.needs_tokens(self._steps[1].plan):
+                    self._steps[1].launch(runner)
+            touched = self._complete()
+            self._land_in_vain()
             return touched
+
+    @contextmanager
+    def _errors_end_everything(self) -> Iterator[None]:
+        """Around all that computes."""
+        self._stepping = True
+        try:
+            yield
         except Exception as error:
             self._dead = f"The engine stopped: {in_one_line(error)}"
             self._abandon("error", self._dead)
@@ -300,6 +288,44 @@ class Engine:
         except BaseException:  # Ctrl-C, at any point of the step
             self._abandon("abort")
             raise
+        finally:
+            self._stepping = False
+
+    def _begin(self, schedule: Callable[[], StepPlan | None], started: float) -> None:
+        """Plan a step, if there is one to plan."""
+        plan = schedule()
+        if plan is None:
+            return
+        record = self.scheduler.record
+        record.started, record.planned = started, perf_counter()
+        if not self._steps:
+            self.trace.append(record)  # else when it is its turn
+        if not plan.rows:
+            raise AccountingError(f"Nothing can run, but {len(self._live)} requests wait.")
+        for seq_id in record.admitted:
+            owner = self.scheduler.sequences[seq_id].request.request_id
+            self._live[owner].schedule(record.planned)
+        self._steps.append(Step(plan, record))
+
+    def _complete(self) -> list[LiveRequest]:
+        """Wait for the oldest step, and commit it."""
+        step, *others = self._steps
+        record = step.record
+        result = step.flight.collect() if step.flight else self.runner.execute(step.plan)
+        for other in others:  # it needed these tokens
+            other.launch(self.runner)
+        record.graph_rows, record.why_eager = result.graph_rows, result.why_eager
+        record.computed = perf_counter()
+        self.trace.append(record)
+        self._steps = others
+        touched = self._commit(step.plan, result, record.computed)
+        record.delivered = perf_counter()
+        return touched
+
+    def _land_in_vain(self) -> None:
+        """Where no request is left, what runs for those that were is committed at once."""
+        while self._steps and not self._live:
+            self._complete()
 
     def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[LiveRequest]:
         """Tell the scheduler and the requests what came out of a step; `now` is its time for all,
@@ -310,7 +336,7 @@ class Engine:
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
                 # Before the commit, which would offer what it computed to others.
                 scheduler.blocks.forget(sequence.table)
-                scheduler.finish(row.seq_id, "error")
+                scheduler.finish(row.seq_id, "error", now if self._steps else None)
         for fork in scheduler.commit(plan, result.token_ids):
             self._live[fork.request.request_id].sequences[fork.index] = fork
         touched = {}
@@ -361,6 +387,9 @@ class Engine:
             live.end(reason, now, error)
         self._live = {}
         scheduler = self.scheduler
+        for step in self._steps:
+            self.trace.append(step.record)
+        self._steps = []
         scheduler.log.end_all(scheduler.sequences.values(), reason, scheduler.in_flight, now)
         self.trace.append(scheduler.record)
         if self._runner is not None:

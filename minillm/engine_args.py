@@ -69,6 +69,10 @@ class EngineArgs:
     - "shortest_prefill_first": short prompts first; 16 tokens more cost one place in the line.
     - "longest_prefix_match": cached prompts first; 16 cached tokens gain one place in the line.
 
+    `async_scheduling` plans and launches a step while the one before it still runs, so that a GPU
+    never waits for the host (the default there); a request that ends has one token computed in
+    vain. None is off on a CPU, which has nothing to gain: model and scheduler share it.
+
     `deterministic` gives a request bitwise the same logprobs alone and in any batch, in any chunks,
     with a cached prefix and after preemption, on one machine with one version of torch and one
     number of threads; other machines may round otherwise. Tokens are computed in tiles of a fixed
@@ -107,6 +111,7 @@ class EngineArgs:
     scheduling_policy: str = "fcfs"
     admission_policy: str = "watermark"
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     speculative_config: Mapping[str, Any] | None = None
@@ -158,6 +163,10 @@ class EngineArgs:
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a bool.")
+        if not isinstance(self.async_scheduling, bool | None):
+            raise ConfigError(
+                f"async_scheduling is {shown(self.async_scheduling)}; it must be a bool or None."
+            )
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, name) not in allowed:

@@ -10,6 +10,7 @@ something must be computed from them here, such as a penalty.
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TypeVar
@@ -31,6 +32,7 @@ from minillm.logprobs import failure_of, token_logprobs
 from minillm.models.decoder import Decoder
 from minillm.sampler import SamplingRow, sample
 from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.record import StepRecord
 from minillm.sequence_row import SequenceRow
 
 logger = logging.getLogger(__name__)
@@ -376,3 +378,17 @@ def in_one_line(error: BaseException) -> str:
     """Its type and the beginning of what it says."""
     text = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of an engine, from its plan to its commit; no flight before it is launched."""
+
+    plan: StepPlan
+    record: StepRecord
+    flight: Flight | None = None
+
+    def launch(self, runner: Runner) -> None:
+        """Twice is fine."""
+        if self.flight is None:
+            self.flight = runner.launch(self.plan)

@@ -27,7 +27,7 @@ FLOORS = {
     ),
     **dict.fromkeys(["argmax", "batches", "logprobs", "device_sampler"], 5),
     **dict.fromkeys(["flight", "sequence_row"], 5),
-    **dict.fromkeys(["engine", "engine_setup", "completion", "live_request"], 6),
+    **dict.fromkeys(["engine", "engine_setup", "engine_report", "completion", "live_request"], 6),
     **dict.fromkeys(["trace", "simulation"], 6),
     **dict.fromkeys(["llm", "async_engine", "request_stream", "step_thread"], 7),
     **dict.fromkeys(["cli", "__main__", "serving"], 8),

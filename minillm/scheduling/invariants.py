@@ -41,7 +41,8 @@ def check_invariants(scheduler: Scheduler) -> None:
 def check_sequence(sequence: Sequence, block_size: int) -> None:
     """One sequence: something is left to compute, and what is computed has its blocks."""
     held = len(sequence.table.blocks) + len(sequence.table.host_blocks)
-    if not 0 <= sequence.num_computed < sequence.num_tokens:
+    to_come = not sequence.num_in_flight  # a plan that runs may be the last
+    if not 0 <= sequence.num_computed <= sequence.num_tokens - to_come:
         raise AccountingError(f"Sequence {sequence.seq_id} has nothing to compute.")
     if sequence.num_computed > held * block_size:
         raise AccountingError(f"Sequence {sequence.seq_id} has computed more than it holds.")

@@ -145,11 +145,13 @@ class Logbook:
     """Sees to it that each event is in one record.
 
     What happens after a step belongs to its record; a request that came after it, and whatever
-    became of it before the next step, belongs to the next.
+    became of it before the next step, belongs to the next. Where the next one was planned before
+    the tokens of this one were there, what these lead to belongs to the next, too, with its time.
     """
 
     def __init__(self) -> None:
         self.record = StepRecord(0)
+        self.time: float | None = None  # of the tokens of an earlier step, that are committed now
         self._added: dict[int, Added] = {}  # since the last step, by seq_id
         self._gone: list[Ended] = []  # of these
 
@@ -164,7 +166,7 @@ class Logbook:
             plan.swap_in,
             ended=self._gone,
         )
-        self._added, self._gone = {}, []
+        self._added, self._gone, self.time = {}, [], None
 
     def add(self, sequence: Sequence) -> None:
         """A request came."""
@@ -181,8 +183,9 @@ class Logbook:
 
     def end(self, sequence: Sequence, reason: str, in_vain: bool, time: float | None) -> None:
         """A sequence ended, wherever it was."""
-        num_tokens = sequence.num_tokens - len(sequence.request.prompt_token_ids)
+        num_tokens = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
         ended = self._gone if sequence.seq_id in self._added else self.record.ended
+        time = self.time if time is None else time
         ended.append(Ended(sequence.seq_id, reason, num_tokens, in_vain, time))
 
     def end_all(

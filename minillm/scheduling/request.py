@@ -68,6 +68,8 @@ class Sequence:
         "key",
         "num_computed",
         "num_forks",
+        "num_in_flight",
+        "num_pending",
         "num_preemptions",
         "num_recomputed",
         "num_sent",
@@ -90,19 +92,29 @@ class Sequence:
         self.num_sent: int | None = None  # blocks of its table that the runner has; None: no row
         self.num_forks = request.params.n - 1 if index == 0 else 0
         self.furthest = 0  # positions that have been computed at least once
+        self.num_in_flight = 0  # plans that have a row of it and are not committed
+        self.num_pending = 0  # tokens to come, whose positions the next plan may compute already
         self.num_recomputed = 0
         self.num_preemptions = 0
         self.report: PrefixReport | None = None  # of its first admission
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far."""
-        return len(self.token_ids)
+        """Tokens known so far, and those that are on their way."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose keys and values are missing."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    def advance(self, start: int, end: int) -> int:
+        """Positions were computed; returns how many of them for another time."""
+        again = max(min(end, self.furthest) - start, 0)
+        self.num_recomputed += again
+        self.num_computed, self.num_pending = end, 0
+        self.furthest = max(self.furthest, end)
+        return again
 
     @property
     def num_seats(self) -> int:

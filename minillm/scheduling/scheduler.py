@@ -17,19 +17,13 @@ from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.admission import Admission
+from minillm.scheduling.ahead import Flights, look_ahead
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
-from minillm.scheduling.record import (
-    Blocked,
-    Counters,
-    Forked,
-    Logbook,
-    Preemption,
-    StepRecord,
-)
+from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord
 from minillm.scheduling.request import Key, Request, Sequence, Status
 
 Sampled = list[int | None]  # tokens of one row; None is a sample that failed
@@ -56,7 +50,8 @@ class Scheduler:
         self._num_sequences = 0
         self.num_seats = 0  # taken by the running sequences and their forks to come
         self._dropped: list[int] = []
-        self.in_flight: dict[int, Sequence] = {}  # rows of a plan that is not committed
+        self._flights = Flights()
+        self.in_flight = self._flights.sequences  # rows of plans that are not committed
 
     @property
     def record(self) -> StepRecord:
@@ -137,10 +132,20 @@ class Scheduler:
         """Decide the next step. Every plan must be committed before the next one is made."""
         if self.in_flight:
             raise AccountingError("The last plan was not committed.")
+        self._flights.plans.clear()
+        return self._plan()
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """The step after the one that runs, where `ahead.py` lets it be made before a commit."""
+        may = look_ahead(self._flights, self.running, self.blocks, self.config)
+        return self._plan() if may else None
+
+    def _plan(self) -> StepPlan:
         self.counters.num_steps += 1
         plan = StepPlan(self.counters.num_steps, dropped=self._dropped)
         self._dropped = []
         self.log.begin(plan)
+        self._flights.plans.append((plan, self.record))
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
         if self.waiting:
             self.record.blocked = self._refusal(budget)
@@ -312,7 +317,7 @@ class Scheduler:
         num_samples = sequence.num_seats if reaches_end else 0
         blocks = tuple(table.blocks[kept:]) if kept < len(table.blocks) else ()
         plan.rows.append(Row(sequence.seq_id, start, num_tokens, num_samples, kept, blocks))
-        self.in_flight[sequence.seq_id] = sequence
+        self._flights.enter(sequence)
         if start >= len(sequence.request.prompt_token_ids) and sequence.num_uncomputed == 1:
             self.record.num_decode_tokens += 1
         else:
@@ -336,20 +341,20 @@ class Scheduler:
         `sampled` has, for each row with samples, that many tokens; a failed one ends its sequence.
         So does the last token by count; what only text can decide comes through `finish`.
         """
+        record = self._flights.land(plan)
+        # What is written into the record of a later step has the time of this one.
+        self.log.time = record.computed if self._flights.plans else None
         forks: list[Sequence] = []
         for row in plan.rows:
-            sequence = self.in_flight.pop(row.seq_id)
+            sequence = self._flights.leave(row.seq_id)
             if sequence.status is Status.FINISHED:  # while the plan ran
-                self.blocks.release(sequence.table)
+                if not sequence.num_in_flight:
+                    self.blocks.release(sequence.table)
                 continue
             end = row.start + row.num_tokens
-            if sequence.furthest > row.start:
-                again = min(end, sequence.furthest) - row.start
-                sequence.num_recomputed += again
-                self.record.num_recomputed_tokens += again
-                self.counters.num_recomputed_tokens += again
-            sequence.num_computed = end
-            sequence.furthest = max(sequence.furthest, end)
+            again = sequence.advance(row.start, end)
+            record.num_recomputed_tokens += again
+            self.counters.num_recomputed_tokens += again
             self.blocks.index_blocks(sequence.table, sequence.token_ids, end)
             if row.num_samples:
                 forks += self._extend(sequence, sampled[row.seq_id])

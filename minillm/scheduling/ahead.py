@@ -1,0 +1,87 @@
+"""Planning a step while the one before it runs, by counts alone.
+
+    plan n        runs .................. committed
+    plan n + 1              planned       runs .................. committed
+                            assumes that n goes well: its positions are computed, and each of its
+                            samples is a token more, whose value nobody needs to know
+
+What a plan may not assume is waited for: that memory is enough without taking anybody's blocks,
+that nobody becomes several sequences, and that nothing is computed a second time. A sequence that
+turns out to have ended has a row in vain, and keeps its blocks until that was carried out.
+"""
+
+from collections.abc import Iterable
+
+from minillm.cache.blocks import AccountingError
+from minillm.cache.manager import BlockManager
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.plan import StepPlan
+from minillm.scheduling.record import StepRecord
+from minillm.scheduling.request import Sequence, Status
+
+
+class Flights:
+    """Plans that are not committed, one or two, the oldest first, and the sequences in them."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[StepPlan, StepRecord]] = []
+        self.sequences: dict[int, Sequence] = {}
+
+    def enter(self, sequence: Sequence) -> None:
+        """The newest plan has a row of it."""
+        self.sequences[sequence.seq_id] = sequence
+        sequence.num_in_flight += 1
+
+    def leave(self, seq_id: int) -> Sequence:
+        """A row of the oldest plan is committed."""
+        sequence = self.sequences[seq_id]
+        sequence.num_in_flight -= 1
+        if not sequence.num_in_flight:
+            del self.sequences[seq_id]
+        return sequence
+
+    def land(self, plan: StepPlan) -> StepRecord:
+        """The oldest plan was carried out; returns its record."""
+        if not self.plans or self.plans[0][0].step != plan.step:
+            raise AccountingError("Plans are committed once, in the order in which they were made.")
+        return self.plans.pop(0)[1]
+
+
+def look_ahead(
+    flights: Flights, running: Iterable[Sequence], blocks: BlockManager, config: SchedulerConfig
+) -> bool:
+    """Whether the plan after the one that runs may be made now; then that counts as carried out."""
+    if len(flights.plans) != 1:
+        return False
+    plan, _ = flights.plans[0]
+    rows = [(row, flights.sequences[row.seq_id]) for row in plan.rows]
+    if any(row.num_samples > 1 or row.start < sequence.furthest for row, sequence in rows):
+        return False
+    rows = [(row, sequence) for row, sequence in rows if sequence.status is Status.RUNNING]
+    for row, sequence in rows:
+        sequence.num_computed = row.start + row.num_tokens
+        # The last token is never computed: whoever waits for it has nothing left to do.
+        last = sequence.num_tokens + row.num_samples >= end_of(sequence)
+        sequence.num_pending = 0 if last else row.num_samples
+    rest = [sequence for sequence in running if sequence.num_uncomputed]
+    if rest and has_room(rest, blocks, config):
+        return True
+    for row, sequence in rows:
+        sequence.num_computed, sequence.num_pending = row.start, 0
+    return False
+
+
+def end_of(sequence: Sequence) -> int:
+    """How many tokens it can have at most."""
+    return len(sequence.request.prompt_token_ids) + sequence.request.max_tokens
+
+
+def has_room(running: list[Sequence], blocks: BlockManager, config: SchedulerConfig) -> bool:
+    """Whether nobody has to lose blocks for what these may compute in one step."""
+    num_free = blocks.pool.num_free
+    if num_free > 2 * len(running) + config.max_num_batched_tokens // blocks.block_size:
+        return True  # each row needs a part of a block more, and a copy
+    needed = sum(
+        blocks.num_needed(each.table, each.num_computed, each.num_tokens) for each in running
+    )
+    return needed <= num_free

@@ -1,0 +1,331 @@
+"""Histories in which each step is planned before the one before it is committed.
+
+The rules and the promises are those of `machine.py`. What is different is when a plan is carried
+out: at once, as early as a device may be, or as late as possible, after the next plan was made. The
+oracle keeps its own tokens, as a device does, and every plan can only use those.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from minillm.cache.blocks import AccountingError
+from minillm.cache.manager import BlockManager
+from minillm.sampling_params import SamplingParams
+from minillm.scheduling import ahead
+from minillm.scheduling.ahead import Flights
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.plan import StepPlan
+from minillm.scheduling.request import Request, Sequence
+from minillm.scheduling.scheduler import Scheduler
+from tests.scheduling import machine
+from tests.scheduling.machine import SchedulerMachine, Setup, World, name_of, random_history
+from tests.scheduling.oracle import VOCABULARY, Broken, Sample, require
+
+NUM_HISTORIES = 500  # of each kind
+NUM_SHRINKABLE = 60
+SEEN = {
+    "planned ahead": 5_000,
+    "rows in vain": 300,
+    "ended: length": 1_000,
+    "ended: aborted": 100,
+    "ended: finished": 100,
+    "ended: failed": 50,
+    "forks": 300,
+    "preempted: recompute": 50,
+    "preempted: swap": 50,
+    "copies": 100,
+    "partial reuse": 100,
+    "aborted in flight": 100,
+}
+
+
+class AheadWorld(World):
+    """The same, one plan ahead wherever the scheduler lets it be."""
+
+    late = False  # whether a plan is carried out when its tokens are asked for, and not at once
+
+    def __init__(self, setup: Setup, coverage: Counter[str]):
+        super().__init__(setup, coverage)
+        self.under_way: list[StepPlan] = []
+        self.done: dict[int, dict[int, list[Sample]]] = {}
+        self.append = self.runner.append
+        self.runner.append = lambda *_: None  # not at the commit: it has its tokens already
+
+    def step(self) -> None:
+        if self.under_way and not self.scheduler.has_work:
+            super().step()  # what was computed in vain
+        super().step()
+
+    def _step(self, event: str | None, which: int, early: bool) -> None:
+        had_work = self.scheduler.has_work
+        self.num_steps += had_work
+        if not self.under_way:
+            before = self._before()
+            plan = self.scheduler.schedule()
+            self._check_plan(before, plan, had_work)
+            self._cover(before, plan)
+            self._launch(plan)
+        following = self.scheduler.schedule_ahead()
+        if following is not None:
+            self._check_ahead(following)
+            self._launch(following)
+        self._check_books()
+        plan = self.under_way.pop(0)
+        if early:
+            self._interrupt(event, which, plan)
+        self._carry_out(plan)
+        if not early:
+            self._interrupt(event, which, plan)
+        samples = self.done.pop(plan.step)
+        sampled = {
+            seq_id: [drawn.fingerprint % VOCABULARY for drawn in several]
+            for seq_id, several in samples.items()
+        }
+        failed = {}
+        if event == "fail" and samples:
+            seq_id = list(samples)[which % len(samples)]
+            failed = {seq_id: which % len(samples[seq_id])}
+        self._commit(plan, samples, sampled, failed)
+
+    def _launch(self, plan: StepPlan) -> None:
+        self.under_way.append(plan)
+        if not self.late:
+            self._carry_out(plan)
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        if plan.step in self.done:
+            return
+        samples = self.done[plan.step] = self.runner.execute(plan)
+        self._check_written(plan)
+        self._check_samples(samples)
+        for seq_id, (first, *_) in samples.items():
+            self.append(seq_id, first.fingerprint % VOCABULARY)
+
+    def _check_ahead(self, plan: StepPlan) -> None:
+        record = self.scheduler.record
+        self.coverage["planned ahead"] += 1
+        require(plan.rows, "progress", "an empty plan", record)
+        require(not record.preempted and not plan.swap_out, "order", "preempted ahead", record)
+        self._check_limits({row.seq_id: row for row in plan.rows})
+        for row in plan.rows:
+            most = self.scheduler.sequences[row.seq_id].request.max_computed
+            require(row.start + row.num_tokens <= most, "limits", "beyond the last token", row)
+
+    def _commit(
+        self,
+        plan: StepPlan,
+        samples: Mapping[int, list[Sample]],
+        sampled: dict[int, list[int]],
+        failed: Mapping[int, int],
+    ) -> None:
+        gone = [row for row in plan.rows if row.seq_id not in self.scheduler.sequences]
+        self.coverage["rows in vain"] += len(gone)
+        super()._commit(plan, samples, sampled, failed)
+
+    def _poison(self) -> None:
+        if not self.late:  # else a copy may still have to read what its plan gave away
+            super()._poison()
+
+    def _check_commit(self) -> None:
+        """Sequences hold the blocks of the plan that is under way, too."""
+        for sequence in self.scheduler.sequences.values():
+            completion = self.completions[name_of(sequence)]
+            right = [*completion.request.prompt_token_ids, *completion.outputs]
+            require(sequence.token_ids == right, "oracle", "tokens of", sequence.seq_id)
+            self.furthest.setdefault(sequence.seq_id, sequence.num_computed)  # of a fork
+        counted = self.scheduler.counters.num_recomputed_tokens
+        require(counted == self.num_recomputed, "counters", counted, self.num_recomputed)
+
+
+class LateWorld(AheadWorld):
+    """A slow device."""
+
+    late = True
+
+
+@pytest.mark.parametrize("world", [AheadWorld, LateWorld])
+def test_seeded_histories(world: type[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "World", world)
+    coverage: Counter[str] = Counter()
+    for seed in range(NUM_HISTORIES):
+        try:
+            random_history(seed, coverage)
+        except Exception as error:
+            error.add_note(f"history {seed}")
+            raise
+    missing = {name: coverage[name] for name, least in SEEN.items() if coverage[name] < least}
+    assert not missing, coverage
+
+
+@pytest.mark.parametrize("world", [AheadWorld, LateWorld])
+def test_histories_that_shrink(world: type[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "World", world)
+    SchedulerMachine.coverage.clear()
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=NUM_SHRINKABLE,
+            stateful_step_count=40,
+            derandomize=True,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert SchedulerMachine.coverage["planned ahead"] > 10 * NUM_SHRINKABLE
+
+
+# ---- broken on purpose ---------------------------------------------------------------------------
+
+
+def blocks_are_free_while_a_plan_writes(patch: pytest.MonkeyPatch) -> None:
+    leave = Flights.leave
+
+    def left(self: Flights, seq_id: int) -> Sequence:
+        sequence = self.sequences[seq_id]
+        sequence.num_in_flight = 1
+        sequence = leave(self, seq_id)
+        return self.sequences.setdefault(seq_id, sequence) if len(self.plans) else sequence
+
+    patch.setattr(Flights, "leave", left)
+
+
+def memory_is_not_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ahead, "has_room", lambda *_: True)
+
+
+def the_last_token_is_computed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ahead, "end_of", lambda sequence: 10**9)
+
+
+def a_refusal_leaves_the_plan_as_carried_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ahead, "has_room", lambda *_: False)
+    advance = Sequence.advance
+
+    def too_far(self: Sequence, start: int, end: int) -> int:
+        return advance(self, start, end + (self.num_computed == start))
+
+    patch.setattr(Sequence, "advance", too_far)
+
+
+def tokens_stay_pending(patch: pytest.MonkeyPatch) -> None:
+    advance = Sequence.advance
+
+    def advanced(self: Sequence, start: int, end: int) -> int:
+        pending = self.num_pending
+        again = advance(self, start, end)
+        self.num_pending = pending
+        return again
+
+    patch.setattr(Sequence, "advance", advanced)
+
+
+BREAKS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
+    each.__name__: each
+    for each in (
+        blocks_are_free_while_a_plan_writes,
+        memory_is_not_counted,
+        the_last_token_is_computed,
+        a_refusal_leaves_the_plan_as_carried_out,
+        tokens_stay_pending,
+    )
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BREAKS[name](monkeypatch)
+    caught = 0
+    for world in (AheadWorld, LateWorld):
+        monkeypatch.setattr(machine, "World", world)
+        for seed in range(40):
+            try:
+                random_history(seed, Counter())
+            except (Broken, AccountingError, AssertionError, KeyError, IndexError):
+                caught += 1
+                break
+    assert caught
+
+
+# ---- single cases --------------------------------------------------------------------------------
+
+
+def scheduler_of(num_blocks: int = 8, **fields: Any) -> Scheduler:
+    config = SchedulerConfig(**({"max_num_seqs": 4, "max_num_batched_tokens": 16} | fields))
+    return Scheduler(config, BlockManager(num_blocks, 4, "hash"))
+
+
+def request(name: str, length: int, max_tokens: int, n: int = 1) -> Request:
+    return Request(name, tuple(range(length)), SamplingParams(n=n), max_tokens)
+
+
+def test_who_ended_has_a_row_in_vain_and_keeps_its_blocks_until_then() -> None:
+    scheduler = scheduler_of()
+    first = scheduler.add(request("a", 3, 9))
+    plan = scheduler.schedule()
+    after = scheduler.schedule_ahead()
+    assert after is not None
+    assert [(row.start, row.num_tokens, row.num_samples) for row in after.rows] == [(3, 1, 1)]
+    scheduler.commit(plan, {first.seq_id: [7]})
+    assert first.token_ids == [0, 1, 2, 7]
+    scheduler.finish(first.seq_id)
+    assert scheduler.blocks.pool.num_free == 7
+    (ended,) = scheduler.record.ended
+    assert (ended.in_vain, ended.num_tokens) == (True, 1)
+    scheduler.commit(after, {first.seq_id: [8]})
+    assert first.token_ids == [0, 1, 2, 7]
+    assert scheduler.blocks.pool.num_free == 8
+    assert not scheduler.in_flight
+
+
+def test_its_end_has_the_time_of_the_tokens_that_ended_it() -> None:
+    scheduler = scheduler_of()
+    short, long = scheduler.add(request("a", 3, 2)), scheduler.add(request("b", 3, 9))
+    plans = [scheduler.schedule()]
+    for step in range(2):
+        record = scheduler.record
+        plans.append(scheduler.schedule_ahead())
+        record.computed = 10.0 + step
+        sampled = {row.seq_id: [1] for row in plans[step].rows}
+        scheduler.commit(plans[step], sampled)
+    (ended,) = scheduler.record.ended
+    assert (ended.seq_id, ended.time, ended.in_vain) == (short.seq_id, 11.0, False)
+    assert [row.seq_id for row in plans[2].rows] == [long.seq_id]
+
+
+@pytest.mark.parametrize("why", ["forks", "no room", "all end", "recomputes"])
+def test_what_must_be_waited_for(why: str) -> None:
+    scheduler = scheduler_of(num_blocks=2 if why == "no room" else 8)
+    if why == "no room":
+        scheduler.add(request("a", 4, 4))
+        scheduler.add(request("b", 4, 4))
+    else:
+        scheduler.add(request("a", 3, 1 if why == "all end" else 5, 2 if why == "forks" else 1))
+    plan = scheduler.schedule()
+    assert plan.rows
+    sequences = list(scheduler.in_flight.values())
+    if why == "recomputes":
+        sequences[0].furthest = 2
+    books = [(one.num_computed, one.num_tokens) for one in sequences]
+    assert scheduler.schedule_ahead() is None
+    assert books == [(one.num_computed, one.num_tokens) for one in sequences]
+    assert scheduler.record.step == plan.step
+
+
+def test_plans_are_committed_in_order() -> None:
+    scheduler = scheduler_of()
+    first = scheduler.add(request("a", 3, 9))
+    plan = scheduler.schedule()
+    after = scheduler.schedule_ahead()
+    assert scheduler.schedule_ahead() is None
+    with pytest.raises(AccountingError, match="order"):
+        scheduler.commit(after, {first.seq_id: [7]})
+    with pytest.raises(AccountingError, match="not committed"):
+        scheduler.schedule()
+    scheduler.commit(plan, {first.seq_id: [7]})
+    with pytest.raises(AccountingError, match="order"):
+        scheduler.commit(plan, {first.seq_id: [7]})
