@@ -81,18 +81,28 @@ def upload(device: torch.device, *arrays: NDArray) -> list[Tensor]:
     """Each array as a tensor on the device; all together in one copy that nobody waits for."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    pieces = [np.ascontiguousarray(array) for array in arrays]
-    ends = np.cumsum([-(-piece.nbytes // 8) * 8 for piece in pieces])  # numbers of 8 bytes aligned
-    staged = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True)
-    starts = [0, *ends[:-1].tolist()]
-    for start, piece in zip(starts, pieces, strict=True):
-        staged.numpy()[start : start + piece.nbytes] = piece.reshape(-1).view(np.uint8)
-    there = staged.to(device, non_blocking=True)
+    together, starts = pack(arrays)
+    there = torch.from_numpy(together).pin_memory().to(device, non_blocking=True)
+    return unpack(there, arrays, starts)
+
+
+def pack(arrays: Sequence[NDArray]) -> tuple[NDArray[np.uint8], list[int]]:
+    """The bytes of all arrays in one, and where each starts: at a multiple of 8, because a tensor's
+    numbers must be aligned."""
+    ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()
+    together, starts = np.zeros(ends[-1], dtype=np.uint8), [0, *ends[:-1]]
+    for start, array in zip(starts, arrays, strict=True):
+        together[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    return together, starts
+
+
+def unpack(there: Tensor, arrays: Sequence[NDArray], starts: Sequence[int]) -> list[Tensor]:
+    """Tensors like the arrays that were packed, wherever the bytes are now."""
     return [
-        there[start : start + piece.nbytes]
-        .view(torch.from_numpy(piece[:0].reshape(-1)).dtype)
-        .view(piece.shape)
-        for start, piece in zip(starts, pieces, strict=True)
+        there[start : start + array.nbytes]
+        .view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
+        .view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
     ]
 
 

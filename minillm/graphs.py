@@ -72,7 +72,6 @@ class CudaCapture:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Warm up on a stream beside the others, then record."""
-        free, _ = torch.cuda.mem_get_info(self.device)
         current = torch.cuda.current_stream(self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(current)
@@ -80,10 +79,12 @@ class CudaCapture:
             for _ in range(self.WARM_UP):
                 run()
         current.wait_stream(side)
+        torch.cuda.empty_cache()  # else what the recording takes might be what the warm-up left
+        before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
-        self.num_bytes += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
+        self.num_bytes += max(torch.cuda.memory_reserved(self.device) - before, 0)
         return graph.replay
 
 
