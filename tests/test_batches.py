@@ -99,7 +99,7 @@ def test_what_is_read_later_is_what_was_there():
     assert read().tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-# ---- what only a GPU runs: the calls exist, and come in the right order ---------------------------
+# ---- what only a GPU runs: the calls exist, and come in the right order --------------------------
 
 
 class FakeCuda:
