@@ -21,7 +21,8 @@ ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
 )
 LANES = 16  # head dimensions are multiples of it
 MOST_HEAD_DIM = 512  # of norm_rope_write; as in common.h
-MOST_GROUP_VALUES = 2**16  # of a KV head's queries and sums, which are on a thread's stack
+MOST_GROUP = 256  # query heads of a KV head, of which decode.c keeps 80 floats on a thread's stack
+MOST_DIM = 4096  # of a head in attention; as many floats stand there, too
 PANEL_STEP = 32  # inputs of a weight in panels are a multiple of it
 P, N, F = c_void_p, c_int64, c_float
 
@@ -173,8 +174,14 @@ def norm_rope_write(
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     check_rope((cos, sin), count, d)
     _check(d <= MOST_HEAD_DIM and d % 2 == 0, "qkv", qkv, f"[.., .., an even D <= {MOST_HEAD_DIM}]")
+    _check(k_cache.shape[3] == d, "k_cache", k_cache, f"[.., .., .., {d}]")
     _check(k_cache.shape == v_cache.shape, "v_cache", v_cache, str(list(k_cache.shape)))
     _check(k_cache.stride() == v_cache.stride(), "v_cache", v_cache, "laid out as k_cache")
+    for name, each in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check(each.dtype == qkv.dtype, name, each, f"{qkv.dtype}")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            _check_vector(name, weight, d, qkv.dtype)
     _check_integers("slot_mapping", slot_mapping, torch.int64)
     _check(k_cache.stride()[2:] == (d, 1), "k_cache", k_cache, "rows side by side")
     both = q_weight is not None and k_weight is not None
@@ -212,7 +219,7 @@ def fits_vectors(group: int, dim: int, value_dim: int) -> bool:
     """Whether attention in C is made for `group` query heads per KV head of these dimensions."""
     if dim % LANES or value_dim % LANES:
         return False
-    return group * (dim + value_dim) <= MOST_GROUP_VALUES
+    return group <= MOST_GROUP and max(dim, value_dim) <= MOST_DIM
 
 
 def takes_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -298,16 +305,21 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 def takes_panels(weight: Tensor) -> bool:
     """Whether a weight [out, in] can be kept in panels here."""
     found = functions(weight.dtype)
-    return found is not None and found.panel_linear is not None and not weight.shape[1] % PANEL_STEP
+    if found is None or found.panel_linear is None or weight.device.type != "cpu":
+        return False
+    return weight.shape[1] > 0 and weight.shape[1] % PANEL_STEP == 0
 
 
 def pack_panels(weight: Tensor, panels: Tensor) -> None:
     """[out, in] -> [ceil(out / 32), in / 2, 32, 2], as `c/linear.c` describes them."""
     pack = _functions(weight.dtype).pack_panels
+    if pack is None or not takes_panels(weight):
+        raise RuntimeError("This weight cannot be kept in panels here; ask `takes_panels` first.")
     shape = panels_shape(*weight.shape)
-    _check(panels.shape == shape and panels.is_contiguous(), "panels", panels, str(list(shape)))
-    if pack is not None:
-        pack(weight.contiguous().data_ptr(), panels.data_ptr(), *weight.shape)
+    right = panels.shape == shape and panels.dtype == weight.dtype and panels.is_contiguous()
+    _check(right, "panels", panels, f"contiguous {list(shape)}, {weight.dtype}")
+    weight = weight.contiguous()
+    pack(weight.data_ptr(), panels.data_ptr(), *weight.shape)
 
 
 def panels_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
@@ -320,11 +332,15 @@ def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     x = x.contiguous()
     count, size = x.shape
     _check(panels.shape == panels_shape(out_features, size), "x", x, f"[N, {2 * panels.shape[1]}]")
-    out = x.new_empty(count, out_features)
+    _check(x.dtype == panels.dtype, "x", x, f"{panels.dtype}")
+    if bias is not None:
+        _check_vector("bias", bias, out_features, x.dtype)
     run = _functions(x.dtype).panel_linear
-    if run is not None:
-        at = None if bias is None else bias.data_ptr()
-        run(x.data_ptr(), panels.data_ptr(), at, out.data_ptr(), count, size, out_features)
+    if run is None:
+        raise RuntimeError("There are no products in panels here; ask `takes_panels` first.")
+    out = x.new_empty(count, out_features)
+    at = None if bias is None else bias.data_ptr()
+    run(x.data_ptr(), panels.data_ptr(), at, out.data_ptr(), count, size, out_features)
     return out
 
 
@@ -357,6 +373,11 @@ def check_batch(
     """The same for all that a pass is told."""
     _check_integers("slot_mapping", slot_mapping, torch.int64)
     check_tables(query_start, seq_lens, block_tables)
+
+
+def _check_vector(name: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
+    right = tensor.shape == (size,) and tensor.dtype == dtype and tensor.is_contiguous()
+    _check(right, name, tensor, f"contiguous [{size}], {dtype}")
 
 
 def _check_integers(name: str, tensor: Tensor, dtype: torch.dtype) -> None:

@@ -76,7 +76,6 @@ typedef struct {
 typedef struct {
     const element *keys, *values;
     int64_t count;
-    int64_t readable; /* rows to the end of the page: those behind `count` may be read, not used */
 } run;
 
 /* The run that begins at a position and ends before `end`. */
@@ -86,7 +85,7 @@ static inline run find_run(pages k, pages v, int64_t head, const int64_t *table,
     int64_t left = block_size - offset;
     return (run){k.data + block * k.block + head * k.head + offset * k.row,
                  v.data + block * v.block + head * v.head + offset * v.row,
-                 left < end - at ? left : end - at, left};
+                 left < end - at ? left : end - at};
 }
 
 /* Ask for 16 rows before they are needed. Few at a time, between other work: a core can wait for a
@@ -273,6 +272,7 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
     pages k = {k_cache, strides[0], strides[1], strides[2]};
     pages v = {v_cache, strides[3], strides[4], strides[5]};
     int64_t group = heads / kv_heads, longest = 0;
+    if (sequences == 0) return 0;
     for (int64_t b = 0; b < sequences; b++) {
         int64_t used = (seq_lens[b] + block_size - 1) / block_size;
         if (seq_lens[b] < 0 || used > columns) return 2;

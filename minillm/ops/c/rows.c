@@ -58,8 +58,9 @@ void silu_mul(const element *gate_up, element *out, int64_t n, int64_t size) {
         element *restrict o = out + row * size;
         for (int64_t i = 0; i < size; i++) {
             float g = load(gate[i]);
-            float e = fast_exp(g < -88.f ? 88.f : -g); /* at 88 silu is 0 to 36 digits */
-            o[i] = store(rounded(g / (1.f + e)) * load(up[i]));
+            float silu = g / (1.f + fast_exp(g < -88.f ? 88.f : -g));
+            silu = g < -88.f ? g * 0.f : silu; /* 0 to 36 digits; NaN at -infinity, as in torch */
+            o[i] = store(rounded(silu) * load(up[i]));
         }
     }
 }
@@ -108,11 +109,11 @@ static inline void norm_and_rotate(const element *x, const element *weight, floa
  * Returns how many slots do not exist; those are not written.
  */
 int64_t norm_rope_write(const element *qkv, const element *q_weight, const element *k_weight,
-                     float eps, const float *cos, const float *sin, int64_t interleaved,
-                     element *k_cache, element *v_cache, int64_t block_stride, int64_t head_stride,
-                     int64_t block_size, const int64_t *slots, int64_t num_slots, element *q_out,
-                     int64_t n, int64_t heads, int64_t kv_heads, int64_t d,
-                        int64_t all_slots) {
+                        float eps, const float *cos, const float *sin, int64_t interleaved,
+                        element *k_cache, element *v_cache, int64_t block_stride,
+                        int64_t head_stride, int64_t block_size, const int64_t *slots,
+                        int64_t num_slots, element *q_out, int64_t n, int64_t heads,
+                        int64_t kv_heads, int64_t d, int64_t all_slots) {
     int64_t wrong = 0;
 #pragma omp parallel for reduction(+ : wrong) if (n * (heads + 2 * kv_heads) * d > WORTH_THREADS)
     for (int64_t token = 0; token < n; token++) {

@@ -1,0 +1,92 @@
+"""The C library of this processor, and the same for processors that can do less.
+
+Memory that C gets here has a band around it: numbers that must not change, or NaN that must not be
+read.
+"""
+
+import os
+import tempfile
+from ctypes import CDLL
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from minillm import machine
+from minillm.ops import c_library, cpu
+
+NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+PATHS = {
+    "native": (),
+    "no tiles": NO_TILES,
+    "no pairs": (*NO_TILES, "-mno-avx512bf16"),
+    "plain C": ("-march=x86-64-v3", "-mprefer-vector-width=256"),
+}
+ELEMENTS: dict[c_library.Element, torch.dtype] = {"BF16": torch.bfloat16, "F32": torch.float32}
+BAND = 64  # elements on each side
+MARK = 119.0
+
+
+@cache
+def folder() -> Path:
+    """Where this process, and the other workers of its test run, keep what they built."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return Path(tempfile.mkdtemp(prefix="minillm-c-"))
+    return Path(tempfile.gettempdir()) / f"minillm-c-{run}"
+
+
+def bind(built: CDLL, dtype: torch.dtype) -> cpu.Functions:
+    """The functions of a library that was built for this type."""
+    with patch.object(cpu, "library", lambda element: built):
+        found = cpu.functions.__wrapped__(dtype)
+    assert found is not None
+    return found
+
+
+@cache
+def functions(path: str, element: c_library.Element) -> cpu.Functions:
+    """The functions as compiled for one of PATHS; the test is skipped where that cannot be."""
+    instructions = machine.cpu_instructions().split()
+    if path != "native" and "avx2" not in instructions:
+        pytest.skip("a path of x86-64 processors")
+    try:
+        file = c_library.find_or_build(element, PATHS[path], folder())
+        return bind(c_library.load(file), ELEMENTS[element])
+    except c_library.NoLibrary as reason:
+        pytest.skip(str(reason))
+
+
+class Guarded:
+    """A tensor in the middle of a longer one, with MARK on both sides: for outputs."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fill: float = float("nan")):
+        size = torch.Size(shape).numel()
+        self.memory = torch.full((size + 2 * BAND,), MARK, dtype=dtype)
+        self.inside = self.memory[BAND : BAND + size].view(shape)
+        self.inside.fill_(fill)
+
+    def checked(self) -> Tensor:
+        """The tensor, whose neighbours were not written."""
+        size = self.inside.numel()
+        assert self.memory[:BAND].eq(MARK).all(), "written in front of the output"
+        assert self.memory[BAND + size :].eq(MARK).all(), "written behind the output"
+        return self.inside
+
+
+def poisoned(x: Tensor) -> Tensor:
+    """The same tensor between NaN: what is read outside shows in the result."""
+    guarded = torch.full((x.numel() + 2 * BAND,), float("nan"), dtype=x.dtype)
+    inside = guarded[BAND : BAND + x.numel()].view(x.shape)
+    inside.copy_(x)
+    return inside
+
+
+def ulps(got: Tensor, exact: Tensor) -> Tensor:
+    """How far float32 numbers are from exact ones in float64, in units of the last place."""
+    _, exponent = torch.frexp(exact)
+    unit = torch.ldexp(torch.ones_like(exact), exponent.clamp(min=-125) - 24)
+    return (got.double() - exact).abs() / unit

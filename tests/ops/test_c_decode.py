@@ -1,0 +1,265 @@
+"""Decode attention in C against float64, on every path that this processor can run."""
+
+import random
+import threading
+from ctypes import c_int64
+
+import pytest
+import torch
+from torch import Tensor
+
+from minillm.ops import cpu
+from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions
+from tests.ops.test_c_prefill import Batch, make_batch
+
+NAN = float("nan")
+TOLERANCE = {
+    torch.bfloat16: {"atol": 0.004, "rtol": 0.006},
+    torch.float32: {"atol": 2e-6, "rtol": 1e-6},
+}
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def path(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=ELEMENTS)
+def attend(request, path):
+    return Attend(functions(path, request.param), ELEMENTS[request.param])
+
+
+class Attend:
+    """Calls the C function with a batch and a band around its output."""
+
+    def __init__(self, found: cpu.Functions, dtype: torch.dtype):
+        self.functions, self.dtype = found, dtype
+
+    def status(self, batch: Batch, out: Tensor) -> int:
+        q, k, v, tables = batch.q, batch.k_cache, batch.v_cache, batch.block_tables
+        return self.functions.decode_attention(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(),
+            (c_int64 * 6)(*k.stride()[:3], *v.stride()[:3]), k.shape[2],
+            batch.query_start.data_ptr(), batch.seq_lens.data_ptr(), tables.data_ptr(),
+            tables.stride(0), batch.scale, batch.window or 0, out.data_ptr(),
+            len(batch.seq_lens), q.shape[1], k.shape[1], q.shape[2], v.shape[3],
+            len(q), len(k), tables.shape[1],
+        )  # fmt: skip
+
+    def __call__(self, batch: Batch) -> Tensor:
+        out = Guarded((len(batch.q), batch.q.shape[1], batch.v_cache.shape[3]), batch.q.dtype)
+        assert self.status(batch, out.inside) == 0
+        return out.checked()
+
+    def check(self, batch: Batch) -> None:
+        got = self(batch).double()
+        torch.testing.assert_close(got, batch.expected(), **TOLERANCE[self.dtype])
+
+
+def decode_batch(dtype: torch.dtype, lengths: list[int], **options) -> Batch:
+    return make_batch(dtype, lengths, [1] * len(lengths), **options)
+
+
+def random_batch(dtype: torch.dtype, seed: int) -> Batch:
+    choose = random.Random(seed)
+    lengths = [
+        choose.choice([1, 2, 15, 16, 17, 63, 64, 65, 128, 129, choose.randrange(1, 900)])
+        for _ in range(choose.choice([1, 2, 5]))
+    ]
+    return decode_batch(
+        dtype,
+        lengths,
+        kv_heads=choose.choice([1, 2, 3]),
+        group=choose.randrange(1, 21),
+        d=choose.choice([16, 32, 48, 64, 80, 96, 128, 256]),
+        dv=choose.choice([None, None, 16, 80]),
+        block_size=choose.choice([1, 3, 16, 17, 32, 64, 100, 1024]),
+        window=choose.choice([None, None, 1, 7, 64, 100, 1000]),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_attention(attend, seed):
+    attend.check(random_batch(attend.dtype, seed))
+
+
+@pytest.mark.parametrize("group", range(1, 21))
+def test_every_number_of_query_heads(attend, group):
+    attend.check(decode_batch(attend.dtype, [70, 5], group=group, d=48, kv_heads=1))
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 79, 80, 81, 127, 128, 129, 192])
+def test_lengths_around_vectors_and_tiles(attend, length):
+    for block_size in (1, 16, 20, 256):
+        attend.check(decode_batch(attend.dtype, [length], d=16, block_size=block_size))
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (48, 32), (32, 16)])
+def test_values_may_be_a_part_of_the_keys(attend, dims):
+    attend.check(decode_batch(attend.dtype, [150, 9], kv_heads=1, group=16, d=dims[0],
+                              dv=dims[1], mla=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("window", [None, 600])
+def test_few_heads_and_long_sequences_are_divided(attend, window, threads):
+    """Parts of a sequence, of which a short one beside it has none."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        batch = decode_batch(
+            attend.dtype, [1500, 1, 3], kv_heads=1, group=5, d=32, window=window, block_size=64
+        )
+        batch.k_cache.mul_(2)  # steeper, so that maxima differ from part to part
+        attend.check(batch)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 63, 64, 65, 199, 200, 201])
+def test_windows(attend, window):
+    attend.check(decode_batch(attend.dtype, [200, 64, 1], d=32, window=window))
+
+
+def test_a_window_of_one_gives_the_value_itself(attend):
+    batch = decode_batch(attend.dtype, [200], kv_heads=1, group=2, block_size=256, window=1)
+    value = batch.v_cache[batch.block_tables[0, 0], 0, 199]
+    assert torch.equal(attend(batch)[0, 1], value)
+
+
+def test_the_maximum_is_carried_from_tile_to_tile(attend):
+    """Scores that rise, fall, and differ by far more than exp can tell from 0."""
+    for factors in (torch.linspace(0, 3, 256), torch.linspace(3, 0, 256), torch.rand(256) * 4):
+        batch = decode_batch(attend.dtype, [256], kv_heads=1, group=2, d=32, block_size=256)
+        batch.q.fill_(4)
+        page = batch.k_cache[batch.block_tables[0, 0], 0]
+        page.copy_(factors[:, None].to(attend.dtype).expand(256, 32))
+        attend.check(batch)
+
+
+def test_nan_reaches_the_heads_that_see_it_and_no_others(attend):
+    for where in ("k_cache", "v_cache"):
+        batch = decode_batch(attend.dtype, [150, 150], group=2, block_size=64, window=100)
+        getattr(batch, where)[batch.block_tables[0, 1], 1, 7] = NAN  # position 71 of head 1
+        getattr(batch, where)[batch.block_tables[1, 0], 0, 49] = NAN  # before the window
+        got = attend(batch)
+        assert got[0, 2:].isnan().all()
+        assert not got[0, :2].isnan().any()
+        assert not got[1].isnan().any()
+
+
+def test_an_infinite_score_is_not_a_plausible_number(attend):
+    batch = decode_batch(attend.dtype, [40], kv_heads=1, group=1, d=16, block_size=64)
+    batch.q.fill_(1)
+    batch.k_cache[batch.block_tables[0, 0], 0, 7] = float("inf")
+    assert attend(batch).isnan().all()
+
+
+def test_rows_of_length_zero_are_zero(attend):
+    batch = decode_batch(attend.dtype, [20, 5, 400], kv_heads=1)
+    batch.seq_lens[1] = 0
+    batch.block_tables[1] = -(2**40)
+    got = attend(batch)
+    assert got[1].eq(0).all()
+    assert not got.isnan().any()
+
+
+def test_sequences_with_other_numbers_of_queries_are_left_alone(attend):
+    batch = make_batch(attend.dtype, [50, 60, 7, 70], [1, 3, 0, 1])
+    got = attend(batch)
+    assert got[1:4].isnan().all()
+    assert not got[[0, 4]].isnan().any()
+
+
+def test_nothing_to_do(attend):
+    batch = decode_batch(attend.dtype, [9])
+    none = Batch(
+        batch.q[:0],
+        batch.k_cache,
+        batch.v_cache,
+        batch.query_start[:1],
+        batch.seq_lens[:0],
+        batch.block_tables[:0],
+        1.0,
+    )
+    assert attend(none).numel() == 0
+    if cpu.takes_attention(none.q, none.k_cache, none.v_cache):
+        assert wrapped(none).shape == (0, 6, 64)
+
+
+def wrapped(batch: Batch) -> Tensor:
+    caches, lengths = (batch.k_cache, batch.v_cache), (batch.query_start, batch.seq_lens)
+    return cpu.paged_attention(batch.q, *caches, *lengths, batch.block_tables, batch.scale)
+
+
+def set_(name: str, index: tuple[int, ...], value: int):
+    def change(batch: Batch) -> None:
+        getattr(batch, name)[index] = value
+
+    return change
+
+
+WRONG = {
+    "a negative block": set_("block_tables", (0, 1), -1),
+    "a block behind the last": set_("block_tables", (1, 0), 9),
+    "a very large block": set_("block_tables", (0, 0), 2**62),
+    "a negative length": set_("seq_lens", (0,), -1),
+    "a sequence longer than its table": set_("seq_lens", (1,), 65),
+    "the longest sequence there is": set_("seq_lens", (1,), 2**31 - 1),
+    "rows behind the last": set_("query_start", (2,), 3),
+    "rows before the first": set_("query_start", (0,), -1),
+    "rows backwards": set_("query_start", (1,), 3),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_points_outside_is_refused_and_nothing_is_written(attend, what):
+    batch = decode_batch(attend.dtype, [40, 50])
+    assert len(batch.k_cache) == 9
+    WRONG[what](batch)
+    out = Guarded((2, 6, 64), attend.dtype, 7.0)
+    assert attend.status(batch, out.inside) == 2
+    assert out.checked().eq(7).all()
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_wrapper_raises(what):
+    batch = decode_batch(torch.float32, [40, 50])
+    if not cpu.takes_attention(batch.q, batch.k_cache, batch.v_cache):
+        pytest.skip(cpu.describe(torch.float32))
+    WRONG[what](batch)
+    with pytest.raises(IndexError, match="block_tables or query_start point outside the cache"):
+        wrapped(batch)
+
+
+def test_the_last_columns_of_a_wide_table(attend):
+    """Rows of a larger table, as the runner keeps one."""
+    batch = decode_batch(attend.dtype, [40, 50, 3])
+    wide = torch.full((3, 20), 2**40)
+    wide[:, : batch.block_tables.shape[1]] = batch.block_tables
+    batch.block_tables = wide[:, : batch.block_tables.shape[1]]
+    attend.check(batch)
+
+
+@pytest.mark.parametrize("dims", [(256, 16, 16), (256, 64, 512), (128, 576, 512), (1, 4096, 4096)])
+def test_the_largest_heads_fit_a_thread_s_stack(dims):
+    """macOS gives a thread 512 KiB; what is above the limit goes to torch."""
+    group, d, dv = dims
+    batch = decode_batch(torch.float32, [70], kv_heads=1, group=group, d=d, dv=dv)
+    if not cpu.takes_attention(batch.q, batch.k_cache, batch.v_cache):
+        pytest.skip(cpu.describe(torch.float32))
+    got: list[Tensor] = []
+    before = threading.stack_size(256 * 1024)
+    try:
+        thread = threading.Thread(target=lambda: got.append(wrapped(batch)))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    torch.testing.assert_close(got[0].double(), batch.expected(), atol=1e-5, rtol=1e-5)
+
+
+def test_larger_heads_are_not_taken():
+    for group, d, dv in ((257, 16, 16), (1, 4112, 16), (1, 16, 4112), (1, 24, 16), (1, 16, 8)):
+        assert not cpu.fits_vectors(group, d, dv)
