@@ -358,6 +358,7 @@ def test_a_sample_that_fails_ends_its_request_only(folder, expected, monkeypatch
     assert_idle(llm.engine)
     (summary,) = (one for one in llm.trace.requests() if one.ends == ("error",))
     assert summary.num_tokens == (step - 1,)
+    assert summary.e2e == pytest.approx(outputs[5].metrics.e2e, abs=1e-9)
 
 
 def test_a_row_that_fails_alone_fails_alone(folder, expected, monkeypatch):
