@@ -18,6 +18,7 @@
 #define TILE 128             /* positions that are worked on together */
 #define TASK_BYTES (1 << 19) /* of queries and sums of a task, half of a small L2 */
 #define TASKS 4              /* per thread, so that none waits long for the last */
+#define AHEAD 1024           /* bytes from where a page is read to where it is asked for */
 #define LOG2_E 1.44269504f
 
 /* Pages of keys or of values: [blocks, kv_heads, block_size, dim], strides in elements. */
@@ -58,8 +59,11 @@ typedef struct {
 static inline void stage(const element *from, int64_t stride, int64_t count, int64_t dim, word *to,
                          int64_t width) {
 #if PAIR == 2
-    if (stride == dim && dim == width * PAIR) {
-        memcpy(to, from, (size_t)(count * width) * sizeof(word));
+    if (stride == dim && dim == width * PAIR) { /* one stream: ask for what comes */
+        for (int64_t i = 0; i < count * width; i += LANES) {
+            __builtin_prefetch((const char *)(from + PAIR * i) + AHEAD);
+            store_vec(to + i, load_vec(from + PAIR * i));
+        }
         return;
     }
 #endif
