@@ -24,6 +24,7 @@ from minillm.benchmarks.engine_process import (
     last_line,
     python_of,
 )
+from minillm.benchmarks.others import watching
 from minillm.cli.terminal import Terminal, seconds
 from minillm.machine import cpu_name
 
@@ -51,8 +52,9 @@ def command_of(name: str, folder: str, threads: int, dtype: str) -> list[str]:
     return [python_of(name), str(RUN), name, json.dumps(told)]
 
 
-def first_output(name: str, command: Sequence[str], threads: int, log: Path) -> float:
-    """Seconds until a process writes something to its standard output, which is then ended."""
+def first_output(name: str, command: Sequence[str], threads: int, log: Path) -> tuple[float, float]:
+    """Seconds until a process writes something to its standard output, which is then ended, and
+    the share of the processors that other programs used meanwhile."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as errors:
         start = perf_counter()
@@ -61,13 +63,14 @@ def first_output(name: str, command: Sequence[str], threads: int, log: Path) -> 
             env=environment(name, threads), start_new_session=True,
         )  # fmt: skip
         try:
-            first = process.stdout.read(1) if process.stdout else b""
-            taken = perf_counter() - start
+            with watching([process.pid]) as watch:
+                first = process.stdout.read(1) if process.stdout else b""
+                taken = perf_counter() - start
         finally:
             end_group(process)
     if not first:
         raise EngineFailedError(f"{name} ended without a token; its last words: {last_line(log)}")
-    return taken
+    return taken, watch.share
 
 
 def measure(
@@ -81,7 +84,7 @@ def measure(
 ) -> dict[str, Any]:
     """Every engine in turn, `repeats` times after one that does not count."""
     left_out: dict[str, str] = {}
-    runs: dict[str, list[float]] = {}
+    runs: dict[str, list[tuple[float, float]]] = {}
     for number in range(-1, repeats):
         for engine in engines:
             if engine in left_out:
@@ -93,16 +96,24 @@ def measure(
                 runs.setdefault(engine, []).append(first_output(engine, command, threads, log))
             except EngineFailedError as error:
                 left_out[engine] = str(error)
-    results = [
-        {"engine": engine, "first_run_seconds": each[0], "seconds": spread(each[1:]),
-         "runs": each[1:]}
-        for engine, each in runs.items() if engine not in left_out
-    ]  # fmt: skip
+    results = [result(engine, each) for engine, each in runs.items() if engine not in left_out]
     return {
         "benchmark": "startup", "machine": cpu_name(), "model": name, "dtype": dtype,
         "threads": threads, "repeats": repeats, "left_out": left_out, "results": results,
         "statement": statement(results),
     }  # fmt: skip
+
+
+def result(engine: str, runs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """One engine's starts: the first apart, then all others."""
+    first, *rest = runs
+    return {
+        "engine": engine,
+        "first_run_seconds": first[0],
+        "seconds": spread([taken for taken, _ in rest]),
+        "others": max(others for _, others in rest),
+        "runs": [taken for taken, _ in rest],
+    }
 
 
 def statement(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -120,10 +131,12 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
     terminal.heading(f"startup: {found['model']}, {found['dtype']}, {found['machine']}")
     rows = [
         [one["engine"], *(seconds(one["seconds"][each]) for each in ("min", "median", "max")),
-         seconds(one["first_run_seconds"])]
+         seconds(one["first_run_seconds"]), f"{one['others']:.0%}"]
         for one in found["results"]
     ]  # fmt: skip
     if rows:
-        terminal.table(["process start to first token", "min", "median", "max", "first run"], rows)
+        terminal.table(
+            ["process start to first token", "min", "median", "max", "first run", "others"], rows
+        )
     for line in [*found["statement"], *found["left_out"].values()]:
         terminal.paragraph(line)

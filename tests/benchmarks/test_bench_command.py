@@ -204,9 +204,9 @@ def test_startup_of_the_embedded_model(
 ) -> None:
     commands = []
 
-    def first(name: str, command: list[str], threads: int, log: Path) -> float:
+    def first(name: str, command: list[str], threads: int, log: Path) -> tuple[float, float]:
         commands.append(command)
-        return 1.5
+        return 1.5, 0.0
 
     monkeypatch.setattr(startup, "first_output", first)
     file = tmp_path / "startup.json"

@@ -155,8 +155,9 @@ def test_every_engine_gets_the_same_threads_and_no_network(
 def test_the_first_byte_of_output_stops_the_clock(tmp_path: Path) -> None:
     """The process goes on for ever, and is ended."""
     script = "import time; print('token', flush=True); time.sleep(600)"
-    taken = startup.first_output(OWN, [sys.executable, "-c", script], 1, tmp_path / "log")
+    taken, others = startup.first_output(OWN, [sys.executable, "-c", script], 1, tmp_path / "log")
     assert 0 < taken < 300
+    assert 0 <= others <= 1
 
 
 def test_a_process_that_ends_without_a_token_is_a_failure(tmp_path: Path) -> None:
@@ -172,9 +173,9 @@ def test_starts_are_in_turn_and_the_first_does_not_count(
     seconds = iter([100.0, 50.0, 1.0, 4.0, 3.0, 6.0, 2.0, 9.0])
     order = []
 
-    def first(name: str, command: object, threads: int, log: Path) -> float:
+    def first(name: str, command: object, threads: int, log: Path) -> tuple[float, float]:
         order.append(name)
-        return next(seconds)
+        return next(seconds), len(order) / 100
 
     engines = (OWN, "vllm", "transformers")
     monkeypatch.setattr(startup, "first_output", first)
@@ -182,6 +183,7 @@ def test_starts_are_in_turn_and_the_first_does_not_count(
     assert order == [OWN, "transformers"] * 4
     own, peer = found["results"]
     assert (own["first_run_seconds"], own["runs"]) == (100.0, [1.0, 3.0, 2.0])
+    assert (own["others"], peer["others"]) == (0.07, 0.08)
     assert peer["seconds"] == {"min": 4.0, "median": 6.0, "max": 9.0}
     assert found["statement"] == ["transformers takes 3.0 times as long."]
     assert "make peers" in found["left_out"]["vllm"]
