@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from minillm.layers.attention import Attention
 from minillm.layers.batch import Batch
@@ -24,7 +25,9 @@ class AllLayers:
 
     def __init__(self, model: Decoder):
         # Not the model, which has this object: a circle would keep both alive.
-        self.watched = [each for layer in model.layers for each in layer.modules()]
+        modules = [each for layer in model.layers for each in layer.modules()]
+        self.hooks = [each._forward_hooks for each in modules]
+        self.hooks += [each._forward_pre_hooks for each in modules]
         self.weights = [layer_weights(layer) for layer in model.layers]
         self.shape = layer_shape(model)
         self._layers: Layers | None = None
@@ -57,7 +60,7 @@ class AllLayers:
     def _may(self, x: Tensor, kv: KVCache) -> bool:
         if not kv.is_plain or x.dtype != kv.key.dtype or not cpu.takes(x):
             return False
-        return not any(each._forward_hooks or each._forward_pre_hooks for each in self.watched)
+        return not (any(self.hooks) or _has_any_global_hook())
 
 
 def fits(layer: nn.Module) -> bool:
