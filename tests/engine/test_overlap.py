@@ -244,6 +244,29 @@ def test_an_abort_while_a_step_is_launched(folder, expected, monkeypatch, at, ag
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_the_only_request_is_aborted_while_a_step_is_launched(folder, monkeypatch, at):
+    llm = overlapped(folder, monkeypatch, False)
+    engine, calls = llm.engine, itertools.count(1)
+    launch, launched = engine.runner.launch, []
+
+    def interrupted(plan: Any) -> Any:
+        launched.append(plan.step)
+        if next(calls) == at:
+            engine.abort("victim")
+        return launch(plan)
+
+    monkeypatch.setattr(engine.runner, "launch", interrupted)
+    request = engine.make_request("victim", None, PROMPTS[6], params_of(6))
+    victim = engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert reasons(victim.output()) == {"abort"}
+    assert launched == list(range(1, len(launched) + 1))
+    assert_idle(engine)
+    assert engine.step() == []
+
+
 def test_a_stream_and_an_engine_that_is_closed_in_the_middle(folder, expected, monkeypatch):
     llm = overlapped(folder, monkeypatch, True)
     stream = llm.stream(PROMPTS[5], requests("as they are")[5])
