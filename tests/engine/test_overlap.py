@@ -351,6 +351,21 @@ def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, set
     assert len(llm.trace) == llm.engine.scheduler.counters.num_steps
 
 
+def test_a_last_sample_that_fails_has_its_own_time(folder, monkeypatch):
+    """No step is planned behind it, and the one before was committed late."""
+    llm, give = overlapped(folder, monkeypatch, False), Runner._give
+
+    def wrong_last(self: Runner, taken: Any, chosen: Any, wrong: Any, result: Any) -> None:
+        late = len(taken[0][1].output_ids) == 8
+        give(self, taken, chosen, ["Planted."] if late else wrong, result)
+
+    monkeypatch.setattr(Runner, "_give", wrong_last)
+    (output,) = llm.generate([PROMPTS[5]], params_of(5, max_tokens=9), use_tqdm=False)
+    (summary,) = llm.trace.requests()
+    assert (summary.ends, summary.num_tokens) == (("error",), (8,))
+    assert summary.e2e == pytest.approx(output.metrics.e2e, abs=1e-9)
+
+
 @pytest.mark.parametrize("graphs", WITH_GRAPHS)
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_a_sample_that_fails_ends_its_request_only(folder, expected, monkeypatch, step, graphs):
