@@ -56,6 +56,8 @@ def library(element: Element) -> ctypes.CDLL | NoLibrary:
         return load(find_or_build(element))
     except NoLibrary as reason:
         return reason
+    except OSError as error:  # a folder that may not even be looked into
+        return NoLibrary(f"the library cannot be built: {error}")
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -78,10 +80,12 @@ def find_or_build(element: Element, flags: Sequence[str] = (), folder: Path | No
     compiler = find_compiler()
     options = [*FLAGS, *wide_vectors(), f"-DELEMENT_{element}", *flags]
     sources = sorted(SOURCES.glob("*.[ch]"))
+    if not sources:
+        raise NoLibrary("its sources are missing")
     name = f"{element.lower()}-{fingerprint(compiler, options, sources)}.so"
     folder = folder or cache_folder()
     path = folder / name
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:  # empty: a computer went off meanwhile
         build([str(compiler), *options], [each for each in sources if each.suffix == ".c"], path)
     return path
 
@@ -110,7 +114,7 @@ def fingerprint(compiler: Path, options: Sequence[str], sources: Sequence[Path])
     for part in parts:
         digest.update(part.encode() + b"\0")
     for source in sources:
-        digest.update(source.read_bytes())
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

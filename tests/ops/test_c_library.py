@@ -1,0 +1,293 @@
+"""The library is built once, and where it cannot be, torch does the work and says why."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm import machine
+from minillm.ops import c_library
+from minillm.ops.c_library import NoLibrary, find_or_build
+
+try:
+    COMPILER = c_library.find_compiler()
+except NoLibrary as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+COUNTING = """#!/bin/sh
+echo run >> {log}
+exec {compiler} "$@"
+"""
+SOURCE = "int answer(void) {{ return {number}; }}\n"
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch) -> Path:
+    """Sources of one line, which compile at once."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "one.c").write_text(SOURCE.format(number=41))
+    monkeypatch.setattr(c_library, "SOURCES", folder)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """$CC is a compiler that is counted: how often it was started."""
+    log = tmp_path / "log"
+    write_compiler(tmp_path / "counted", COUNTING.format(log=log, compiler=COMPILER))
+    monkeypatch.setenv("CC", str(tmp_path / "counted"))
+    return lambda: len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def write_compiler(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def answer(path: Path) -> int:
+    return c_library.load(path).answer()
+
+
+# ---- what is built, and when ---------------------------------------------------------------------
+
+
+def test_it_is_built_once(sources, runs, tmp_path):
+    first = find_or_build("F32", folder=tmp_path / "cache")
+    assert answer(first) == 41
+    assert runs() == 2  # it compiles, and links
+    assert find_or_build("F32", folder=tmp_path / "cache") == first
+    assert runs() == 2
+
+
+def test_whatever_changes_it_has_another_name(sources, runs, tmp_path, monkeypatch):
+    def build(element="F32", flags=()) -> Path:
+        return find_or_build(element, flags, tmp_path / "cache")
+
+    made = [build(), build("BF16"), build(flags=["-DSOMETHING"])]
+    (sources / "one.c").write_text(SOURCE.format(number=42))
+    made.append(build())
+    assert answer(made[-1]) == 42
+    (sources / "other.h").write_text("")
+    made.append(build())
+    monkeypatch.setattr(machine, "cpu_instructions", lambda: "another processor")
+    made.append(build())
+    counted = Path(os.environ["CC"])
+    os.utime(counted, ns=(0, 0))  # the compiler was replaced
+    made.append(build())
+    assert len(set(made)) == len(made)
+    assert runs() == 2 * len(made)
+
+
+def test_nothing_else_stays_in_the_folder(sources, tmp_path):
+    path = find_or_build("F32", folder=tmp_path / "cache")
+    (sources / "one.c").write_text("no C at all")
+    with pytest.raises(NoLibrary):
+        find_or_build("F32", folder=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == [path]
+
+
+PROGRAM = """
+from minillm.ops import c_library
+from pathlib import Path
+c_library.SOURCES = Path({sources!r})
+print(c_library.find_or_build("F32"))
+"""
+
+
+def test_two_processes_may_build_at_once_and_a_third_finds_it(sources, runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    command = [sys.executable, "-c", PROGRAM.format(sources=str(sources))]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {Path(each.communicate()[0].strip()) for each in both}
+    assert len(paths) == 1
+    (path,) = paths
+    assert path.parent == tmp_path / "home/minillm"
+    assert answer(path) == 41
+    before = runs()
+    assert subprocess.check_output(command, text=True).strip() == str(path)
+    assert runs() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+# ---- why there is none ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reason(monkeypatch):
+    """Why there is no library for float32, asked anew."""
+
+    def ask() -> str:
+        found = c_library.library.__wrapped__("F32")
+        assert isinstance(found, NoLibrary)
+        return str(found)
+
+    return ask
+
+
+def test_no_compiler(monkeypatch, tmp_path, reason):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert reason() == "no C compiler (cc) was found"
+
+
+def test_a_compiler_that_does_not_exist_is_not_asked(monkeypatch, sources, tmp_path):
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert answer(find_or_build("F32", folder=tmp_path)) == 41
+
+
+FAILING = {
+    "an error": (
+        "echo 'a.c:1: note: x' >&2; echo 'a.c:2: error: y' >&2; exit 1",
+        "a.c:2: error: y",
+    ),
+    "a line that says nothing": ("echo odd >&2; exit 3", "odd"),
+    "no word": ("exit 4", "exit code 4"),
+    "nothing made": ("exit 0", ""),
+    "a signal": ("kill -9 $$", "exit code -9"),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_a_compiler_that_fails(monkeypatch, tmp_path, reason, what):
+    does, says = FAILING[what]
+    compiler = write_compiler(tmp_path / "failing", f"#!/bin/sh\n{does}\n")
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    expected = f"the C compiler failed: {says}" if says else "the library cannot be built: "
+    assert reason().startswith(expected)
+    assert not list((tmp_path / "home/minillm").iterdir())
+
+
+def test_a_compiler_without_openmp(monkeypatch, tmp_path, reason):
+    """Apple's clang."""
+    text = "#!/bin/sh\necho \"clang: error: unsupported option '-fopenmp'\" >&2\nexit 1\n"
+    monkeypatch.setenv("CC", str(write_compiler(tmp_path / "clang", text)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert reason() == "the C compiler failed: clang: error: unsupported option '-fopenmp'"
+
+
+def test_a_compiler_that_never_ends(monkeypatch, tmp_path, reason):
+    compiler = write_compiler(tmp_path / "slow", "#!/bin/sh\nexec sleep 1000\n")
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(c_library, "BUILD_SECONDS", 0.2)
+    assert reason() == "the C compiler took over 0.2 s"
+
+
+def test_a_compiler_that_cannot_be_started(monkeypatch, tmp_path, reason):
+    compiler = write_compiler(tmp_path / "odd", "\0\0 not a program")
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert reason().startswith("the library cannot be built: ")
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path, reason):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert reason().startswith("the library cannot be built: ")
+    assert str(tmp_path / "file") in reason()
+
+
+def test_a_folder_that_may_not_even_be_looked_into(monkeypatch, tmp_path, reason):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert reason().startswith("the library cannot be built: [Errno 13] Permission denied")
+
+
+def test_sources_that_are_not_there(monkeypatch, tmp_path, reason):
+    """A package that was made without them."""
+    monkeypatch.setattr(c_library, "SOURCES", tmp_path / "nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert reason() == "its sources are missing"
+
+
+def test_a_file_that_is_no_library_is_built_again(sources, runs, tmp_path, monkeypatch):
+    """A disk that was full, or a computer that was turned off."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = find_or_build("F32")
+    path.write_bytes(b"")
+    found = c_library.library.__wrapped__("F32")
+    assert not isinstance(found, NoLibrary), found
+    assert found.answer() == 41
+    assert runs() == 4
+
+
+def test_the_switch(monkeypatch, reason):
+    monkeypatch.setenv("MINILLM_C", "0")
+    assert reason() == "MINILLM_C is 0"
+
+
+def test_no_bf16_instructions(monkeypatch):
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert str(c_library.library.__wrapped__("BF16")) == "no bf16 instructions"
+
+
+# ---- the whole engine ----------------------------------------------------------------------------
+
+GENERATE = """
+from minillm import LLM, SamplingParams
+from minillm.ops import cpu, dispatch
+import torch
+llm = LLM("tiny", num_gpu_blocks_override=64)
+said = llm.generate("def add(a, b):", SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+print(len(said[0].outputs[0].token_ids))
+print(dispatch.explain(torch.device("cpu")))
+print(cpu.describe(torch.float32))
+"""
+WITHOUT = {
+    "the switch": ({"MINILLM_C": "0"}, "plain torch: MINILLM_C is 0"),
+    "no compiler": ({"PATH": ""}, "plain torch: no C compiler (cc) was found"),
+    "no folder": (
+        {"XDG_CACHE_HOME": "/dev/null"},
+        "plain torch: the library cannot be built: [Errno 20] Not a directory: '/dev/null/minillm'",
+    ),
+}
+
+
+def generate(**environment: str) -> list[str]:
+    """Tokens, path of what is computed, path of float32; in a process of its own."""
+    env = {**os.environ, **environment}
+    env.pop("CC", None)
+    command = [sys.executable, "-c", GENERATE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("what", WITHOUT)
+def test_generation_goes_on_without_it(what):
+    environment, why = WITHOUT[what]
+    assert generate(**environment) == ["8", why, why]
+
+
+def test_generation_on_processors_that_can_less():
+    """float32 in C, where torch was told to leave wide vectors alone."""
+    tokens, path, path_of_float32 = generate(ATEN_CPU_CAPABILITY="avx2")
+    assert tokens == "8"
+    assert path == path_of_float32 == "C functions of our own"
+
+
+IMPORT = """
+import sys
+import torch
+def refuse(event, arguments):
+    if event == "subprocess.Popen":
+        raise RuntimeError("a process was started")
+sys.addaudithook(refuse)
+import minillm.ops
+from minillm.ops import cpu
+from minillm.ops.c_library import library
+assert library.cache_info().currsize == cpu.functions.cache_info().currsize == 0
+"""
+
+
+def test_importing_builds_nothing():
+    subprocess.run([sys.executable, "-c", IMPORT], check=True)
