@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from minillm.benchmarks.compare import Work
     from minillm.config import ModelConfig
 
-USAGE = "{decode,prefill,offline,startup,scheduler,kernels} [MODEL] [options]"
+USAGE = "WHAT [MODEL] [options]"
 EXAMPLES = """\
 decode     one token after the other    prefill    prompts
 offline    requests of mixed lengths    startup    process start to first token
 scheduler  deciding, without a model    kernels    Triton kernels, on a GPU
 
+--vs needs engines that 'make peers' sets up, each in its own environment.
+
 examples:
-  minillm bench decode                              the shape of SmolLM2-135M, random weights
+  minillm bench decode
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
-  minillm bench decode --vs vllm,openvino,transformers --json result.json
-  minillm bench offline PATH_TO_A_HF_FOLDER --requests 64
+  minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
   minillm bench startup tiny
-  make peers                                        what --vs needs, once
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
 COMPARED = ("decode", "prefill", "offline")
