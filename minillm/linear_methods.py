@@ -50,7 +50,7 @@ class PanelLinearMethod:
 
     def lookup(self, ids: Tensor, weight: Tensor) -> Tensor:
         """[N] -> [N, in]"""
-        return cpu.rows_of_panels(weight, ids)
+        return cpu.rows_of_panels(weight, ids, self.out_features)
 
 
 class PackedLinearMethod:

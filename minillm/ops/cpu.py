@@ -38,7 +38,8 @@ class Functions:
     decode_attention: Callable[..., int]
     prefill_attention: Callable[..., int]
     pack_panels: Callable[..., None] | None  # None: a processor without AMX
-    panel_linear: Callable[..., None] | None
+    panel_product: Callable[..., None] | None
+    panel_rows: Callable[..., int] | None
 
 
 @cache
@@ -64,7 +65,8 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("decode_attention", N, *attention, N, N, N),
         bind("prefill_attention", N, *attention, N),
         bind("pack_panels", None, P, P, N, N) if panels else None,
-        bind("panel_linear", None, P, P, P, P, N, N, N) if panels else None,
+        bind("panel_product", None, P, P, P, P, N, N, N, N) if panels else None,
+        bind("panel_rows", N, P, P, P, N, N, N) if panels else None,
     )
 
 
@@ -74,7 +76,7 @@ def describe(dtype: torch.dtype) -> str:
     if isinstance(built, NoLibrary):
         return f"plain torch: {built}"
     found = functions(dtype)
-    amx = found is not None and found.panel_linear is not None
+    amx = found is not None and found.panel_product is not None
     return "C functions of our own, AMX products" if amx else "C functions of our own"
 
 
@@ -305,7 +307,7 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 def takes_panels(weight: Tensor) -> bool:
     """Whether a weight [out, in] can be kept in panels here."""
     found = functions(weight.dtype)
-    if found is None or found.panel_linear is None or weight.device.type != "cpu":
+    if found is None or found.panel_product is None or weight.device.type != "cpu":
         return False
     return weight.shape[1] > 0 and weight.shape[1] % PANEL_STEP == 0
 
@@ -335,18 +337,29 @@ def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     _check(x.dtype == panels.dtype, "x", x, f"{panels.dtype}")
     if bias is not None:
         _check_vector("bias", bias, out_features, x.dtype)
-    run = _functions(x.dtype).panel_linear
+    run = _functions(x.dtype).panel_product
     if run is None:
         raise RuntimeError("There are no products in panels here; ask `takes_panels` first.")
     out = x.new_empty(count, out_features)
     at = None if bias is None else bias.data_ptr()
-    run(x.data_ptr(), panels.data_ptr(), at, out.data_ptr(), count, size, out_features)
+    run(x.data_ptr(), panels.data_ptr(), at, out.data_ptr(), count, size, out_features, 0)
     return out
 
 
-def rows_of_panels(panels: Tensor, ids: Tensor) -> Tensor:
+def rows_of_panels(panels: Tensor, ids: Tensor, out_features: int) -> Tensor:
     """Rows [N, in] of a weight in panels: what an embedding looks up."""
-    return panels[ids // 32, :, ids % 32].flatten(1)
+    if not takes(panels):  # somebody watches torch's operations
+        return panels[ids // 32, :, ids % 32].flatten(1)
+    ids = ids.contiguous()
+    _check_integers("ids", ids, torch.int64)
+    _check(len(panels) == -(-out_features // 32), "panels", panels, f"of {out_features} outputs")
+    size = 2 * panels.shape[1]
+    out = panels.new_empty(len(ids), size)
+    run = _functions(panels.dtype).panel_rows
+    where = panels.data_ptr(), ids.data_ptr(), out.data_ptr()
+    if run is not None and run(*where, len(ids), size, out_features):
+        raise IndexError(f"A token id is outside of 0 to {out_features - 1}.")
+    return out
 
 
 def check_rope(rope: tuple[Tensor, Tensor], count: int, head_dim: int) -> None:

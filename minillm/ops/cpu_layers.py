@@ -4,9 +4,10 @@ What is the same in every step, the addresses of weights and cache, is written d
 fills in where its batch is, and takes one block of memory for all that lies between the layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class LayerShape:
     @property
     def fits(self) -> bool:
         """Whether the functions in C are made for these sizes."""
-        if self.head_dim > cpu.MOST_HEAD_DIM:
+        if self.head_dim > cpu.MOST_HEAD_DIM or self.intermediate % cpu.PANEL_STEP:
             return False
         return cpu.fits_vectors(self.heads // self.kv_heads, self.head_dim, self.head_dim)
 
@@ -127,9 +128,9 @@ class Layers:
             shape.scale,
         )
         heads = shape.heads + 2 * shape.kv_heads
-        wide = max(heads * shape.head_dim, 2 * shape.intermediate)
-        narrow = max(shape.heads * shape.head_dim, shape.intermediate)
-        self._widths = (shape.hidden,) * 3 + (wide, narrow, narrow)
+        wide, narrow = heads * shape.head_dim, max(shape.heads * shape.head_dim, shape.intermediate)
+        self._widths = shape.hidden, wide, narrow, narrow
+        self._spare: list[Tensor] = []  # memory of an earlier step: new pages cost time to clear
 
     def run(
         self,
@@ -147,8 +148,9 @@ class Layers:
             block_tables = block_tables.contiguous()
         cpu.check_batch(slot_mapping, query_start, seq_lens, block_tables)
         cpu.check_rope(rope, count, self.shape.head_dim)
-        memory = self._memory(count)
-        memory[0].copy_(x)
+        x = x.clone()
+        residual = torch.empty_like(x)
+        memory = self._take(count)
         cos, sin = rope[0].contiguous(), rope[1].contiguous()
         step = _Step(
             count,
@@ -163,25 +165,33 @@ class Layers:
             seq_lens.data_ptr(),
             block_tables.data_ptr(),
             block_tables.stride(0),
-            *(part.data_ptr() for part in memory),
+            x.data_ptr(),
+            residual.data_ptr(),
+            *self._parts(memory, count),
         )
         cpu.raise_for(
             self._run(self._layers, len(self._layers), byref(self._shape), byref(step)),
             self.keys[0],
             count,
         )
-        return memory[0], memory[1]
+        self._spare = [memory]
+        return x, residual
 
-    def _memory(self, count: int) -> list[Tensor]:
-        """x, residual, normed, wide, narrow, attended: [N, their width] in one block."""
+    def _take(self, count: int) -> Tensor:
+        """Memory for what lies between the layers, which the step has for itself."""
+        size = sum(self._sizes(count))
+        spare, self._spare = self._spare, []
+        fits = bool(spare) and size <= len(spare[0])
+        return spare[0] if fits else torch.empty(size, dtype=self.dtype)
+
+    def _parts(self, memory: Tensor, count: int) -> Iterator[int]:
+        """Addresses of normed, wide, narrow and attended: [N, their width], one after another."""
+        ends = accumulate(self._sizes(count), initial=0)
+        return (memory.data_ptr() + end * self.dtype.itemsize for end in list(ends)[:-1])
+
+    def _sizes(self, count: int) -> list[int]:
         unit = ALIGNMENT // self.dtype.itemsize
-        sizes = [-(-count * width // unit) * unit for width in self._widths]
-        block = torch.empty(sum(sizes), dtype=self.dtype)
-        parts = block.split(sizes)
-        return [
-            part[: count * width].view(count, width)
-            for part, width in zip(parts, self._widths, strict=True)
-        ]
+        return [-(-count * width // unit) * unit for width in self._widths]
 
 
 def _layer(weights: LayerWeights, keys: Tensor, values: Tensor) -> _Layer:

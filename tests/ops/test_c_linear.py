@@ -16,7 +16,7 @@ COUNTS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65)
 @pytest.fixture(scope="module")
 def c() -> cpu.Functions:
     found = functions("native", "BF16")
-    if found.panel_linear is None:
+    if found.panel_product is None:
         pytest.skip("a processor without AMX")
     return found
 
@@ -33,16 +33,19 @@ def pack(c: cpu.Functions, weight: Tensor) -> Tensor:
     return poisoned(panels.checked())
 
 
-def product(c: cpu.Functions, x: Tensor, panels: Tensor, bias: Tensor | None, out: int) -> Tensor:
+def product(
+    c: cpu.Functions, x: Tensor, panels: Tensor, bias: Tensor | None, out: int, gated: bool = False
+) -> Tensor:
     y = Guarded((len(x), out), BF16)
-    assert c.panel_linear is not None
-    c.panel_linear(
+    assert c.panel_product is not None
+    c.panel_product(
         x.data_ptr(),
         panels.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.inside.data_ptr(),
         *x.shape,
         out,
+        gated,
     )
     return y.checked()
 
@@ -61,6 +64,20 @@ def check(c: cpu.Functions, n: int, size: int, out: int, biased: bool) -> None:
 def test_products(c, size, out, biased):
     for n in COUNTS:
         check(c, n, size, out, biased)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("out", [32, 96])
+def test_a_gated_product_is_the_product_and_then_the_gate(c, out, biased):
+    """Bit for bit: both halves are rounded before the gate, as if they had been stored."""
+    weight, bias = draw(2 * out, 64, seed=1), draw(2 * out, seed=2) if biased else None
+    panels = pack(c, weight)
+    for n in COUNTS:
+        x = draw(n, 64)
+        both = product(c, x, panels, bias, 2 * out)
+        expected = Guarded((n, out), BF16)
+        c.silu_mul(both.data_ptr(), expected.inside.data_ptr(), n, out)
+        assert torch.equal(product(c, x, panels, bias, out, gated=True), expected.checked())
 
 
 @pytest.mark.parametrize(("n", "size", "out"), [(1000, 64, 70), (150, 8192, 40), (65, 16384, 33)])

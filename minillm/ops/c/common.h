@@ -60,3 +60,9 @@ static inline float fast_exp(float x) {
     memcpy(&p, &bits, 4);
     return p;
 }
+
+/* x / (1 + exp(-x)): below -88 it is 0 to 36 digits; NaN at -infinity, as in torch. */
+static inline float silu(float x) {
+    float result = x / (1.f + fast_exp(x < -88.f ? 88.f : -x));
+    return x < -88.f ? x * 0.f : result;
+}

@@ -37,14 +37,13 @@ typedef struct {
     int64_t table_stride;
     element *x, *residual;       /* [n, hidden]: the embedding; in the end the sum to be normed */
     element *normed;             /* [n, hidden] */
-    element *wide;               /* [n, the most of qkv's outputs and 2 intermediate] */
+    element *wide;               /* [n, (heads + 2 kv_heads) x head_dim] */
     element *narrow, *attended;  /* [n, the most of heads x head_dim and intermediate], twice */
 } step;
 
 void rms_norm(const element *, int64_t, const element *, element *, int64_t, int64_t, float);
 void add_rms_norm(const element *, const element *, const element *, element *, element *, int64_t,
                   int64_t, float);
-void silu_mul(const element *, element *, int64_t, int64_t);
 int64_t norm_rope_write(const element *, const element *, const element *, float, const float *,
                         const float *, int64_t, element *, element *, int64_t, int64_t, int64_t,
                         const int64_t *, int64_t, element *, int64_t, int64_t, int64_t, int64_t,
@@ -57,8 +56,8 @@ int64_t prefill_attention(const element *, const element *, const element *, con
                           int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t,
                           float, int64_t, element *, int64_t, int64_t, int64_t, int64_t, int64_t,
                           int64_t);
-void panel_linear(const element *, const element *, const element *, element *, int64_t, int64_t,
-                  int64_t);
+void panel_product(const element *, const element *, const element *, element *, int64_t, int64_t,
+                   int64_t, int64_t);
 
 static int64_t attention(const layer *l, const shape *s, const step *now) {
     int64_t d = s->head_dim;
@@ -88,7 +87,7 @@ int64_t run_layers(const layer *layers, int64_t count, const shape *s, const ste
             add_rms_norm(now->x, now->residual, l->input_norm, now->normed, now->residual, n,
                          hidden, s->eps);
         }
-        panel_linear(now->normed, l->qkv, l->qkv_bias, now->wide, n, hidden, qkv);
+        panel_product(now->normed, l->qkv, l->qkv_bias, now->wide, n, hidden, qkv, 0);
         if (norm_rope_write(now->wide, l->q_norm, l->k_norm, s->qk_eps, now->cos, now->sin,
                             s->interleaved, l->k_cache, l->v_cache, s->cache_strides[0],
                             s->cache_strides[1], s->block_size, now->slots, now->num_slots,
@@ -97,13 +96,12 @@ int64_t run_layers(const layer *layers, int64_t count, const shape *s, const ste
             return 3;
         int64_t status = attention(l, s, now);
         if (status) return status;
-        panel_linear(now->attended, l->o, l->o_bias, now->x, n, s->heads * s->head_dim, hidden);
+        panel_product(now->attended, l->o, l->o_bias, now->x, n, s->heads * s->head_dim, hidden, 0);
         add_rms_norm(now->x, now->residual, l->mlp_norm, now->normed, now->residual, n, hidden,
                      s->eps);
-        panel_linear(now->normed, l->gate_up, l->gate_up_bias, now->wide, n, hidden,
-                     2 * s->intermediate);
-        silu_mul(now->wide, now->narrow, n, s->intermediate);
-        panel_linear(now->narrow, l->down, l->down_bias, now->x, n, s->intermediate, hidden);
+        panel_product(now->normed, l->gate_up, l->gate_up_bias, now->narrow, n, hidden,
+                      s->intermediate, 1);
+        panel_product(now->narrow, l->down, l->down_bias, now->x, n, s->intermediate, hidden, 0);
     }
     return 0;
 }

@@ -11,6 +11,7 @@
  */
 #if defined(ELEMENT_BF16) && defined(__AMX_BF16__) && defined(__linux__)
 #include <immintrin.h>
+#include <omp.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #include "common.h"
@@ -55,6 +56,7 @@ static void shape_tiles(int64_t rows) {
 static inline __attribute__((always_inline)) void multiply(const int two, const int prefetch,
                                                            const element *x, const element *panel,
                                                            int64_t in, float *sums) {
+    __asm__ volatile("" ::: "memory"); /* all of x is stored; GCC does not know that tiles read it */
     _tile_zero(0);
     _tile_zero(1);
     if (two) {
@@ -93,35 +95,83 @@ static inline void write_rows(const float *sums, const element *bias, element *y
             y[r * out + j] = store(sums[r * PANEL + j] + (bias ? load(bias[j]) : 0.f));
 }
 
-/* x [n, in], panels, bias [out] or NULL -> y [n, out]; `in` is a multiple of 32. */
-void panel_linear(const element *x, const element *panels, const element *bias, element *y,
-                  int64_t n, int64_t in, int64_t out) {
+/* The same for the gate and the up projection of one panel: silu(gate) * up, both rounded first, as
+ * if they had been stored (rows.c: silu_mul). */
+static inline void write_gated(const float *gate, const float *up, const element *gate_bias,
+                               const element *up_bias, element *y, int64_t rows, int64_t out) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t j = 0; j < PANEL; j++) {
+            float g = rounded(gate[r * PANEL + j] + (gate_bias ? load(gate_bias[j]) : 0.f));
+            float u = rounded(up[r * PANEL + j] + (up_bias ? load(up_bias[j]) : 0.f));
+            y[r * out + j] = store(rounded(silu(g)) * u);
+        }
+}
+
+/* Up to 32 rows of x by one panel, with tiles of the right shape. */
+static inline void multiply_rows(const element *x, const element *panel, int64_t in, int64_t rows,
+                                 int first, int64_t *shaped, float *sums) {
+    if (rows != *shaped) shape_tiles(*shaped = rows);
+    if (rows <= 16) multiply(0, first, x, panel, in, sums);
+    else if (first) multiply(1, 1, x, panel, in, sums);
+    else multiply(1, 0, x, panel, in, sums);
+}
+
+/* x [n, in], panels, bias [out] or NULL -> y [n, out]; `in` is a multiple of 32. If `gated`, the
+ * panels are those of 2 out outputs, out a multiple of 32, and y = silu(first half) * second half.
+ *
+ * A task is a panel and a chunk of rows. With few rows every thread gets neighbouring panels, one
+ * stream of memory; with many, whoever is free takes the next. */
+void panel_product(const element *x, const element *panels, const element *bias, element *y,
+                   int64_t n, int64_t in, int64_t out, int64_t gated) {
     int64_t num_panels = (out + PANEL - 1) / PANEL;
     int64_t chunk = CHUNK_BYTES / (in * 2) / ROWS * ROWS;
     if (chunk < ROWS) chunk = ROWS;
+    int64_t tasks = num_panels * ((n + chunk - 1) / chunk);
+    int64_t share = (num_panels + omp_get_max_threads() - 1) / omp_get_max_threads();
+    int64_t at_once = n <= ROWS ? share : 1;
 #pragma omp parallel
     {
-        float sums[ROWS * PANEL] __attribute__((aligned(64)));
+        float sums[2][ROWS * PANEL] __attribute__((aligned(64)));
         int64_t shaped = 0;
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < num_panels * ((n + chunk - 1) / chunk); task++) {
+#pragma omp for schedule(dynamic, at_once)
+        for (int64_t task = 0; task < tasks; task++) {
             int64_t begin = task / num_panels * chunk, p = task % num_panels;
             int64_t end = begin + chunk < n ? begin + chunk : n;
-            const element *panel = panels + p * in * PANEL;
+            const element *panel = panels + p * in * PANEL, *b = bias ? bias + p * PANEL : 0;
             int64_t columns = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
             for (int64_t row = begin; row < end; row += ROWS) {
                 int64_t rows = end - row < ROWS ? end - row : ROWS;
-                if (rows != shaped) shape_tiles(shaped = rows);
                 const element *part = x + row * in;
-                if (rows <= 16) multiply(0, row == begin, part, panel, in, sums);
-                else if (row == begin) multiply(1, 1, part, panel, in, sums);
-                else multiply(1, 0, part, panel, in, sums);
-                write_rows(sums, bias ? bias + p * PANEL : 0, y + row * out + p * PANEL, rows,
-                           columns, out);
+                element *to = y + row * out + p * PANEL;
+                multiply_rows(part, panel, in, rows, row == begin, &shaped, sums[0]);
+                if (gated) {
+                    multiply_rows(part, panel + out * in, in, rows, row == begin, &shaped, sums[1]);
+                    write_gated(sums[0], sums[1], b, b ? b + out : 0, to, rows, out);
+                } else {
+                    write_rows(sums[0], b, to, rows, columns, out);
+                }
             }
         }
         _tile_release();
     }
+}
+
+/* Rows `ids` [n] of a weight in panels, [n, in]: an embedding that is the output matrix, too.
+ * Returns how many of the ids are not below `out`; their rows are left alone. */
+int64_t panel_rows(const element *panels, const int64_t *ids, element *y, int64_t n, int64_t in,
+                   int64_t out) {
+    int64_t wrong = 0;
+#pragma omp parallel for reduction(+ : wrong) if (n > ROWS)
+    for (int64_t row = 0; row < n; row++) {
+        if (ids[row] < 0 || ids[row] >= out) {
+            wrong++;
+            continue;
+        }
+        const element *pair = panels + ids[row] / PANEL * PANEL * in + ids[row] % PANEL * 2;
+        for (int64_t k = 0; k < in; k += 2, pair += 2 * PANEL)
+            memcpy(y + row * in + k, pair, 2 * sizeof(element));
+    }
+    return wrong;
 }
 #else
 #include "common.h"
@@ -129,8 +179,13 @@ int64_t has_panels(void) { return 0; }
 void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
     (void)w, (void)panels, (void)out, (void)in;
 }
-void panel_linear(const element *x, const element *panels, const element *bias, element *y,
-                  int64_t n, int64_t in, int64_t out) {
-    (void)x, (void)panels, (void)bias, (void)y, (void)n, (void)in, (void)out;
+void panel_product(const element *x, const element *panels, const element *bias, element *y,
+                   int64_t n, int64_t in, int64_t out, int64_t gated) {
+    (void)x, (void)panels, (void)bias, (void)y, (void)n, (void)in, (void)out, (void)gated;
+}
+int64_t panel_rows(const element *panels, const int64_t *ids, element *y, int64_t n, int64_t in,
+                   int64_t out) {
+    (void)panels, (void)ids, (void)y, (void)in, (void)out;
+    return n;
 }
 #endif

@@ -56,12 +56,8 @@ void silu_mul(const element *gate_up, element *out, int64_t n, int64_t size) {
     for (int64_t row = 0; row < n; row++) {
         const element *gate = gate_up + row * 2 * size, *up = gate + size;
         element *restrict o = out + row * size;
-        for (int64_t i = 0; i < size; i++) {
-            float g = load(gate[i]);
-            float silu = g / (1.f + fast_exp(g < -88.f ? 88.f : -g));
-            silu = g < -88.f ? g * 0.f : silu; /* 0 to 36 digits; NaN at -infinity, as in torch */
-            o[i] = store(rounded(silu) * load(up[i]));
-        }
+        for (int64_t i = 0; i < size; i++)
+            o[i] = store(rounded(silu(load(gate[i]))) * load(up[i]));
     }
 }
 
