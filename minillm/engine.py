@@ -331,7 +331,9 @@ class Engine:
         """Tell the scheduler and the requests what came out of a step; `now` is its time for all,
         so that metrics and trace agree."""
         scheduler = self.scheduler
-        owners = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
+        rows = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
+        # A completion may have ended at the step before, while others of its request go on.
+        owners = [(row, one) for row, one in rows if one.status is not Status.FINISHED]
         for row, sequence in owners:
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
                 # Before the commit, which would offer what it computed to others.

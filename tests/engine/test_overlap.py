@@ -59,6 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "min tokens": {"min_tokens": 4, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 3))},
     "bad words": {"bad_words": ["a", "b", "c"], "logit_bias": {5: 4.0}},
     "forks": {"n": 3},
+    "forks that stop": {"n": 3, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 5))},
     "one token": {"max_tokens": 1},
 }
 
@@ -67,7 +68,7 @@ def requests(kind: str) -> list[SamplingParams]:
     params = []
     for index in range(len(PROMPTS)):
         fields = dict(KINDS[kind])
-        if kind == "forks" and params_of(index).greedy:
+        if "forks" in kind and params_of(index).greedy:
             fields["temperature"] = 0.7
         params.append(params_of(index, **fields))
     return params
@@ -102,7 +103,7 @@ def test_the_same_outputs(folder, expected, monkeypatch, kind, graphs):
 
 
 @pytest.mark.parametrize("graphs", WITH_GRAPHS)
-@pytest.mark.parametrize("kind", ["as they are", "ends by tokens", "forks", "penalties"])
+@pytest.mark.parametrize("kind", ["as they are", "ends by tokens", "forks that stop", "penalties"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_outputs_where_there_is_little_room(
     folder, expected, monkeypatch, setting, kind, graphs
