@@ -36,27 +36,10 @@ def test_a_step_runs_on_the_model_s_device(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "device_index", Recorded)
     watched(Decoder, "forward")
     watched(Decoder, "logits")
-    watched(sampler, "_failures")
+    watched(sampler, "first_best")
     generate(llm, max_tokens=2)
     passes = llm.engine.forward_pass
     passes.logits(passes.run([Chunk(0, 0, [5, 6])], passes.allocate(1, 4))[0])
     find_tiles(passes.model, (8,))
-    assert {name for name, _ in ran} == {"forward", "logits", "_failures"}
+    assert {name for name, _ in ran} == {"forward", "logits", "first_best"}
     assert all(inside for _, inside in ran)
-
-
-def test_a_batch_asks_the_gpu_for_no_length(monkeypatch, tmp_path):
-    """`repeat_interleave` waits for the device unless it is told how long its result is."""
-    told = []
-    original = torch.Tensor.repeat_interleave
-
-    def repeat_interleave(self, repeats, *args, **kwargs):
-        if isinstance(repeats, torch.Tensor):
-            told.append("output_size" in kwargs)
-        return original(self, repeats, *args, **kwargs)
-
-    llm = open_engine(TINY["llama"].write(tmp_path).folder, "cpu")
-    monkeypatch.setattr(torch.Tensor, "repeat_interleave", repeat_interleave)
-    generate(llm, max_tokens=2)
-    assert told
-    assert all(told)
