@@ -95,11 +95,25 @@ def test_panels_hold_the_weight(c):
     assert panels[2, :, 6:].eq(0).all()
 
 
-def test_an_embedding_finds_its_rows(c):
+def test_an_embedding_s_rows(c):
+    """Of tokens that do not exist nothing is written, and they are counted."""
     weight = draw(70, 64)
-    ids = torch.tensor([0, 69, 31, 32, 5, 5])
-    assert torch.equal(PanelLinearMethod(70).lookup(ids, pack(c, weight)), weight[ids])
-    assert PanelLinearMethod(70).lookup(ids[:0], pack(c, weight)).shape == (0, 64)
+    panels, ids = pack(c, weight), torch.tensor([0, 69, 31, 32, 5, 70, 5, -1, 2**62])
+    out = Guarded((9, 64), BF16)
+    assert c.panel_rows is not None
+    assert c.panel_rows(panels.data_ptr(), ids.data_ptr(), out.inside.data_ptr(), 9, 64, 70) == 3
+    known = torch.tensor([0, 1, 2, 3, 4, 6])
+    assert torch.equal(out.checked()[known], weight[ids[known]])
+    assert out.inside[[5, 7, 8]].isnan().all()
+
+
+def test_an_embedding_finds_its_rows(packed):
+    weight, panels = packed
+    for ids in (torch.tensor([0, 69, 31, 5, 5]), torch.arange(69)[::3], torch.arange(0)):
+        assert torch.equal(PanelLinearMethod(70).lookup(ids, panels), weight[ids])
+    for bad in (-1, 70, 95, 2**62):
+        with pytest.raises(IndexError, match="outside of 0 to 69"):
+            PanelLinearMethod(70).lookup(torch.tensor([1, bad]), panels)
 
 
 def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(c):

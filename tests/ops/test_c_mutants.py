@@ -1,0 +1,245 @@
+"""Deliberate mistakes in the C sources, each of which a test beside this file must find.
+
+None of them reads or writes far outside: that would end this process, not fail a test.
+"""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm.ops import c_library, cpu
+from tests.ops import test_c_decode as decode
+from tests.ops import test_c_linear as linear
+from tests.ops import test_c_rows as rows
+from tests.ops.c_variants import ELEMENTS, functions
+
+QUICKLY = "-O1"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A pattern that the sources have once, what takes its place, and who should notice."""
+
+    pattern: str
+    mistake: str
+    found_by: Callable
+    function: str
+    element: c_library.Element = "F32"
+
+    @property
+    def file(self) -> str:
+        """What has to be compiled to see it."""
+        if "panel" in self.function:
+            return "linear.c"
+        return "decode.c" if self.function == "decode_attention" else "rows.c"
+
+
+def norm(c):
+    rows.test_norm(c, 17)
+
+
+def total(c):
+    rows.test_sum_and_norm(c, 33, in_place=False)
+
+
+def head(c):
+    rows.test_query_and_cache(c, 24, normed=True, interleaved=False)
+
+
+def pairs(c):
+    rows.test_query_and_cache(c, 24, normed=False, interleaved=True)
+
+
+def tiles(c):
+    decode.test_lengths_around_vectors_and_tiles(decode.Attend(*c), 129)
+
+
+def maxima(c):
+    decode.test_the_maximum_is_carried_from_tile_to_tile(decode.Attend(*c))
+
+
+def parts(c):
+    decode.test_few_heads_and_long_sequences_are_divided(decode.Attend(*c), None, 3)
+
+
+def windows(c):
+    decode.test_windows(decode.Attend(*c), 65)
+
+
+def groups(c):
+    decode.test_every_number_of_query_heads(decode.Attend(*c), 9)
+
+
+def empty(c):
+    decode.test_rows_of_length_zero_are_zero(decode.Attend(*c))
+
+
+def outside(c):
+    decode.test_what_points_outside_is_refused_and_nothing_is_written(
+        decode.Attend(*c), "a negative length"
+    )
+
+
+def products(c):
+    linear.test_products(c[0], 96, 33, biased=True)
+
+
+def gates(c):
+    linear.test_a_gated_product_is_the_product_and_then_the_gate(c[0], 32, biased=False)
+
+
+def embedded(c):
+    linear.test_an_embedding_s_rows(c[0])
+
+
+def chunks(c):
+    linear.test_rows_in_several_chunks(c[0], 150, 8192, 40)
+
+
+N, A, S, W, D, L = (
+    "rms_norm",
+    "add_rms_norm",
+    "silu_mul",
+    "norm_rope_write",
+    "decode_attention",
+    "panel_product",
+)
+MUTANTS = {
+    "the end of a row is not squared": Mutant(
+        r"i < d; i\+\+\) lanes", "i + 1 < d; i++) lanes", norm, N
+    ),
+    "lanes are not all added": Mutant(r"j < 16; j\+\+\) sum \+=", "j < 15; j++) sum +=", norm, N),
+    "eps is forgotten": Mutant(r" \+ eps\);\n(    for .* out)", r");\n\1", rows.test_eps_counts, N),
+    "rows are thought to touch": Mutant(
+        r"x \+ row \* stride", "x + row * d", rows.test_norm_of_rows_that_lie_apart, N
+    ),
+    "the norm is that of x alone": Mutant(r"norm_row\(s, w", "norm_row(a, w", total, A),
+    "the sum is not stored": Mutant(
+        r"s\[i\] = store\(load\(a\[i\]\)", "s[i] = store(0.f", total, A
+    ),
+    "bits are cut off": Mutant(
+        r" \+ 0x7fff \+ \(\(bits >> 16\) & 1\)",
+        "",
+        rows.test_sums_are_rounded_to_the_nearest_even,
+        A,
+        "BF16",
+    ),
+    "halves are rounded away from 0": Mutant(
+        r"\(\(bits >> 16\) & 1\)", "1", rows.test_sums_are_rounded_to_the_nearest_even, A, "BF16"
+    ),
+    "huge negatives": Mutant(
+        r"\w < -88\.f \? \w \* 0\.f : (\w+)", r"\1", rows.test_the_gate_of_extreme_numbers, S
+    ),
+    "a coefficient of exp": Mutant(
+        r"1\.f / 120",
+        "1.f / 121",
+        rows.test_the_gate_is_exact_to_a_few_units_of_the_last_place,
+        S,
+    ),
+    "the halves of the gate change places": Mutant(
+        r"\*up = gate \+ size",
+        "*up = gate, *unused = gate + size",
+        lambda c: rows.test_gate(c, 17),
+        S,
+    ),
+    "rotation backwards": Mutant(r"x\[i\] \* cos\[i\] - x", "x[i] * cos[i] + x", head, W),
+    "pairs are halves": Mutant(r"x\[2 \* i\] \* cos", "x[i] * cos", pairs, W),
+    "keys get the queries' norm": Mutant(
+        r"norm_and_rotate\(k, k_w", "norm_and_rotate(k, q_w", head, W
+    ),
+    "values from the keys": Mutant(r"\*v = k \+ kv_heads \* d", "*v = k", head, W),
+    "every head in the first's place": Mutant(
+        r"v_cache \+ at \+ h \* head_stride", "v_cache + at", head, W
+    ),
+    "wrong slots are not counted": Mutant(
+        r"if \(slot >= all_slots\) wrong\+\+;",
+        "",
+        rows.test_a_slot_that_does_not_exist_is_counted_and_not_written,
+        W,
+    ),
+    "a maximum of its own for each tile": Mutant(
+        r"best = state\[dim\], t", "best = -INFINITY, t", maxima, D
+    ),
+    "old values do not shrink": Mutant(r"if \(shrink != 1\.f\)", "if (0)", maxima, D),
+    "the old sum does not shrink": Mutant(
+        r"state\[dim \+ 1\] \* shrink", "state[dim + 1]", maxima, D
+    ),
+    "exp of -infinity": Mutant(r"x < -87\.f \? -87\.f : x", "x", maxima, D),
+    "what is behind a tile's end counts": Mutant(
+        r"WIDE \+ i\] = -INFINITY", "WIDE + i] = 0", tiles, D
+    ),
+    "runs begin anew in the weights": Mutant(r"count \+ i, &scores", "i, &scores", tiles, D),
+    "columns behind the first 32": Mutant(r"i \* row \+ column \+ c", "i * row + c", groups, D),
+    "a window of one less": Mutant(r"length - window : 0", "length - window + 1 : 0", windows, D),
+    "more than 8 heads": Mutant(r"weights \+ g \* WIDE \+ done", "weights + done", groups, D),
+    "parts are not weighted": Mutant(r"state\[dim \+ 1\] \* weight", "state[dim + 1]", parts, D),
+    "parts overlap": Mutant(
+        r"\(part \+ 1\) / parts;", "(part + 1) / parts + (part == 0);", parts, D
+    ),
+    "rows of length 0 are left": Mutant(
+        r"if \(seq_lens\[b\] == 0\) memset", "if (0) memset", empty, D
+    ),
+    "negative lengths": Mutant(r"seq_lens\[b\] < 0 \|\| used", "used", outside, D),
+    "the last panel is whole": Mutant(
+        r"out - p \* PANEL < PANEL \? out - p \* PANEL : PANEL", "PANEL", products, L, "BF16"
+    ),
+    "the bias is forgotten": Mutant(
+        r"\(bias \? load\(bias\[j\]\) : 0\.f\)", "0.f", products, L, "BF16"
+    ),
+    "pairs are swapped": Mutant(
+        r"j \* 2 \+ k % 2\]", "j * 2 + 1 - k % 2]", products, "pack_panels", "BF16"
+    ),
+    "the second tile has the first's rows": Mutant(
+        r"x \+ 16 \* in \+ k, ", "x + k, ", products, L, "BF16"
+    ),
+    "up before gate": Mutant(
+        r"write_gated\(sums\[0\], sums\[1\]", "write_gated(sums[1], sums[0]", gates, L, "BF16"
+    ),
+    "the row beside the embedding's": Mutant(
+        r"ids\[row\] % PANEL \* 2", "ids[row] % PANEL", embedded, "panel_rows", "BF16"
+    ),
+    "chunks begin at 0": Mutant(r"task / num_panels \* chunk, p", "0, p", chunks, L, "BF16"),
+}
+
+
+def mutated(mutant: Mutant, folder: Path) -> Path:
+    """A library of the one file that matters, with the mistake."""
+    shutil.copytree(c_library.SOURCES, folder / "c")
+    count = 0
+    for file in (folder / "c").iterdir():
+        if file.name in (mutant.file, "common.h"):
+            text, changes = re.subn(mutant.pattern, mutant.mistake, file.read_text())
+            file.write_text(text)
+            count += changes
+    assert count == 1, f"{mutant.pattern} is there {count} times"
+    options = [*c_library.FLAGS, *c_library.wide_vectors(), QUICKLY, f"-DELEMENT_{mutant.element}"]
+    command = [str(c_library.find_compiler()), *options]
+    c_library.build(command, [folder / "c" / mutant.file], folder / "mutant.so")
+    return folder / "mutant.so"
+
+
+def with_mistake(mutant: Mutant, folder: Path) -> cpu.Functions:
+    """The native functions, one of which is mistaken."""
+    right = functions("native", mutant.element)
+    model = getattr(right, mutant.function)
+    if model is None:
+        pytest.skip("a processor without AMX")
+    wrong = getattr(c_library.load(mutated(mutant, folder)), mutant.function)
+    wrong.restype, wrong.argtypes = model.restype, model.argtypes
+    return replace(right, **{mutant.function: wrong})
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_found(name, tmp_path):
+    mutant = MUTANTS[name]
+    dtype = ELEMENTS[mutant.element]
+    threads = torch.get_num_threads()
+    mutant.found_by((functions("native", mutant.element), dtype))
+    with pytest.raises(AssertionError):
+        mutant.found_by((with_mistake(mutant, tmp_path), dtype))
+    assert torch.get_num_threads() == threads
