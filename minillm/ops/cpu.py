@@ -88,6 +88,7 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
     """
     if x.device.type != "cpu" or functions(x.dtype) is None:
         return False
+    torch.get_num_threads()  # a new thread's OpenMP has torch's number only once torch is asked
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
     if torch.is_autocast_enabled("cpu"):

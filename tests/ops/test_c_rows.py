@@ -1,10 +1,12 @@
 """The C functions on rows against float64, for odd sizes, with bands around every tensor."""
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 
-from minillm.ops import cpu
+from minillm.ops import c_library, cpu
 from minillm_kernels import reference
 from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, poisoned, ulps
 
@@ -353,3 +355,23 @@ def test_a_norm_s_weight_must_fit(dtype):
         cpu.add_rms_norm(x, x[:2], draw(dtype, 16), 1e-5)
     with pytest.raises(ValueError, match="gate_up is"):
         cpu.silu_mul(draw(dtype, 3, 15))
+
+
+def test_a_new_thread_has_torch_s_number_of_threads(dtype):
+    """OpenMP keeps this number per thread; torch hands its own on when it is asked."""
+    number = c_library.library({v: k for k, v in ELEMENTS.items()}[dtype]).omp_get_max_threads
+    before, found = torch.get_num_threads(), []
+
+    def ask() -> None:
+        cpu.takes(torch.zeros(1, dtype=dtype))
+        found.append(number())
+
+    try:
+        for wanted in (3, 1):
+            torch.set_num_threads(wanted)
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [3, 1]
