@@ -79,8 +79,8 @@ class EngineArgs:
     number of rows, which costs time (``python -m minillm.benchmarks.deterministic`` says how much).
 
     On a GPU, decode steps are recorded as CUDA graphs when a batch size is first needed;
-    `enforce_eager` runs every step operation by operation. `disable_log_stats` is checked and has
-    no effect yet: no statistics are logged.
+    `enforce_eager` runs every step operation by operation, on a CPU with plain torch.
+    `disable_log_stats` is checked and has no effect yet: no statistics are logged.
 
     Raises:
         ConfigError: a value out of its range.

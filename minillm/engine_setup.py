@@ -17,7 +17,7 @@ from minillm.layers.kv_cache import KVCache, cache_spec
 from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES
-from minillm.models.packing import copied_weight_bytes, pack_weights
+from minillm.models.packing import copied_weight_bytes, keep_plain, pack_weights
 from minillm.runner import Runner
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.scheduler import Scheduler
@@ -233,7 +233,7 @@ def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
 
 def packs(args: EngineArgs, device: torch.device) -> bool:
     """Whether weights are packed: a packed product has other bits for other numbers of rows."""
-    return device.type == "cpu" and not args.deterministic
+    return device.type == "cpu" and not (args.deterministic or args.enforce_eager)
 
 
 def scheduler_config(args: EngineArgs) -> SchedulerConfig:
@@ -266,9 +266,19 @@ def build_core(
     blocks = BlockManager(plan.num_tokens // size, size, prefix_cache, num_host_blocks)
     if packs(args, model.embedding.weight.device):
         logger.info("Weights: %s.", pack_weights(model))
+    elif args.enforce_eager and model.embedding.weight.device.type == "cpu":
+        keep_plain(model)
     weight, shape = model.embedding.weight, (cache_spec(model.config), model.config.num_layers)
     attention = ops.tiled_attention if args.deterministic else None
-    kv = KVCache(*shape, blocks.pool.num_blocks, size, weight.dtype, weight.device, attention)
+    kv = KVCache(
+        *shape,
+        blocks.pool.num_blocks,
+        size,
+        weight.dtype,
+        weight.device,
+        attention,
+        model.plain_torch,
+    )
     host = KVCache(*shape, num_host_blocks, size, weight.dtype) if num_host_blocks else None
     longest = blocks.blocks_for(max_model_len)
     runs = TiledDecoder(model) if args.deterministic else model

@@ -43,6 +43,7 @@ class ForwardPass:
             num_positions,
             self.dtype,
             self.device,
+            plain_torch=self.model.plain_torch,
         )
 
     @torch.inference_mode()

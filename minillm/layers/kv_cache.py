@@ -80,10 +80,12 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         attention: AttentionOp | None = None,
+        plain_torch: bool = False,
     ):
         self.spec = spec
-        self.attention = attention or ops.paged_attention
-        self.is_plain = attention is None  # its attention is what is usual on its device
+        usual = ops.plain_attention if plain_torch else ops.paged_attention
+        self.attention = attention or usual
+        self.is_usual = self.attention is ops.paged_attention
         self.block_size = block_size
         shape = (num_layers, num_blocks, spec.num_kv_heads, block_size)
         self.key = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
@@ -93,7 +95,7 @@ class KVCache:
             self.value = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
         # Whether writing is a kernel here, and whether norm and rotation are part of its launch.
         self.by_kernel = ops.uses_kernels(self.key)
-        self.fuses = ops.fuses_projections(self.key)
+        self.fuses = not plain_torch and ops.fuses_projections(self.key)
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""

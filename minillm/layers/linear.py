@@ -23,7 +23,7 @@ class Linear(nn.Module):
     def __init__(self, prefix: str, in_features: int, outputs: dict[str, int], bias: bool = False):
         super().__init__()
         self.prefix = prefix
-        self.outputs = outputs
+        self.outputs, self.in_features = outputs, in_features
         out_features = sum(outputs.values())
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
@@ -48,7 +48,7 @@ class Embedding(nn.Module):
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int):
         super().__init__()
-        self.name = name
+        self.name, self.in_features = name, hidden_size
         self.weight = empty_parameter(vocab_size, hidden_size)
         self.method: LinearMethod = PlainLinearMethod()
 

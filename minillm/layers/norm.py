@@ -16,16 +16,17 @@ class RMSNorm(nn.Module):
         self.name = name
         self.eps = eps
         self.weight = empty_parameter(size)
+        self.norm, self.add_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., d] -> [.., d]"""
-        return ops.rms_norm(x, self.weight, self.eps)
+        return self.norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and that sum: two of [N, d]. Nothing is added to None."""
         if residual is None:
             return self(x), x
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self.add_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Each checkpoint name with the view of this layer that holds it."""

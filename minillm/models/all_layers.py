@@ -58,7 +58,7 @@ class AllLayers:
         )
 
     def _may(self, x: Tensor, kv: KVCache) -> bool:
-        if not kv.is_plain or x.dtype != kv.key.dtype or not cpu.takes(x):
+        if not kv.is_usual or x.dtype != kv.key.dtype or not cpu.takes(x):
             return False
         return not (any(self.hooks) or _has_any_global_hook())
 

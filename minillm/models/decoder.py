@@ -68,7 +68,8 @@ class Decoder(nn.Module):
 
     Parameters are uninitialised: `models/loader.py` fills them from a checkpoint, or
     `initialize` at random. `max_model_len` fixes context-dependent RoPE schemes once.
-    `all_layers` is a faster way through the layers, where there is one.
+    `all_layers` is a faster way through the layers, where there is one. With `plain_torch` its
+    caches do not use our own functions either (`models/packing.py`).
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Decoder(nn.Module):
             if not config.tie_word_embeddings:
                 self.lm_head = Linear("", config.hidden_size, {"lm_head": config.vocab_size})
         self.all_layers: LayersMethod | None = None
+        self.plain_torch = False
         allocate(self, dtype, device)
 
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from minillm.config import ModelConfig
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
+from minillm.layers.mlp import MLP
+from minillm.layers.norm import RMSNorm
 from minillm.linear_methods import PackedLinearMethod, PanelLinearMethod, packed
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu
+from minillm_kernels import reference
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,16 @@ def copied_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     if not config.tie_word_embeddings or cpu.takes_panels(example) or packed(example) is None:
         return 0
     return config.vocab_size * config.hidden_size * dtype.itemsize
+
+
+def keep_plain(model: Decoder) -> None:
+    """Leave a model to torch, operation by operation: to be counted, compared or understood."""
+    model.plain_torch = True
+    for layer in model.modules():
+        if isinstance(layer, RMSNorm):
+            layer.norm, layer.add_norm = reference.rms_norm, reference.add_rms_norm
+        elif isinstance(layer, MLP):
+            layer.activation = reference.silu_mul
 
 
 def packable(model: Decoder) -> list[Linear | Embedding]:

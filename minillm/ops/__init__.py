@@ -26,6 +26,7 @@ __all__ = [
     "moe_route",
     "norm_rope_write",
     "paged_attention",
+    "plain_attention",
     "rms_norm",
     "rotate",
     "silu_mul",
@@ -140,12 +141,28 @@ def paged_attention(
     """[N, H, D] -> [N, H, Dv]; `max_query_len` spares a GPU the kernel for longer queries."""
     where = (query_start, seq_lens, block_tables, scale, window)
     if not uses_kernels(q, k_cache, v_cache):
-        if cpu.takes_attention(q, k_cache, v_cache):
+        if scale > 0 and cpu.takes_attention(q, k_cache, v_cache):
             return cpu.paged_attention(q, k_cache, v_cache, *where, max_query_len)
         return reference.paged_attention(q, k_cache, v_cache, *where)
     from minillm.ops import triton
 
     return triton.paged_attention(q, k_cache, v_cache, *where, max_query_len)
+
+
+def plain_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+    max_query_len: int | None = None,
+) -> Tensor:
+    """`paged_attention` in plain torch, on every device."""
+    where = (query_start, seq_lens, block_tables, scale, window)
+    return reference.paged_attention(q, k_cache, v_cache, *where)
 
 
 def tiled_attention(

@@ -101,8 +101,7 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def _functions(dtype: torch.dtype) -> Functions:
-    found = functions(dtype)
-    if found is None:
+    if (found := functions(dtype)) is None:
         raise RuntimeError(f"there are no C functions for {dtype}; ask `takes` first.")
     return found
 
@@ -262,24 +261,11 @@ def paged_attention(
     out = q.new_empty(count, heads, dv)
     strides = (c_int64 * 6)(*k_cache.stride()[:3], *v_cache.stride()[:3])
     arguments = (
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        strides,
-        block_size,
-        query_start.data_ptr(),
-        seq_lens.data_ptr(),
-        block_tables.data_ptr(),
-        block_tables.stride(0),
-        scale,
-        window or 0,
-        out.data_ptr(),
-        sequences,
-        heads,
-        kv_heads,
-        d,
-        dv,
-    )
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), strides, block_size,
+        query_start.data_ptr(), seq_lens.data_ptr(),
+        block_tables.data_ptr(), block_tables.stride(0), scale, window or 0, out.data_ptr(),
+        sequences, heads, kv_heads, d, dv,
+    )  # fmt: skip
     # The first call checks the tables for both.
     status = found.decode_attention(*arguments, count, num_blocks, columns)
     if not status and max_query_len != 1:

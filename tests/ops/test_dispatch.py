@@ -149,7 +149,7 @@ def test_every_operation_of_the_engine_goes_through_the_choice(monkeypatch):
         "moe_experts": (x[:, 0], *experts, weights, ids),
         "tiled_moe_experts": (x[:, 0], *experts, weights, ids),
     }  # fmt: skip
-    single = {"backend_of", "uses_kernels", "causal_attention", "moe_route"}
+    single = {"backend_of", "uses_kernels", "causal_attention", "moe_route", "plain_attention"}
     assert {*calls} == {*ops.__all__} - single
     for name, arguments in calls.items():
         asked.clear()

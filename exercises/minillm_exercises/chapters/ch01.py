@@ -36,14 +36,14 @@ def product_pass(model: Decoder, num_tokens: int, num_logits: int = 1) -> Callab
     """
     weight = model.embedding.weight
     layers = [part for part in model.layers.modules() if isinstance(part, Linear)]
-    widths = {layer.weight.shape[1] for layer in layers} | {weight.shape[1]}
+    widths = {layer.in_features for layer in layers} | {model.embedding.in_features}
     rows = {width: weight.new_ones(num_tokens, width) for width in widths}
 
     @torch.inference_mode()
     def step() -> Tensor:
         for layer in layers:
-            layer(rows[layer.weight.shape[1]])
-        return model.logits(rows[weight.shape[1]][-num_logits:])
+            layer(rows[layer.in_features])
+        return model.logits(rows[model.embedding.in_features][-num_logits:])
 
     return step
 
