@@ -4,6 +4,7 @@ A layer owns one method. Packing and quantisation replace the method; they never
 A method decides what lies in the layer's `weight`, which `store` makes from the checkpoint's.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from minillm import ops
 from minillm.ops import cpu
+
+ROWS = (1, 2, 4, 8, 16, 64, 256)
+MOST_PADDED = 16
 
 
 class LinearMethod(Protocol):
@@ -57,15 +61,38 @@ class PackedLinearMethod:
     """oneDNN's own layout, which its product wants and `F.linear` would make anew for each call.
 
     These are the private operations that inductor uses; `packed` says whether they work here.
+    oneDNN writes a program for every number of rows that it meets, which takes milliseconds, and
+    keeps it: 0.7 MB each. So it only ever meets `ROWS`; others are composed of these, and a rest
+    is padded.
     """
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[N, in], oneDNN's tensor, [out] -> [N, out]"""
-        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        product = torch.ops.mkldnn._linear_pointwise.default
+        if len(x) in ROWS:
+            return product(x, weight, bias, "none", [], "")
+        out = x.new_empty(len(x), weight.shape[0])
+        for start, count, size in row_parts(len(x)):
+            part = x[start : start + count]
+            if count < size:
+                part = torch.cat((part, x.new_zeros(size - count, x.shape[1])))
+            out[start : start + count] = product(part, weight, bias, "none", [], "")[:count]
+        return out
 
     def lookup(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Only oneDNN can read its layout."""
         raise NotImplementedError("An embedding's weight is not packed by oneDNN.")
+
+
+def row_parts(num_rows: int) -> Iterator[tuple[int, int, int]]:
+    """Cut rows into parts of `ROWS`: where each starts, how many rows it has, and its size, which
+    is more only for the last."""
+    start = 0
+    while (rest := num_rows - start) > 0:
+        small = rest <= MOST_PADDED
+        size = min(n for n in ROWS if n >= rest) if small else max(n for n in ROWS if n <= rest)
+        yield start, min(size, rest), size
+        start += size
 
 
 def packed(weight: Tensor) -> Tensor | None:

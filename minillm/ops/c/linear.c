@@ -127,6 +127,7 @@ void panel_product(const element *x, const element *panels, const element *bias,
     int64_t chunk = CHUNK_BYTES / (in * 2) / ROWS * ROWS;
     if (chunk < ROWS) chunk = ROWS;
     int64_t tasks = num_panels * ((n + chunk - 1) / chunk);
+    if (!tasks) return;
     int64_t share = (num_panels + omp_get_max_threads() - 1) / omp_get_max_threads();
     int64_t at_once = n <= ROWS ? share : 1;
 #pragma omp parallel
