@@ -19,7 +19,7 @@
 #define WIDE (TILE + LANES) /* their weights, and room for a vector that begins at the last */
 #define LEAST_PART 256  /* positions that are worth a task of their own */
 #define TASKS 4         /* per thread, so that none waits long for the last */
-#define MOST_GROUP 8    /* query heads whose sums are kept in registers together */
+#define MOST_GROUP 4    /* query heads whose sums are kept in registers together */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t lanes __attribute__((vector_size(4 * LANES)));
@@ -141,7 +141,7 @@ static inline __attribute__((always_inline)) void add_values(const int group, co
             memcpy(sums + g * stride + column + c * LANES, &sum[g][c], sizeof(vec));
 }
 
-/* The same for all columns of up to 8 heads: constant numbers keep the sums in registers. */
+/* The same for all columns of up to 4 heads: constant numbers keep the sums in registers. */
 static inline void add_all_values(int64_t group, const float *weights, const element *rows,
                                   int64_t row, int64_t count, int64_t dim, float *sums,
                                   int64_t stride) {
@@ -153,7 +153,7 @@ static inline void add_all_values(int64_t group, const float *weights, const ele
         if (both) add_values(n, weights, rows, row, count, j, 2, sums, stride);         \
         else add_values(n, weights, rows, row, count, j, 1, sums, stride);              \
         break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+            CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
         }
     }
