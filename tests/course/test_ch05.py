@@ -31,7 +31,7 @@ SPEEDS = {b: Fraction(t) for b, t in zip(
 
 @pytest.fixture(scope="module")
 def tiny() -> LLM:
-    return LLM("tiny", dtype="float32", device="cpu")
+    return LLM("tiny", dtype="float32", device="cpu", enforce_eager=True)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
 
 
 def test_a_hollow_model_makes_the_same_calls_with_hardly_any_weights(tiny):
-    twin = ch05.hollow(tiny, dtype="float32", device="cpu", max_model_len=64)
+    twin = ch05.hollow(tiny, dtype="float32", device="cpu", max_model_len=64, enforce_eager=True)
     sizes = [sum(p.numel() for p in llm.engine.forward_pass.model.parameters())
              for llm in (tiny, twin)]  # fmt: skip
     assert sizes[1] < sizes[0] / 4
@@ -57,7 +57,7 @@ def test_a_hollow_model_makes_the_same_calls_with_hardly_any_weights(tiny):
 
 
 def test_a_hollow_model_writes(tiny):
-    twin = ch05.hollow(tiny, device="cpu", max_model_len=64)
+    twin = ch05.hollow(tiny, device="cpu", max_model_len=64, enforce_eager=True)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     outs = twin.generate([{"prompt_token_ids": [1, 2]}], params, use_tqdm=False)
     assert len(outs[0].outputs[0].token_ids) == 3

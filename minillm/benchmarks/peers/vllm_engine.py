@@ -45,7 +45,7 @@ class Worker:
             "weights": str(config.model_config.dtype).removeprefix("torch."),
             "kv_cache": f"auto: {config.model_config.dtype}".replace("torch.", ""),
             "block_size": config.cache_config.block_size,
-            "preload": os.environ.get("LD_PRELOAD", ""),
+            "preload": os.path.basename(os.environ.get("LD_PRELOAD", "")),
             "multiprocessing": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
         }
 
