@@ -179,3 +179,12 @@ def use_large_pages(address: int, num_bytes: int) -> None:
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         advise(begin, length, mmap.MADV_HUGEPAGE)
+
+
+def return_freed_memory() -> None:
+    """Give the system back what was freed; glibc keeps it otherwise, where it lies between other
+    things."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim.argtypes = [ctypes.c_size_t]
+        trim(0)

@@ -374,11 +374,16 @@ def test_an_id_that_is_in_use_is_refused_and_leaves_nothing(llm):
 # ---- two engines ----------------------------------------------------------------------------
 
 
+def plain_parameters(runner):
+    """Those whose memory can be asked for: what oneDNN packed it does not show."""
+    return [each for each in runner.model.parameters() if each.layout is torch.strided]
+
+
 def test_two_engines_share_nothing(folder, alone):
     one, other = make(folder), make(folder, num_gpu_blocks_override=20)
     assert one.engine.scheduler is not other.engine.scheduler
     first, second = one.engine.runner, other.engine.runner
-    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    pairs = zip(plain_parameters(first), plain_parameters(second), strict=True)
     tables = first.rows.tables.device, second.rows.tables.device
     for mine, theirs in (*pairs, (first.kv.key, second.kv.key), tables):
         assert mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
@@ -386,7 +391,7 @@ def test_two_engines_share_nothing(folder, alone):
     for _ in range(4):
         for stream in streams:
             next(stream)
-    for parameter in second.model.parameters():
+    for parameter in plain_parameters(second):
         parameter.zero_()
     other.close()
     *_, last = streams[0]

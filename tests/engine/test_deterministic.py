@@ -102,12 +102,14 @@ def test_every_bit_is_as_alone_in_every_cell(family, dtype, cell, model_of, refe
 
 
 def test_with_the_mode_off_a_bit_differs(model_of):
-    """Else all of this would show nothing."""
+    """Else all of this would show nothing. In plain torch: our own C functions have the same bits
+    in every batch, and oneDNN meets a few numbers of rows only."""
     folder, listed = model_of("llama"), jobs()
-    alone = open_engine(folder, "float32", deterministic=False)
+    off = {"deterministic": False, "enforce_eager": True}
+    alone = open_engine(folder, "float32", **off)
     one_by_one = [everything(generate(alone, [job])[0]) for job in listed]
     cell = Cell(7, "off", "ample")
-    outputs = run_cell(cell.open(folder, "float32", deterministic=False), cell)
+    outputs = run_cell(cell.open(folder, "float32", **off), cell)
     assert [everything(output) for _, output in outputs] != one_by_one
     tokens = [output.outputs[0].token_ids for _, output in outputs]  # only bits: not the text
     assert tokens == [generate(alone, [job])[0].outputs[0].token_ids for job in listed]
@@ -384,9 +386,9 @@ def unpadded(num_rows, tiles):
 
 
 def untiled_attention(q, *others):
-    """The usual attention, which knows nothing of padding."""
+    """torch's attention, which knows nothing of padding."""
     count = int(others[2][-1])
-    out = ops.paged_attention(q[:count], *others)
+    out = ops.plain_attention(q[:count], *others)
     return torch.cat([out, out[-1:].expand(len(q) - count, -1, -1)])
 
 
