@@ -54,8 +54,8 @@ bundle: $(COURSE_STAMP) ## the course in one zip, for machines without a network
 
 # The engines of `minillm bench --vs`, each in an environment of its own; transformers is in $(VENV).
 # What exists for CUDA only is left out, and the package of FILE-alone.txt comes without what it asks
-# for. PEERS=vllm makes one of them. Where the index has torch only with several GB of CUDA, say
-# PEERS_PIP="--extra-index-url https://download.pytorch.org/whl/cpu".
+# for. PEERS=vllm makes one of them. Where the index has torch only with several GB of CUDA, name one
+# that has its CPU build: PEERS_PIP="--extra-index-url ...".
 PEERS ?= vllm openvino
 PEERS_DIR ?= .peers
 PEERS_PIP ?=
