@@ -78,7 +78,6 @@ class Engine:
         if capture is not None:
             self._runner.use_graphs(capture)
         asked = args.async_scheduling
-        asked = args.async_scheduling
         self.overlaps = self.device.type != "cpu" if asked is None else asked
         self._runner.reads_late = self.overlaps
         name = self.source.name

@@ -1,7 +1,7 @@
 """How a `Linear` stores and applies its weight.
 
 A layer owns one method. Packing and quantisation replace the method; they never subclass a layer.
-A method decides what lies in the layer's `weight`, which `store` makes from the checkpoint's.
+A method decides what lies in the layer's `weight`; `models/packing.py` puts it there.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,12 @@ class LinearMethod(Protocol):
         """[N, in], the stored weight, [out] -> [N, out]"""
         ...
 
+
+class EmbeddingMethod(LinearMethod, Protocol):
+    """The same for a weight whose rows are looked up, too."""
+
     def lookup(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows of the weight [out, in] at `ids` [N] -> [N, in], as an embedding wants them."""
+        """Rows of the weight [out, in] at `ids` [N] -> [N, in]"""
         ...
 
 
@@ -60,7 +64,8 @@ class PanelLinearMethod:
 class PackedLinearMethod:
     """oneDNN's own layout, which its product wants and `F.linear` would make anew for each call.
 
-    These are the private operations that inductor uses; `packed` says whether they work here.
+    Only oneDNN can read it, so it is none for an embedding. These are the private operations that
+    inductor uses; `packed` says whether they work here.
     oneDNN writes a program for every number of rows that it meets, which takes milliseconds, and
     keeps it: 0.7 MB each. So it only ever meets `ROWS`; others are composed of these, and a rest
     is padded.
@@ -78,10 +83,6 @@ class PackedLinearMethod:
                 part = torch.cat((part, x.new_zeros(size - count, x.shape[1])))
             out[start : start + count] = product(part, weight, bias, "none", [], "")[:count]
         return out
-
-    def lookup(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Only oneDNN can read its layout."""
-        raise NotImplementedError("An embedding's weight is not packed by oneDNN.")
 
 
 def row_parts(num_rows: int) -> Iterator[tuple[int, int, int]]:

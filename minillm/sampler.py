@@ -113,9 +113,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False
             groups.setdefault(choose, []).append(index)
     token_ids = [NO_TOKEN] * len(rows)
     for choose, group in groups.items():
-        whole = (
-            kernels or choose is _choose_best
-        )  # which needs no memory of that size, and is exact
+        # The best is exact, and is found without memory of the size of the logits.
+        whole = kernels or choose is _choose_best
         for members in [group] if whole else _chunks(group, raw, row_by_row):
             chosen = choose(_select(edited, members), [rows[index] for index in members])
             for index, token in zip(members, chosen.tolist(), strict=True):

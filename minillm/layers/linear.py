@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minillm.linear_methods import LinearMethod, PlainLinearMethod
+from minillm.linear_methods import EmbeddingMethod, LinearMethod, PlainLinearMethod
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -50,7 +50,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.name, self.in_features = name, hidden_size
         self.weight = empty_parameter(vocab_size, hidden_size)
-        self.method: LinearMethod = PlainLinearMethod()
+        self.method: EmbeddingMethod = PlainLinearMethod()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[N] -> [N, d]"""
