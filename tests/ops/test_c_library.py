@@ -1,8 +1,10 @@
 """The library is built once, and where it cannot be, torch does the work and says why."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,19 @@ def test_two_processes_may_build_at_once_and_a_third_finds_it(sources, runs, tmp
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_what_a_killed_builder_left_is_removed_and_a_working_one_is_left_alone(sources, tmp_path):
+    killed, working = tmp_path / "build-killed", tmp_path / "build-working"
+    for folder in (killed, working):
+        folder.mkdir()
+        (folder / "one.o").write_text("")
+    ago = time.time() - c_library.LEFT_BEHIND
+    os.utime(killed, (ago - 60, ago - 60))
+    os.utime(working, (ago + 60, ago + 60))
+    path = find_or_build("F32", folder=tmp_path)
+    assert {path, working, sources} == set(tmp_path.iterdir())
+    assert list(working.iterdir())
+
+
 # ---- why there is none ---------------------------------------------------------------------------
 
 
@@ -168,6 +183,35 @@ def test_a_compiler_without_openmp(monkeypatch, tmp_path, reason):
     monkeypatch.setenv("CC", str(write_compiler(tmp_path / "clang", text)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert reason() == "the C compiler failed: clang: error: unsupported option '-fopenmp'"
+
+
+@pytest.mark.parametrize("runtime", ["libomp", "libiomp"])
+def test_a_compiler_with_another_openmp(monkeypatch, tmp_path, reason, runtime):
+    """Clang's, or Intel's, beside the one of torch."""
+    text = f"#!/bin/sh\nwhile [ $1 != -o ]; do shift; done\necho ELF {runtime}.so.5 > $2\n"
+    monkeypatch.setenv("CC", str(write_compiler(tmp_path / "clang", text)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert reason() == (
+        f"the C compiler brings {runtime} beside torch's OpenMP; install GCC or set CC"
+    )
+    assert not list((tmp_path / "home/minillm").iterdir())
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_a_system_that_nobody_tried(monkeypatch, runs, reason, system):
+    monkeypatch.setattr(sys, "platform", system)
+    assert reason() == "it is for Linux, where GCC and torch share one OpenMP runtime"
+    assert runs() == 0
+
+
+def test_gcc_comes_before_another_compiler(monkeypatch, tmp_path):
+    for name in ("cc", "gcc", "mine"):
+        write_compiler(tmp_path / name, "#!/bin/sh\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert c_library.find_compiler() == tmp_path / "gcc"
+    monkeypatch.setenv("CC", "mine")
+    assert c_library.find_compiler() == tmp_path / "mine"
 
 
 def test_a_compiler_that_never_ends(monkeypatch, tmp_path, reason):
@@ -227,6 +271,43 @@ def test_the_switch(monkeypatch, reason):
 def test_no_bf16_instructions(monkeypatch):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     assert str(c_library.library.__wrapped__("BF16")) == "no bf16 instructions"
+
+
+# ---- processes that are forked -------------------------------------------------------------------
+
+FORK = """
+import os
+import sys
+import torch
+from minillm.ops import cpu
+
+torch.set_num_threads(2)
+x, weight = torch.randn(512, 512), torch.randn(512, 512)
+
+def compute():
+    right = torch.equal(cpu.rms_norm(x, weight[0], 1e-5), normed)
+    return right and torch.allclose(x @ weight, product, atol=1e-3)
+
+normed, product = cpu.rms_norm(x, weight[0], 1e-5), x @ weight
+assert compute()
+child = os.fork()
+if child == 0:
+    os._exit(10 * torch.get_num_threads() + compute())
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.get_num_threads(), compute())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+def test_a_forked_process_computes_with_one_thread():
+    """The threads of its parent do not exist there, and OpenMP would wait for them."""
+    command = [sys.executable, "-c", FORK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as running:
+        try:
+            said, _ = running.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            pytest.fail("the forked process waits for ever")
+    assert said.split() == ["11", "2", "True"]
 
 
 # ---- the whole engine ----------------------------------------------------------------------------
