@@ -19,6 +19,7 @@ EXAMPLES = """\
 decode     one token after the other    prefill    prompts
 offline    requests of mixed lengths    startup    process start to first token
 scheduler  deciding, without a model    kernels    Triton kernels, on a GPU
+scale      decode steps against batch and context, explained by counting
 
 --vs needs engines that 'make peers' sets up, each in its own environment.
 
@@ -27,6 +28,7 @@ examples:
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
   minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
   minillm bench startup tiny
+  minillm bench scale --plot scale.png
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
 COMPARED = ("decode", "prefill", "offline")
@@ -36,6 +38,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "prefill": ("batch", "context", "repeats", "vs", "threads", "dtype", "device"),
     "offline": ("requests", "lengths", "repeats", "vs", "threads", "dtype", "device"),
     "startup": ("repeats", "vs", "threads", "dtype"),
+    "scale": ("batch", "context", "new_tokens", "repeats", "threads", "dtype", "plot"),
     "scheduler": (),
     "kernels": (),
 }
@@ -47,6 +50,12 @@ QUICK: Mapping[str, Any] = {
     "batch": "1,2", "context": "16", "new_tokens": 6, "repeats": 2, "requests": 4,
     "lengths": "lognormal", "vs": "",
 }  # fmt: skip
+# Where "scale" is asked for, instead of the above.
+SCALE: Mapping[str, Any] = {
+    "batch": "1,2,4,8,16,32,64", "context": "128,512,1024,2048,4096,8192", "new_tokens": 8,
+    "repeats": 3,
+}  # fmt: skip
+QUICK_SCALE: Mapping[str, Any] = {"context": "32,64", "new_tokens": 4}
 # Sequences at once, and tokens of a prompt and of an answer, at most.
 OFFLINE: Mapping[str, tuple[int, int, int]] = {
     "lognormal": (64, 1024, 512), "uniform": (256, 1024, 1024),
@@ -56,7 +65,8 @@ OFFLINE: Mapping[str, tuple[int, int, int]] = {
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     option = parser.add_argument
-    option("what", metavar="WHAT", help="decode, prefill, offline, startup, scheduler or kernels")
+    option("what", metavar="WHAT", 
+           help="decode, prefill, offline, startup, scale, scheduler or kernels")  # fmt: skip
     option("model", metavar="MODEL", nargs="?",
            help=f"embedded name, folder, hub id or preset:NAME ({MODEL})")  # fmt: skip
     option("--batch", metavar="1,16", help="sequences computed together (1,16)")
@@ -71,6 +81,7 @@ def add_options(parser: ArgumentParser) -> None:
     option("--dtype", metavar="NAME",
            help="of weights and KV cache in every engine (bfloat16 where it is fast)")  # fmt: skip
     option("--device", metavar="NAME", help="cpu or cuda (cpu)")
+    option("--plot", metavar="FILE", help="scale: draw it into FILE, as .png, .svg or .pdf")
     option("--json", metavar="FILE", help="write everything measured into FILE")
     option("--quick", action="store_true", help="small sizes, to see that it runs")
 
@@ -83,7 +94,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
             f"{did_you_mean(args.what, OPTIONS)}"
         )
     refuse_options(args)
-    check_file(args.json)
+    check_file("--json", args.json)
     code: int = RUNNERS.get(args.what, compare)(args, terminal)
     return code
 
@@ -102,10 +113,10 @@ def refuse_options(args: Namespace) -> None:
         raise ConfigError(f"'minillm bench {args.what}' takes no model; leave out {args.model!r}.")
 
 
-def check_file(name: str | None) -> None:
+def check_file(option: str, name: str | None) -> None:
     """Refuse a place that cannot be written, before minutes have passed."""
     if name is not None and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
-        raise ConfigError(f"--json {name}: this is a folder, or its folder does not exist.")
+        raise ConfigError(f"{option} {name}: this is a folder, or its folder does not exist.")
 
 
 # ---- comparisons ------------------------------------------------------------------------------
@@ -188,7 +199,10 @@ def settings(args: Namespace) -> dict[str, Any]:
     """The options with what they are where they are not given."""
     from minillm import machine
 
-    values = dict(QUICK if args.quick else DEFAULTS) | {
+    values = dict(QUICK if args.quick else DEFAULTS)
+    if args.what == "scale":
+        values |= QUICK_SCALE if args.quick else SCALE
+    values |= {
         "threads": machine.cpu_count(),
         "dtype": "bfloat16" if machine.cpu_has_bf16() else "float32",
         "device": "cpu",
@@ -314,6 +328,49 @@ def scheduler(args: Namespace, terminal: Terminal) -> int:
     return main(passed_on(args))
 
 
+def scale(args: Namespace, terminal: Terminal) -> int:
+    """Decode steps against batch and context."""
+    from minillm.cli.plan import find_config
+
+    given = settings(args)
+    check_dtype(given["dtype"])
+    check_file("--plot", args.plot)
+    name = args.model or (QUICK_MODEL if args.quick else MODEL)
+    config = find_config(name)
+    check_contexts(given, config, asked=args.context is not None)
+    from minillm.benchmarks import scale as benchmark
+    from minillm.benchmarks.scale_plot import check_plot, draw
+    from minillm.benchmarks.scale_table import show
+
+    if args.plot is not None:
+        check_plot(args.plot)
+    cases = benchmark.cases_of(given["batch"], given["context"])
+    options = (given["new_tokens"], given["repeats"], given["threads"], given["dtype"])
+    work = benchmark.ScaleWork(name, config, cases, *options, fresh=not args.quick)
+    with progress(terminal) as say:
+        found = benchmark.measure(work, say)
+    show(found, terminal)
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps(found) + "\n", "utf-8")
+    if args.plot is not None:
+        draw(found, args.plot)
+    return 0
+
+
+def check_contexts(given: dict[str, Any], config: "ModelConfig", asked: bool) -> None:
+    """Contexts must hold the steps that are timed, and fit into the model's positions; of those
+    that nobody asked for, the ones that fit remain."""
+    longest, least = config.longest_context, given["new_tokens"] + 4
+    if not asked:
+        given["context"] = tuple(n for n in given["context"] if n <= longest) or (longest,)
+    for context in given["context"]:
+        if not least <= context <= longest:
+            raise ConfigError(
+                f"--context is {context}; with {given['new_tokens']} new tokens it must be from "
+                f"{least} to {longest}, the positions of this model."
+            )
+
+
 def kernels(args: Namespace, terminal: Terminal) -> int:
     """The benchmark of the kernels, as ``python -m minillm_kernels.bench``."""
     from minillm_kernels.bench.__main__ import main
@@ -327,5 +384,5 @@ def passed_on(args: Namespace) -> list[str]:
 
 
 RUNNERS: Mapping[str, Callable[[Namespace, Terminal], int]] = {
-    "startup": startup, "scheduler": scheduler, "kernels": kernels,
+    "startup": startup, "scale": scale, "scheduler": scheduler, "kernels": kernels,
 }  # fmt: skip

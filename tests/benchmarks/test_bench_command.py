@@ -78,9 +78,17 @@ def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["decode", "preset:smollm3"], "There is no preset 'smollm3'"),
         (["decode", "tinny"], "Did you mean 'tiny'?"),
         (["startup", "preset:qwen4"], "There is no preset 'qwen4'"),
-        (["startup", "--batch", "4"], "--batch is for decode, prefill; leave it out of"),
-        (["prefill", "--new-tokens", "4"], "--new-tokens is for decode; leave it out of"),
+        (["startup", "--batch", "4"], "--batch is for decode, prefill, scale; leave it out of"),
+        (["prefill", "--new-tokens", "4"], "--new-tokens is for decode, scale; leave it out of"),
         (["scheduler", "--vs", "vllm"], "leave it out of 'minillm bench scheduler'."),
+        (["scale", "--vs", "vllm"], "leave it out of 'minillm bench scale'."),
+        (["decode", "--plot", "a.png"], "--plot is for scale; leave it out of"),
+        (["scale", "tiny", "--context", "64,4096"], "--context is 4096; with 8 new tokens it must"),
+        (["scale", "tiny", "--context", "11"], "it must be from 12 to 2048, the positions of this"),
+        (["scale", "tiny", "--plot", "a.bmp"], "--plot is 'a.bmp'; its name must end in .png"),
+        (["scale", "tiny", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: this is a folder"),
+        (["scale", "--batch", "64x"], "--batch is '64x'; it must be whole numbers from 1 up"),
+        (["scale", "preset:mixtral-8x7b"], "explains dense decoders of the families"),
         (["kernels", "tiny"], "'minillm bench kernels' takes no model; leave out 'tiny'."),
         (["decode", "--jsn", "x"], "there is no option --jsn. Did you mean '--json'?"),
         (["decode", "--json", "/nowhere/at/all.json"], "or its folder does not exist."),
@@ -106,7 +114,8 @@ def test_help_shows_examples_and_needs_no_torch() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, encoding="utf-8"
     )
     assert (done.returncode, done.stderr) == (0, "False")
-    for name in ("decode", "prefill", "offline", "startup", "scheduler", "kernels", "make peers"):
+    words = "decode prefill offline startup scale scheduler kernels"
+    for name in (*words.split(), "make peers"):
         assert name in done.stdout
 
 
