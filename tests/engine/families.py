@@ -9,6 +9,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -154,11 +155,11 @@ class Cell:
         """Enough for everybody, or for about half of those who could run."""
         return 300 if self.pool == "ample" else TIGHT[self.n]
 
-    def open(self, model: str | Path) -> LLM:
+    def open(self, model: str | Path, dtype: str = "float32", **more: Any) -> LLM:
         """The engine of this cell."""
         return LLM(
             model,
-            dtype="float32",
+            dtype=dtype,
             block_size=BLOCK,
             max_model_len=LONGEST,
             max_num_seqs=SEATS,
@@ -170,6 +171,7 @@ class Cell:
                 if self.cache == "off"
                 else {"prefix_cache": self.cache}
             ),
+            **more,
         )
 
 
@@ -200,18 +202,18 @@ class Run:
     jobs: list[Job] = field(default_factory=list)
 
 
-def run_cell(cell: Cell, model: str | Path) -> Run:
+def run_cell(cell: Cell, model: str | Path, dtype: str = "float32", **more: Any) -> Run:
     """All requests at once, then some of them again, if there is a cache to find them in."""
-    llm = cell.open(model)
+    llm = cell.open(model, dtype, **more)
     run = Run(llm, [], [], jobs=jobs_of(llm, cell.n))
-    execute = llm.engine.runner.execute
+    launch = llm.engine.runner.launch
 
     def watched(plan: StepPlan):
         run.longest_row = max(run.longest_row, *(row.num_tokens for row in plan.rows))
         run.num_swapped_in += len(plan.swap_in)
-        return execute(plan)
+        return launch(plan)
 
-    llm.engine.runner.execute = watched  # type: ignore[method-assign]
+    llm.engine.runner.launch = watched  # type: ignore[method-assign]
     run.first = generate(llm, run.jobs[:SECOND_ONLY])
     if cell.cache != "off":
         run.again = generate(llm, [run.jobs[i] for i in AGAIN])
