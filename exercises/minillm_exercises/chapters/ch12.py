@@ -1,0 +1,213 @@
+"""Chapter 12: a decode step, what it calls, and the rungs from plain torch to one call."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from minillm import LLM, SamplingParams
+from minillm.forward_pass import Chunk
+from minillm.layers.batch import Batch
+from minillm.layers.kv_cache import KVCache
+from minillm.models.decoder import Decoder
+from minillm.ops import c_library, cpu, cpu_layers
+from minillm_exercises.chapters.ch01 import product_pass as product_pass
+from minillm_exercises.chapters.common import nearest as nearest
+from minillm_exercises.chapters.common import show_table as show_table
+from minillm_exercises.timing import measure
+
+PLAIN, PACKED, FUSED, WHOLE = "plain torch", "weights packed", "small operations in C", "one call"
+CONTEXT = 32  # tokens before the one whose step is measured
+
+
+# ---- a decode step, and what it calls --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """The step that computes one token behind `CONTEXT` others, with its logits, by hand."""
+
+    model: Decoder
+    kv: KVCache
+    batch: Batch
+
+    @classmethod
+    def of(cls, llm: LLM, token: int = 5) -> "DecodeStep":
+        """For an engine's model, over a cache that holds the tokens before."""
+        by_hand = llm.engine.forward_pass
+        kv = by_hand.allocate(1, 2 * CONTEXT)
+        by_hand.run([Chunk(0, 0, list(range(CONTEXT)))], kv)
+        batch = by_hand.batch([Chunk(0, CONTEXT, [token])], kv.block_size)
+        return cls(by_hand.model, kv, batch)
+
+    @torch.inference_mode()
+    def __call__(self) -> Tensor:
+        """[1, V]"""
+        return self.model.logits(self.model(self.batch, self.kv))
+
+    @torch.inference_mode()
+    def use(self, token: int, position: int = CONTEXT) -> None:
+        """Copy another token, or another position, to where the step reads its own."""
+        self.batch.input_ids.fill_(token)
+        self.batch.positions.fill_(position)
+        self.batch.slot_mapping.fill_(position)
+        self.batch.seq_lens.fill_(position + 1)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.counts[f"torch {func.overloadpacket.__name__}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Counted:
+    """The engine's C functions, each of which counts its calls."""
+
+    def __init__(self, functions: Any, counts: Counter[str]) -> None:
+        self._functions, self._counts = functions, counts
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._functions, name)
+        if function is None:
+            return None
+
+        def call(*arguments: Any) -> Any:
+            self._counts[f"C {name}"] += 1
+            return function(*arguments)
+
+        return call
+
+
+def calls_of(step: Callable[[], object]) -> Counter[str]:
+    """What `step` calls, by name: torch's operations, views included, and our own C functions.
+
+    Whoever watches torch makes the engine leave its C functions, so here it is told that nobody
+    watches.
+    """
+    counts: Counter[str] = Counter()
+    takes, functions, run = cpu.takes, cpu._functions, cpu_layers.Layers.run
+
+    def unseen(*tensors: Any) -> bool:
+        with _disable_current_modes():
+            return takes(*tensors)
+
+    def run_all(*arguments: Any) -> Any:
+        counts["C run_layers"] += 1
+        return run(*arguments)
+
+    cpu.takes = unseen  # type: ignore[assignment]
+    cpu._functions = lambda dtype: _Counted(functions(dtype), counts)  # type: ignore[assignment,return-value]
+    cpu_layers.Layers.run = run_all  # type: ignore[method-assign, assignment]
+    try:
+        with _Watch(counts):
+            step()
+    finally:
+        cpu.takes, cpu._functions = takes, functions
+        cpu_layers.Layers.run = run  # type: ignore[method-assign]
+    return counts
+
+
+# ---- rungs -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_c() -> Iterator[None]:
+    """As if `MINILLM_C=0` had been set before Python started."""
+    before = os.environ.get(c_library.SWITCH)
+    os.environ[c_library.SWITCH] = "0"
+    _forget_libraries()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[c_library.SWITCH]
+        else:
+            os.environ[c_library.SWITCH] = before
+        _forget_libraries()
+
+
+def _forget_libraries() -> None:
+    c_library.library.cache_clear()
+    cpu.functions.cache_clear()
+
+
+def rungs(model: str, **options: Any) -> Iterator[tuple[str, LLM]]:
+    """The engine from plain torch to one call for all layers, as far as this machine goes.
+
+    Use each before you ask for the next: what makes it that rung holds only until then.
+    """
+    options = {"device": "cpu", "max_model_len": 512} | options
+    yield PLAIN, LLM(model, enforce_eager=True, **options)
+    with without_c():
+        yield PACKED, LLM(model, **options)
+    llm = LLM(model, **options)
+    decoder = llm.engine.forward_pass.model
+    if cpu.functions(decoder.embedding.weight.dtype) is None:
+        return
+    layers, decoder.all_layers = decoder.all_layers, None
+    yield FUSED, llm
+    decoder.all_layers = layers
+    if layers is not None:
+        yield WHOLE, llm
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A way to run a step: its seconds, those of its matrix products alone, and its calls."""
+
+    name: str
+    seconds: float
+    products: float
+    calls: int
+
+    @property
+    def price(self) -> float:
+        """Seconds that a call costs, when what is not a product is shared among the calls."""
+        return max(self.seconds - self.products, 0.0) / self.calls
+
+
+def climb(name: str, llm: LLM) -> Rung:
+    """Measure one rung: medians, the less disturbed of two."""
+    step = DecodeStep.of(llm)
+    products = product_pass(step.model, 1)
+    seconds, alone = (
+        min(measure(run, repeats=40, budget=0.15).median for _ in range(2))
+        for run in (step, products)
+    )
+    return Rung(name, seconds, alone, calls_of(step).total())
+
+
+def written(llm: LLM, prompt: Sequence[int], most: int) -> list[int]:
+    """The most likely continuation, token by token."""
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+    (output,) = llm.generate([list(prompt)], params, use_tqdm=False)
+    return output.outputs[0].token_ids
+
+
+def answers(llm: LLM, stops: Mapping[int, int] = MappingProxyType({})) -> list[list[int]]:
+    """Tokens of six requests of different lengths, the most likely ones; `stops` says which of them
+    (by number) end at which token."""
+    prompts = [[number + 1] * (4 + number) for number in range(6)]
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=10 + 5 * number,
+            ignore_eos=True,
+            stop_token_ids=[stops[number]] if number in stops else [],
+        )
+        for number in range(6)
+    ]
+    return [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)]

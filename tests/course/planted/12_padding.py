@@ -1,0 +1,10 @@
+"""Padding of a graph has slot 0, where somebody's keys are."""
+
+from minillm.graphs import DecodeGraphs
+
+
+def _clear(self):
+    self._host.fill(0)
+
+
+DecodeGraphs._clear = _clear
