@@ -39,7 +39,7 @@ PLANS: Mapping[str, Sequence[str | int]] = MappingProxyType(
         ),
         "a third day": (
             *("04", "e04.1", "e04.2", BREAK, "10", "e10.1", "e10.2", LUNCH),
-            *("11", "e11.1", BREAK, "e11.2"),
+            *("11", "e11.1", BREAK, "e11.2", "12", "e12.1"),
         ),
     }
 )
