@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minillm.argmax import first_best
 from minillm.errors import InvalidRequestError
+from minillm.ops import cpu_sampling
 
 
 class TokenLogprob(NamedTuple):
@@ -63,8 +65,8 @@ def token_logprobs(
     """
     result: list[dict[int, TokenLogprob]] = []
     for start in range(0, len(targets), chunk_rows):
-        logits = logits_fn(hidden[start : start + chunk_rows]).float()  # [C, V]
-        for message in failures(logits.amax(dim=-1)).values():
+        logits = logits_fn(hidden[start : start + chunk_rows])  # [C, V]
+        for message in failures(first_best(logits)[0]).values():
             raise InvalidRequestError(message)
         part = targets[start : start + chunk_rows]
         result += describe(logits, part, [top_k] * len(part), row_by_row)
@@ -74,10 +76,14 @@ def token_logprobs(
 def describe(
     logits: Tensor, targets: Tensor, top_k: Sequence[int], row_by_row: bool
 ) -> list[dict[int, TokenLogprob]]:
-    """For each row of float32 logits [T, V]: the target, then its `top_k` best tokens.
+    """For each row of logits [T, V]: the target, then its `top_k` best tokens.
 
     A token in both places has the same float in both: evaluation harnesses compare with ``==``.
     """
+    if cpu_sampling.takes(logits):  # a row of which depends on no other anyway
+        found = cpu_sampling.describe_tokens(logits, targets, max(top_k))
+        return _entries(*found, top_k)
+    logits = logits.float()
     if row_by_row and len(logits) > 1:
         return [
             entry
@@ -95,6 +101,13 @@ def describe(
     ids = torch.cat([targets[:, None], ids], dim=1)
     ranks = torch.cat([rank, ranks], dim=1)
     logprobs = torch.cat([value, best], dim=1) - peak - normaliser
+    return _entries(logprobs, ids, ranks, top_k)
+
+
+def _entries(
+    logprobs: Tensor, ids: Tensor, ranks: Tensor, top_k: Sequence[int]
+) -> list[dict[int, TokenLogprob]]:
+    """Rows of a table, of which each wants its first k + 1 columns, as dictionaries."""
     table = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), top_k, strict=True)
     return [
         {token: TokenLogprob(*entry) for token, *entry in islice(zip(*columns, strict=True), k + 1)}

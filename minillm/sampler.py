@@ -8,8 +8,9 @@ The order of operations is vLLM's::
     top_k -> top_p                                                     ops.truncation
     argmax(logits + Gumbel noise)                                                    sample
 
-An operation that no row asks for is not executed, and the vocabulary is never sorted. On a GPU all
-but the edits is one call of `minillm_kernels.sampling`, which draws the same tokens.
+An operation that no row asks for is not executed, and the vocabulary is never sorted. All but the
+edits is one call: of `minillm_kernels.sampling` on a GPU, of `ops.cpu_sampling` on a CPU with a C
+compiler. Both draw the same tokens as the torch below, which says what they mean.
 """
 
 import math
@@ -23,6 +24,7 @@ from torch import Tensor
 from minillm import ops
 from minillm.argmax import first_best
 from minillm.logprobs import TokenLogprob, describe, failures
+from minillm.ops import cpu_sampling
 from minillm.ops.philox import Purpose, random_words, random_words_of_vocabulary, to_gumbel
 from minillm.ops.truncation import best_tokens, truncate_row
 from minillm.sampling_params import SamplingParams
@@ -57,6 +59,7 @@ class SamplingRow:
     stop_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     _edits: bool = field(init=False)
+    _request: bytes | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -67,6 +70,23 @@ class SamplingRow:
     def edits(self) -> bool:
         """Whether something changes its logits before the choice."""
         return self._edits or len(self.output_token_ids) < self.params.min_tokens
+
+    @property
+    def request(self) -> bytes:
+        """Its parameters as C reads them; made once."""
+        if self._request is None:
+            params = self.params
+            self._request = bytes(
+                cpu_sampling.Request(
+                    top_p=params.top_p,
+                    seed=self.seed,
+                    sample_index=self.sample_index,
+                    top_k=max(params.top_k, 0),
+                    temperature=0 if params.greedy else params.temperature,
+                    floor=math.log(params.min_p) if params.min_p else -math.inf,
+                )
+            )
+        return self._request
 
 
 # Logits [K, V] and their rows -> int64 [K].
@@ -102,6 +122,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False
     """
     if not (ops.uses_kernels(logits) or any(row.edits or not row.params.greedy for row in rows)):
         return _sample_best(logits, rows, row_by_row)
+    if cpu_sampling.takes(logits):
+        return _sample_in_c(logits, rows, row_by_row)
     raw = logits.float()
     edited = edit_logits(raw, rows)
     kernels = ops.uses_kernels(raw)
@@ -125,6 +147,22 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False
 def _sample_best(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool) -> SampledBatch:
     """Where nobody asks for more: one pass over the logits, in their own dtype."""
     best, chosen = first_best(logits)
+    failed = failures(best)
+    token_ids = [NO_TOKEN if i in failed else token for i, token in enumerate(chosen.tolist())]
+    return SampledBatch(token_ids, _row_logprobs(logits, rows, token_ids, row_by_row), failed)
+
+
+def _sample_in_c(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool) -> SampledBatch:
+    """All rows in one call, in their own dtype but for those that are edited."""
+    members = [index for index, row in enumerate(rows) if row.edits]
+    raw = _select(logits, members) if members else logits[:0]
+    edited = edit_logits(raw, [rows[index] for index in members])
+    instead = {} if edited is raw else dict(zip(members, edited, strict=True))
+    requests, positions = [row.request for row in rows], [row.position for row in rows]
+    best, chosen = cpu_sampling.choose_tokens(logits, instead, requests, positions)
+    if instead:  # what is wrong with the model's own logits stays
+        own = cpu_sampling.best_tokens(raw)[0]
+        best[members] = torch.where(own.isfinite(), best[members], own)
     failed = failures(best)
     token_ids = [NO_TOKEN if i in failed else token for i, token in enumerate(chosen.tolist())]
     return SampledBatch(token_ids, _row_logprobs(logits, rows, token_ids, row_by_row), failed)
@@ -206,10 +244,10 @@ def _best_logit(raw: Tensor, edited: Tensor) -> Tensor:
 
 
 def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply masks, then biases, then penalties; float32 [K, V].
+    """Apply masks, then biases, then penalties.
 
     Returns:
-        `logits` itself when no row asks for anything, else an edited copy.
+        `logits` [K, V] itself when no row asks for anything, else an edited copy in float32.
     """
     if not any(row.edits for row in rows):
         return logits
@@ -227,7 +265,7 @@ def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     penalised = any(_is_penalised(row.params) for row in rows)
     if not (allowed or banned or biases or penalised):
         return logits
-    logits = logits.clone()
+    logits = logits.to(torch.float32, copy=True)
     for index, ids in allowed:
         kept = torch.tensor(ids, device=logits.device)
         values = logits[index, kept]
@@ -336,9 +374,7 @@ def _row_logprobs(
     if counts:
         members = list(counts)
         chosen = torch.tensor([token_ids[index] for index in members], device=raw.device)
-        described = describe(
-            _select(raw, members).float(), chosen, list(counts.values()), row_by_row
-        )
+        described = describe(_select(raw, members), chosen, list(counts.values()), row_by_row)
         for index, entry in zip(members, described, strict=True):
             result[index] = entry
     return result

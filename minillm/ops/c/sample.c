@@ -1,0 +1,477 @@
+/* Choosing tokens: rows of logits to one id each, and log-probabilities.
+ *
+ * A draw is argmax((logit - best) / temperature + Gumbel noise), where the noise of a token is a
+ * function of seed, sample, position and id (`minillm_kernels/philox.py`). The words are those
+ * numbers bit for bit; the noise is computed in float64 and rounded once, as there. But 49,152
+ * tokens times two logarithms would take longer than a small model's layers, and nearly all of them
+ * are wasted, because a bound of the noise is enough to see that a token cannot win:
+ *
+ *   a block whose best logit would not win with the largest noise of all needs no words
+ *   -log(-log(1 - u)) <= -log(u), and log2 is at least its chord between two powers of 2, which
+ *   are the bits of a float read as an integer: so a token that may win costs a logarithm, some
+ *   thirty in a row, and any other a multiplication
+ *
+ * Both bounds are exact, also after rounding: addition of floats is monotone.
+ *
+ * Top-k and top-p end in a cut: the least value that stays, and the id of the last token that has
+ * it. The best value of each block of 64 tokens is found with the row's best. The k-th best of those
+ * bounds the k-th best token from below, so that few tokens have to be looked at.
+ *
+ * The token of a row depends on that row only: threads divide rows, never the inside of one.
+ */
+#include "common.h"
+#include <omp.h>
+#include <stdlib.h>
+
+#define BLOCK 64           /* tokens; 16 Philox counters */
+#define PREFIX 64          /* tokens at least in which top-p looks for its mass first */
+#define MOST_NOISE 22.875f /* of the word 0 it is 22.8738 */
+#define WORTH_THREADS 131072
+
+/* How to choose in one row. Python fills this in (`minillm/ops/cpu_sampling.py`): the fields stand
+ * there in the same order. */
+typedef struct {
+    double top_p; /* 1: off */
+    int64_t seed, sample_index;
+    int64_t top_k;     /* 0: off */
+    float temperature; /* 0: the best token */
+    float floor;       /* log(min_p); -infinity: off */
+} request;
+
+/* A row of logits, and what is known of it. */
+typedef struct {
+    const void *at;
+    int wide; /* float32, else bf16: in both libraries, because edited logits are float32 */
+    int64_t size, blocks;
+    float best;
+    int64_t place;   /* of the best, the first of equals */
+    float *peaks;    /* [blocks] the best of each block, later scaled */
+    float temperature, floor;
+    float edge;      /* what stays: greater values, and equal ones up to the id `last` */
+    int64_t last;
+} row;
+
+/* Values that were picked from a row, and what each weighs. */
+typedef struct {
+    float *value, *weight;
+    int64_t n;
+} list;
+
+/* ---- blocks of a row ------------------------------------------------------------------------ */
+
+static inline float from_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+/* 64 logits as float32, -infinity behind the end: where they are, or else copied to `memory`. */
+static inline const float *read_block(const row *r, int64_t block, float *restrict memory) {
+    int64_t first = block * BLOCK, count = r->size - first < BLOCK ? r->size - first : BLOCK;
+    const float *wide = (const float *)r->at + first;
+    const uint16_t *narrow = (const uint16_t *)r->at + first;
+    if (count == BLOCK) {
+        if (r->wide) return wide;
+        for (int i = 0; i < BLOCK; i++) memory[i] = from_bf16(narrow[i]);
+        return memory;
+    }
+    for (int i = 0; i < BLOCK; i++) memory[i] = -INFINITY;
+    for (int i = 0; i < count; i++) memory[i] = r->wide ? wide[i] : from_bf16(narrow[i]);
+    return memory;
+}
+
+/* The best value of each block, of the row, and its place; a NaN wins. */
+static void find_best(row *r) {
+    float best = -INFINITY, memory[BLOCK];
+    int64_t at = 0;
+    int32_t nan = 0;
+    for (int64_t b = 0; b < r->blocks; b++) {
+        const float *x = read_block(r, b, memory);
+        float top = -INFINITY;
+#pragma omp simd reduction(max : top) reduction(| : nan)
+        for (int i = 0; i < BLOCK; i++) {
+            top = x[i] > top ? x[i] : top;
+            nan |= x[i] != x[i];
+        }
+        r->peaks[b] = top;
+        if (top > best) best = top, at = b;
+    }
+    const float *x = read_block(r, at, memory);
+    int64_t place = 0;
+    while (place < BLOCK - 1 && x[place] != best) place++;
+    place += at * BLOCK;
+    r->best = nan ? NAN : best;
+    r->place = place < r->size ? place : 0;
+}
+
+/* What temperature and min-p make of a logit: 0 for the best, -infinity below the floor. */
+static inline float scaled(const row *r, float logit) {
+    float s = (logit - r->best) / r->temperature;
+    return s < r->floor ? -INFINITY : s;
+}
+
+static inline void scale_block(const row *r, int64_t block, float *restrict out) {
+    float memory[BLOCK];
+    const float *x = read_block(r, block, memory);
+    for (int i = 0; i < BLOCK; i++) out[i] = scaled(r, x[i]);
+}
+
+/* ---- the draw ------------------------------------------------------------------------------- */
+
+/* Philox4x32-10 (Salmon et al., 2011): the words of a block's tokens. */
+static inline void draw_words(const request *q, int64_t position, int64_t purpose, int64_t block,
+                              uint32_t *restrict words) {
+    for (int j = 0; j < BLOCK / 4; j++) {
+        uint32_t c0 = (uint32_t)(block * (BLOCK / 4)) + (uint32_t)j, c1 = (uint32_t)position;
+        uint32_t c2 = (uint32_t)q->sample_index, c3 = (uint32_t)purpose;
+        uint32_t k0 = (uint32_t)q->seed, k1 = (uint32_t)((uint64_t)q->seed >> 32);
+#pragma GCC unroll 10
+        for (int round = 0; round < 10; round++) {
+            uint64_t p0 = (uint64_t)c0 * 0xD2511F53u, p1 = (uint64_t)c2 * 0xCD9E8D57u;
+            c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, c1 = (uint32_t)p1;
+            c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1, c3 = (uint32_t)p0;
+            k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        }
+        words[4 * j] = c0, words[4 * j + 1] = c1, words[4 * j + 2] = c2, words[4 * j + 3] = c3;
+    }
+}
+
+/* `philox.to_gumbel`. */
+static float noise(uint32_t word) {
+    float u = ((float)word + 0.5f) * 0x1p-32f;
+    u = u > 1.f - 0x1p-24f ? 1.f - 0x1p-24f : u;
+    return (float)-log(-log1p(-(double)u));
+}
+
+/* At least the noise of a word, at most 0.07 more where it matters: -log(u) with the chord of log2
+ * for a u that is a little too small. The thousandth is a hundred times what rounding can cost. */
+static inline float noise_bound(uint32_t word) {
+    float u = (float)(int32_t)(word >> 1); /* times 2^31 */
+    int32_t bits;
+    memcpy(&bits, &u, sizeof bits);
+    return 1e-3f - 0.693147182f * ((float)bits * 0x1p-23f - (127 + 31));
+}
+
+/* The tokens of one block that may be better than `total`, the best so far; of equals the lowest
+ * id. */
+static inline void draw_block(const row *r, int64_t block, const uint32_t *words, float *total,
+                              int64_t *token) {
+    float s[BLOCK], most[BLOCK];
+    scale_block(r, block, s);
+    int32_t any = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        most[i] = s[i] + noise_bound(words[i]);
+        any |= most[i] >= *total && s[i] >= r->edge;
+    }
+    for (int64_t i = 0; any && i < BLOCK; i++) {
+        int64_t id = block * BLOCK + i;
+        if (!(most[i] >= *total) || s[i] < r->edge || (s[i] == r->edge && id > r->last)) continue;
+        float sum = s[i] + noise(words[i]);
+        if (sum > *total || (sum == *total && id < *token)) *total = sum, *token = id;
+    }
+}
+
+/* The best token and its block first: they bound what the others have to reach. */
+static int64_t draw(const row *r, const request *q, int64_t position, int64_t purpose) {
+    int64_t token = r->size, first = r->place / BLOCK;
+    float total = -INFINITY;
+    for (int64_t i = -1; i < r->blocks; i++) {
+        int64_t block = i < 0 ? first : i;
+        float peak = r->peaks[block];
+        if (i == first || peak < r->edge || peak + MOST_NOISE < total) continue;
+        uint32_t words[BLOCK];
+        draw_words(q, position, purpose, block, words);
+        if (i < 0 && (r->edge < 0 || r->place <= r->last))
+            token = r->place, total = noise(words[token % BLOCK]);
+        draw_block(r, block, words, &total, &token);
+    }
+    return token < r->size ? token : r->place;
+}
+
+/* ---- top-k and top-p ------------------------------------------------------------------------ */
+
+/* Keep what is greater than the pivot, or what is less. */
+static void keep(list *l, float pivot, int greater) {
+    float *restrict value = l->value, *restrict weight = l->weight;
+    int64_t n = 0;
+    for (int64_t i = 0; i < l->n; i++) {
+        float v = value[i];
+        value[n] = v, weight[n] = weight[i];
+        n += greater ? v > pivot : v < pivot;
+    }
+    l->n = n;
+}
+
+/* Weight of what is greater than the pivot, and of what equals it. */
+static void weigh(const list *l, float pivot, double *greater, double *equal) {
+    const float *restrict value = l->value, *restrict weight = l->weight;
+    double more = 0, same = 0;
+#pragma omp simd reduction(+ : more, same)
+    for (int64_t i = 0; i < l->n; i++) {
+        more += (double)(value[i] > pivot ? weight[i] : 0.f);
+        same += (double)(value[i] == pivot ? weight[i] : 0.f);
+    }
+    *greater = more, *equal = same;
+}
+
+/* The largest value such that it and all greater ones weigh `goal`, or else the least value; and
+ * what the greater ones weigh. Hoare's selection (1961), which forgets the list; pivots are the
+ * middle of three that a congruential generator picks, so that no order of logits is bad. */
+static float find_edge(list *l, double goal, double *greater) {
+    uint64_t state = 1;
+    double above = 0;
+    float pivot = -INFINITY;
+    while (l->n > 0) {
+        float three[3];
+        for (int i = 0; i < 3; i++) {
+            state = state * 6364136223846793005u + 1442695040888963407u;
+            three[i] = l->value[(state >> 33) % (uint64_t)l->n];
+        }
+        float low = fminf(three[0], three[1]), high = fmaxf(three[0], three[1]);
+        pivot = fmaxf(low, fminf(high, three[2]));
+        double more, equal;
+        weigh(l, pivot, &more, &equal);
+        if (above + more >= goal) {
+            keep(l, pivot, 1);
+            continue;
+        }
+        above += more;
+        *greater = above;
+        if (above + equal >= goal) break;
+        above += equal;
+        keep(l, pivot, 0);
+    }
+    return pivot;
+}
+
+/* All values from `least` on, each weighing 1, or exp(value). */
+static void pick(const row *r, float least, int by_mass, list *l) {
+    float *restrict value = l->value, *restrict weight = l->weight;
+    int64_t n = 0;
+    for (int64_t b = 0; b < r->blocks; b++) {
+        if (!(r->peaks[b] >= least && r->peaks[b] > -INFINITY)) continue;
+        float s[BLOCK];
+        scale_block(r, b, s);
+        for (int i = 0; i < BLOCK; i++) {
+            value[n] = s[i];
+            n += (s[i] >= least) & (s[i] > -INFINITY);
+        }
+    }
+    l->n = n;
+    if (by_mass)
+        for (int64_t i = 0; i < n; i++) weight[i] = fast_exp(value[i]);
+    else
+        for (int64_t i = 0; i < n; i++) weight[i] = 1.f;
+}
+
+static double total_weight(const list *l) {
+    double greater, equal;
+    weigh(l, -INFINITY, &greater, &equal);
+    return greater;
+}
+
+/* The sum of exp over the whole row. */
+static double total_mass(const row *r) {
+    double sum = 0;
+    for (int64_t b = 0; b < r->blocks; b++) {
+        if (r->peaks[b] < -87.f) continue; /* nothing, to 30 digits */
+        float s[BLOCK];
+        scale_block(r, b, s);
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < BLOCK; i++) sum += (double)fast_exp(s[i]);
+    }
+    return sum;
+}
+
+/* A value that at least `count` tokens reach: that many blocks do. */
+static float reached_by(const row *r, int64_t count, list *l) {
+    if (r->blocks < count) return -INFINITY;
+    memcpy(l->value, r->peaks, (size_t)r->blocks * sizeof(float));
+    for (int64_t b = 0; b < r->blocks; b++) l->weight[b] = 1.f;
+    l->n = r->blocks;
+    double greater;
+    return find_edge(l, (double)count, &greater);
+}
+
+/* The id of the last token with the value of the edge before which the mass is short of the goal;
+ * in the order of ids. `before` is the mass of all greater ones. */
+static int64_t last_of_edge(const row *r, double before, double goal) {
+    double mass = (double)fast_exp(r->edge);
+    int64_t last = -1;
+    for (int64_t b = 0; b < r->blocks; b++) {
+        if (!(r->peaks[b] >= r->edge)) continue;
+        float s[BLOCK];
+        scale_block(r, b, s);
+        for (int64_t i = 0; i < BLOCK; i++)
+            if (s[i] == r->edge) {
+                if (before >= goal) return last;
+                last = b * BLOCK + i;
+                before += mass;
+            }
+    }
+    return last;
+}
+
+/* Top-k, then top-p of what is left; ties as in `minillm/ops/truncation.py`. */
+static void truncate_row(row *r, const request *q, list *l) {
+    double before = 0;
+    if (q->top_k > 0 && q->top_k < r->size) {
+        pick(r, reached_by(r, q->top_k, l), 0, l);
+        r->edge = find_edge(l, (double)q->top_k, &before);
+    }
+    if (q->top_p >= 1) return;
+    int cut = r->edge > -INFINITY;
+    pick(r, cut ? r->edge : reached_by(r, PREFIX, l), 1, l);
+    double goal = q->top_p * (cut ? total_weight(l) : total_mass(r));
+    if (!cut && total_weight(l) < goal) pick(r, -INFINITY, 1, l);
+    r->edge = find_edge(l, goal, &before);
+    r->last = last_of_edge(r, before, goal);
+}
+
+/* ---- rows ----------------------------------------------------------------------------------- */
+
+static inline int truncates(const request *q) {
+    return q->temperature > 0 && (q->top_k > 0 || q->top_p < 1);
+}
+
+static row row_of(const void *at, int64_t wide, int64_t size, float *peaks) {
+    row r = {.at = at, .wide = wide != 0, .size = size, .blocks = (size + BLOCK - 1) / BLOCK};
+    r.peaks = peaks;
+    r.edge = -INFINITY;
+    r.last = INT64_MAX;
+    find_best(&r);
+    return r;
+}
+
+static int64_t choose_one(row *r, const request *q, int64_t position, int64_t purpose, list *l) {
+    if (!(q->temperature > 0) || !isfinite(r->best)) return r->place;
+    r->temperature = q->temperature;
+    r->floor = q->floor;
+    for (int64_t b = 0; b < r->blocks; b++) r->peaks[b] = scaled(r, r->peaks[b]);
+    if (truncates(q)) truncate_row(r, q, l);
+    return draw(r, q, position, purpose);
+}
+
+/* One token per row.
+ *
+ *   at [n]              each row's logits, side by side; float32 where `wide`, else bf16
+ *   requests [n]        NULL: the best token of each row
+ *   positions [n]       of the tokens that are chosen
+ *   best, tokens [n]    a row's largest logit, NaN if it has one; and its token, which is some
+ *                       token of the vocabulary where the largest is not finite
+ *
+ * Returns 1 if there is no memory. */
+int64_t choose_tokens(const void *const *at, const int64_t *wide, const request *requests,
+                      const int64_t *positions, int64_t n, int64_t size, int64_t purpose,
+                      float *best, int64_t *tokens) {
+    int64_t blocks = (size + BLOCK - 1) / BLOCK, listed = 0;
+    for (int64_t i = 0; requests && i < n; i++)
+        if (truncates(requests + i)) listed = (blocks + 1) * BLOCK;
+    int64_t needed = blocks + 2 * listed;
+    float *memory = malloc((size_t)(needed * omp_get_max_threads()) * sizeof(float));
+    if (!memory) return 1;
+#pragma omp parallel for schedule(dynamic) if (n > 1 && n * size > WORTH_THREADS)
+    for (int64_t i = 0; i < n; i++) {
+        float *own = memory + needed * omp_get_thread_num();
+        list l = {own + blocks, own + blocks + listed, 0};
+        row r = row_of(at[i], wide[i], size, own);
+        best[i] = r.best;
+        tokens[i] = r.place;
+        if (requests) tokens[i] = choose_one(&r, requests + i, positions[i], purpose, &l);
+    }
+    free(memory);
+    return 0;
+}
+
+/* ---- log-probabilities ---------------------------------------------------------------------- */
+
+typedef struct {
+    float logit;
+    int32_t id;
+} entry;
+
+/* Best first, of equals the lowest id. */
+static int before(const void *left, const void *right) {
+    const entry *a = left, *b = right;
+    if (a->logit != b->logit) return a->logit > b->logit ? -1 : 1;
+    return a->id < b->id ? -1 : 1;
+}
+
+/* The tokens whose logits reach `least`, sorted; how many there are. */
+static int64_t sorted_from(const row *r, float least, entry *out) {
+    int64_t n = 0;
+    for (int64_t b = 0; b < r->blocks; b++) {
+        if (!(r->peaks[b] >= least)) continue;
+        float memory[BLOCK];
+        const float *x = read_block(r, b, memory);
+        for (int64_t i = 0; i < BLOCK && b * BLOCK + i < r->size; i++) {
+            out[n] = (entry){x[i], (int32_t)(b * BLOCK + i)};
+            n += x[i] >= least;
+        }
+    }
+    qsort(out, (size_t)n, sizeof *out, before);
+    return n;
+}
+
+/* How many logits are greater. */
+static int64_t greater_than(const row *r, float logit) {
+    int64_t count = 0;
+    for (int64_t b = 0; b < r->blocks; b++) {
+        if (!(r->peaks[b] > logit)) continue;
+        float memory[BLOCK];
+        const float *x = read_block(r, b, memory);
+        for (int i = 0; i < BLOCK; i++) count += x[i] > logit;
+    }
+    return count;
+}
+
+static float logit_of(const row *r, int64_t id) {
+    return r->wide ? ((const float *)r->at)[id] : from_bf16(((const uint16_t *)r->at)[id]);
+}
+
+/* One row's target and its `top` best tokens; entries that there are none for are NaN. */
+static void describe_one(row *r, int64_t target, int64_t top, list *l, float *logprobs,
+                         int64_t *ids, int64_t *ranks) {
+    entry *sorted = (entry *)l->value; /* the memory of both halves of the list */
+    int64_t n = top ? sorted_from(r, reached_by(r, top, l), sorted) : 0;
+    float logit = logit_of(r, target);
+    ids[0] = target, ranks[0] = 1 + greater_than(r, logit), logprobs[0] = logit;
+    for (int64_t j = 0; j < top; j++) {
+        ids[j + 1] = j < n ? sorted[j].id : target;
+        logprobs[j + 1] = j < n ? sorted[j].logit : NAN;
+        ranks[j + 1] = j > 0 && logprobs[j + 1] == logprobs[j] ? ranks[j] : j + 1;
+    }
+    r->temperature = 1;
+    r->floor = -INFINITY;
+    for (int64_t b = 0; b < r->blocks; b++) r->peaks[b] = scaled(r, r->peaks[b]);
+    float normaliser = (float)log(total_mass(r));
+    for (int64_t j = 0; j <= top; j++) logprobs[j] = logprobs[j] - r->best - normaliser;
+}
+
+/* Log-probabilities of rows of logits as in `choose_tokens`, all of them finite somewhere.
+ *
+ *   targets [n]                              ids in [0, size)
+ *   logprobs, ids, ranks [n, top + 1]        the target, then the best `top` <= size tokens
+ *
+ * Returns 1 if there is no memory, 2 if a target is no token. */
+int64_t describe_tokens(const void *const *at, const int64_t *wide, int64_t n, int64_t size,
+                        const int64_t *targets, int64_t top, float *logprobs, int64_t *ids,
+                        int64_t *ranks) {
+    for (int64_t i = 0; i < n; i++)
+        if (targets[i] < 0 || targets[i] >= size) return 2;
+    int64_t blocks = (size + BLOCK - 1) / BLOCK, listed = (blocks + 1) * BLOCK;
+    int64_t needed = blocks + blocks % 2 + 2 * listed;
+    float *memory = malloc((size_t)(needed * omp_get_max_threads()) * sizeof(float));
+    if (!memory) return 1;
+#pragma omp parallel for schedule(dynamic) if (n > 1 && n * size > WORTH_THREADS)
+    for (int64_t i = 0; i < n; i++) {
+        float *own = memory + needed * omp_get_thread_num();
+        list l = {own + blocks + blocks % 2, own + blocks + blocks % 2 + listed, 0};
+        row r = row_of(at[i], wide[i], size, own);
+        int64_t out = i * (top + 1);
+        describe_one(&r, targets[i], top, &l, logprobs + out, ids + out, ranks + out);
+    }
+    free(memory);
+    return 0;
+}
