@@ -1,0 +1,379 @@
+"""Chapter 12's own functions, and the claims about overhead, recomputed."""
+
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minillm import LLM
+from minillm.cost import step_cost, step_time, weight_bytes
+from minillm.graphs import bucket_sizes, capture_for
+from minillm.hardware import DATASHEET
+from minillm.ops import c_library, cpu
+from minillm.presets import preset
+from minillm_exercises.chapters import ch12, ch12_pictures
+from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
+from minillm_exercises.chapters.ch12_device import Job, SimulatedDevice, Turn, bubbles, drive
+from minillm_exercises.chapters.ch12_recordings import batches, give_graphs, into, padding
+
+CARD, QWEN = DATASHEET["rtx-5070-ti"], preset("qwen2.5-3b")
+NO_C = cpu.functions(torch.float32) is None  # on this machine
+FLOOR = 1000 * Fraction(weight_bytes(QWEN)) / Fraction(CARD.bandwidth)  # ms
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LLM:
+    return LLM("tiny", dtype="float32", device="cpu", enforce_eager=True, max_model_len=512)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
+    """The figures and captions that would be displayed."""
+    seen: list[tuple[object, str]] = []
+    monkeypatch.setattr(ch12_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
+    return seen
+
+
+# ---- a step and its calls --------------------------------------------------------------------
+
+
+def test_a_step_computes_what_the_engine_does(tiny):
+    prompt = [*range(ch12.CONTEXT), 5]
+    assert int(DecodeStep.of(tiny)().argmax()) == ch12.written(tiny, prompt, 1)[0]
+
+
+def test_another_token_and_position_are_those_of_another_step(tiny):
+    step = DecodeStep.of(tiny, token=5)
+    step()
+    step.use(77)
+    assert torch.equal(step(), DecodeStep.of(tiny, token=77)())
+    step.use(9, ch12.CONTEXT + 1)
+    longer = [*range(ch12.CONTEXT), 77, 9]
+    assert int(step().argmax()) == ch12.written(tiny, longer, 1)[0]
+
+
+def test_calls_are_counted_by_name():
+    x = torch.ones(3)
+    counts = calls_of(lambda: (x + x).view(3, 1).add_(x.view(3, 1)))
+    assert counts == Counter({"torch add": 1, "torch view": 2, "torch add_": 1})
+
+
+def test_counting_leaves_the_engine_on_its_path(tiny):
+    """Whoever watches torch otherwise sees plain torch, and would count calls that nobody makes."""
+    assert not any(name.startswith("C ") for name in calls_of(DecodeStep.of(tiny)))
+    llm = LLM("tiny", dtype="float32", device="cpu", max_model_len=512)
+    takes, functions = cpu.takes, cpu._functions
+    counts = calls_of(DecodeStep.of(llm))
+    assert (cpu.takes, cpu._functions) == (takes, functions)
+    layers = llm.engine.source.config.num_layers
+    if NO_C:
+        pytest.skip("no C functions here")
+    assert counts["C decode_attention"] == counts["C norm_rope_write"] == layers
+    assert counts["C silu_mul"] == layers
+    assert counts["C add_rms_norm"] + counts["C rms_norm"] == 2 * layers + 1
+
+
+def test_what_fails_in_a_step_leaves_no_trace(tiny):
+    takes = cpu.takes
+    with pytest.raises(ZeroDivisionError):
+        calls_of(lambda: 1 // 0)
+    assert cpu.takes is takes
+
+
+# ---- rungs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forgetting(monkeypatch):
+    """Which libraries there are is asked anew afterwards, in the environment of that time."""
+    yield monkeypatch
+    c_library.library.cache_clear()
+    cpu.functions.cache_clear()
+
+
+@pytest.mark.skipif(NO_C, reason="no C functions here")
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_without_c_there_is_none_and_then_it_is_as_before(forgetting, monkeypatch, before):
+    monkeypatch.delenv(c_library.SWITCH, raising=False)
+    if before is not None:
+        monkeypatch.setenv(c_library.SWITCH, before)
+    with ch12.without_c():
+        assert cpu.functions(torch.float32) is None
+    assert os.environ.get(c_library.SWITCH) == before
+    assert (cpu.functions(torch.float32) is None) == (before == "0")
+
+
+def test_rungs_make_fewer_calls_and_write_the_same():
+    names, totals, texts = [], [], []
+    for name, llm in ch12.rungs("tiny", dtype="float32"):
+        names.append(name)
+        totals.append(calls_of(DecodeStep.of(llm)).total())
+        texts.append(ch12.written(llm, [3, 4, 5], 6))
+    assert names[:2] == [ch12.PLAIN, ch12.PACKED]
+    assert totals == sorted(totals, reverse=True)
+    assert all(text == texts[0] for text in texts)
+    if not NO_C:
+        assert names[2] == ch12.FUSED
+        assert totals[2] < totals[1] / 2
+
+
+def test_the_last_rung_is_one_call():
+    found = list(ch12.rungs("tiny"))
+    if found[-1][0] != ch12.WHOLE:
+        pytest.skip("no AMX here")
+    counts = calls_of(DecodeStep.of(found[-1][1]))
+    assert counts["C run_layers"] == 1
+    assert counts["C decode_attention"] == 0
+
+
+def test_the_price_of_a_call():
+    assert Rung("", 5.0, 1.0, 8).price == 0.5
+    assert Rung("", 1.0, 2.0, 8).price == 0.0
+
+
+def test_climb_measures_a_step_and_counts_it(tiny, monkeypatch):
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    rung = ch12.climb(ch12.PLAIN, tiny)
+    assert rung.calls == calls_of(DecodeStep.of(tiny)).total()
+    assert rung.seconds > 0
+    assert rung.products > 0
+
+
+def test_answers_stop_where_they_are_told(tiny):
+    whole = ch12.answers(tiny)
+    assert [len(text) for text in whole] == [10, 15, 20, 25, 30, 35]
+    stops = {number: text[4] for number, text in enumerate(whole)}
+    for number, text in enumerate(ch12.answers(tiny, stops)):
+        first = whole[number].index(stops[number])
+        assert text == whole[number][: first + 1]
+
+
+# ---- recordings ------------------------------------------------------------------------------
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if (again := into(func, args, out)) is not None:
+            self.calls.append((again, args, kwargs or {}))
+        return out
+
+    def replay(self):
+        for func, args, kwargs in self.calls:
+            func(*args, **kwargs)
+
+
+OPERATIONS = {
+    "with a place for the result": lambda x: x * 2 + 1,
+    "views": lambda x: x.view(2, 6).t()[1:].unsqueeze(0) * 3,
+    "in place": lambda x: (x + 0).view(12).add_(1.0).mul_(2.0),
+    "several results": lambda x: torch.cat([x.max(dim=1).values, x.std(dim=0)]),
+    "no place for the result": lambda x: x.new_zeros(3, 4) + torch.nn.functional.rms_norm(x, (4,)),
+    "a slice is written": lambda x: torch.zeros(5, 4).index_put_((torch.tensor([2]),), x[:1]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_was_recorded_is_done_again_in_the_same_memory(name):
+    step, x = OPERATIONS[name], torch.arange(12.0).reshape(3, 4)
+    with Recording() as recording:
+        out = step(x)
+    where = out.data_ptr()
+    x.copy_(torch.tensor([3.0, -1.0, 0.5]).repeat(4).reshape(3, 4))
+    assert not torch.equal(out, step(x))
+    recording.replay()
+    assert torch.equal(out, step(x))
+    assert out.data_ptr() == where
+
+
+def test_views_and_numbers_are_not_recorded():
+    x = torch.ones(3, 4)
+    with Recording() as recording:
+        x.view(2, 6)[0].sum().item()
+    assert len(recording.calls) == 1  # the sum
+
+
+def test_a_whole_step_is_replayed_and_knows_only_what_was_copied_in(tiny):
+    step = DecodeStep.of(tiny, token=5)
+    step()
+    with torch.inference_mode(), Recording() as recording:
+        out = step.model.logits(step.model(step.batch, step.kv))
+    step.use(77)
+    with torch.inference_mode():
+        recording.replay()
+    assert torch.equal(out, step())
+    other = replace(step, batch=replace(step.batch, input_ids=torch.tensor([9])))
+    with torch.inference_mode():
+        recording.replay()
+    assert not torch.equal(out, other())
+
+
+def test_graphs_on_a_cpu_are_the_engines_own(tiny):
+    def engine() -> LLM:
+        return LLM("tiny", dtype="float32", device="cpu", enforce_eager=True, max_model_len=512)
+
+    assert capture_for(torch.device("cpu"), enforce_eager=False) is None
+    llm = give_graphs(engine())
+    llm.engine.runner.kv.key.fill_(math.nan)
+    llm.engine.runner.kv.value.fill_(math.nan)
+    assert ch12.answers(llm) == ch12.answers(tiny)
+    sizes = {record.graph_rows for record in llm.trace if record.graph_rows}
+    assert sizes == {1, 2, 4, 8}
+
+
+def test_padding_is_the_distance_to_the_next_size():
+    seen = {1: 5, 3: 2, 8: 1}
+    assert padding(seen, [8]) == 5 * 7 + 2 * 5
+    assert padding(seen, [1, 4, 8]) == 2
+    assert padding(seen, range(1, 9)) == 0
+
+
+def test_the_afternoon_is_the_same_everywhere_and_has_all_kinds_of_batches():
+    seen = batches()
+    assert seen == batches()
+    assert batches(seed=1) != seen
+    assert max(seen) <= 100
+    assert len(seen) > 40
+    assert padding(seen, bucket_sizes(max(seen))) < padding(seen, [max(seen)]) / 5
+    assert max(batches(requests=60, seats=7)) == 7
+
+
+# ---- a simulated device ----------------------------------------------------------------------
+
+
+def test_a_device_computes_in_the_order_of_launches():
+    device = SimulatedDevice(20)
+    assert [device.launch(now) for now in (5, 10, 90)] == [(5, 25), (25, 45), (90, 110)]
+
+
+def test_bubbles_are_gaps_and_not_the_beginning():
+    spans = [(3, 5), (5, 8), (9, 10), (12, 13)]
+    assert bubbles([Turn((0, 0), span, 1, 0) for span in spans]) == 2
+    assert bubbles([]) == 0
+
+
+JOBS = [Job(writes, 16) for writes in (6, 16, 9, 16, 4, 16)]
+
+
+def test_waiting_costs_a_plan_in_every_step():
+    turns = drive(JOBS, 5, 20, ahead=False)
+    assert len(turns) == 16
+    assert bubbles(turns) == 15
+    assert turns[-1].computed == (16 * 25 - 20, 16 * 25)
+    assert sum(turn.rows for turn in turns) == sum(job.writes for job in JOBS)
+    assert not any(turn.in_vain for turn in turns)
+
+
+def test_planning_ahead_costs_a_row_for_each_end_and_nothing_for_a_length():
+    turns = drive(JOBS, 5, 20, ahead=True)
+    assert bubbles(turns) == 0
+    assert turns[-1].computed[1] == 5 + 16 * 20
+    assert sum(turn.in_vain for turn in turns) == 3
+    assert sum(turn.rows for turn in turns) == sum(job.writes for job in JOBS) + 3
+    assert not any(turn.in_vain for turn in drive([Job(7, 7), Job(3, 3)], 5, 20, ahead=True))
+
+
+def test_a_plan_that_takes_longer_than_its_step_is_waited_for():
+    turns = drive(JOBS, 30, 20, ahead=True)
+    assert bubbles(turns) == 15
+    assert turns[-1].computed[1] == 16 * 30 + 20
+
+
+def test_whoever_waits_for_a_seat_comes_a_step_later_when_planned_ahead():
+    jobs = [Job(3, 9), Job(4, 4), Job(2, 2)]
+    waiting, ahead = (drive(jobs, 5, 20, ahead=each, seats=2) for each in (False, True))
+    assert [turn.rows for turn in waiting] == [2, 2, 2, 2, 1]
+    assert [turn.rows for turn in ahead] == [2, 2, 2, 2, 1, 1]
+    assert sum(turn.in_vain for turn in ahead) == 1
+
+
+# ---- drawings --------------------------------------------------------------------------------
+
+
+def test_the_drawings_caption_what_they_draw(shown):
+    rungs = [Rung("plain", 0.008, 0.001, 500), Rung("whole", 0.0015, 0.002, 18)]
+    ch12_pictures.draw_rungs({"a": rungs, "b": rungs[:1]}, {"a": 0.001, "b": 0.001})
+    models = {name: preset(name) for name in ("smollm2-135m", "llama-3.1-70b")}
+    sizes, seconds = (10**3, 10**6), (1e-6, 1e-4)
+    h100 = DATASHEET["h100-sxm"]
+    ch12_pictures.draw_knees(sizes, seconds, 1e-6, 1e10, h100, models, (34, 9))
+    seen = batches(requests=60)
+    choices = {"one": [max(seen)], "every": range(1, max(seen) + 1)}
+    ch12_pictures.draw_padding(seen, bucket_sizes(max(seen)), choices)
+    clocks = {
+        kind: drive(JOBS, 500, 2000, ahead) for kind, ahead in (("wait", False), ("go", True))
+    }
+    ch12_pictures.draw_clocks(clocks, 12_000)
+    captions = [caption for _, caption in shown]
+    assert "a 8 ms in plain, 1.5 ms on its last rung (whole); b 8 ms in plain" in captions[0]
+    assert "smollm2-135m lie below" in captions[1]
+    assert f"one {padding(seen, [max(seen)]):,}, every 0." in captions[2]
+    assert "wait 40,000 µs, go 32,500 µs" in captions[3]
+    assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
+
+
+# ---- claims ----------------------------------------------------------------------------------
+
+
+def said(*values: Fraction | float, digits: int = 1) -> list[str]:
+    return [f"{float(value):.{digits}f}" for value in values]
+
+
+def test_a27_a_fifth_of_the_bandwidth_is_used():
+    assert said(weight_bytes(QWEN) / Fraction(10**9), digits=2) == ["6.17"]
+    steps = [1000 / Fraction(speed) for speed in ("27.1", "24.9")]
+    assert said(*steps, FLOOR) == ["36.9", "40.2", "6.9"]
+    assert said(*(100 * FLOOR / step for step in steps), digits=0) == ["19", "17"]
+    assert said(*(step - FLOOR for step in steps), digits=0) == ["30", "33"]
+
+
+def test_a28_the_tables_differ_by_a_fifth_or_more():
+    apart = [100 * (Fraction(speed) / 21 - 1) for speed in ("24.9", "27.1")]
+    assert said(*apart, digits=0) == ["19", "29"]
+
+
+def test_a30_most_of_the_step_is_no_reading():
+    step = Fraction(1000, 21)
+    rest = step - FLOOR
+    assert said(step, FLOOR, rest, rest / QWEN.num_layers) == ["47.6", "6.9", "40.7", "1.1"]
+    assert said(100 * rest / step, digits=0) == ["86"]
+    assert said(1000 / FLOOR, Fraction(504, 6), digits=0) == ["145", "84"]
+
+
+def test_a41_twice_the_bytes_are_not_twice_the_time():
+    rest = 1000 / Fraction("27.1") - FLOOR
+    assert said((rest + 2 * FLOOR) / (rest + FLOOR), digits=2) == ["1.19"]
+
+
+@pytest.mark.parametrize(
+    ("model", "launches", "ruler"),
+    [("qwen2.5-3b", 34, "overhead"), ("qwen2.5-3b", 9, "memory"), ("llama-3.1-8b", 34, "overhead"),
+     ("llama-3.1-70b", 34, "memory"), ("smollm2-135m", 9, "overhead")],
+)  # fmt: skip
+def test_n10_where_launches_are_hidden_a_graph_gains_nothing(model, launches, ruler):
+    config = preset(model)
+    cost = step_cost(config, [1], [1024], dtype="bfloat16")
+    time = step_time(cost, DATASHEET["h100-sxm"], launches * config.num_layers)
+    assert time.bound == ruler
+
+
+def test_n11_graphs_are_the_default_and_eager_is_asked_for(monkeypatch):
+    from minillm import ops
+    from minillm.engine_args import EngineArgs
+    from minillm.ops.dispatch import Backend
+
+    monkeypatch.setattr(ops, "backend_of", lambda device: Backend("triton", ""))
+    monkeypatch.setattr("minillm.graphs.CudaCapture", lambda device: "graphs")
+    assert EngineArgs("tiny").enforce_eager is False
+    gpu = torch.device("cuda")
+    assert capture_for(gpu, enforce_eager=False) == "graphs"
+    assert capture_for(gpu, enforce_eager=True) is None
