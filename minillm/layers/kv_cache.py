@@ -68,7 +68,8 @@ class KVCache:
     """Paged keys and values of all layers, head-major: [blocks, Hkv, block_size, D] per layer.
 
     A head's positions lie side by side because a CPU reads them 7 times faster so than
-    token-major. A block may be as long as a whole sequence: then the cache is contiguous.
+    token-major, and its values lie behind its keys, so that one stream of memory holds both. A block
+    may be as long as a whole sequence: then the cache is contiguous.
     """
 
     def __init__(
@@ -87,12 +88,15 @@ class KVCache:
         self.attention = attention or usual
         self.is_usual = self.attention is ops.paged_attention
         self.block_size = block_size
-        shape = (num_layers, num_blocks, spec.num_kv_heads, block_size)
-        self.key = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
+        heads = (num_layers, num_blocks, spec.num_kv_heads)
+        width = spec.key_dim + (0 if spec.value_in_key else spec.value_dim)
+        page = torch.empty(*heads, block_size * width, dtype=dtype, device=device)
+        keys = block_size * spec.key_dim
+        self.key = page[..., :keys].unflatten(-1, (block_size, spec.key_dim))
         if spec.value_in_key:
             self.value = self.key[..., : spec.value_dim]
         else:
-            self.value = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
+            self.value = page[..., keys:].unflatten(-1, (block_size, spec.value_dim))
         # Whether writing is a kernel here, and whether norm and rotation are part of its launch.
         self.by_kernel = ops.uses_kernels(self.key)
         self.fuses = not plain_torch and ops.fuses_projections(self.key)

@@ -3,6 +3,9 @@
  * A step reads every cached key and value once and does little with them, so what counts is that
  * they come at the speed of memory: no copy, rows asked for a tile ahead, and the query heads of a
  * KV head share each row. The softmax is online (Milakov and Gimelshein, 2018), a tile at a time.
+ * A core waits for a dozen lines of memory at once, and that alone would be half its speed; a page
+ * that is read from front to back is fetched ahead by the processor as well. So the values of a
+ * page lie behind its keys (`layers/kv_cache.py`), and all of it is asked for in that order.
  *
  * A task is a KV head of a sequence, or a part of its positions where there are fewer heads than
  * threads would like; parts are joined afterwards (Flash-Decoding, Dao et al., 2023).
@@ -15,8 +18,8 @@
 #endif
 
 #define LANES 16
-#define TILE 64         /* positions between two looks at the maximum */
-#define WIDE (TILE + LANES) /* their weights, and room for a vector that begins at the last */
+#define TILE 64         /* positions between two looks at the maximum, at most */
+#define TILE_BYTES 8192 /* of keys in a tile: two tiles with their values fit the nearest cache */
 #define LEAST_PART 256  /* positions that are worth a task of their own */
 #define TASKS 4         /* per thread, so that none waits long for the last */
 #define MOST_GROUP 4    /* query heads whose sums are kept in registers together */
@@ -45,25 +48,32 @@ static inline vec load_elements(const element *p) {
 #endif
 }
 
+/* Sixteen lanes of a and b by their numbers; 0 to 15 are a's. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lanes){__VA_ARGS__})
+#endif
+#define LANES_OF(...) __VA_ARGS__
+
 /* One step of `sum_each`: halves every group of lanes of a and b, whose groups alternate. */
 #define JOIN(a, b, low, high) \
-    (__builtin_shuffle(a, b, (lanes)low) + __builtin_shuffle(a, b, (lanes)high))
-#define LIST(...) {__VA_ARGS__}
+    (SHUFFLE(a, b, LANES_OF low) + SHUFFLE(a, b, LANES_OF high))
 
 /* Lane i of the result is the sum of a[i]: 15 additions of vectors, where one sum after another
  * would take 64. */
 static inline vec sum_each(vec *a) {
     for (int i = 0; i < 8; i++)
-        a[i] = JOIN(a[i], a[i + 8], LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-                    LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+        a[i] = JOIN(a[i], a[i + 8], (0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                    (8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
     for (int i = 0; i < 4; i++)
-        a[i] = JOIN(a[i], a[i + 4], LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-                    LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
+        a[i] = JOIN(a[i], a[i + 4], (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+                    (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
     for (int i = 0; i < 2; i++)
-        a[i] = JOIN(a[i], a[i + 2], LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-                    LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
-    return JOIN(a[0], a[1], LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-                LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
+        a[i] = JOIN(a[i], a[i + 2], (0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                    (2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+    return JOIN(a[0], a[1], (0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+                (1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
 }
 
 /* Pages of keys or of values: [blocks, kv_heads, block_size, dim], strides in elements. */
@@ -72,35 +82,39 @@ typedef struct {
     int64_t block, head, row;
 } pages;
 
-/* Positions whose rows lie one after another, in one page. */
+/* The rows of some positions; behind the last one, that one's again. */
 typedef struct {
-    const element *keys, *values;
-    int64_t count;
-} run;
+    const element *keys[TILE], *values[TILE];
+    int64_t begin, count;
+} tile;
 
-/* The run that begins at a position and ends before `end`. */
-static inline run find_run(pages k, pages v, int64_t head, const int64_t *table,
-                           int64_t block_size, int64_t at, int64_t end) {
-    int64_t block = table[at / block_size], offset = at % block_size;
-    int64_t left = block_size - offset;
-    return (run){k.data + block * k.block + head * k.head + offset * k.row,
-                 v.data + block * v.block + head * v.head + offset * v.row,
-                 left < end - at ? left : end - at};
+/* The tile that begins at a position, and ends before `end`. */
+static void find_tile(pages k, pages v, int64_t head, const int64_t *table, int64_t block_size,
+                      int64_t begin, int64_t end, int64_t d, tile *t) {
+    int64_t most = TILE_BYTES / (d * (int64_t)sizeof(element)) / LANES * LANES, i = 0;
+    most = most < LANES ? LANES : most < TILE ? most : TILE;
+    t->begin = begin;
+    t->count = end - begin < most ? end - begin : most;
+    while (i < t->count) {
+        int64_t block = table[(begin + i) / block_size], offset = (begin + i) % block_size;
+        const element *key = k.data + block * k.block + head * k.head + offset * k.row;
+        const element *value = v.data + block * v.block + head * v.head + offset * v.row;
+        int64_t run = block_size - offset < t->count - i ? block_size - offset : t->count - i;
+        for (int64_t j = 0; j < run; j++) t->keys[i + j] = key + j * k.row;
+        for (int64_t j = 0; j < run; j++) t->values[i + j] = value + j * v.row;
+        i += run;
+    }
+    for (; i % LANES; i++) t->keys[i] = t->keys[i - 1], t->values[i] = t->values[i - 1];
 }
 
-/* Ask for 16 rows before they are needed. Few at a time, between other work: a core can wait for a
- * dozen lines of memory at once, and stands still with more. */
-static inline void ask_for(const element *rows, int64_t stride, int64_t count, int64_t dim) {
-    for (int64_t i = 0; i < count && i < LANES; i++)
-        for (int64_t byte = 0; byte < dim * (int64_t)sizeof(element); byte += 64)
-            __builtin_prefetch((const char *)(rows + i * stride) + byte);
+/* Ask for a part of a row before it is needed; into the second cache, as it is for later. */
+static inline void ask_for(const element *row, int64_t count) {
+    for (int64_t byte = 0; byte < count * (int64_t)sizeof(element); byte += 64)
+        __builtin_prefetch((const char *)row + byte, 0, 2);
 }
 
-/* q . k of one query head for `count` rows of keys, at most 16; behind them the last one's. */
-static inline vec score(const element *q, const element *keys, int64_t stride, int64_t count,
-                        int64_t d) {
-    const element *rows[LANES];
-    for (int64_t i = 0; i < LANES; i++) rows[i] = keys + (i < count ? i : count - 1) * stride;
+/* q . k of one query head for 16 rows of keys. */
+static inline vec score(const element *q, const element *const *rows, int64_t d) {
     vec sums[LANES] = {0};
     int64_t j = 0;
 #if defined(ELEMENT_BF16) && defined(__AVX512BF16__)
@@ -121,37 +135,38 @@ static inline vec score(const element *q, const element *keys, int64_t stride, i
 }
 
 /* sums[g] += sum over positions of weights[g] * value, for `group` heads whose sums are `stride`
- * floats apart, for 32 of the values' columns. */
-static inline __attribute__((always_inline)) void add_values(const int group, const float *weights,
-                                                             const element *rows, int64_t row,
-                                                             int64_t count, int64_t column,
-                                                             int columns, float *sums,
-                                                             int64_t stride) {
+ * floats apart, for 32 of the values' columns. `later` are rows to ask for meanwhile. */
+static inline __attribute__((always_inline)) void add_values(
+    const int group, const float *weights, const element *const *rows,
+    const element *const *later, int64_t count, int64_t column, const int columns, float *sums,
+    int64_t stride) {
     vec sum[group][2];
     for (int g = 0; g < group; g++)
         for (int c = 0; c < columns; c++)
             sum[g][c] = load_floats(sums + g * stride + column + c * LANES);
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < count; i++) {
+        ask_for(later[i] + column, columns * LANES);
         for (int c = 0; c < columns; c++) {
-            vec value = load_elements(rows + i * row + column + c * LANES);
-            for (int g = 0; g < group; g++) sum[g][c] += value * weights[g * WIDE + i];
+            vec value = load_elements(rows[i] + column + c * LANES);
+            for (int g = 0; g < group; g++) sum[g][c] += value * weights[g * TILE + i];
         }
+    }
     for (int g = 0; g < group; g++)
         for (int c = 0; c < columns; c++)
             memcpy(sums + g * stride + column + c * LANES, &sum[g][c], sizeof(vec));
 }
 
 /* The same for all columns of up to 4 heads: constant numbers keep the sums in registers. */
-static inline void add_all_values(int64_t group, const float *weights, const element *rows,
-                                  int64_t row, int64_t count, int64_t dim, float *sums,
-                                  int64_t stride) {
+static inline void add_all_values(int64_t group, const float *weights, const element *const *rows,
+                                  const element *const *later, int64_t count, int64_t dim,
+                                  float *sums, int64_t stride) {
     for (int64_t j = 0; j < dim; j += 2 * LANES) {
         int both = dim - j > LANES;
         switch (group) {
-#define CASE(n)                                                                    \
-    case n:                                                                        \
-        if (both) add_values(n, weights, rows, row, count, j, 2, sums, stride);         \
-        else add_values(n, weights, rows, row, count, j, 1, sums, stride);              \
+#define CASE(n)                                                                            \
+    case n:                                                                                \
+        if (both) add_values(n, weights, rows, later, count, j, 2, sums, stride);          \
+        else add_values(n, weights, rows, later, count, j, 1, sums, stride);               \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
@@ -167,21 +182,40 @@ static inline vec larger(vec a, vec b) {
     return (vec)((chosen & (lanes)a) | (~chosen & (lanes)b));
 }
 
+/* The lanes of a vector, each exchanged with the one that many places on. */
+#define SWAP_8(a) SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#define SWAP_4(a) SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+#define SWAP_2(a) SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
+#define SWAP_1(a) SHUFFLE(a, a, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+
+static inline float largest(vec a) {
+    a = larger(a, SWAP_8(a));
+    a = larger(a, SWAP_4(a));
+    a = larger(a, SWAP_2(a));
+    return larger(a, SWAP_1(a))[0];
+}
+
+static inline float sum_of(vec a) {
+    a += SWAP_8(a);
+    a += SWAP_4(a);
+    a += SWAP_2(a);
+    return (a + SWAP_1(a))[0];
+}
+
 /* Scores of a tile, behind `count` -inf, become weights; what was summed before shrinks with the new
  * maximum. */
 static inline void reweigh(float *scores, int64_t count, float *state, int64_t dim) {
     vec most = load_floats(scores), sums = {0};
     for (int64_t i = LANES; i < count; i += LANES) most = larger(most, load_floats(scores + i));
-    float best = state[dim], total = 0;
-    for (int i = 0; i < LANES; i++) best = most[i] > best ? most[i] : best;
+    float best = largest(most);
+    best = state[dim] > best ? state[dim] : best;
     for (int64_t i = 0; i < count; i += LANES) {
         for (int64_t j = i; j < i + LANES; j++) scores[j] = fast_exp(scores[j] - best);
         sums += load_floats(scores + i);
     }
-    for (int i = 0; i < LANES; i++) total += sums[i];
     float shrink = fast_exp(state[dim] - best);
     state[dim] = best;
-    state[dim + 1] = state[dim + 1] * shrink + total;
+    state[dim + 1] = state[dim + 1] * shrink + sum_of(sums);
     if (shrink != 1.f)
         for (int64_t j = 0; j < dim; j++) state[j] *= shrink;
 }
@@ -190,47 +224,37 @@ static inline void reweigh(float *scores, int64_t count, float *state, int64_t d
 static void attend(const element *q, pages k, pages v, int64_t head, const int64_t *table,
                    int64_t block_size, int64_t begin, int64_t end, float scale, int64_t group,
                    int64_t d, int64_t dv, float *states) {
-    float weights[group * WIDE];
-    run runs[TILE];
+    float weights[group * TILE];
+    tile tiles[2], *now = &tiles[0], *next = &tiles[1];
     for (int64_t g = 0; g < group; g++) {
         memset(states + g * STATE(dv), 0, (size_t)dv * sizeof(float));
         states[g * STATE(dv) + dv] = -INFINITY;
         states[g * STATE(dv) + dv + 1] = 0;
     }
-    if (begin >= end) return; /* a part of nothing */
-    run now = find_run(k, v, head, table, block_size, begin, end < begin + TILE ? end : begin + TILE);
-    for (int64_t at = begin; at < end;) {
-        int64_t stop = at + TILE < end ? at + TILE : end, num_runs = 0, count = 0;
-        while (at < stop) {
-            run next = {0};
-            int64_t after = at + now.count;
-            if (after < end) {
-                int64_t limit = after < stop ? stop : after + TILE < end ? after + TILE : end;
-                next = find_run(k, v, head, table, block_size, after, limit);
+    find_tile(k, v, head, table, block_size, begin, end, d, now);
+    while (now->count > 0) {
+        int64_t count = now->count;
+        find_tile(k, v, head, table, block_size, now->begin + count, end, d, next);
+        int64_t later = (next->count + LANES - 1) / LANES * LANES;
+        for (int64_t i = 0; i < count; i += LANES)
+            for (int64_t g = 0; g < group; g++) {
+                for (int64_t r = i + g; r < i + LANES && r < later; r += group)
+                    ask_for(next->keys[r], d);
+                vec scores = score(q + g * d, now->keys + i, d);
+                scores *= scale;
+                memcpy(weights + g * TILE + i, &scores, sizeof scores);
             }
-            for (int64_t i = 0; i < now.count; i += LANES) {
-                ask_for(next.keys + i * k.row, k.row, next.count - i, d);
-                ask_for(next.values + i * v.row, v.row, next.count - i, dv);
-                for (int64_t g = 0; g < group; g++) {
-                    vec scores = score(q + g * d, now.keys + i * k.row, k.row, now.count - i, d);
-                    scores *= scale;
-                    memcpy(weights + g * WIDE + count + i, &scores, sizeof scores);
-                }
-            }
-            runs[num_runs++] = now;
-            count += now.count;
-            at = after;
-            now = next;
-        }
         for (int64_t g = 0; g < group; g++) {
-            for (int64_t i = count; i % LANES; i++) weights[g * WIDE + i] = -INFINITY;
-            reweigh(weights + g * WIDE, count, states + g * STATE(dv), dv);
+            for (int64_t i = count; i % LANES; i++) weights[g * TILE + i] = -INFINITY;
+            reweigh(weights + g * TILE, count, states + g * STATE(dv), dv);
         }
-        for (int64_t r = 0, done = 0; r < num_runs; done += runs[r++].count)
-            for (int64_t g = 0; g < group; g += MOST_GROUP)
-                add_all_values(group - g < MOST_GROUP ? group - g : MOST_GROUP,
-                               weights + g * WIDE + done, runs[r].values, v.row, runs[r].count, dv,
-                               states + g * STATE(dv), STATE(dv));
+        const element **rows = next->count == count ? next->values : now->values;
+        for (int64_t g = 0; g < group; g += MOST_GROUP)
+            add_all_values(group - g < MOST_GROUP ? group - g : MOST_GROUP, weights + g * TILE,
+                           now->values, rows, count, dv, states + g * STATE(dv), STATE(dv));
+        tile *done = now;
+        now = next;
+        next = done;
     }
 }
 
