@@ -123,6 +123,13 @@ def test_random_truncation_is_torch_s(c):
         assert tokens(c, logits, rows) == tokens(None, logits, rows), (case, params)
 
 
+def test_a_nucleus_of_thousands_of_tokens_is_torch_s(c):
+    """More than are looked at first."""
+    logits = draw(12, 20_000) / 3
+    rows = [row(i, top_p=[0.5, 0.9, 0.99][i % 3]) for i in range(12)]
+    assert tokens(c, logits, rows) == tokens(None, logits, rows)
+
+
 def test_ties_at_the_edge(c):
     """Top-k keeps all ties of the k-th, top-p those with the smallest ids, in whatever block."""
     logits = torch.full((1, 300), -50.0)
@@ -216,17 +223,19 @@ def test_draws_follow_the_exact_law(params):
 
 
 def test_a_row_is_drawn_alone_as_among_others_and_by_any_number_of_threads(c):
-    logits = draw(40, 6007)
-    rows = [row(i, i, **EVERY_KIND[i % len(EVERY_KIND)]) for i in range(40)]
-    together, threads = tokens(c, logits, rows), torch.get_num_threads()
+    logits = draw(400, 6007)
+    rows = [row(i, i, **EVERY_KIND[i % len(EVERY_KIND)]) for i in range(400)]
+    threads = torch.get_num_threads()
     try:
-        for number in (1, 3):
-            torch.set_num_threads(number)
+        torch.set_num_threads(1)
+        together = tokens(c, logits, rows)
+        torch.set_num_threads(3)
+        for _ in range(3):
             assert tokens(c, logits, rows) == together
             assert tokens(c, logits[::3], rows[::3]) == together[::3]
     finally:
         torch.set_num_threads(threads)
-    assert [tokens(c, logits[i : i + 1], rows[i : i + 1])[0] for i in range(40)] == together
+    assert [tokens(c, logits[i : i + 1], rows[i : i + 1])[0] for i in range(40)] == together[:40]
 
 
 def test_rows_that_lie_apart_and_columns_of_a_larger_tensor(c):

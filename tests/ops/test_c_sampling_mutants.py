@@ -1,0 +1,135 @@
+"""Deliberate mistakes in `sample.c`, each of which a test in `test_c_sampling` must find.
+
+None of them reads or writes far outside: that would end this process, not fail a test.
+"""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from minillm.ops import c_library, cpu_sampling
+from tests.ops import test_c_sampling as sampling
+from tests.ops.test_c_mutants import QUICKLY
+
+
+class Mutant(NamedTuple):
+    """A pattern that the source has once, what takes its place, and who should notice."""
+
+    pattern: str
+    mistake: str
+    found_by: Callable
+
+
+def same_tokens(c):
+    sampling.test_the_tokens_are_torch_s(c, torch.float32, 1003)
+
+
+def bf16(c):
+    sampling.test_the_best_is_argmax_and_amax(c, torch.bfloat16, 129)
+
+
+def far_below(c):
+    sampling.test_no_bound_is_too_low(c, 1e-4)
+
+
+def logprobs(c):
+    sampling.test_logprobs_are_those_of_float64(c, torch.float32, 1003, 5)
+
+
+def broken(c):
+    sampling.test_what_is_not_finite_fails_its_row_only(c, torch.float32, sampling.NAN, 64)
+
+
+def masked(c):
+    sampling.test_minus_infinity_is_never_chosen_where_another_is_finite(c, 65)
+
+
+WORDS = sampling.test_the_words_are_philox
+TIES = sampling.test_ties_at_the_edge
+TRUNCATION = sampling.test_random_truncation_is_torch_s
+WIDE = sampling.test_a_nucleus_of_thousands_of_tokens_is_torch_s
+EXACT = sampling.test_masses_that_end_exactly_at_the_goal
+BITS = sampling.test_the_noise_has_torch_s_bits
+EQUALS = sampling.test_of_equal_sums_the_lowest_id
+
+MUTANTS = {
+    "one round less": Mutant(r"round < 10", "round < 9", WORDS),
+    "a wrong multiplier": Mutant(r"0xCD9E8D57u", "0xCD9E8D59u", WORDS),
+    "a wrong step of the key": Mutant(r"k1 \+= 0xBB67AE85u", "k1 += 0x9E3779B9u", WORDS),
+    "the upper half of the seed": Mutant(r"\(uint64_t\)q->seed >> 32", "0", WORDS),
+    "the sample is forgotten": Mutant(r"c2 = \(uint32_t\)q->sample_index", "c2 = 0", WORDS),
+    "all blocks have the first's words": Mutant(
+        r"\(uint32_t\)\(block \* \(", "(uint32_t)(0 * (", WORDS
+    ),
+    "words change places": Mutant(
+        r"= c1, words\[4 \* j \+ 2\] = c2", "= c2, words[4 * j + 2] = c1", WORDS
+    ),
+    "noise in float32": Mutant(
+        r"\(float\)-log\(-log1p\(-\(double\)u\)\)", "-logf(-log1pf(-u))", BITS
+    ),
+    "no half is added": Mutant(r"\(\(float\)word \+ 0\.5f\)", "((float)word + 1.5f)", BITS),
+    "the least of the largest noise": Mutant(r"MOST_NOISE 22\.875f", "MOST_NOISE 10.f", far_below),
+    "a bound of the noise that is too low": Mutant(r"1e-3f - 0\.69", "-1e-1f - 0.69", far_below),
+    "a bound with another exponent": Mutant(r"127 \+ 31", "127 + 30", far_below),
+    "the last of equal sums": Mutant(r"id < \*token", "id > *token", EQUALS),
+    "the first block wins ties": Mutant(r" \|\| \(sum == \*total && id < \*token\)", "", EQUALS),
+    "a block is left out": Mutant(r"i == first \|\|", "i == first + 1 ||", same_tokens),
+    "temperature": Mutant(r" / r->temperature;", ";", same_tokens),
+    "min-p is strict": Mutant(r"s < r->floor", "s <= r->floor", same_tokens),
+    "what is removed is drawn": Mutant(
+        r"!\(most\[i\] >= \*total\) \|\| s\[i\] < r->edge \|\| \(.*\)\) continue;",
+        "!(most[i] >= *total)) continue;",
+        TRUNCATION,
+    ),
+    "all ties stay": Mutant(r"id > r->last", "0", TIES),
+    "one tie more": Mutant(
+        r"if \(before >= goal\) return last;", "if (before > goal) return last;", EXACT
+    ),
+    "the edge is one further": Mutant(r"above \+ more >= goal", "above + more > goal", TRUNCATION),
+    "mass of the ties": Mutant(r"before \+= mass;", "before += 2 * mass;", TIES),
+    "top-p of everything after top-k": Mutant(
+        r"\(cut \? total_weight\(l\) : total_mass\(r\)\)", "total_mass(r)", TRUNCATION
+    ),
+    "never a second look": Mutant(r"if \(!cut && total_weight\(l\) < goal\)", "if (0)", WIDE),
+    "less and greater": Mutant(r"greater \? v > pivot", "!greater ? v > pivot", TRUNCATION),
+    "what was left above is forgotten": Mutant(r"above \+= equal;", "", TRUNCATION),
+    "fewer blocks than tokens": Mutant(
+        r"if \(r->blocks < count\) return", "if (0) return", TRUNCATION
+    ),
+    "bf16 is the lower half": Mutant(r"\(uint32_t\)x << 16", "(uint32_t)x << 15", bf16),
+    "the last of equals": Mutant(r"if \(top > best\)", "if (top >= best)", bf16),
+    "NaN is overlooked": Mutant(r"nan \? NAN : best", "best", broken),
+    "padding is a token": Mutant(
+        r"memory\[i\] = -INFINITY;", "memory[i] = 0;", masked
+    ),
+    "ranks of ties": Mutant(r"\? ranks\[j\] : j \+ 1", "? j + 1 : j + 1", logprobs),
+    "ties in falling order": Mutant(r"a->id < b->id \? -1 : 1", "a->id < b->id ? 1 : -1", logprobs),
+    "the normaliser": Mutant(r"- r->best - normaliser", "- r->best", logprobs),
+    "rank of the target": Mutant(r"count \+= x\[i\] > logit", "count += x[i] >= logit", logprobs),
+}  # fmt: skip
+
+
+def with_mistake(mutant: Mutant, place: Path) -> cpu_sampling.Functions:
+    """The functions of a library of this one file, with the mistake."""
+    shutil.copytree(c_library.SOURCES, place / "c")
+    source = place / "c/sample.c"
+    text, count = re.subn(mutant.pattern, mutant.mistake, source.read_text())
+    assert count == 1, f"{mutant.pattern} is there {count} times"
+    source.write_text(text)
+    options = [*c_library.FLAGS, *c_library.wide_vectors(), QUICKLY, "-DELEMENT_F32"]
+    command = [str(c_library.find_compiler()), *options]
+    c_library.build(command, [source], place / "mutant.so")
+    return cpu_sampling.bind(c_library.load(place / "mutant.so"))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_found(name, tmp_path):
+    mutant, right = MUTANTS[name], sampling.load("native")
+    mutant.found_by(right)
+    with pytest.raises(AssertionError):
+        mutant.found_by(with_mistake(mutant, tmp_path))
