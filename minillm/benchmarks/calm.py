@@ -21,10 +21,10 @@ class Calm(Generic[T]):
     others: float
 
 
-def calmly(run: Callable[[], T], tries: int = TRIES) -> Calm[T]:
-    """The first undisturbed run, or the least disturbed of `tries`."""
+def calmly(run: Callable[[], T]) -> Calm[T]:
+    """The first undisturbed run, or the least disturbed of `TRIES`."""
     found: list[Calm[T]] = []
-    for number in range(tries):
+    for number in range(TRIES):
         if number:
             sleep(PATIENCE)
         with watching([]) as watch:

@@ -100,18 +100,20 @@ class DecodeSteps:
             for name in names:
                 engine.abort(name)
 
-    def _step(self, batch: int) -> None:
+    def _step(self, batch: int) -> float:
+        """Seconds of one step of all sequences."""
+        start = perf_counter()
         touched = self.engine.step()
+        seconds = perf_counter() - start
         if len(touched) != batch or any(live.finished for live in touched):
             raise StepsFailedError(
                 f"{len(touched)} of {batch} sequences were in a step, or some had ended in it."
             )
+        return seconds
 
     def _timed(self, batch: int, parts: dict[str, float]) -> Step:
         parts.update(model=0.0, sampling=0.0)
-        start = perf_counter()
-        self._step(batch)
-        return Step(perf_counter() - start, **parts)
+        return Step(self._step(batch), **parts)
 
     @contextmanager
     def _hollow(self, budget: int) -> Iterator[None]:

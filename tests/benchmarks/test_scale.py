@@ -388,6 +388,7 @@ def test_from_end_to_end(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(scale, "measure_ceiling", lambda *ignored: CEILING)
+    monkeypatch.setattr(calm, "TRIES", 1)
     file, plot = tmp_path / "scale.json", tmp_path / "scale.svg"
     arguments = ["scale", "--quick", "--threads", "1", "--repeats", "1", "--dtype", "float32"]
     with caplog.at_level(logging.WARNING):
