@@ -120,14 +120,14 @@ def run_cell(llm: LLM, cell: Cell) -> list[tuple[Job, RequestOutput]]:
     """All requests together, twice if a cache may know them; and the cell did what it is for."""
     longest = [0]
     swapped = [0]
-    execute = llm.engine.runner.execute
+    launch = llm.engine.runner.launch
 
     def watched(plan: StepPlan):
         longest[0] = max(longest[0], *(row.num_tokens for row in plan.rows))
         swapped[0] += len(plan.swap_in)
-        return execute(plan)
+        return launch(plan)
 
-    llm.engine.runner.execute = watched  # type: ignore[method-assign]
+    llm.engine.runner.launch = watched  # type: ignore[method-assign]
     listed = jobs()
     outputs = [*zip(listed, generate(llm, listed), strict=True)]
     if cell.cache != "off":

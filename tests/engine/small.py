@@ -1,5 +1,6 @@
 """A tiny random model with one token per byte, and what must hold when its engine is idle."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,11 @@ def assert_idle(engine: Engine) -> None:
     assert sorted(runner._rows) == sorted(scheduler._dropped)
     rows = [state.row for state in runner._rows.values()]
     assert sorted([*rows, *runner._free_rows]) == list(range(scheduler.config.max_num_seqs))
+
+
+def num_ahead(llm: LLM) -> int:
+    """Steps that were planned before the tokens of the one before were there."""
+    return sum(record.planned < before.computed for before, record in itertools.pairwise(llm.trace))
 
 
 def tokens(output: RequestOutput) -> list[list[int]]:

@@ -33,6 +33,7 @@ from tests.engine.families import (
     pairwise_cells,
     run_cell,
 )
+from tests.engine.small import num_ahead
 from tests.engine.test_equality import (
     check_claims,
     positions_of_a_chunk_begin_at_zero,
@@ -227,6 +228,7 @@ def check_cell(name: str, cell: Cell, overlaps: bool, folder_of, exact_of) -> No
     check_claims(cell, run)
     outputs = zip((*range(SECOND_ONLY), *AGAIN), (*run.first, *run.again), strict=False)
     exact_of(name, cell.n).check(outputs)
+    assert (num_ahead(run.llm) > 20) == overlaps
 
 
 NAMED = [

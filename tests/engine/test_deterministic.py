@@ -46,6 +46,7 @@ from tests.engine.bitwise import (
     open_engine,
     run_cell,
 )
+from tests.engine.small import num_ahead
 
 FAST = [(*MODELS[place % len(MODELS)], cell) for place, cell in enumerate(PAIRWISE)]
 SLOW = [(*model, cell) for model in MODELS for cell in MATRIX if (*model, cell) not in FAST]
@@ -93,6 +94,13 @@ def decoder_of(llm: LLM) -> Decoder:
 def test_every_bit_is_as_alone(family, dtype, cell, model_of, reference_of):
     outputs = run_cell(cell.open(model_of(family), dtype), cell)
     assert not reference_of(family, dtype).differences(outputs)
+
+
+@pytest.mark.parametrize(("family", "dtype", "cell"), named(FAST[1::2]))
+def test_also_where_steps_overlap(family, dtype, cell, model_of, reference_of):
+    llm = cell.open(model_of(family), dtype, async_scheduling=True)
+    assert not reference_of(family, dtype).differences(run_cell(llm, cell))
+    assert num_ahead(llm) > 20
 
 
 @pytest.mark.slow

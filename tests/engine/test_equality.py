@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,12 +37,18 @@ from tests.engine.families import (
     pairwise_cells,
     run_cell,
 )
+from tests.engine.small import num_ahead
 
 CELLS = {
     "llama": MATRIX,
     "deepseek_v2": pairwise_cells(0),
     "qwen3_moe": pairwise_cells(1),
     "tiny": [cell for cell in pairwise_cells(2) if cell.chunk != 1 or cell.pool == "recompute"],
+}
+OVERLAPPING = {
+    "llama": pairwise_cells(0),
+    "deepseek_v2": pairwise_cells(1)[::3],
+    "qwen3_moe": pairwise_cells(2)[1::3],
 }
 REST = {name: [cell for cell in MATRIX if cell not in cells] for name, cells in CELLS.items()}
 
@@ -124,19 +131,28 @@ def check_claims(cell: Cell, run: Run) -> None:
     assert scheduler.blocks.pool.num_free == cell.num_blocks
 
 
-def check_cell(family: str, cell: Cell, model_of, reference_of, tally: Counter[str]) -> None:
+def check_cell(
+    family: str, cell: Cell, model_of, reference_of, tally: Counter[str], **more: Any
+) -> Run:
     """Run one cell, see that it did what it is there for, and compare."""
-    run = run_cell(cell, model_of(family))
+    run = run_cell(cell, model_of(family), **more)
     check_claims(cell, run)
     found, excused = reference_of(family, cell.n).differences(run)
     tally["completions"] += sum(len(output.outputs) for output in (*run.first, *run.again))
     tally["excused"] += len(excused)
     assert not found
+    return run
 
 
 @pytest.mark.parametrize(("family", "cell"), named(CELLS))
 def test_tokens_are_those_that_a_request_gets_alone(family, cell, model_of, reference_of, tally):
     check_cell(family, cell, model_of, reference_of, tally)
+
+
+@pytest.mark.parametrize(("family", "cell"), named(OVERLAPPING))
+def test_also_where_steps_overlap(family, cell, model_of, reference_of, tally):
+    run = check_cell(family, cell, model_of, reference_of, tally, async_scheduling=True)
+    assert num_ahead(run.llm) > 20
 
 
 @pytest.mark.slow
@@ -324,13 +340,14 @@ PLANTED: dict[str, tuple[Broken, Cell]] = {
 }
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_bug_changes_tokens(name, model_of, reference_of, monkeypatch):
+def test_a_planted_bug_changes_tokens(name, overlaps, model_of, reference_of, monkeypatch):
     plant, cell = PLANTED[name]
     reference = reference_of("llama", cell.n)
     plant(monkeypatch)
     try:
-        run = run_cell(cell, model_of("llama"))
+        run = run_cell(cell, model_of("llama"), async_scheduling=overlaps)
     except EngineDeadError as error:
         pytest.fail(f"The engine itself noticed, so this shows nothing of the matrix: {error}")
     monkeypatch.undo()

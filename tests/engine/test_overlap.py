@@ -18,7 +18,16 @@ from minillm.outputs import RequestOutput
 from minillm.runner import Runner
 from minillm.scheduling.scheduler import Scheduler
 from minillm.text.detokenizer import IncrementalDetokenizer
-from tests.engine.small import EOS, assert_idle, limit_steps, make, reasons, tokens, write_model
+from tests.engine.small import (
+    EOS,
+    assert_idle,
+    limit_steps,
+    make,
+    num_ahead,
+    reasons,
+    tokens,
+    write_model,
+)
 from tests.engine.test_graphs import PROMPTS, SETTINGS, give_graphs, params_of, poison
 
 WITH_GRAPHS = (False, True)
@@ -36,11 +45,6 @@ def overlapped(folder: Path, monkeypatch: Any, graphs: bool, **fields: Any) -> L
         give_graphs(llm)
     poison(llm)
     return llm
-
-
-def num_ahead(llm: LLM) -> int:
-    """Steps that were planned before the tokens of the one before were there."""
-    return sum(record.planned < before.computed for before, record in itertools.pairwise(llm.trace))
 
 
 def everything(output: RequestOutput) -> list[Any]:
