@@ -39,11 +39,11 @@ def draw(found: Mapping[str, Any], name: str) -> None:
         draw_panel(left, found["results"], "batch", "context")
         draw_panel(right, found["results"], "context", "batch")
         left.set_ylabel("time of a decode step [ms]")
-        left.set_xlabel("sequences decoded together")
-        right.set_xlabel("context of each sequence [tokens]")
+        left.set_xlabel("sequences decoded together (a line per context)")
+        right.set_xlabel("context of each sequence [tokens] (a line per batch)")
         explain_lines(figure)
         figure.suptitle(title(found))
-        figure.savefig(name, dpi=130)
+        figure.savefig(name, dpi=110)
         plt.close(figure)
 
 
@@ -57,20 +57,23 @@ def title(found: Mapping[str, Any]) -> str:
 
 
 def draw_panel(ax: "Axes", results: Sequence[Mapping[str, Any]], over: str, each: str) -> None:
-    """One line per value of `each`, over the values of `over`."""
-    for number, value in enumerate(sorted({one[each] for one in results})):
+    """One line per value of `each`, over the values of `over`, and the bounds of the outer ones:
+    those between would lie on other lines."""
+    values = sorted({one[each] for one in results})
+    for number, value in enumerate(values):
         rows = sorted((one for one in results if one[each] == value), key=lambda one: one[over])
         colour = COLOURS[number % len(COLOURS)]
         x = [one[over] for one in rows]
         measured = [1e3 * one["step_seconds"]["median"] for one in rows]
         predicted = [1e3 * one["predicted_seconds"] for one in rows]
         bound = [1e3 * one["bound_seconds"] for one in rows]
-        ax.plot(x, bound, "--", color=colour, linewidth=0.7, alpha=0.8)
+        if value in (values[0], values[-1]):
+            ax.plot(x, bound, "--", color=colour, linewidth=1.0)
         ax.plot(x, predicted, "-", color=colour, linewidth=1.1)
         marker = MARKERS[number % len(MARKERS)]
         ax.plot(x, measured, marker, color=colour, markersize=5, markerfacecolor="white")
-        prefix = "B=" if each == "batch" else ""
-        ax.annotate(f" {prefix}{value:,}", (x[-1], predicted[-1]), color=colour, va="center",
+        prefix = "B=" if each == "batch" else "ctx "
+        ax.annotate(f" {prefix}{value}", (x[-1], predicted[-1]), color=colour, va="center",
                     xytext=(4, 0), textcoords="offset points")  # fmt: skip
     finish_axes(ax, sorted({one[over] for one in results}))
 
@@ -81,7 +84,7 @@ def finish_axes(ax: "Axes", values: Sequence[int]) -> None:
 
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.set_xticks(values, [f"{value:,}" for value in values])
+    ax.set_xticks(values, [f"{value}" for value in values])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_minor_locator(NullLocator())
@@ -98,7 +101,7 @@ def explain_lines(figure: Any) -> None:
                label="measured (median)"),
         Line2D([], [], color="#444444", linestyle="-",
                label="predicted: counts times rates that were measured apart"),
-        Line2D([], [], color="#444444", linestyle="--", linewidth=0.8,
-               label="bound: all bytes at the fastest read of this machine"),
+        Line2D([], [], color="#444444", linestyle="--", linewidth=1.0,
+               label="bound of the outer lines: all bytes at the machine's fastest read"),
     ]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
