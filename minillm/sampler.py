@@ -16,7 +16,6 @@ compiler. Both draw the same tokens as the torch below, which says what they mea
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from minillm.logprobs import TokenLogprob, describe, failures
 from minillm.ops import cpu_sampling
 from minillm.ops.philox import Purpose, random_words, random_words_of_vocabulary, to_gumbel
 from minillm.ops.truncation import best_tokens, truncate_row
+from minillm.penalties import History, is_penalised, penalise
 from minillm.sampling_params import SamplingParams
 
 CHUNK_VALUES_CPU = 2**21  # logits worked on at a time: temporaries stay below 100 MB,
@@ -48,6 +48,7 @@ class SamplingRow:
         position: index in the sequence of the token to choose (prompt length for the first).
         stop_ids: end-of-sequence and stop token ids, masked until `params.min_tokens`.
         bad_words_ids: `params.bad_words` as the tokenizer splits them.
+        history: of a penalised sequence, which keeps it from step to step.
     """
 
     params: SamplingParams
@@ -58,13 +59,14 @@ class SamplingRow:
     output_token_ids: Sequence[int] = ()
     stop_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    history: History | None = field(init=False, default=None)
     _edits: bool = field(init=False)
     _request: bytes | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         params = self.params
         asked = params.allowed_token_ids is not None or params.logit_bias or self.bad_words_ids
-        self._edits = bool(asked) or _is_penalised(params)
+        self._edits = bool(asked) or is_penalised(params)
 
     @property
     def edits(self) -> bool:
@@ -153,16 +155,27 @@ def _sample_best(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool) 
 
 
 def _sample_in_c(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool) -> SampledBatch:
-    """All rows in one call, in their own dtype but for those that are edited."""
-    members = [index for index, row in enumerate(rows) if row.edits]
-    raw = _select(logits, members) if members else logits[:0]
-    edited = edit_logits(raw, [rows[index] for index in members])
-    instead = {} if edited is raw else dict(zip(members, edited, strict=True))
-    requests, positions = [row.request for row in rows], [row.position for row in rows]
-    best, chosen = cpu_sampling.choose_tokens(logits, instead, requests, positions)
-    if instead:  # what is wrong with the model's own logits stays
-        own = cpu_sampling.best_tokens(raw)[0]
-        best[members] = torch.where(own.isfinite(), best[members], own)
+    """Rows as they are in one call, in their own dtype; edited ones in parts, in float32."""
+
+    def choose(part: Tensor, members: list[int], places: list[int] | None = None) -> Tensor:
+        requests = [rows[index].request for index in members]
+        positions = [rows[index].position for index in members]
+        left, chosen[members] = cpu_sampling.choose_tokens(
+            part, requests, positions, places, logits.dtype
+        )
+        return left
+
+    best, chosen = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
+    kinds: dict[bool, list[int]] = {False: [], True: []}
+    for index, row in enumerate(rows):
+        kinds[row.edits].append(index)
+    if plain := kinds[False]:
+        best[plain] = choose(logits, plain, plain)
+    for members in _chunks(kinds[True], logits, alone=False):
+        raw = _select(logits, members)
+        left = choose(edit_logits(raw, [rows[index] for index in members]), members)
+        own = cpu_sampling.best_tokens(raw)[0]  # what is wrong with the model's own stays
+        best[members] = torch.where(own.isfinite(), left, own)
     failed = failures(best)
     token_ids = [NO_TOKEN if i in failed else token for i, token in enumerate(chosen.tolist())]
     return SampledBatch(token_ids, _row_logprobs(logits, rows, token_ids, row_by_row), failed)
@@ -262,7 +275,7 @@ def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         for index, row in enumerate(rows)
         for token, bias in (row.params.logit_bias or {}).items()
     ]
-    penalised = any(_is_penalised(row.params) for row in rows)
+    penalised = any(is_penalised(row.params) for row in rows)
     if not (allowed or banned or biases or penalised):
         return logits
     logits = logits.to(torch.float32, copy=True)
@@ -277,7 +290,7 @@ def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         places = _columns([(index, token) for index, token, _ in biases], logits.device)
         logits[places] += torch.tensor([bias for *_, bias in biases], device=logits.device)
     if penalised:
-        _penalise(logits, rows)
+        penalise(logits, rows)
     return logits
 
 
@@ -296,46 +309,6 @@ def _banned_ids(row: SamplingRow) -> Iterator[int]:
             yield word[-1]
     if len(output) < row.params.min_tokens:
         yield from row.stop_ids
-
-
-def _is_penalised(params: SamplingParams) -> bool:
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return penalties != (1.0, 0.0, 0.0)
-
-
-def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Repetition over prompt and output, then frequency and presence over the output; in place.
-
-    Only the logits of tokens that occurred are touched: a place is row * V + token.
-    """
-    flat, vocab_size = logits.view(-1), logits.shape[1]
-
-    def per_row(values: list[float], places: Tensor) -> Tensor:
-        return torch.tensor(values, device=logits.device)[places // vocab_size]
-
-    repetition = [row.params.repetition_penalty for row in rows]
-    histories = [
-        chain(row.prompt_token_ids, row.output_token_ids) if penalty != 1 else ()
-        for row, penalty in zip(rows, repetition, strict=True)
-    ]
-    seen = _places(histories, vocab_size, logits.device).unique()
-    values, penalty = flat[seen], per_row(repetition, seen)
-    flat[seen] = torch.where(values > 0, values / penalty, values * penalty)
-
-    frequency = [row.params.frequency_penalty for row in rows]
-    presence = [row.params.presence_penalty for row in rows]
-    outputs = [
-        row.output_token_ids if f or p else ()
-        for row, f, p in zip(rows, frequency, presence, strict=True)
-    ]
-    seen, counts = _places(outputs, vocab_size, logits.device).unique(return_counts=True)
-    flat[seen] -= per_row(frequency, seen) * counts + per_row(presence, seen)
-
-
-def _places(token_ids: Sequence, vocab_size: int, device: torch.device) -> Tensor:
-    """int64 [number of tokens]: where each row's tokens lie in flattened [K, V] logits."""
-    places = [index * vocab_size + token for index, ids in enumerate(token_ids) for token in ids]
-    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 # ---- temperature ---------------------------------------------------------------

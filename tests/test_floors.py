@@ -25,7 +25,7 @@ FLOORS = {
     **dict.fromkeys(
         ["runner", "forward_pass", "sampler", "speculative", "graphs", "deterministic"], 5
     ),
-    **dict.fromkeys(["argmax", "batches", "logprobs", "device_sampler"], 5),
+    **dict.fromkeys(["argmax", "batches", "logprobs", "device_sampler", "penalties"], 5),
     **dict.fromkeys(["flight", "sequence_row"], 5),
     **dict.fromkeys(["engine", "engine_setup", "engine_report", "completion", "live_request"], 6),
     **dict.fromkeys(["trace", "simulation"], 6),

@@ -57,8 +57,8 @@ def bind(built: CDLL) -> Functions:
     """The functions of a library."""
     choose, describe = built.choose_tokens, built.describe_tokens
     choose.restype = describe.restype = c_int64
-    choose.argtypes = [P, P, P, P, N, N, N, P, P]
-    describe.argtypes = [P, P, N, N, P, N, P, P, P]
+    choose.argtypes = [P, N, P, P, N, N, N, P, P]
+    describe.argtypes = [P, N, N, N, P, N, P, P, P]
     return Functions(choose, describe)
 
 
@@ -82,32 +82,31 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_tokens(
-    logits: Tensor, edited: dict[int, Tensor], requests: Sequence[bytes], positions: Sequence[int]
+    logits: Tensor,
+    requests: Sequence[bytes],
+    positions: Sequence[int],
+    members: Sequence[int] | None = None,
+    model_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row: temperature, min-p, top-k, top-p, and the largest noisy logit.
 
     Args:
-        logits: [K, V], of which `takes` said yes.
-        edited: rows that are taken from here instead, float32 [V].
-        requests: K of `bytes(Request(..))`.
-        positions: K, of the tokens that are chosen.
+        logits: [K, V], of which `takes` said yes; or rows that were edited, float32 then, with
+            `model_dtype` as it was before.
+        requests: for each row `bytes(Request(..))`.
+        positions: for each row, of the token that is chosen.
+        members: which rows; all of them.
 
     Returns:
-        The largest logit of each row, float32 [K], and the tokens, int64 [K]: some token where the
-        largest is not finite.
+        The largest logit of each row, float32 [rows], and the tokens, int64 [rows]: some token
+        where the largest is not finite.
     """
-    rows = Rows.of(logits)
-    for index, row in edited.items():
-        fits = row.shape == logits.shape[1:] and row.dtype == torch.float32
-        if not (fits and row.is_contiguous() and row.device.type == "cpu"):
-            raise ValueError(f"row {index} is {list(row.shape)}, {row.dtype}; float32 [V] is due.")
-        rows.at[index], rows.wide[index] = row.data_ptr(), 1
-    packed = b"".join(requests)
-    if not len(packed) // sizeof(Request) == len(positions) == len(logits):
+    rows, packed = Rows.of(logits, members), b"".join(requests)
+    if not len(packed) // sizeof(Request) == len(positions) == len(rows.at):
         raise ValueError(
-            f"{len(requests)} requests and {len(positions)} positions for {len(logits)} rows."
+            f"{len(requests)} requests and {len(positions)} positions for {len(rows.at)} rows."
         )
-    return _choose(rows, logits.dtype, packed, array("q", positions))
+    return _choose(rows, model_dtype or logits.dtype, packed, array("q", positions))
 
 
 def describe_tokens(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +131,8 @@ def describe_tokens(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, 
     logprobs = torch.empty(len(targets), top + 1)
     ids, ranks = torch.empty(2, len(targets), top + 1, dtype=torch.int64)
     status = _functions(logits.dtype).describe_tokens(
-        *rows.where(),
+        rows.at.buffer_info()[0],
+        rows.wide,
         len(targets),
         rows.size,
         targets.data_ptr(),
@@ -147,34 +147,36 @@ def describe_tokens(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, 
     return logprobs, ids, ranks
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rows:
-    """Where each row of logits lies, and whether in float32."""
+    """Where rows of logits lie."""
 
     at: array
-    wide: array
+    wide: bool  # float32, else bf16
     size: int
 
     @classmethod
-    def of(cls, logits: Tensor) -> "Rows":
-        """The rows of a tensor, in place."""
+    def of(cls, logits: Tensor, members: Sequence[int] | None = None) -> "Rows":
+        """All rows of a tensor, or these, in place."""
         count, size = logits.shape
+        right = logits.dtype in (torch.bfloat16, torch.float32) and logits.device.type == "cpu"
+        if not right or (logits.stride(1) != 1 and size != 1):
+            raise ValueError(f"logits are {logits.dtype} with strides {logits.stride()}.")
+        if members and not 0 <= min(members) <= max(members) < count:
+            raise IndexError(f"Rows are {min(members)} to {max(members)} of {count}.")
         start, step = logits.data_ptr(), logits.stride(0) * logits.element_size()
-        wide = array("q", [logits.dtype == torch.float32]) * count
-        return cls(array("q", [start + i * step for i in range(count)]), wide, size)
-
-    def where(self) -> tuple[int, int]:
-        """Addresses of both arrays."""
-        return self.at.buffer_info()[0], self.wide.buffer_info()[0]
+        at = array("q", [start + i * step for i in (range(count) if members is None else members)])
+        return cls(at, logits.dtype == torch.float32, size)
 
 
 def _choose(
-    rows: Rows, dtype: torch.dtype, requests: bytes | None, positions: array | None
+    rows: Rows, model_dtype: torch.dtype, requests: bytes | None, positions: array | None
 ) -> tuple[Tensor, Tensor]:
     count = len(rows.at)
     best, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
-    status = _functions(dtype).choose_tokens(
-        *rows.where(),
+    status = _functions(model_dtype).choose_tokens(
+        rows.at.buffer_info()[0],
+        rows.wide,
         requests,
         None if positions is None else positions.buffer_info()[0],
         count,

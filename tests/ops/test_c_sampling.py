@@ -421,13 +421,18 @@ def test_described_as_by_torch(c):
 def test_what_c_would_read_wrongly_is_refused(c):
     logits, requests = torch.zeros(2, 30), [row().request] * 2
     with using(c):
-        for edited in (torch.zeros(29), torch.zeros(30).half(), torch.zeros(60)[::2]):
-            with pytest.raises(ValueError, match="row 1 is"):
-                cpu_sampling.choose_tokens(logits, {1: edited}, requests, [0, 0])
+        for wrong in (torch.zeros(30, 2).T, logits.half(), logits.to("meta")):
+            with pytest.raises(ValueError, match="logits are"):
+                cpu_sampling.choose_tokens(wrong, requests, [0, 0], None, torch.float32)
+        for members in ([0, 2], [-1, 0]):
+            with pytest.raises(IndexError, match="of 2"):
+                cpu_sampling.choose_tokens(logits, requests, [0, 0], members)
+        with pytest.raises(ValueError, match="2 requests and 2 positions for 1 rows"):
+            cpu_sampling.choose_tokens(logits, requests, [0, 0], [1])
         with pytest.raises(ValueError, match="1 requests and 2 positions for 2 rows"):
-            cpu_sampling.choose_tokens(logits, {}, requests[:1], [0, 0])
+            cpu_sampling.choose_tokens(logits, requests[:1], [0, 0])
         with pytest.raises(ValueError, match="2 requests and 1 positions"):
-            cpu_sampling.choose_tokens(logits, {}, requests, [0])
+            cpu_sampling.choose_tokens(logits, requests, [0])
         for targets in (torch.tensor([0]), torch.tensor([0, 1]).int()):
             with pytest.raises(ValueError, match="targets are"):
                 cpu_sampling.describe_tokens(logits, targets, 1)

@@ -41,7 +41,7 @@ typedef struct {
 /* A row of logits, and what is known of it. */
 typedef struct {
     const void *at;
-    int wide; /* float32, else bf16: in both libraries, because edited logits are float32 */
+    int wide; /* float32, else bf16; in either library, because edited logits are float32 */
     int64_t size, blocks;
     float best;
     int64_t place;   /* of the best, the first of equals */
@@ -355,14 +355,14 @@ static int64_t choose_one(row *r, const request *q, int64_t position, int64_t pu
 
 /* One token per row.
  *
- *   at [n]              each row's logits, side by side; float32 where `wide`, else bf16
+ *   at [n]              each row's logits, side by side; float32 if `wide`, else bf16
  *   requests [n]        NULL: the best token of each row
  *   positions [n]       of the tokens that are chosen
  *   best, tokens [n]    a row's largest logit, NaN if it has one; and its token, which is some
  *                       token of the vocabulary where the largest is not finite
  *
  * Returns 1 if there is no memory. */
-int64_t choose_tokens(const void *const *at, const int64_t *wide, const request *requests,
+int64_t choose_tokens(const void *const *at, int64_t wide, const request *requests,
                       const int64_t *positions, int64_t n, int64_t size, int64_t purpose,
                       float *best, int64_t *tokens) {
     int64_t blocks = (size + BLOCK - 1) / BLOCK, listed = 0;
@@ -375,7 +375,7 @@ int64_t choose_tokens(const void *const *at, const int64_t *wide, const request 
     for (int64_t i = 0; i < n; i++) {
         float *own = memory + needed * omp_get_thread_num();
         list l = {own + blocks, own + blocks + listed, 0};
-        row r = row_of(at[i], wide[i], size, own);
+        row r = row_of(at[i], wide, size, own);
         best[i] = r.best;
         tokens[i] = r.place;
         if (requests) tokens[i] = choose_one(&r, requests + i, positions[i], purpose, &l);
@@ -455,7 +455,7 @@ static void describe_one(row *r, int64_t target, int64_t top, list *l, float *lo
  *   logprobs, ids, ranks [n, top + 1]        the target, then the best `top` <= size tokens
  *
  * Returns 1 if there is no memory, 2 if a target is no token. */
-int64_t describe_tokens(const void *const *at, const int64_t *wide, int64_t n, int64_t size,
+int64_t describe_tokens(const void *const *at, int64_t wide, int64_t n, int64_t size,
                         const int64_t *targets, int64_t top, float *logprobs, int64_t *ids,
                         int64_t *ranks) {
     for (int64_t i = 0; i < n; i++)
@@ -468,7 +468,7 @@ int64_t describe_tokens(const void *const *at, const int64_t *wide, int64_t n, i
     for (int64_t i = 0; i < n; i++) {
         float *own = memory + needed * omp_get_thread_num();
         list l = {own + blocks + blocks % 2, own + blocks + blocks % 2 + listed, 0};
-        row r = row_of(at[i], wide[i], size, own);
+        row r = row_of(at[i], wide, size, own);
         int64_t out = i * (top + 1);
         describe_one(&r, targets[i], top, &l, logprobs + out, ids + out, ranks + out);
     }
