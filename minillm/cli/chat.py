@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from minillm.cli.engine_import import import_engine
 from minillm.cli.generate import summary
 from minillm.cli.interrupt import forget
 from minillm.cli.options import (
@@ -50,12 +51,12 @@ def add_options(parser: ArgumentParser) -> None:
 def run(args: Namespace, terminal: Terminal) -> int:
     """Talk until the end of the input, and return the exit code."""
     arguments, _ = engine_arguments(args), sampling_params(args)
-    params = sampling_params(args, require_template(args).sampling_defaults)
     with terminal.progress("Starting"):
-        from minillm.llm import LLM
+        engine = import_engine()
+    params = sampling_params(args, require_template(args).sampling_defaults)
     with suppress(ImportError):  # not on Windows
         import readline  # noqa: F401  (gives input() a history and arrow keys)
-    with LLM(**arguments) as llm:
+    with engine(**arguments) as llm:
         if sys.stdin.isatty():
             terminal.remark(f"{args.model}, {llm.engine.max_model_len:,} tokens of context. "
                             "/help lists the commands.")  # fmt: skip

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from minillm import machine
 from minillm.cli.app import version
+from minillm.cli.engine_import import import_engine
 from minillm.cli.generate import stream, summary
 from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds
 from minillm.cost import StepCost, step_cost, step_time
@@ -56,15 +57,14 @@ def run(args: Namespace, terminal: Terminal) -> int:
     """Both cards and what to try next; returns the exit code."""
     terminal.heading(f"minillm {version()}")
     with terminal.progress("Starting"):
-        from minillm.llm import LLM
-
-        llm = LLM("tiny")
+        engine = import_engine()
+        llm = engine("tiny")
     with llm:
         write_text(llm, terminal)
     with terminal.progress("Measuring how fast this machine reads its memory"):
         hardware = measure(refresh=True, device=str(llm.engine.device))
     with terminal.progress(f"Building a model of {BIG}'s shape with random weights"):
-        llm = LLM(f"preset:{BIG}", load_format="dummy", max_model_len=CONTEXT)
+        llm = engine(f"preset:{BIG}", load_format="dummy", max_model_len=CONTEXT)
     with llm, terminal.progress(f"Decoding one sequence, then {TOGETHER}"):
         decoded, together = decode(llm), decode_together(llm)
     show_card(llm, decoded, together, hardware, terminal)

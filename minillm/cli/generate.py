@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.cli.engine_import import import_engine
 from minillm.cli.options import (
     add_engine_options,
     add_sampling_options,
@@ -68,8 +69,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
         check_replaceable(Path(args.trace), TRACE_START, "no trace")
     prompt = read_prompt(args, terminal)
     with terminal.progress("Starting"):
-        from minillm.llm import LLM
-    with LLM(**arguments) as llm:
+        engine = import_engine()
+    with engine(**arguments) as llm:
         if isinstance(prompt, str) and llm.tokenizer is None:
             raise InvalidRequestError(
                 f"{args.model} has no tokenizer.json, so a text cannot be used; give token ids: "

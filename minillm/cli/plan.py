@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from minillm.cli.engine_import import import_engine
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
 from minillm.config import ModelConfig
 from minillm.cost import (
@@ -104,9 +105,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 def load(args: Namespace, terminal: Terminal) -> tuple[MemoryPlan, dict[str, int]]:
     """The plan of an engine that was really started here, and what it allocated."""
     with terminal.progress("Loading"):
-        from minillm.llm import LLM
-
-        llm = LLM(
+        llm = import_engine()(
             args.model,
             dtype=args.dtype or "auto",
             load_format="dummy" if args.model.startswith("preset:") else "auto",
