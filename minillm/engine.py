@@ -333,7 +333,7 @@ class Engine:
         rows = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
         # A completion may have ended at the step before, while others of its request go on.
         owners = [(row, one) for row, one in rows if one.status is not Status.FINISHED]
-        for row, sequence in owners:
+        for row, sequence in owners if result.errors else ():
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
                 # Before the commit, which would offer what it computed to others.
                 scheduler.blocks.forget(sequence.table)
@@ -372,12 +372,12 @@ class Engine:
             elif sequence.status is Status.FINISHED:  # it was to be computed only
                 live.end("length", now)
             return
-        logprobs = result.logprobs.get(row.seq_id, [None] * row.num_samples)
+        logprobs = result.logprobs.get(row.seq_id)
         for each, token in enumerate(result.token_ids[row.seq_id]):
             index = sequence.index + each
             if token is None:
                 live.end_completion(index, "error", now, errors[each])
-            elif reason := live.append(index, token, logprobs[each], now):
+            elif reason := live.append(index, token, logprobs[each] if logprobs else None, now):
                 self.scheduler.finish(live.sequences[index].seq_id, reason)
 
     def _abandon(self, reason: FinishReason, error: str | None = None) -> None:

@@ -49,7 +49,7 @@ class LiveRequest:
     @property
     def finished(self) -> bool:
         """Whether all completions have ended."""
-        return all(completion.finish_reason for completion in self.completions)
+        return all([completion.finish_reason for completion in self.completions])
 
     def schedule(self, time: float) -> None:
         """The request gets blocks; the first time counts."""

@@ -215,11 +215,12 @@ class Runner:
         end = 0
         for row, state in taken:
             start, end = end, end + row.num_samples
-            errors = {i: why for i, why in enumerate(wrong[start:end]) if why is not None}
-            given = [None if i in errors else t for i, t in enumerate(tokens[start:end])]
-            result.token_ids[row.seq_id] = given
-            if errors:
+            given: list[int | None] = [*tokens[start:end]]
+            if any(wrong[start:end]):
+                errors = {i: why for i, why in enumerate(wrong[start:end]) if why is not None}
+                given = [None if i in errors else token for i, token in enumerate(given)]
                 result.errors[row.seq_id] = errors
+            result.token_ids[row.seq_id] = given
             state.num_unread = max(state.num_unread - 1, 0)
             if given[0] is not None:
                 state.token_ids.append(given[0])
@@ -276,13 +277,14 @@ class Runner:
         self, sampling: Sequence[Row], rows: Sequence[Row], hidden: Tensor, flight: Flight
     ) -> None:
         """Choose the next tokens of the rows that have reached their end, all at once."""
-        indices = dict(zip((row.seq_id for row in rows), last_tokens(rows), strict=True))
 
         def run(part: Sequence[Row]) -> None:
-            places = [indices[row.seq_id] for row in part for _ in range(row.num_samples)]
+            wanted = hidden
             # Nothing is picked where all of it is wanted: the rows of a step that only decodes.
-            whole = len(places) == len(hidden) == len(part)
-            wanted = hidden if whole else hidden[self._tensor(places)]
+            if len(part) < len(hidden) or any(row.num_samples > 1 for row in part):
+                ends = dict(zip((row.seq_id for row in rows), last_tokens(rows), strict=True))
+                places = [ends[row.seq_id] for row in part for _ in range(row.num_samples)]
+                wanted = hidden[self._tensor(places)]
             self._take(part, self.model.logits(wanted), flight)  # logits [K, V]
 
         self._attempt(sampling, run, flight.result)
@@ -339,10 +341,13 @@ class Runner:
         end = 0
         for row in rows:
             start, end = end, end + row.num_tokens
-            request = self._rows[row.seq_id].new.request
-            wanted = request.params.prompt_logprobs
-            targets = request.prompt_token_ids[row.start + 1 : row.start + 1 + row.num_tokens]
-            if wanted is None or not targets or self._rows[row.seq_id].new.sample_index:
+            new = self._rows[row.seq_id].new
+            wanted = new.request.params.prompt_logprobs
+            if wanted is None or new.sample_index:
+                continue
+            ids = new.request.prompt_token_ids
+            targets = ids[row.start + 1 : row.start + 1 + row.num_tokens]
+            if not targets:
                 continue
             try:
                 entries = token_logprobs(
