@@ -29,13 +29,13 @@ def draw_rungs(panels: Mapping[str, Sequence[Rung]], floors: Mapping[str, float]
         ax.axvline(1e3 * floors[model], color="black", linestyle="--", linewidth=1.2)
         ax.annotate(
             "reading the weights",
-            (1e3 * floors[model], len(rungs) - 0.52),
+            (1e3 * floors[model], len(rungs) - 0.3),
             xytext=(4, 0),
             textcoords="offset points",
             fontsize=9,
-            va="bottom",
+            va="center",
         )
-        ax.set_ylim(len(rungs) - 0.1, -0.6)
+        ax.set_ylim(len(rungs), -0.6)
         ax.set_title(model, fontsize=10, loc="left")
         ax.grid(axis="y", visible=False)
     axes[0].legend(loc="lower right")
