@@ -14,8 +14,8 @@
  * Both bounds are exact, also after rounding: addition of floats is monotone.
  *
  * Top-k and top-p end in a cut: the least value that stays, and the id of the last token that has
- * it. The best value of each block of 64 tokens is found with the row's best. The k-th best of those
- * bounds the k-th best token from below, so that few tokens have to be looked at.
+ * it. The best value of each block of 64 tokens is found with the row's best. The k-th best of
+ * those bounds the k-th best token from below, so that few tokens have to be looked at.
  *
  * The token of a row depends on that row only: threads divide rows, never the inside of one.
  */
