@@ -5,10 +5,10 @@
  * KV head share each row. The softmax is online (Milakov and Gimelshein, 2018), a tile at a time.
  * A core waits for a dozen lines of memory at once, and that alone would be half its speed; a page
  * that is read from front to back is fetched ahead by the processor as well. So the values of a
- * page lie behind its keys (`layers/kv_cache.py`), and all of it is asked for in that order.
+ * page lie behind its keys (`layers/kv_cache.py`), and one task reads the pages of all heads.
  *
- * A task is a KV head of a sequence, or a part of its positions where there are fewer heads than
- * threads would like; parts are joined afterwards (Flash-Decoding, Dao et al., 2023).
+ * A task is a sequence, or a part of its positions where there are fewer sequences than threads
+ * would like; parts are joined afterwards (Flash-Decoding, Dao et al., 2023).
  */
 #include <omp.h>
 #include <stdlib.h>
@@ -19,8 +19,8 @@
 
 #define LANES 16
 #define TILE 64         /* positions between two looks at the maximum, at most */
-#define TILE_BYTES 8192 /* of keys in a tile: two tiles with their values fit the nearest cache */
-#define LEAST_PART 256  /* positions that are worth a task of their own */
+#define TILE_BYTES 4096 /* of a head's keys in a tile, at most */
+#define LEAST_PART 128  /* positions that are worth a task of their own */
 #define TASKS 4         /* per thread, so that none waits long for the last */
 #define MOST_GROUP 4    /* query heads whose sums are kept in registers together */
 
@@ -82,23 +82,23 @@ typedef struct {
     int64_t block, head, row;
 } pages;
 
-/* The rows of some positions; behind the last one, that one's again. */
+/* The rows of the first head at some positions; behind the last one, that one's again. */
 typedef struct {
     const element *keys[TILE], *values[TILE];
     int64_t begin, count;
 } tile;
 
 /* The tile that begins at a position, and ends before `end`. */
-static void find_tile(pages k, pages v, int64_t head, const int64_t *table, int64_t block_size,
-                      int64_t begin, int64_t end, int64_t d, tile *t) {
+static void find_tile(pages k, pages v, const int64_t *table, int64_t block_size, int64_t begin,
+                      int64_t end, int64_t d, tile *t) {
     int64_t most = TILE_BYTES / (d * (int64_t)sizeof(element)) / LANES * LANES, i = 0;
     most = most < LANES ? LANES : most < TILE ? most : TILE;
     t->begin = begin;
     t->count = end - begin < most ? end - begin : most;
     while (i < t->count) {
         int64_t block = table[(begin + i) / block_size], offset = (begin + i) % block_size;
-        const element *key = k.data + block * k.block + head * k.head + offset * k.row;
-        const element *value = v.data + block * v.block + head * v.head + offset * v.row;
+        const element *key = k.data + block * k.block + offset * k.row;
+        const element *value = v.data + block * v.block + offset * v.row;
         int64_t run = block_size - offset < t->count - i ? block_size - offset : t->count - i;
         for (int64_t j = 0; j < run; j++) t->keys[i + j] = key + j * k.row;
         for (int64_t j = 0; j < run; j++) t->values[i + j] = value + j * v.row;
@@ -113,8 +113,8 @@ static inline void ask_for(const element *row, int64_t count) {
         __builtin_prefetch((const char *)row + byte, 0, 2);
 }
 
-/* q . k of one query head for 16 rows of keys. */
-static inline vec score(const element *q, const element *const *rows, int64_t d) {
+/* q . k of one query head for 16 keys, which begin `first` elements behind `rows`. */
+static inline vec score(const element *q, const element *const *rows, int64_t first, int64_t d) {
     vec sums[LANES] = {0};
     int64_t j = 0;
 #if defined(ELEMENT_BF16) && defined(__AVX512BF16__)
@@ -123,19 +123,20 @@ static inline vec score(const element *q, const element *const *rows, int64_t d)
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
             sums[i] = (vec)_mm512_dpbf16_ps((__m512)sums[i], part,
-                                            (__m512bh)_mm512_loadu_si512(rows[i] + j));
+                                            (__m512bh)_mm512_loadu_si512(rows[i] + first + j));
     }
 #endif
     for (; j < d; j += LANES) {
         vec part = load_elements(q + j);
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) sums[i] += load_elements(rows[i] + j) * part;
+        for (int i = 0; i < LANES; i++) sums[i] += load_elements(rows[i] + first + j) * part;
     }
     return sum_each(sums);
 }
 
 /* sums[g] += sum over positions of weights[g] * value, for `group` heads whose sums are `stride`
- * floats apart, for 32 of the values' columns. `later` are rows to ask for meanwhile. */
+ * floats apart, for 32 of the values' columns, which begin `column` elements behind `rows`.
+ * `later` are rows to ask for meanwhile. */
 static inline __attribute__((always_inline)) void add_values(
     const int group, const float *weights, const element *const *rows,
     const element *const *later, int64_t count, int64_t column, const int columns, float *sums,
@@ -143,7 +144,7 @@ static inline __attribute__((always_inline)) void add_values(
     vec sum[group][2];
     for (int g = 0; g < group; g++)
         for (int c = 0; c < columns; c++)
-            sum[g][c] = load_floats(sums + g * stride + column + c * LANES);
+            sum[g][c] = load_floats(sums + g * stride + c * LANES);
     for (int64_t i = 0; i < count; i++) {
         ask_for(later[i] + column, columns * LANES);
         for (int c = 0; c < columns; c++) {
@@ -153,20 +154,20 @@ static inline __attribute__((always_inline)) void add_values(
     }
     for (int g = 0; g < group; g++)
         for (int c = 0; c < columns; c++)
-            memcpy(sums + g * stride + column + c * LANES, &sum[g][c], sizeof(vec));
+            memcpy(sums + g * stride + c * LANES, &sum[g][c], sizeof(vec));
 }
 
 /* The same for all columns of up to 4 heads: constant numbers keep the sums in registers. */
 static inline void add_all_values(int64_t group, const float *weights, const element *const *rows,
-                                  const element *const *later, int64_t count, int64_t dim,
-                                  float *sums, int64_t stride) {
+                                  const element *const *later, int64_t count, int64_t first,
+                                  int64_t dim, float *sums, int64_t stride) {
     for (int64_t j = 0; j < dim; j += 2 * LANES) {
         int both = dim - j > LANES;
         switch (group) {
-#define CASE(n)                                                                            \
-    case n:                                                                                \
-        if (both) add_values(n, weights, rows, later, count, j, 2, sums, stride);          \
-        else add_values(n, weights, rows, later, count, j, 1, sums, stride);               \
+#define CASE(n)                                                                                \
+    case n:                                                                                    \
+        if (both) add_values(n, weights, rows, later, count, first + j, 2, sums + j, stride);  \
+        else add_values(n, weights, rows, later, count, first + j, 1, sums + j, stride);       \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
@@ -202,8 +203,8 @@ static inline float sum_of(vec a) {
     return (a + SWAP_1(a))[0];
 }
 
-/* Scores of a tile, behind `count` -inf, become weights; what was summed before shrinks with the new
- * maximum. */
+/* Scores of a tile, behind `count` -inf, become weights; what was summed before shrinks with the
+ * new maximum. */
 static inline void reweigh(float *scores, int64_t count, float *state, int64_t dim) {
     vec most = load_floats(scores), sums = {0};
     for (int64_t i = LANES; i < count; i += LANES) most = larger(most, load_floats(scores + i));
@@ -220,38 +221,43 @@ static inline void reweigh(float *scores, int64_t count, float *state, int64_t d
         for (int64_t j = 0; j < dim; j++) state[j] *= shrink;
 }
 
-/* Attention of the `group` heads of q over positions begin .. end, into their states. */
-static void attend(const element *q, pages k, pages v, int64_t head, const int64_t *table,
-                   int64_t block_size, int64_t begin, int64_t end, float scale, int64_t group,
+/* Attention of all heads of q over positions begin .. end, into their states. */
+static void attend(const element *q, pages k, pages v, const int64_t *table, int64_t block_size,
+                   int64_t begin, int64_t end, float scale, int64_t kv_heads, int64_t group,
                    int64_t d, int64_t dv, float *states) {
     float weights[group * TILE];
     tile tiles[2], *now = &tiles[0], *next = &tiles[1];
-    for (int64_t g = 0; g < group; g++) {
+    for (int64_t g = 0; g < kv_heads * group; g++) {
         memset(states + g * STATE(dv), 0, (size_t)dv * sizeof(float));
         states[g * STATE(dv) + dv] = -INFINITY;
         states[g * STATE(dv) + dv + 1] = 0;
     }
-    find_tile(k, v, head, table, block_size, begin, end, d, now);
+    find_tile(k, v, table, block_size, begin, end, d, now);
     while (now->count > 0) {
         int64_t count = now->count;
-        find_tile(k, v, head, table, block_size, now->begin + count, end, d, next);
+        find_tile(k, v, table, block_size, now->begin + count, end, d, next);
         int64_t later = (next->count + LANES - 1) / LANES * LANES;
-        for (int64_t i = 0; i < count; i += LANES)
+        const element **values = next->count == count ? next->values : now->values;
+        for (int64_t head = 0; head < kv_heads; head++) {
+            const element *mine = q + head * group * d;
+            float *sums = states + head * group * STATE(dv);
+            for (int64_t i = 0; i < count; i += LANES)
+                for (int64_t g = 0; g < group; g++) {
+                    for (int64_t r = i + g; r < i + LANES && r < later; r += group)
+                        ask_for(next->keys[r] + head * k.head, d);
+                    vec scores = score(mine + g * d, now->keys + i, head * k.head, d);
+                    scores *= scale;
+                    memcpy(weights + g * TILE + i, &scores, sizeof scores);
+                }
             for (int64_t g = 0; g < group; g++) {
-                for (int64_t r = i + g; r < i + LANES && r < later; r += group)
-                    ask_for(next->keys[r], d);
-                vec scores = score(q + g * d, now->keys + i, d);
-                scores *= scale;
-                memcpy(weights + g * TILE + i, &scores, sizeof scores);
+                for (int64_t i = count; i % LANES; i++) weights[g * TILE + i] = -INFINITY;
+                reweigh(weights + g * TILE, count, sums + g * STATE(dv), dv);
             }
-        for (int64_t g = 0; g < group; g++) {
-            for (int64_t i = count; i % LANES; i++) weights[g * TILE + i] = -INFINITY;
-            reweigh(weights + g * TILE, count, states + g * STATE(dv), dv);
+            for (int64_t g = 0; g < group; g += MOST_GROUP)
+                add_all_values(group - g < MOST_GROUP ? group - g : MOST_GROUP, weights + g * TILE,
+                               now->values, values, count, head * v.head, dv,
+                               sums + g * STATE(dv), STATE(dv));
         }
-        const element **rows = next->count == count ? next->values : now->values;
-        for (int64_t g = 0; g < group; g += MOST_GROUP)
-            add_all_values(group - g < MOST_GROUP ? group - g : MOST_GROUP, weights + g * TILE,
-                           now->values, rows, count, dv, states + g * STATE(dv), STATE(dv));
         tile *done = now;
         now = next;
         next = done;
@@ -307,28 +313,27 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
         if (seq_lens[b] > longest) longest = seq_lens[b];
     }
     if (window && longest > window) longest = window;
-    int64_t wanted = TASKS * omp_get_max_threads(), tasks = sequences * kv_heads;
-    int64_t most = longest / LEAST_PART, parts = (wanted + tasks - 1) / tasks;
+    int64_t wanted = TASKS * omp_get_max_threads();
+    int64_t most = longest / LEAST_PART, parts = (wanted + sequences - 1) / sequences;
     parts = parts < most ? parts : most;
     if (parts < 1) parts = 1;
-    int64_t size = group * STATE(dv);
-    float *states = malloc((size_t)(tasks * parts * size) * sizeof(float));
+    int64_t size = heads * STATE(dv);
+    float *states = malloc((size_t)(sequences * parts * size) * sizeof(float));
     if (!states) return 1;
-#pragma omp parallel for schedule(dynamic) if (tasks * longest > LEAST_PART)
-    for (int64_t task = 0; task < tasks * parts; task++) {
-        int64_t b = task / (kv_heads * parts), head = task / parts % kv_heads, part = task % parts;
+#pragma omp parallel for schedule(dynamic) if (sequences * longest > LEAST_PART)
+    for (int64_t task = 0; task < sequences * parts; task++) {
+        int64_t b = task / parts, part = task % parts;
         int64_t row = query_start[b], length = seq_lens[b];
         if (query_start[b + 1] - row != 1 || length == 0) continue;
         int64_t first = window && length > window ? length - window : 0;
         int64_t begin = first + (length - first) * part / parts;
         int64_t end = first + (length - first) * (part + 1) / parts;
         float *mine = states + task * size;
-        attend(q + (row * heads + head * group) * d, k, v, head, tables + b * table_stride,
-               block_size, begin, end, scale, group, d, dv, mine);
+        attend(q + row * heads * d, k, v, tables + b * table_stride, block_size, begin, end, scale,
+               kv_heads, group, d, dv, mine);
         if (parts == 1)
-            for (int64_t g = 0; g < group; g++)
-                finish(mine + g * STATE(dv), 1, size, dv,
-                       out + (row * heads + head * group + g) * dv);
+            for (int64_t h = 0; h < heads; h++)
+                finish(mine + h * STATE(dv), 1, size, dv, out + (row * heads + h) * dv);
     }
     for (int64_t b = 0; b < sequences; b++) {
         if (query_start[b + 1] - query_start[b] != 1) continue;
@@ -336,8 +341,7 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
         if (seq_lens[b] == 0) memset(rows, 0, (size_t)(heads * dv) * sizeof(element));
         else if (parts > 1)
             for (int64_t h = 0; h < heads; h++)
-                finish(states + ((b * kv_heads + h / group) * parts * group + h % group) * STATE(dv),
-                       parts, size, dv, rows + h * dv);
+                finish(states + b * parts * size + h * STATE(dv), parts, size, dv, rows + h * dv);
     }
     free(states);
     return 0;
