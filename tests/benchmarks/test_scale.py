@@ -103,7 +103,7 @@ def test_every_step_is_a_real_decode_step_behind_its_context(
     pages = seen.batches[-1].block_tables[:, : 248 // 16 + 1]
     assert len(pages.unique()) == pages.numel()  # nobody shares a page
     order = pages.flatten().diff()
-    assert (order == 1).sum() < len(order) / 4  # nor do they lie in order
+    assert (order.abs() == 1).sum() < len(order) / 4  # nor do they lie in order, or backwards
 
 
 def test_the_engine_is_as_before_afterwards(steps: DecodeSteps) -> None:
