@@ -349,7 +349,7 @@ class FakeProbes:
 
 
 def test_the_engine_has_room_for_the_largest_case() -> None:
-    cases = (ScaleCase(3, 96), ScaleCase(1, 200))
+    cases = (ScaleCase(7, 1024), ScaleCase(1, 200))  # 224 blocks, and 2 that are kept free
     work = ScaleWork("tiny", preset("smollm2-135m"), cases, 4, 1, 1, "float32")
     engine = open_engine(work, cases)
     try:
