@@ -70,7 +70,7 @@ def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
     try:
         return Tokenizer.from_folder(source.folder)
     except ModelNotFoundError as error:
-        logger.warning("%s", error)
+        logger.warning("%s", str(error))  # a kept record would keep all frames, and the model
         return None
 
 
