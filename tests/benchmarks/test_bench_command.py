@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minillm.benchmarks import checkpoint, compare, startup
+from minillm.benchmarks import ceiling, checkpoint, compare, startup
 from minillm.benchmarks.ceiling import ONEDNN, OWN, SUMS, Ceiling, best_of
 from minillm.benchmarks.compare import Work, cost_of, options, result, statement
 from minillm.benchmarks.compare_table import remarks, table
@@ -20,6 +20,7 @@ from minillm.benchmarks.engine_process import EngineFailedError
 from minillm.cli import main
 from minillm.config import ModelConfig, RopeConfig
 from minillm.errors import UnsupportedFeatureError
+from minillm.hardware import Hardware
 from minillm.models.families import parse_config
 from minillm.presets import PRESETS, preset
 
@@ -330,6 +331,17 @@ def test_the_ceiling_is_the_best_of_both_readings() -> None:
     assert (best.bandwidth, best.way, best.packed_bandwidth) == (30e9, SUMS, 25e9)
     assert (best.rate("bfloat16"), best.rate("float32")) == (1e12, 2e11)
     assert CEILING.way == ONEDNN
+
+
+def test_the_rate_of_operations_is_that_of_the_faster_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Hardware("m", 1e9, 10e9, 1e12, 1e-6, "measured", 1e11)
+    monkeypatch.setattr(ceiling.hardware, "measure", lambda **ignored: machine)
+    monkeypatch.setattr(ceiling, "ways_to_read", dict)
+    for ours, faster in ((3e12, 3e12), (0.0, 1e12)):
+        monkeypatch.setattr(ceiling, "our_rate", lambda ours=ours: ours)
+        assert ceiling.measure_ceiling("cpu", 1).rate("bfloat16") == faster
 
 
 # ---- checkpoints for all ----------------------------------------------------------------------
