@@ -69,8 +69,8 @@ class KVCache:
     """Paged keys and values of all layers, head-major: [blocks, Hkv, block_size, D] per layer.
 
     A head's positions lie side by side because a CPU reads them 7 times faster so than
-    token-major, and its values lie behind its keys, so that one stream of memory holds both. A
-    block may be as long as a whole sequence: then the cache is contiguous.
+    token-major, and there its values lie behind its keys, so that one stream of memory holds both.
+    A block may be as long as a whole sequence: then the cache is contiguous.
     """
 
     def __init__(
@@ -90,16 +90,9 @@ class KVCache:
         self.is_usual = self.attention is ops.paged_attention
         self.block_size = block_size
         heads = (num_layers, num_blocks, spec.num_kv_heads)
-        width = spec.key_dim + (0 if spec.value_in_key else spec.value_dim)
-        page = torch.empty(*heads, block_size * width, dtype=dtype, device=device)
-        if page.device.type == "cpu":  # each address is looked up: a tenth of attention's time
-            use_large_pages(page.data_ptr(), page.nbytes)
-        keys = block_size * spec.key_dim
-        self.key = page[..., :keys].unflatten(-1, (block_size, spec.key_dim))
-        if spec.value_in_key:
-            self.value = self.key[..., : spec.value_dim]
-        else:
-            self.value = page[..., keys:].unflatten(-1, (block_size, spec.value_dim))
+        dims = (spec.key_dim,) if spec.value_in_key else (spec.key_dim, spec.value_dim)
+        self.key, *values = new_pages(heads, block_size, dims, dtype, torch.device(device))
+        self.value = values[0] if values else self.key[..., : spec.value_dim]
         # Whether writing is a kernel here, and whether norm and rotation are part of its launch.
         self.by_kernel = ops.uses_kernels(self.key)
         self.fuses = not plain_torch and ops.fuses_projections(self.key)
@@ -177,3 +170,23 @@ class KVCache:
             pairs.append((self.value, target.value))
         for mine, theirs in pairs:
             theirs[:, targets] = mine[:, sources].to(theirs.device)
+
+
+def new_pages(
+    heads: Sequence[int],
+    block_size: int,
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Pages [*heads, block_size, dim] for each of `dims`: on a CPU those of a head one behind the
+    other, elsewhere in memory of their own, because a GPU's bulk copies want them without gaps."""
+    sizes = [block_size * dim for dim in dims]
+    if device.type == "cpu":
+        memory = torch.empty(*heads, sum(sizes), dtype=dtype)
+        # Each address is looked up: a tenth of attention's time with small pages of memory.
+        use_large_pages(memory.data_ptr(), memory.nbytes)
+        parts = memory.split(sizes, dim=-1)
+    else:
+        parts = tuple(torch.empty(*heads, size, dtype=dtype, device=device) for size in sizes)
+    return [part.unflatten(-1, (block_size, dim)) for part, dim in zip(parts, dims, strict=True)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.cost import kv_bytes_per_token
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import CacheSpec, KVCache, cache_spec
 from minillm.presets import preset
 from tests.engine.families import FAMILIES
 from tests.models.tiny import Tiny
@@ -93,6 +93,18 @@ def test_bytes_per_token_of_real_models(name):
     assert spec.bytes_per_token(torch.bfloat16) * config.num_layers == expected
     kv = KVCache(spec, config.num_layers, 3, 16, torch.bfloat16, device="meta")
     assert kv.num_bytes == 3 * 16 * expected
+
+
+def test_values_lie_behind_their_keys_on_a_cpu_and_apart_elsewhere():
+    """One stream of memory for C; a descriptor of a GPU's bulk copies names pages without gaps."""
+    spec = CacheSpec(num_kv_heads=2, key_dim=32, value_dim=16)
+    here = KVCache(spec, 3, 5, 8, torch.bfloat16)
+    assert here.value.data_ptr() - here.key.data_ptr() == 8 * 32 * 2
+    assert here.key.stride() == (*here.value.stride()[:3], 32, 1)
+    there = KVCache(spec, 3, 5, 8, torch.bfloat16, device="meta")  # as on a GPU
+    assert there.key[1].is_contiguous()
+    assert there.value[1].is_contiguous()
+    assert here.num_bytes == there.num_bytes == 3 * 5 * 2 * 8 * (32 + 16) * 2
 
 
 @pytest.mark.parametrize("family", BY_HAND)
