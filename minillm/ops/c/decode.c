@@ -3,9 +3,9 @@
  * A step reads every cached key and value once and does little with them, so what counts is that
  * they come at the speed of memory: no copy, rows asked for a tile ahead, and the query heads of a
  * KV head share each row. The softmax is online (Milakov and Gimelshein, 2018), a tile at a time.
- * A core waits for a dozen lines of memory at once, and that alone would be half its speed; a page
- * that is read from front to back is fetched ahead by the processor as well. So the values of a
- * page lie behind its keys (`layers/kv_cache.py`), and one task reads the pages of all heads.
+ * A core waits for a dozen lines of memory at once, and that alone would be half its speed; where
+ * it sees somebody walk through 4 KB, it fetches ahead by itself. So the next tile is asked for in
+ * many places at once: a position of every head, then the next position.
  *
  * A task is a sequence, or a part of its positions where there are fewer sequences than threads
  * would like; parts are joined afterwards (Flash-Decoding, Dao et al., 2023).
@@ -107,10 +107,22 @@ static void find_tile(pages k, pages v, const int64_t *table, int64_t block_size
     for (; i % LANES; i++) t->keys[i] = t->keys[i - 1], t->values[i] = t->values[i - 1];
 }
 
-/* Ask for a part of a row before it is needed; into the second cache, as it is for later. */
-static inline void ask_for(const element *row, int64_t count) {
-    for (int64_t byte = 0; byte < count * (int64_t)sizeof(element); byte += 64)
-        __builtin_prefetch((const char *)row + byte, 0, 2);
+/* Rows that will be needed: of `count` positions, `dim` elements of each head. */
+typedef struct {
+    const element *const *rows;
+    int64_t count, heads, stride, dim, head;
+} wishes;
+
+/* Ask for the next row; into the second cache, as it is for later. */
+static inline void ask(wishes *w) {
+    if (w->count <= 0) return;
+    const char *row = (const char *)(*w->rows + w->head * w->stride);
+    for (int64_t byte = 0; byte < w->dim * (int64_t)sizeof(element); byte += 64)
+        __builtin_prefetch(row + byte, 0, 2);
+    if (++w->head < w->heads) return;
+    w->head = 0;
+    w->rows++;
+    w->count--;
 }
 
 /* q . k of one query head for 16 keys, which begin `first` elements behind `rows`. */
@@ -136,17 +148,16 @@ static inline vec score(const element *q, const element *const *rows, int64_t fi
 
 /* sums[g] += sum over positions of weights[g] * value, for `group` heads whose sums are `stride`
  * floats apart, for 32 of the values' columns, which begin `column` elements behind `rows`.
- * `later` are rows to ask for meanwhile. */
+ * `later` is asked for meanwhile, if it is not NULL. */
 static inline __attribute__((always_inline)) void add_values(
-    const int group, const float *weights, const element *const *rows,
-    const element *const *later, int64_t count, int64_t column, const int columns, float *sums,
-    int64_t stride) {
+    const int group, const float *weights, const element *const *rows, wishes *later,
+    int64_t count, int64_t column, const int columns, float *sums, int64_t stride) {
     vec sum[group][2];
     for (int g = 0; g < group; g++)
         for (int c = 0; c < columns; c++)
             sum[g][c] = load_floats(sums + g * stride + c * LANES);
     for (int64_t i = 0; i < count; i++) {
-        ask_for(later[i] + column, columns * LANES);
+        if (later) ask(later);
         for (int c = 0; c < columns; c++) {
             vec value = load_elements(rows[i] + column + c * LANES);
             for (int g = 0; g < group; g++) sum[g][c] += value * weights[g * TILE + i];
@@ -159,9 +170,9 @@ static inline __attribute__((always_inline)) void add_values(
 
 /* The same for all columns of up to 4 heads: constant numbers keep the sums in registers. */
 static inline void add_all_values(int64_t group, const float *weights, const element *const *rows,
-                                  const element *const *later, int64_t count, int64_t first,
-                                  int64_t dim, float *sums, int64_t stride) {
-    for (int64_t j = 0; j < dim; j += 2 * LANES) {
+                                  wishes *later, int64_t count, int64_t first, int64_t dim,
+                                  float *sums, int64_t stride) {
+    for (int64_t j = 0; j < dim; j += 2 * LANES, later = 0) {
         int both = dim - j > LANES;
         switch (group) {
 #define CASE(n)                                                                                \
@@ -236,15 +247,14 @@ static void attend(const element *q, pages k, pages v, const int64_t *table, int
     while (now->count > 0) {
         int64_t count = now->count;
         find_tile(k, v, table, block_size, now->begin + count, end, d, next);
-        int64_t later = (next->count + LANES - 1) / LANES * LANES;
-        const element **values = next->count == count ? next->values : now->values;
+        wishes keys = {next->keys, next->count, kv_heads, k.head, d, 0};
+        wishes values = {next->values, next->count, kv_heads, v.head, dv, 0};
         for (int64_t head = 0; head < kv_heads; head++) {
             const element *mine = q + head * group * d;
             float *sums = states + head * group * STATE(dv);
             for (int64_t i = 0; i < count; i += LANES)
                 for (int64_t g = 0; g < group; g++) {
-                    for (int64_t r = i + g; r < i + LANES && r < later; r += group)
-                        ask_for(next->keys[r] + head * k.head, d);
+                    for (int64_t r = g; r < LANES; r += group) ask(&keys);
                     vec scores = score(mine + g * d, now->keys + i, head * k.head, d);
                     scores *= scale;
                     memcpy(weights + g * TILE + i, &scores, sizeof scores);
@@ -255,7 +265,7 @@ static void attend(const element *q, pages k, pages v, const int64_t *table, int
             }
             for (int64_t g = 0; g < group; g += MOST_GROUP)
                 add_all_values(group - g < MOST_GROUP ? group - g : MOST_GROUP, weights + g * TILE,
-                               now->values, values, count, head * v.head, dv,
+                               now->values, g ? 0 : &values, count, head * v.head, dv,
                                sums + g * STATE(dv), STATE(dv));
         }
         tile *done = now;
