@@ -362,7 +362,13 @@ def check_contexts(given: dict[str, Any], config: "ModelConfig", asked: bool) ->
     that nobody asked for, the ones that fit remain."""
     longest, least = config.longest_context, given["new_tokens"] + 4
     if not asked:
-        given["context"] = tuple(n for n in given["context"] if n <= longest) or (longest,)
+        fitting = tuple(n for n in given["context"] if least <= n <= longest)
+        given["context"] = fitting or (longest,)
+    if least > longest:
+        raise ConfigError(
+            f"--new-tokens is {given['new_tokens']}; with the {longest} positions of this model it "
+            f"must be at most {longest - 4}."
+        )
     for context in given["context"]:
         if not least <= context <= longest:
             raise ConfigError(

@@ -40,6 +40,7 @@ from minillm.benchmarks.scale import (
 from minillm.benchmarks.scale_plot import check_plot, draw
 from minillm.benchmarks.scale_table import statement, table
 from minillm.cli import main
+from minillm.cli.bench import check_contexts
 from minillm.cost import step_cost
 from minillm.decode_law import DecodeRates, decode_time
 from minillm.engine_args import EngineArgs
@@ -410,3 +411,17 @@ def test_from_end_to_end(
     assert "round 1: B=2 ctx 64" in err
     assert "<svg" in plot.read_text()
     assert CALLS > 1
+
+
+def test_contexts_that_nobody_asked_for_hold_the_steps_that_are_timed() -> None:
+    config = replace(preset("smollm2-135m"), max_position_embeddings=1024)
+    given: dict[str, Any] = {"context": (128, 512, 4096), "new_tokens": 200}
+    check_contexts(given, config, asked=False)
+    assert given["context"] == (512,)
+    given = {"context": (128, 512, 4096), "new_tokens": 1000}
+    check_contexts(given, config, asked=False)
+    assert given["context"] == (1024,)
+    with pytest.raises(ConfigError, match=r"--new-tokens is 1021; .* at most 1020"):
+        check_contexts({"context": (128,), "new_tokens": 1021}, config, asked=False)
+    with pytest.raises(ConfigError, match=r"--context is 128; with 200 .* from 204 to 1024"):
+        check_contexts({"context": (128,), "new_tokens": 200}, config, asked=True)
