@@ -21,7 +21,7 @@ ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
 )
 LANES = 16  # head dimensions are multiples of it
 MOST_HEAD_DIM = 512  # of norm_rope_write; as in common.h
-MOST_GROUP = 256  # query heads of a KV head, of which decode.c keeps 80 floats on a thread's stack
+MOST_GROUP = 256  # query heads of a KV head, of which decode.c keeps 64 floats on a thread's stack
 MOST_DIM = 4096  # of a head in attention; as many floats stand there, too
 PANEL_STEP = 32  # inputs of a weight in panels are a multiple of it
 P, N, F = c_void_p, c_int64, c_float
