@@ -82,14 +82,17 @@ def predict(key: str, question: str, options: Sequence[str], choice: str | None 
     prediction.show_buttons()
 
 
-def compare(key: str, measured: str, best: str) -> None:
-    """Put the reader's prediction beside what was measured; `best` is the option nearest to it."""
+def compare(key: str, measured: str, best: str, found: str = "Measured") -> None:
+    """Put the reader's prediction beside what was measured; `best` is the option nearest to it.
+
+    `found` says how, where nothing was measured: "Counted", "Computed".
+    """
     known = load_prediction(key)
     if known is None:
-        say(f"Measured: {measured}. That is nearest to {best}. You had not predicted it.")
+        say(f"{found}: {measured}. That is nearest to {best}. You had not predicted it.")
         return
     verdict = "as you said" if known[0] == best else f"nearest to {best}"
-    say(f"You said {known[0]}: {known[1]}. Measured: {measured}, {verdict}.")
+    say(f"You said {known[0]}: {known[1]}. {found}: {measured}, {verdict}.")
 
 
 def _letter(choice: Any, named: Mapping[str, str]) -> str:

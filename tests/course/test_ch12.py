@@ -78,6 +78,15 @@ def test_counting_leaves_the_engine_on_its_path(tiny):
     assert counts["C add_rms_norm"] + counts["C rms_norm"] == 2 * layers + 1
 
 
+def test_called_alone_each_operation_has_its_seconds_and_changes_nothing(tiny):
+    step = DecodeStep.of(tiny)
+    wanted = step().clone()
+    seconds, counts = ch12.alone(step), calls_of(step)
+    assert seconds.keys() == counts.keys()
+    assert min(seconds.values()) > 0
+    assert torch.equal(step(), wanted)
+
+
 def test_what_fails_in_a_step_leaves_no_trace(tiny):
     takes = cpu.takes
     with pytest.raises(ZeroDivisionError):

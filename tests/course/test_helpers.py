@@ -187,6 +187,14 @@ def test_without_a_prediction_the_measurement_is_still_told(capsys) -> None:
     )
 
 
+def test_what_was_not_measured_is_not_called_measured(capsys) -> None:
+    compare("nothing", "4.2 times", "c", found="Computed")
+    predict("03.clock", "How many times?", ["60", "15", "4"], choice="b")
+    assert capsys.readouterr().out.startswith("Computed: 4.2 times. That is nearest to c.")
+    compare("03.clock", "4.2 times", "c", found="Counted")
+    assert capsys.readouterr().out == "You said b: 15. Counted: 4.2 times, nearest to c.\n"
+
+
 def test_predictions_survive_a_damaged_file(tmp_path, capsys) -> None:
     path = tmp_path / "work" / "predictions.json"
     path.parent.mkdir()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +20,7 @@ from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu, cpu_layers
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
+from minillm_exercises.chapters.ch12_recordings import into
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.timing import measure
@@ -118,6 +120,35 @@ def calls_of(step: Callable[[], object]) -> Counter[str]:
         cpu.takes, cpu._functions = takes, functions
         cpu_layers.Layers.run = run  # type: ignore[method-assign]
     return counts
+
+
+class _Record(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Callable[[], object]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        again = into(func, args, out) or func
+        self.calls.append(
+            (f"torch {func.overloadpacket.__name__}", partial(again, *args, **kwargs))
+        )
+        return out
+
+
+@torch.inference_mode()
+def alone(step: Callable[[], object]) -> Counter[str]:
+    """Seconds of `step`'s torch operations by name, each called again and again by itself."""
+    with _Record() as record:
+        step()
+    seconds: Counter[str] = Counter()
+    for name, call in record.calls:
+        taken = measure(call, repeats=15, budget=0.001).median
+        seconds[name] += taken  # type: ignore[assignment]
+    return seconds
 
 
 # ---- rungs -----------------------------------------------------------------------------------

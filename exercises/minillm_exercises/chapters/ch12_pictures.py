@@ -68,13 +68,13 @@ def draw_knees(
     left.plot(sizes, model, "k--", linewidth=1.2, label="call + bytes from memory")
     left.axvline(price * rate, color="grey", linestyle=":", label="knee")
     left.set_title("this machine", fontsize=10, loc="left")
-    left.legend(loc="upper left")
+    left.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="none")
     layers = {
         name: weight_bytes(config, "bfloat16") / config.num_layers
         for name, config in models.items()
     }
     ends = min(layers.values()) / 2, max(layers.values()) * 2
-    bound(right, ends, [1e6 * size / card.bandwidth for size in ends], "bytes ", at=1.0)
+    bound(right, ends, [1e6 * size / card.bandwidth for size in ends], "bytes ", side="above")
     for number, count in enumerate(launches):
         style = {key: series(number + 1)[key] for key in ("color", "linestyle")}
         height = 1e6 * count * card.overhead
@@ -82,12 +82,13 @@ def draw_knees(
     for number, (name, size) in enumerate(layers.items()):
         mark = series(number) | {"linestyle": "none", "markersize": 8}
         right.plot([size], [1e6 * size / card.bandwidth], label=name, **mark)
-    right.set_title(f"a layer on an {card.name}", fontsize=10, loc="left")
+    right.set_title(f"bounds of a layer, {card.name} (computed)", fontsize=10, loc="left")
     right.set_xlabel("bytes of the layer")
     right.legend(loc="upper left", bbox_to_anchor=(1, 1))
     for ax in (left, right):
         ax.set(xscale="log", yscale="log")
         ax.yaxis.set_major_formatter("{x:,g}")
+    left.set_ylim(top=15 * max(*model, *micro))  # the legend is above the curve
     over = [
         name for name, size in layers.items() if size / card.bandwidth < launches[0] * card.overhead
     ]
