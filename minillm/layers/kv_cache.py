@@ -69,8 +69,7 @@ class KVCache:
     """Paged keys and values of all layers, head-major: [blocks, Hkv, block_size, D] per layer.
 
     A head's positions lie side by side because a CPU reads them 7 times faster so than
-    token-major, and there its values lie behind its keys, so that one stream of memory holds both.
-    A block may be as long as a whole sequence: then the cache is contiguous.
+    token-major. A block may be as long as a whole sequence: then the cache is contiguous.
     """
 
     def __init__(
@@ -89,10 +88,15 @@ class KVCache:
         self.attention = attention or usual
         self.is_usual = self.attention is ops.paged_attention
         self.block_size = block_size
-        heads = (num_layers, num_blocks, spec.num_kv_heads)
-        dims = (spec.key_dim,) if spec.value_in_key else (spec.key_dim, spec.value_dim)
-        self.key, *values = new_pages(heads, block_size, dims, dtype, torch.device(device))
-        self.value = values[0] if values else self.key[..., : spec.value_dim]
+        shape = (num_layers, num_blocks, spec.num_kv_heads, block_size)
+        self.key = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
+        if spec.value_in_key:
+            self.value = self.key[..., : spec.value_dim]
+        else:
+            self.value = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
+        if self.key.device.type == "cpu":  # each address is looked up: a tenth of attention's time
+            for pages in (self.key, self.value):
+                use_large_pages(pages.data_ptr(), pages.nbytes)
         # Whether writing is a kernel here, and whether norm and rotation are part of its launch.
         self.by_kernel = ops.uses_kernels(self.key)
         self.fuses = not plain_torch and ops.fuses_projections(self.key)
@@ -170,23 +174,3 @@ class KVCache:
             pairs.append((self.value, target.value))
         for mine, theirs in pairs:
             theirs[:, targets] = mine[:, sources].to(theirs.device)
-
-
-def new_pages(
-    heads: Sequence[int],
-    block_size: int,
-    dims: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[Tensor]:
-    """Pages [*heads, block_size, dim] for each of `dims`: on a CPU those of a head one behind the
-    other, elsewhere in memory of their own, because a GPU's bulk copies want them without gaps."""
-    sizes = [block_size * dim for dim in dims]
-    if device.type == "cpu":
-        memory = torch.empty(*heads, sum(sizes), dtype=dtype)
-        # Each address is looked up: a tenth of attention's time with small pages of memory.
-        use_large_pages(memory.data_ptr(), memory.nbytes)
-        parts = memory.split(sizes, dim=-1)
-    else:
-        parts = tuple(torch.empty(*heads, size, dtype=dtype, device=device) for size in sizes)
-    return [part.unflatten(-1, (block_size, dim)) for part, dim in zip(parts, dims, strict=True)]

@@ -130,10 +130,11 @@ def test_a_window_of_one_gives_the_value_itself(attend):
 
 def test_the_maximum_is_carried_from_tile_to_tile(attend):
     """Scores that rise, fall, and differ by far more than exp can tell from 0. They are whole
-    numbers, which both sides compute exactly."""
+    numbers, which both sides compute exactly. With many sequences none is divided."""
     rising = (torch.linspace(0, 8, 256) * 16).round() / 16
     for factors in (rising, rising.flip(0), rising[torch.arange(256) * 77 % 256]):
-        batch = decode_batch(attend.dtype, [256], kv_heads=1, group=2, d=16, block_size=256)
+        lengths = [256] + [1] * 63
+        batch = decode_batch(attend.dtype, lengths, kv_heads=1, group=2, d=16, block_size=256)
         batch.q.fill_(4)
         page = batch.k_cache[batch.block_tables[0, 0], 0]
         page.copy_(factors[:, None].to(attend.dtype).expand(256, 16))
@@ -156,6 +157,16 @@ def test_an_infinite_score_is_not_a_plausible_number(attend):
     batch.q.fill_(1)
     batch.k_cache[batch.block_tables[0, 0], 0, 7] = float("inf")
     assert attend(batch).isnan().all()
+
+
+def test_a_tile_of_scores_of_minus_infinity_weighs_nothing(attend):
+    batch = decode_batch(attend.dtype, [160], kv_heads=1, group=1, d=16, block_size=256)
+    batch.q.fill_(1)
+    page = batch.k_cache[batch.block_tables[0, 0], 0]
+    page[:64] = -3e38
+    got = attend(batch).double()
+    page[:64] = -1e4  # weighs nothing, either
+    torch.testing.assert_close(got, batch.expected(), **TOLERANCE[attend.dtype])
 
 
 def test_rows_of_length_zero_are_zero(attend):

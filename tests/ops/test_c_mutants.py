@@ -163,7 +163,7 @@ MUTANTS = {
         W,
     ),
     "a maximum of its own for each tile": Mutant(
-        r"best = state\[dim\], t", "best = -INFINITY, t", maxima, D
+        r"best = state\[dim\] > best \? state\[dim\] : best;", "", maxima, D
     ),
     "old values do not shrink": Mutant(r"if \(shrink != 1\.f\)", "if (0)", maxima, D),
     "the old sum does not shrink": Mutant(
@@ -171,12 +171,15 @@ MUTANTS = {
     ),
     "exp of -infinity": Mutant(r"x < -87\.f \? -87\.f : x", "x", maxima, D),
     "what is behind a tile's end counts": Mutant(
-        r"WIDE \+ i\] = -INFINITY", "WIDE + i] = 0", tiles, D
+        r"TILE \+ i\] = -INFINITY", "TILE + i] = 0", tiles, D
     ),
-    "runs begin anew in the weights": Mutant(r"count \+ i, &scores", "i, &scores", tiles, D),
-    "columns behind the first 32": Mutant(r"i \* row \+ column \+ c", "i * row + c", groups, D),
+    "keys of a run's first position": Mutant(r"key \+ j \* k\.row", "key", tiles, D),
+    "values of a run's first position": Mutant(r"value \+ j \* v\.row", "value", tiles, D),
+    "columns behind the first 32": Mutant(r"first \+ j, 1, sums", "first, 1, sums", groups, D),
+    "the first head's keys": Mutant(r"\+ i, head \* k\.head, d", "+ i, 0, d", tiles, D),
+    "the first head's values": Mutant(r"count, head \* v\.head, dv", "count, 0, dv", tiles, D),
     "a window of one less": Mutant(r"length - window : 0", "length - window + 1 : 0", windows, D),
-    "more than 8 heads": Mutant(r"weights \+ g \* WIDE \+ done", "weights + done", groups, D),
+    "more than 4 heads": Mutant(r"TOGETHER, weights \+ g \* TILE", "TOGETHER, weights", groups, D),
     "parts are not weighted": Mutant(r"state\[dim \+ 1\] \* weight", "state[dim + 1]", parts, D),
     "parts overlap": Mutant(
         r"\(part \+ 1\) / parts;", "(part + 1) / parts + (part == 0);", parts, D
@@ -186,10 +189,10 @@ MUTANTS = {
     ),
     "negative lengths": Mutant(r"seq_lens\[b\] < 0 \|\| used", "used", outside, D),
     "the last panel is whole": Mutant(
-        r"out - p \* PANEL < PANEL \? out - p \* PANEL : PANEL", "PANEL", products, L, "BF16"
+        r"gated \|\| out - first > PANEL \? PANEL : out - first", "PANEL", products, L, "BF16"
     ),
     "the bias is forgotten": Mutant(
-        r"\(bias \? load\(bias\[j\]\) : 0\.f\)", "0.f", products, L, "BF16"
+        r"floats\[j\] = load\(bias\[j\]\)", "floats[j] = 0", products, L, "BF16"
     ),
     "pairs are swapped": Mutant(
         r"j \* 2 \+ k % 2\]", "j * 2 + 1 - k % 2]", products, "pack_panels", "BF16"
@@ -197,8 +200,10 @@ MUTANTS = {
     "the second tile has the first's rows": Mutant(
         r"x \+ 16 \* in \+ k, ", "x + k, ", products, L, "BF16"
     ),
-    "up before gate": Mutant(
-        r"write_gated\(sums\[0\], sums\[1\]", "write_gated(sums[1], sums[0]", gates, L, "BF16"
+    "a gate is its own partner": Mutant(r"p \+ num_panels : p", "p : p", gates, L, "BF16"),
+    "gate for up, with more rows": Mutant(r"panel \+ out \* in, in", "panel, in", gates, L, "BF16"),
+    "the other panel of a pair is not written": Mutant(
+        r"i <= other - p", "i <= 0", products, L, "BF16"
     ),
     "the row beside the embedding's": Mutant(
         r"ids\[row\] % PANEL \* 2", "ids[row] % PANEL", embedded, "panel_rows", "BF16"
@@ -240,6 +245,7 @@ def test_a_mistake_is_found(name, tmp_path):
     dtype = ELEMENTS[mutant.element]
     threads = torch.get_num_threads()
     mutant.found_by((functions("native", mutant.element), dtype))
+    wrong = with_mistake(mutant, tmp_path)  # outside: a pattern that is not there is no finding
     with pytest.raises(AssertionError):
-        mutant.found_by((with_mistake(mutant, tmp_path), dtype))
+        mutant.found_by((wrong, dtype))
     assert torch.get_num_threads() == threads

@@ -131,5 +131,6 @@ def with_mistake(mutant: Mutant, place: Path) -> cpu_sampling.Functions:
 def test_a_mistake_is_found(name, tmp_path):
     mutant, right = MUTANTS[name], sampling.load("native")
     mutant.found_by(right)
+    wrong = with_mistake(mutant, tmp_path)  # outside: a pattern that is not there is no finding
     with pytest.raises(AssertionError):
-        mutant.found_by(with_mistake(mutant, tmp_path))
+        mutant.found_by(wrong)

@@ -22,7 +22,7 @@
 #define TILE_BYTES 4096 /* of a head's keys in a tile, at most */
 #define LEAST_PART 128  /* positions that are worth a task of their own */
 #define TASKS 4         /* per thread, so that none waits long for the last */
-#define MOST_GROUP 4    /* query heads whose sums are kept in registers together */
+#define TOGETHER 4    /* query heads whose sums are kept in registers together */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t lanes __attribute__((vector_size(4 * LANES)));
@@ -147,7 +147,7 @@ static inline vec score(const element *q, const element *const *rows, int64_t fi
 }
 
 /* sums[g] += sum over positions of weights[g] * value, for `group` heads whose sums are `stride`
- * floats apart, for 32 of the values' columns, which begin `column` elements behind `rows`.
+ * floats apart, for `columns` vectors of the values, which begin `column` elements behind `rows`.
  * `later` is asked for meanwhile, if it is not NULL. */
 static inline __attribute__((always_inline)) void add_values(
     const int group, const float *weights, const element *const *rows, wishes *later,
@@ -221,11 +221,12 @@ static inline void reweigh(float *scores, int64_t count, float *state, int64_t d
     for (int64_t i = LANES; i < count; i += LANES) most = larger(most, load_floats(scores + i));
     float best = largest(most);
     best = state[dim] > best ? state[dim] : best;
+    float origin = best == -INFINITY ? 0.f : best; /* -inf - -inf would be NaN */
     for (int64_t i = 0; i < count; i += LANES) {
-        for (int64_t j = i; j < i + LANES; j++) scores[j] = fast_exp(scores[j] - best);
+        for (int64_t j = i; j < i + LANES; j++) scores[j] = fast_exp(scores[j] - origin);
         sums += load_floats(scores + i);
     }
-    float shrink = fast_exp(state[dim] - best);
+    float shrink = fast_exp(state[dim] - origin);
     state[dim] = best;
     state[dim + 1] = state[dim + 1] * shrink + sum_of(sums);
     if (shrink != 1.f)
@@ -263,8 +264,8 @@ static void attend(const element *q, pages k, pages v, const int64_t *table, int
                 for (int64_t i = count; i % LANES; i++) weights[g * TILE + i] = -INFINITY;
                 reweigh(weights + g * TILE, count, sums + g * STATE(dv), dv);
             }
-            for (int64_t g = 0; g < group; g += MOST_GROUP)
-                add_all_values(group - g < MOST_GROUP ? group - g : MOST_GROUP, weights + g * TILE,
+            for (int64_t g = 0; g < group; g += TOGETHER)
+                add_all_values(group - g < TOGETHER ? group - g : TOGETHER, weights + g * TILE,
                                now->values, g ? 0 : &values, count, head * v.head, dv,
                                sums + g * STATE(dv), STATE(dv));
         }
