@@ -27,7 +27,6 @@ examples:
   minillm bench decode
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
   minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
-  minillm bench startup tiny
   minillm bench scale --plot scale.png
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
