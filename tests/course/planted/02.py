@@ -1,6 +1,6 @@
 """Top-p stops one token early: the token that crosses p is dropped (the best one always stays)."""
 
-from minillm.ops import truncation
+from minillm.ops import cpu_sampling, truncation
 
 
 def top_p_mask(mass, goal):
@@ -10,3 +10,4 @@ def top_p_mask(mass, goal):
 
 
 truncation.top_p_mask = top_p_mask
+cpu_sampling.takes = lambda logits: False  # C has a top-p of its own, which is right
