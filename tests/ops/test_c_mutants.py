@@ -63,6 +63,10 @@ def maxima(c):
     decode.test_the_maximum_is_carried_from_tile_to_tile(decode.Attend(*c))
 
 
+def minus(c):
+    decode.test_a_tile_of_scores_of_minus_infinity_weighs_nothing(decode.Attend(*c))
+
+
 def parts(c):
     decode.test_few_heads_and_long_sequences_are_divided(decode.Attend(*c), None, 3)
 
@@ -165,6 +169,7 @@ MUTANTS = {
     "a maximum of its own for each tile": Mutant(
         r"best = state\[dim\] > best \? state\[dim\] : best;", "", maxima, D
     ),
+    "minus infinity less itself": Mutant(r"best == -INFINITY \? 0\.f : best", "best", minus, D),
     "old values do not shrink": Mutant(r"if \(shrink != 1\.f\)", "if (0)", maxima, D),
     "the old sum does not shrink": Mutant(
         r"state\[dim \+ 1\] \* shrink", "state[dim + 1]", maxima, D
