@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from minillm.benchmarks.others import DISTURBED
+from minillm.benchmarks.others import DISTURBED, disturbance
 from minillm.cli.terminal import Terminal, amount, digits, seconds
 
 
@@ -78,11 +78,5 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
             + (f" and an export of {seconds(export)}" if export else "")
             + (f"; {facts['path']}." if "path" in facts else ".")
         )
-    lines += found["left_out"].values()
-    worst = max((one["others"] for one in found["results"]), default=0.0)
-    if worst > DISTURBED:
-        lines.append(
-            f"Other programs used up to {worst:.0%} of the processors meanwhile, so these figures "
-            "are too low; run it again on a quiet machine."
-        )
-    return lines
+    too_low = disturbance(found["results"], ", so these figures are too low")
+    return [*lines, *found["left_out"].values(), *too_low]

@@ -5,16 +5,28 @@ makes all others wait for it. So such runs are marked, and taken again.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 PROC = Path("/proc")
 DISTURBED = 0.1  # of all processors
 LEAST_TICKS = 10  # a shorter time cannot be told from a rounding
 IDLE_FIELDS = (3, 4)  # idle, iowait in /proc/stat
+
+
+def disturbance(results: Iterable[Mapping[str, Any]], effect: str = "") -> list[str]:
+    """A sentence where others used more than they may while one of the results was measured."""
+    worst = max((one["others"] for one in results), default=0.0)
+    if worst <= DISTURBED:
+        return []
+    return [
+        f"Other programs used up to {worst:.0%} of the processors meanwhile{effect}; run it again "
+        "on a quiet machine."
+    ]
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from minillm.benchmarks.others import DISTURBED
+from minillm.benchmarks.others import disturbance
 from minillm.cli.terminal import Terminal, amount, seconds
 
 HEADER = ("", "step", "predicted", "ratio", "products", "pages", "overhead", "of bound", "host")
@@ -42,14 +42,7 @@ def statement(found: Mapping[str, Any]) -> list[str]:
     lines = []
     if found["rates"] is not None:
         lines += [rates_line(found["rates"]), explained_line(found), host_line(found["host"])]
-    lines += found["notes"]
-    worst = max((one["others"] for one in found["results"]), default=0.0)
-    if worst > DISTURBED:
-        lines.append(
-            f"Other programs used up to {worst:.0%} of the processors meanwhile; run it again on a "
-            "quiet machine."
-        )
-    return lines
+    return [*lines, *found["notes"], *disturbance(found["results"])]
 
 
 def rates_line(rates: Mapping[str, float]) -> str:
