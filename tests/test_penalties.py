@@ -22,6 +22,18 @@ def penalised(*rows: SamplingRow) -> torch.Tensor:
     return logits
 
 
+def test_each_token_is_penalised_by_what_it_did():
+    """By hand: repetition for the prompt, too, frequency by count, presence once."""
+    prompt, output = [1, 2, 2], [3, 2, 3, 3]
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0))
+    expected = logits.clone()
+    for token in {*prompt, *output}:
+        value, count = logits[0, token].item(), output.count(token)
+        value = value / 1.3 if value > 0 else value * 1.3
+        expected[0, token] = value - 0.4 * count - (-0.2 if count else 0)
+    torch.testing.assert_close(penalised(row(prompt, output, **PARAMS)), expected)
+
+
 @pytest.mark.parametrize("params", [PARAMS, {"repetition_penalty": 1.3}, {"presence_penalty": 0.5}])
 def test_a_carried_history_is_a_new_one(params):
     order = np.random.default_rng(0).integers(0, 300, (3, 400)).tolist()
@@ -42,6 +54,7 @@ def test_a_carried_history_is_a_new_one(params):
         lambda row: row.output_token_ids.pop(),
         lambda row: row.output_token_ids.__setitem__(-1, 8),
         lambda row: setattr(row, "output_token_ids", [7, 7, 7, 7]),
+        lambda row: setattr(row, "output_token_ids", [7, 7, 5, 7]),  # where reading ended, the same
     ],
 )
 def test_another_output_has_another_history(change):
