@@ -173,6 +173,7 @@ class DecodeGraphs:
                     perf_counter() - began,
                     self.num_bytes / 1e6,
                 )
+                self.missing = self.missing or "no graph: recording was stopped"
                 break
             progress(size)
             try:

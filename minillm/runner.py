@@ -63,6 +63,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self.reset()
 
+    @torch.inference_mode()
     def use_graphs(self, capture: Capture) -> None:
         """Record decode steps now, and replay them from now on. Tiles of rows are cut by the host,
         so a deterministic model has no graphs."""

@@ -25,8 +25,8 @@ FLOORS = {
     **dict.fromkeys(
         ["runner", "forward_pass", "sampler", "speculative", "graphs", "deterministic"], 5
     ),
-    **dict.fromkeys(["argmax", "batches", "logprobs", "device_sampler", "penalties"], 5),
-    **dict.fromkeys(["flight", "sequence_row"], 5),
+    **dict.fromkeys(["batches", "edits", "logprobs", "segments"], 5),
+    **dict.fromkeys(["executor", "flight", "sequence_row", "wire"], 5),
     **dict.fromkeys(["engine", "engine_setup", "engine_report", "completion", "live_request"], 6),
     **dict.fromkeys(["trace", "simulation"], 6),
     **dict.fromkeys(["llm", "async_engine", "request_stream", "step_thread"], 7),

@@ -72,7 +72,6 @@ def give_graphs(llm: LLM) -> LLM:
     nothing.
     """
     runner = runner_of(llm.engine.runner)
-    runner.use_graphs(Again())
     kv = runner.kv
 
     def write(layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
@@ -80,6 +79,7 @@ def give_graphs(llm: LLM) -> LLM:
 
     kv.write = write  # type: ignore[method-assign]
     kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
+    runner.use_graphs(Again())
     return llm
 
 
