@@ -91,7 +91,7 @@ def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
     pinned = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
     for here, there in zip(pinned, tensors, strict=True):
         here.copy_(there, non_blocking=True)
-    arrived = torch.cuda.Event()
+    arrived = torch.Event(tensors[0].device)
     arrived.record()
 
     def read() -> list[Tensor]:

@@ -366,7 +366,7 @@ def test_a_completion_that_fails_after_its_preemption_ends_alone(folder, monkeyp
     def recomputed(rows: Any) -> bool:
         for row in rows:
             new = state_of(llm, row).new
-            resumed = len(new.token_ids) > len(new.request.prompt_token_ids) + 1
+            resumed = len(new.token_ids) > new.num_prompt_tokens + 1
             if of_victim(llm, row) and resumed and new.sample_index == index:
                 hits.append(row.num_samples)
                 return True
