@@ -8,13 +8,12 @@ objects that claim to be equal to whatever they are compared with.
 import ast
 import difflib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.grader import Grader
 from minillm_exercises.guard import inspect_source
-from minillm_exercises.limits import DEFAULT
 from minillm_exercises.manifest import Exercise, find, load_manifest
 from minillm_exercises.mutants import Mutant
 from minillm_exercises.mutation import mechanical_mutants
@@ -24,7 +23,6 @@ SEEDS = (0, 1)
 LEAST_MUTANTS = 3
 MOST_CHANGED_LINES = 5
 KILLED = 0.85
-MUTANT_LIMITS = replace(DEFAULT, cpu=1.0, wall=5.0)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BASES = ("int", "float", "str", "list", "tuple", "dict", "object")
 # A class that agrees with everything: every comparison holds, and every other operation, of Python
@@ -98,7 +96,7 @@ def verify(
 def _verify(exercise: Exercise) -> tuple[list[Problem], str]:
     messages = list(_texts(exercise))
     try:
-        with Grader(exercise, limits=MUTANT_LIMITS) as grader:
+        with Grader(exercise) as grader:
             trial = _Trial(exercise, grader)
             messages += trial.messages()
             summary = trial.summary
