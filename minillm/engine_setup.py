@@ -279,7 +279,9 @@ def build_core(
         attention,
         model.plain_torch,
     )
-    host = KVCache(*shape, num_host_blocks, size, weight.dtype) if num_host_blocks else None
+    host = None
+    if num_host_blocks:
+        host = KVCache(*shape, num_host_blocks, size, weight.dtype, swap_space_of=weight.device)
     longest = blocks.blocks_for(max_model_len)
     runs = TiledDecoder(model) if args.deterministic else model
     return Scheduler(config, blocks), Runner(runs, kv, host, config.max_num_seqs, longest)

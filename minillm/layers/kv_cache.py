@@ -70,6 +70,8 @@ class KVCache:
 
     A head's positions lie side by side because a CPU reads them 7 times faster so than
     token-major. A block may be as long as a whole sequence: then the cache is contiguous.
+    `swap_space_of` a device is memory of the host in which a block of all layers is one piece, so
+    that one copy moves it; beside a GPU it is pinned, and nobody waits for that copy.
     """
 
     def __init__(
@@ -82,38 +84,37 @@ class KVCache:
         device: torch.device | str = "cpu",
         attention: AttentionOp | None = None,
         plain_torch: bool = False,
+        swap_space_of: torch.device | None = None,
     ):
-        self.spec = spec
+        self.spec, self.block_size = spec, block_size
+        self.is_swap_space = swap_space_of is not None
         usual = ops.plain_attention if plain_torch else ops.paged_attention
         self.attention = attention or usual
         self.is_usual = self.attention is ops.paged_attention
-        self.block_size = block_size
-        shape = (num_layers, num_blocks, spec.num_kv_heads, block_size)
-        self.key = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
+
+        def pages(dim: int) -> Tensor:
+            shape = [num_layers, num_blocks, spec.num_kv_heads, block_size, dim]
+            if swap_space_of is None:
+                return torch.empty(shape, dtype=dtype, device=device)
+            shape[:2] = num_blocks, num_layers
+            pinned = swap_space_of.type != "cpu"
+            return torch.empty(shape, dtype=dtype, pin_memory=pinned).transpose(0, 1)
+
+        self.key = pages(spec.key_dim)
         if spec.value_in_key:
             self.value = self.key[..., : spec.value_dim]
         else:
-            self.value = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
+            self.value = pages(spec.value_dim)
+        self.tensors = (self.key,) if spec.value_in_key else (self.key, self.value)
         if self.key.device.type == "cpu":  # each address is looked up: a tenth of attention's time
-            for pages in (self.key, self.value):
-                use_large_pages(pages.data_ptr(), pages.nbytes)
-        # Whether writing is a kernel here, and whether norm and rotation are part of its launch.
-        self.by_kernel = ops.uses_kernels(self.key)
+            for tensor in self.tensors:
+                use_large_pages(tensor.data_ptr(), tensor.nbytes)
+        # Whether norm, rotation and writing are one launch here.
         self.fuses = not plain_torch and ops.fuses_projections(self.key)
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
-        if self.by_kernel:
-            slots = batch.slot_mapping
-            return ops.write_cache(key, value, self.key[layer], self.value[layer], slots)
-        count = len(batch.slot_mapping)
-        if count < len(key):  # what is behind is padding
-            key, value = key[:count], value if value is None else value[:count]
-        blocks = batch.slot_mapping // self.block_size
-        offsets = batch.slot_mapping % self.block_size
-        self.key[layer][blocks, :, offsets] = key
-        if value is not None:
-            self.value[layer][blocks, :, offsets] = value
+        ops.write_cache(key, value, self.key[layer], self.value[layer], batch.slot_mapping)
 
     def write_qkv(
         self,
@@ -160,17 +161,28 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Memory that the cache takes."""
-        value = 0 if self.spec.value_in_key else self.value.nbytes
-        return self.key.nbytes + value
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], target: "KVCache") -> None:
-        """Copy (source block, target block) of every layer, here or to a cache on another device.
+        """Copy (source block, target block) of every layer, within this cache or between it and
+        its swap space.
 
-        All sources are read before any target is written.
+        All sources are read before any target is written. The host waits for nothing: on a GPU
+        the indices travel in one copy from pinned memory, and everything is in stream order.
         """
-        sources, targets = (list(blocks) for blocks in zip(*copies, strict=True))
-        pairs = [(self.key, target.key)]
-        if not self.spec.value_in_key:
-            pairs.append((self.value, target.value))
-        for mine, theirs in pairs:
-            theirs[:, targets] = mine[:, sources].to(theirs.device)
+        device = target.key.device if self.is_swap_space else self.key.device
+        index = torch.tensor(copies, dtype=torch.int64).T  # [2, n]
+        if device.type != "cpu":
+            index = index.contiguous().pin_memory().to(device, non_blocking=True)
+        for mine, theirs in zip(self.tensors, target.tensors, strict=True):
+            if self.is_swap_space:
+                moved = theirs.new_empty(len(copies), *theirs[:, 0].shape).transpose(0, 1)
+                for place, (block, _) in enumerate(copies):
+                    moved[:, place].copy_(mine[:, block], non_blocking=True)
+            else:
+                moved = mine.index_select(1, index[0])  # [layers, n, Hkv, block_size, D]
+            if not target.is_swap_space:
+                theirs.index_copy_(1, index[1], moved)
+                continue
+            for (_, block), each in zip(copies, moved.transpose(0, 1).contiguous(), strict=True):
+                theirs[:, block].copy_(each, non_blocking=True)

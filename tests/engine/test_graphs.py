@@ -92,14 +92,7 @@ def give_graphs(llm: LLM) -> Again:
     """What a GPU does with padding, on this machine's reference operations."""
     runner, again = llm.engine.runner, Again()
     runner.use_graphs(again)
-    kv = runner.kv
-
-    def write(layer: int, key: Any, value: Any, batch: Any) -> None:
-        value_cache = None if value is None else kv.value[layer]
-        reference.write_cache(key, value, kv.key[layer], value_cache, batch.slot_mapping)
-
-    kv.write = write  # type: ignore[method-assign]
-    kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
+    runner.kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
     return again
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from minillm import LLM
-from minillm.layers.batch import Batch
 from minillm.simulation import Simulation, linear
 from minillm_kernels import reference
 
@@ -72,13 +71,7 @@ def give_graphs(llm: LLM) -> LLM:
     """
     runner = llm.engine.runner
     runner.use_graphs(Again())
-    kv = runner.kv
-
-    def write(layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
-        reference.write_cache(key, value, kv.key[layer], kv.value[layer], batch.slot_mapping)
-
-    kv.write = write  # type: ignore[method-assign]
-    kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
+    runner.kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
     return llm
 
 
