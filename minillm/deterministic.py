@@ -5,7 +5,7 @@ A matrix product rounds differently for other numbers of rows, because its sums 
 a fixed number of rows, padded at the end, and a tile's bits can depend on nothing but each row's
 values and its place in the tile. That it does not depend on the place either is not believed but
 tried, when an engine starts. Attention and experts, whose shapes would follow from the neighbours,
-have operations of their own: `ops.tiled_attention` and `ops.tiled_moe_experts`.
+have arithmetic of their own: attention's mode "invariant", and `ops.tiled_moe_experts`.
 """
 
 import logging
@@ -13,13 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minillm import ops
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend, KVCache, cache_spec
 from minillm.layers.linear import Embedding
 from minillm.layers.mla import MLAttention
@@ -27,6 +25,7 @@ from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, Router
 from minillm.linear_methods import PlainLinearMethod
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +175,7 @@ def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
     # A small model has fewer sums in which a difference could show, so it gets more tokens.
     count = max(PROBE_TOKENS[0], min(PROBE_TOKENS[1], PROBE_WEIGHTS // num_weights))
     spec = cache_spec(config)
-    kv = KVCache(
-        spec, config.num_layers, 1, count, weight.dtype, device, attention=attention_of_first_row
-    )
+    kv = FirstRow(spec, config.num_layers, 1, count, weight.dtype, device, "invariant")
     for position in range(count):
         place = torch.tensor([position], device=device)
         token = (place + 1) * 7919 % config.vocab_size
@@ -197,10 +194,16 @@ def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
         yield model.logits(hidden[:MOST_LOGITS])
 
 
-def attention_of_first_row(q: Tensor, *rest: Any) -> Tensor:
-    """`ops.tiled_attention` for the probe: padding rows, in which a kernel leaves anything, get a
-    copy of the only row that is a query, so that they differ by what is tried alone."""
-    return ops.tiled_attention(q, *rest)[:1].repeat(len(q), 1, 1)
+class FirstRow(KVCache):
+    """A cache for the probe: padding rows, in which a kernel leaves anything, get a copy of the
+    attention of the only row that is a query, so that they differ by what is tried alone."""
+
+    def attend(
+        self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
+    ) -> Tensor:
+        """[N, H, D] -> [N, H, Dv], N times the first"""
+        out = super().attend(layer, query, batch, scale, window)
+        return out[:1].repeat(len(query), 1, 1)
 
 
 def product_outputs(model: Decoder, size: int) -> Iterator[Tensor]:

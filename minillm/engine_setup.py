@@ -6,7 +6,7 @@ from math import ceil
 
 import torch
 
-from minillm import machine, ops
+from minillm import machine
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
 from minillm.cost import BatchFit, MemoryPlan, memory_plan
@@ -18,6 +18,7 @@ from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES
 from minillm.models.packing import copied_weight_bytes, keep_plain, pack_weights
+from minillm.ops.batch import AttentionMode
 from minillm.runner import Runner
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.scheduler import Scheduler
@@ -269,15 +270,16 @@ def build_core(
     elif args.enforce_eager and model.embedding.weight.device.type == "cpu":
         keep_plain(model)
     weight, shape = model.embedding.weight, (cache_spec(model.config), model.config.num_layers)
-    attention = ops.tiled_attention if args.deterministic else None
+    mode: AttentionMode = "plain" if model.plain_torch else "fast"
+    if args.deterministic:
+        mode = "invariant"
     kv = KVCache(
         *shape,
         blocks.pool.num_blocks,
         size,
         weight.dtype,
         weight.device,
-        attention,
-        model.plain_torch,
+        mode,
     )
     host = None
     if num_host_blocks:

@@ -11,9 +11,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache, cache_spec
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ForwardPass:
             num_positions,
             self.dtype,
             self.device,
-            plain_torch=self.model.plain_torch,
+            "plain" if self.model.plain_torch else "fast",
         )
 
     @torch.inference_mode()

@@ -26,9 +26,9 @@ from torch import Tensor
 from minillm import ops
 from minillm.batches import DeviceRows, put
 from minillm.device_sampler import DeviceSampler, choose_into
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 
 SMALL = (1, 2, 4, 8)
 FINE, COARSE, FINE_UP_TO = 8, 16, 64

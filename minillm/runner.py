@@ -26,10 +26,10 @@ from minillm.device_sampler import DeviceSampler, truncated
 from minillm.errors import MinillmError
 from minillm.flight import Flight, StepResult
 from minillm.graphs import Capture, DecodeGraphs, read_later
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
 from minillm.logprobs import failure_of, token_logprobs
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 from minillm.sampler import SamplingRow, sample
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.record import StepRecord

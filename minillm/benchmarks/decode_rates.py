@@ -27,13 +27,13 @@ from minillm.decode_law import DecodeRates
 from minillm.engine_args import EngineArgs
 from minillm.engine_setup import CPU_BLOCK_SIZE
 from minillm.errors import UnsupportedFeatureError
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache, cache_spec
 from minillm.layers.linear import Linear
 from minillm.linear_methods import PackedLinearMethod, packed
 from minillm.models.loader import DTYPES
 from minillm.models.packing import frozen, into_panels
 from minillm.ops import cpu
+from minillm.ops.batch import Batch
 from minillm.parameters import all_products
 
 MOST_BYTES = 2**28  # of weights in a probe: no cache keeps them, and it takes milliseconds

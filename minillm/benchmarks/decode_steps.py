@@ -21,9 +21,9 @@ import minillm.runner
 from minillm.engine import Engine
 from minillm.engine_args import EngineArgs
 from minillm.errors import MinillmError
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 from minillm.sampling_params import SamplingParams
 
 NOT_TIMED = 3  # tokens of a sequence around those that are timed: two before, one to come

@@ -4,7 +4,7 @@ A layer sees two calls, `write` and `attend`, so that another device, page layou
 the trainer, can bring its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm import ops
 from minillm.config import ModelConfig
-from minillm.layers.batch import Batch
+from minillm.ops.batch import AttentionMode, Batch, Pages, Prologue
 from minillm.ops.c_library import use_large_pages
 
 
@@ -58,13 +58,6 @@ class AttentionBackend(Protocol):
         ...
 
 
-# The arguments of `ops.paged_attention`.
-AttentionOp = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, int | None],
-    Tensor,
-]
-
-
 class KVCache:
     """Paged keys and values of all layers, head-major: [blocks, Hkv, block_size, D] per layer.
 
@@ -82,15 +75,11 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        attention: AttentionOp | None = None,
-        plain_torch: bool = False,
+        mode: AttentionMode = "fast",
         swap_space_of: torch.device | None = None,
     ):
-        self.spec, self.block_size = spec, block_size
+        self.spec, self.block_size, self.mode = spec, block_size, mode
         self.is_swap_space = swap_space_of is not None
-        usual = ops.plain_attention if plain_torch else ops.paged_attention
-        self.attention = attention or usual
-        self.is_usual = self.attention is ops.paged_attention
 
         def pages(dim: int) -> Tensor:
             shape = [num_layers, num_blocks, spec.num_kv_heads, block_size, dim]
@@ -109,54 +98,17 @@ class KVCache:
         if self.key.device.type == "cpu":  # each address is looked up: a tenth of attention's time
             for tensor in self.tensors:
                 use_large_pages(tensor.data_ptr(), tensor.nbytes)
-        # Whether norm, rotation and writing are one launch here.
-        self.fuses = not plain_torch and ops.fuses_projections(self.key)
+        self.pages = [Pages(*each) for each in zip(self.key, self.value, strict=True)]
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
-        ops.write_cache(key, value, self.key[layer], self.value[layer], batch.slot_mapping)
-
-    def write_qkv(
-        self,
-        layer: int,
-        qkv: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        rope: tuple[Tensor, Tensor],
-        interleaved: bool,
-        batch: Batch,
-    ) -> Tensor:
-        """Norm, rotate and store a product [N, H + 2 Hkv, D] -> query [N, H, D]."""
-        q_weight, k_weight = norms or (None, None)
-        cos, sin = rope
-        return ops.norm_rope_write(
-            qkv,
-            q_weight,
-            k_weight,
-            eps,
-            cos,
-            sin,
-            interleaved,
-            self.key[layer],
-            self.value[layer],
-            batch.slot_mapping,
-        )
+        ops.write_cache(key, value, self.pages[layer], batch.slot_mapping)
 
     def attend(
         self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
     ) -> Tensor:
         """Causal attention of query [N, H, Dk] over its sequences -> [N, H, Dv]."""
-        return self.attention(
-            query,
-            self.key[layer],
-            self.value[layer],
-            batch.query_start,
-            batch.seq_lens,
-            batch.block_tables,
-            scale,
-            window,
-            batch.max_query_len,
-        )
+        return ops.paged_attention(query, self.pages[layer], batch, scale, window, self.mode)
 
     @property
     def num_bytes(self) -> int:
@@ -186,3 +138,23 @@ class KVCache:
                 continue
             for (_, block), each in zip(copies, moved.transpose(0, 1).contiguous(), strict=True):
                 theirs[:, block].copy_(each, non_blocking=True)
+
+
+def write_qkv(
+    kv: AttentionBackend,
+    layer: int,
+    qkv: Tensor,
+    prologue: Prologue,
+    rope: tuple[Tensor, Tensor],
+    batch: Batch,
+) -> Tensor:
+    """Norm, rotate and store a product [N, H + 2 Hkv, D] -> query [N, H, D].
+
+    Pages take it in one operation, any other backend gets keys and values.
+    """
+    if isinstance(kv, KVCache):
+        pages = kv.pages[layer]
+        return ops.norm_rope_write(qkv, prologue, rope, pages, batch.slot_mapping, kv.mode)
+    q, k, v = ops.norm_rope(qkv, prologue, rope)
+    kv.write(layer, k, v, batch)
+    return q

@@ -5,11 +5,11 @@ from torch import Tensor, nn
 
 from minillm import ops
 from minillm.config import MLAConfig, ModelConfig
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.layers.linear import Linear
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import yarn_temperature
+from minillm.ops.batch import Batch
 
 LATENT_NORM_EPS = 1e-6  # fixed in DeepSeek's own code, whatever rms_norm_eps says
 

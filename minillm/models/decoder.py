@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from minillm.config import ModelConfig
 from minillm.layers.attention import Attention
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
@@ -15,6 +14,7 @@ from minillm.layers.mlp import MLP
 from minillm.layers.moe import ExpertNames, MoE, Router
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import RotaryEmbedding
+from minillm.ops.batch import Batch
 
 MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm.config import ModelConfig
-from minillm.layers.batch import Batch
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 from minillm.training.trainer import rows_batch
 
 

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError
-from minillm.layers.batch import Batch
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 from minillm.training.attention import causal_rows
 from minillm.training.data import TokenStreams, row
 from minillm.training.recipes import Recipe

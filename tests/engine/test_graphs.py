@@ -17,7 +17,6 @@ from minillm.graphs import bucket_of, bucket_sizes, capture_for
 from minillm.layers.kv_cache import KVCache
 from minillm.ops.dispatch import Backend
 from minillm.outputs import RequestOutput
-from minillm_kernels import reference
 from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens, write_model
 
 # ---- sizes ------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ def give_graphs(llm: LLM) -> Again:
     """What a GPU does with padding, on this machine's reference operations."""
     runner, again = llm.engine.runner, Again()
     runner.use_graphs(again)
-    runner.kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
+    runner.kv.mode = "plain"
     return again
 
 
@@ -340,8 +339,8 @@ class Waits:
         self.paused = 0
         for name in WAITS:
             self.watch(patch, name)
-        kv = llm.engine.runner.kv
-        kv.write, kv.attend = self.pausing(kv.write), self.pausing(kv.attend)
+        for name in ("norm_rope_write", "paged_attention"):
+            patch.setattr(ops, name, self.pausing(getattr(ops, name)))
 
     def watch(self, patch: pytest.MonkeyPatch, name: str) -> None:
         works = getattr(torch.Tensor, name)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache, cache_spec
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
+from minillm.ops.batch import Batch
 from tests.models.tiny import Checkpoint, prompt
 
 TOLERANCE = 1e-4  # of logits relative to the largest, float32; the figure

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from minillm import LLM, SamplingParams
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache, cache_spec
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
@@ -21,6 +20,7 @@ from minillm.linear_methods import PackedLinearMethod, PanelLinearMethod, PlainL
 from minillm.models import packing
 from minillm.models.decoder import Decoder
 from minillm.ops import cpu
+from minillm.ops.batch import Batch
 
 BF16, F32 = torch.bfloat16, torch.float32
 BASE = ModelConfig(
