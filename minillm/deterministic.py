@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from minillm import ops
-from minillm.layers.kv_cache import AttentionBackend, KVCache, cache_spec
+from minillm.cache_spec import cache_spec
+from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Embedding
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP

@@ -8,12 +8,13 @@ import torch
 
 from minillm import machine
 from minillm.cache.manager import BlockManager
+from minillm.cache_spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.cost import BatchFit, MemoryPlan, memory_plan
 from minillm.deterministic import PASS_ROWS, TiledDecoder
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, ModelNotFoundError
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES
@@ -158,7 +159,7 @@ def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
     )
     budget = f"only {usable:,} may be used ({settings.gpu_memory_utilization:g} of what is free)"
     needed = ceil(settings.max_model_len / settings.block_size)
-    block = settings.block_size * plan.kv_bytes_per_token
+    block = plan.block_bytes
     given = args.num_gpu_blocks_override or args.kv_cache_memory_bytes
     if given is None or left < needed * block:
         # The plan knows of options that this version's engine does not have yet.
@@ -197,7 +198,7 @@ def check_swap_space(args: EngineArgs, plan: MemoryPlan, device: torch.device) -
 def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int:
     """How much the KV cache takes: what was asked for, else on a GPU all that is left, on a CPU a
     share of it, and no more than `max_num_seqs` of the longest sequences could fill."""
-    block = plan.settings.block_size * plan.kv_bytes_per_token
+    block = plan.block_bytes
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override * block
     if args.kv_cache_memory_bytes is not None:
@@ -211,8 +212,7 @@ def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int
 
 def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
     """The same plan with a KV cache of a given size, which must hold a sequence and fit."""
-    size = plan.settings.block_size
-    block = size * plan.kv_bytes_per_token
+    size, block = plan.settings.block_size, plan.block_bytes
     needed = ceil(plan.settings.max_model_len / size) * block
     usable = plan.memory_bytes - plan.reserve_bytes
     excess = plan.weight_bytes + plan.activation_bytes + num_bytes - usable
@@ -256,12 +256,11 @@ def build_core(
 ) -> tuple[Scheduler, Runner]:
     """The scheduler with its blocks, and the runner with the tensors behind them."""
     config, size = scheduler_config(args), plan.settings.block_size
-    block_bytes = size * plan.kv_bytes_per_token
-    num_host_blocks = int(args.swap_space * 2**30) // block_bytes
+    num_host_blocks = int(args.swap_space * 2**30) // plan.block_bytes
     if args.swap_space and not num_host_blocks:
         raise ConfigError(
             f"swap_space is {args.swap_space} GiB, which is less than one block of the KV cache "
-            f"({block_bytes:,} bytes)."
+            f"({plan.block_bytes:,} bytes)."
         )
     prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
     blocks = BlockManager(plan.num_tokens // size, size, prefix_cache, num_host_blocks)

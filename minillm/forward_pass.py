@@ -11,7 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.cache_spec import cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
 

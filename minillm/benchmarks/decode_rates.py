@@ -21,13 +21,14 @@ import torch
 from minillm.benchmarks.calm import Calm, calmest, calmly
 from minillm.benchmarks.checkpoint import ARCHITECTURES, huggingface_config, write_tokenizer
 from minillm.benchmarks.decode_steps import DecodeSteps, fill_with_numbers
+from minillm.cache_spec import cache_spec
 from minillm.config import ModelConfig, RopeConfig
 from minillm.cost import step_cost
 from minillm.decode_law import DecodeRates
 from minillm.engine_args import EngineArgs
 from minillm.engine_setup import CPU_BLOCK_SIZE
 from minillm.errors import UnsupportedFeatureError
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Linear
 from minillm.linear_methods import PackedLinearMethod, packed
 from minillm.models.loader import DTYPES
@@ -167,7 +168,7 @@ class Pages:
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         spec = cache_spec(config)
         columns = POSITIONS // CPU_BLOCK_SIZE
-        per_layer = SEQUENCES * POSITIONS * spec.bytes_per_token(dtype)
+        per_layer = SEQUENCES * POSITIONS * spec.block_bytes(1, dtype.itemsize)
         self._layers = max(1, PAGE_BYTES // per_layer)
         num_blocks = SEQUENCES * columns
         self._kv = KVCache(spec, self._layers, num_blocks, CPU_BLOCK_SIZE, dtype)

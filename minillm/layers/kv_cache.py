@@ -5,43 +5,15 @@ the trainer, can bring its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minillm import ops
-from minillm.config import ModelConfig
+from minillm.cache_spec import CacheSpec
 from minillm.ops.batch import AttentionMode, Batch, Pages, Prologue
 from minillm.ops.c_library import use_large_pages
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """What one token costs in one layer.
-
-    With MLA there is one KV head whose value is a prefix of its key: `value_dim` values of the
-    `key_dim` cached ones, stored once.
-    """
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    value_in_key: bool = False
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token in one layer."""
-        values = self.key_dim + (0 if self.value_in_key else self.value_dim)
-        return self.num_kv_heads * values * dtype.itemsize
-
-
-def cache_spec(config: ModelConfig) -> CacheSpec:
-    """The cache that every layer of this model needs."""
-    if config.mla:
-        rank = config.mla.kv_lora_rank
-        return CacheSpec(1, rank + config.mla.qk_rope_head_dim, rank, value_in_key=True)
-    return CacheSpec(config.num_kv_heads, config.head_dim, config.head_dim)
 
 
 class AttentionBackend(Protocol):
@@ -81,20 +53,16 @@ class KVCache:
         self.spec, self.block_size, self.mode = spec, block_size, mode
         self.is_swap_space = swap_space_of is not None
 
-        def pages(dim: int) -> Tensor:
-            shape = [num_layers, num_blocks, spec.num_kv_heads, block_size, dim]
+        def pages(shape: tuple[int, ...]) -> Tensor:
             if swap_space_of is None:
-                return torch.empty(shape, dtype=dtype, device=device)
-            shape[:2] = num_blocks, num_layers
+                return torch.empty(num_layers, num_blocks, *shape, dtype=dtype, device=device)
             pinned = swap_space_of.type != "cpu"
-            return torch.empty(shape, dtype=dtype, pin_memory=pinned).transpose(0, 1)
+            whole = (num_blocks, num_layers, *shape)
+            return torch.empty(whole, dtype=dtype, pin_memory=pinned).transpose(0, 1)
 
-        self.key = pages(spec.key_dim)
-        if spec.value_in_key:
-            self.value = self.key[..., : spec.value_dim]
-        else:
-            self.value = pages(spec.value_dim)
-        self.tensors = (self.key,) if spec.value_in_key else (self.key, self.value)
+        tensors = {name: pages(shape) for name, shape in spec.block_shapes(block_size).items()}
+        self.tensors, self.key = tuple(tensors.values()), tensors["key"]
+        self.value = tensors.get("value", self.key[..., : spec.value_dim])
         if self.key.device.type == "cpu":  # each address is looked up: a tenth of attention's time
             for tensor in self.tensors:
                 use_large_pages(tensor.data_ptr(), tensor.nbytes)

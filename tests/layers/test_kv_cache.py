@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.layers.kv_cache import CacheSpec, KVCache
+from minillm.cache_spec import CacheSpec
+from minillm.layers.kv_cache import KVCache
 from minillm.ops.batch import Batch
 
 GQA, MLA = CacheSpec(2, 4, 4), CacheSpec(1, 6, 4, value_in_key=True)

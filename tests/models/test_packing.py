@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from minillm import LLM, SamplingParams
+from minillm.cache_spec import cache_spec
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
 from minillm.linear_methods import PackedLinearMethod, PanelLinearMethod, PlainLinearMethod

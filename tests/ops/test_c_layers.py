@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minillm.cache_spec import cache_spec
 from minillm.config import ModelConfig, RopeConfig
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.models.packing import pack_weights
