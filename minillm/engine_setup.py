@@ -264,11 +264,11 @@ def build_core(
         )
     prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
     blocks = BlockManager(plan.num_tokens // size, size, prefix_cache, num_host_blocks)
-    if packs(args, model.embedding.weight.device):
+    if packs(args, model.device):
         logger.info("Weights: %s.", pack_weights(model))
-    elif args.enforce_eager and model.embedding.weight.device.type == "cpu":
+    elif args.enforce_eager and model.device.type == "cpu":
         keep_plain(model)
-    weight, shape = model.embedding.weight, (cache_spec(model.config), model.config.num_layers)
+    shape = cache_spec(model.config), model.config.num_layers
     mode: AttentionMode = "plain" if model.plain_torch else "fast"
     if args.deterministic:
         mode = "invariant"
@@ -276,13 +276,13 @@ def build_core(
         *shape,
         blocks.pool.num_blocks,
         size,
-        weight.dtype,
-        weight.device,
+        model.dtype,
+        model.device,
         mode,
     )
     host = None
     if num_host_blocks:
-        host = KVCache(*shape, num_host_blocks, size, weight.dtype, swap_space_of=weight.device)
+        host = KVCache(*shape, num_host_blocks, size, model.dtype, swap_space_of=model.device)
     longest = blocks.blocks_for(max_model_len)
     runs = TiledDecoder(model) if args.deterministic else model
     return Scheduler(config, blocks), Runner(runs, kv, host, config.max_num_seqs, longest)

@@ -31,8 +31,7 @@ class ForwardPass:
 
     def __init__(self, model: Decoder):
         self.model = model
-        weight = model.embedding.weight
-        self.dtype, self.device = weight.dtype, weight.device
+        self.dtype, self.device = model.dtype, model.device
 
     def allocate(self, num_sequences: int, num_positions: int) -> KVCache:
         """A cache for this many sequences of this many positions."""

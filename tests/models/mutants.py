@@ -322,7 +322,7 @@ MUTANTS = (
     Mutant(
         "gate and up swapped (experts)",
         "mixtral",
-        change(Experts, lambda experts: swap_halves(experts.gate_up, 1)),
+        change(Experts, lambda experts: swap_halves(experts.gate_up.weight, 1)),
     ),
     Mutant("gate without silu", "qwen2", change(MLP, no_silu)),
     Mutant(

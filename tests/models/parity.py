@@ -29,7 +29,7 @@ class FlatRunner:
         self.model, self.block_size = model, block_size
         per_sequence = -(-max_len // block_size)
         num_blocks = per_sequence * num_sequences + 1  # one is never used
-        dtype = model.embedding.weight.dtype
+        dtype = model.dtype
         spec, layers = cache_spec(model.config), model.config.num_layers
         self.kv = KVCache(spec, layers, num_blocks, block_size, dtype)
         self.kv.key.fill_(torch.nan)

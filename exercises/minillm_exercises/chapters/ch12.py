@@ -186,7 +186,7 @@ def rungs(model: str, **options: Any) -> Iterator[tuple[str, LLM]]:
         yield PACKED, LLM(model, **options)
     llm = LLM(model, **options)
     decoder = llm.engine.forward_pass.model
-    if cpu.functions(decoder.embedding.weight.dtype) is None:
+    if cpu.functions(decoder.dtype) is None:
         return
     layers, decoder.all_layers = decoder.all_layers, None
     yield FUSED, llm
