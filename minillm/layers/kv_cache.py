@@ -50,7 +50,8 @@ class KVCache:
         mode: AttentionMode = "fast",
         swap_space_of: torch.device | None = None,
     ):
-        self.spec, self.block_size, self.mode = spec, block_size, mode
+        self.spec, self.mode = spec, mode
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.is_swap_space = swap_space_of is not None
 
         def pages(shape: tuple[int, ...]) -> Tensor:

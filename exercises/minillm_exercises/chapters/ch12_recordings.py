@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from minillm import LLM
+from minillm.runner import runner_of
 from minillm.simulation import Simulation, linear
 
 
@@ -68,7 +69,7 @@ def give_graphs(llm: LLM) -> LLM:
     Its cache then treats padding as our GPU kernels do: slot -1 is written nowhere, length 0 reads
     nothing.
     """
-    runner = llm.engine.runner
+    runner = runner_of(llm.engine.runner)
     runner.use_graphs(Again())
     runner.kv.mode = "plain"
     return llm
