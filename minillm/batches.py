@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minillm.layers.batch import Batch
+from minillm.ops.batch import Batch
 
 Numbers = NDArray[np.int64]
 

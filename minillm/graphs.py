@@ -27,9 +27,9 @@ import torch
 
 from minillm import ops
 from minillm.batches import DeviceRows, put
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 
 logger = logging.getLogger(__name__)
 

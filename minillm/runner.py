@@ -27,10 +27,10 @@ from minillm.errors import ConfigError, MinillmError, in_one_line
 from minillm.executor import Capacity, Executor
 from minillm.flight import Flight, StepResult
 from minillm.graphs import Capture, DecodeGraphs
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
 from minillm.logprobs import Described, PromptLogprobs, describe, failure_of, token_logprobs
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 from minillm.sampler import Sampler
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.sequence_row import SequenceRow

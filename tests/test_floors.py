@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     **dict.fromkeys(["config", "sampling_params", "outputs", "errors", "hardware"], 0),
     **dict.fromkeys(["engine_args", "machine", "parameters", "cost", "decode_law", "presets"], 0),
+    **dict.fromkeys(["cache_spec"], 0),
     **dict.fromkeys(["prompts", "vllm_arguments", "async_engine_args"], 0),
     **dict.fromkeys(["ops", "linear_methods", "parallel"], 1),
     **dict.fromkeys(["layers"], 2),

@@ -44,7 +44,7 @@ from minillm.cost import step_cost
 from minillm.decode_law import DecodeRates, decode_time
 from minillm.engine_args import EngineArgs
 from minillm.errors import ConfigError, UnsupportedFeatureError
-from minillm.layers.batch import Batch
+from minillm.ops.batch import Batch
 from minillm.presets import preset
 
 CONFIG = replace(preset("smollm2-135m"), num_layers=3, vocab_size=640, intermediate_size=256)

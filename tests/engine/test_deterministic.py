@@ -31,7 +31,7 @@ from minillm.logprobs import token_logprobs
 from minillm.models.decoder import Decoder
 from minillm.ops import cpu_sampling
 from minillm.sampler import SamplingRow, sample
-from minillm_kernels import reference
+from minillm_kernels import batch_invariant, reference
 from tests.engine.bitwise import (
     DTYPES,
     FAMILIES,
@@ -304,7 +304,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
     """A product that is changed behind the model's back."""
     apply = PlainLinearMethod.apply
     monkeypatch.setattr(
-        PlainLinearMethod, "apply", lambda self, x, w, b: change(apply(self, x, w, b), x, w)
+        PlainLinearMethod,
+        "apply",
+        lambda self, matrix, x, b: change(apply(self, matrix, x, b), x, matrix.weight),
     )
 
 
@@ -399,7 +401,7 @@ def unpadded(num_rows, tiles):
 def untiled_attention(q, *others):
     """torch's attention, which knows nothing of padding."""
     count = int(others[2][-1])
-    out = ops.plain_attention(q[:count], *others)
+    out = reference.paged_attention(q[:count], *others)
     return torch.cat([out, out[-1:].expand(len(q) - count, -1, -1)])
 
 
@@ -413,7 +415,10 @@ PLANTED = {
         "llama",
         (TiledDecoder, "logits", lambda self, hidden: self.model.logits(hidden)),
     ),
-    "attention over what is there": ("llama", (ops, "tiled_attention", untiled_attention)),
+    "attention over what is there": (
+        "llama",
+        (batch_invariant, "tiled_attention", untiled_attention),
+    ),
     "experts over routed rows only": ("qwen3_moe", (ops, "tiled_moe_experts", routed_only)),
 }
 
@@ -435,14 +440,12 @@ def test_the_activation_does_not_depend_on_the_row(model_of):
 
 
 def test_every_expert_of_the_engine_s_model_is_tiled(model_of):
-    for mode, method in ((True, ops.tiled_moe_experts), (False, ops.moe_experts)):
+    for mode in (True, False):
         llm = open_engine(model_of("qwen3_moe"), "float32", deterministic=mode)
         experts = [m for m in decoder_of(llm).modules() if isinstance(m, Experts)]
         assert experts
-        assert all(each.method is method for each in experts)
-        assert llm.engine.runner.kv.attention is (
-            ops.tiled_attention if mode else ops.paged_attention
-        )
+        assert all(each.tiled is mode for each in experts)
+        assert llm.engine.runner.kv.mode == ("invariant" if mode else "fast")
         assert llm.engine.runner.row_by_row is mode
         assert isinstance(llm.engine.runner, runner.Runner)
 

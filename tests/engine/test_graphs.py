@@ -17,7 +17,6 @@ from minillm.graphs import DecodeGraphs, bucket_of, bucket_sizes, capture_for
 from minillm.layers.kv_cache import KVCache
 from minillm.ops.dispatch import Backend
 from minillm.outputs import RequestOutput
-from minillm_kernels import reference
 from tests.engine.small import (
     assert_idle,
     limit_steps,
@@ -98,14 +97,7 @@ class Again:
 def give_graphs(llm: LLM, again: Again | None = None) -> Again:
     """What a GPU does with padding, on this machine's reference operations."""
     runner, again = llm.engine.runner, again or Again()
-    kv = runner.kv
-
-    def write(layer: int, key: Any, value: Any, batch: Any) -> None:
-        value_cache = None if value is None else kv.value[layer]
-        reference.write_cache(key, value, kv.key[layer], value_cache, batch.slot_mapping)
-
-    kv.write = write  # type: ignore[method-assign]
-    kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
+    runner.kv.mode = "plain"
     runner.use_graphs(again)
     return again
 
@@ -412,8 +404,8 @@ class Waits:
         self.paused = 0
         for name in WAITS:
             self.watch(patch, name)
-        kv = llm.engine.runner.kv
-        kv.write, kv.attend = self.pausing(kv.write), self.pausing(kv.attend)
+        for name in ("norm_rope_write", "paged_attention"):
+            patch.setattr(ops, name, self.pausing(getattr(ops, name)))
 
     def watch(self, patch: pytest.MonkeyPatch, name: str) -> None:
         works = getattr(torch.Tensor, name)
