@@ -336,7 +336,8 @@ class Engine:
         for row, sequence in owners if result.errors else ():
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
                 # Before the commit, which would offer what it computed to others.
-                scheduler.blocks.forget(sequence.table)
+                if row.seq_id in result.suspect:
+                    scheduler.blocks.forget(sequence.table)
                 scheduler.finish(row.seq_id, "error", now if self.overlaps else None)
         for fork in scheduler.commit(plan, result.token_ids):
             self._live[fork.request.request_id].sequences[fork.index] = fork

@@ -16,6 +16,8 @@ class StepResult:
         logprobs: beside each token, what its request asked for.
         prompt_logprobs: the first position they predict, and one entry per position from there.
         errors: one sentence per failed sample; for a row that failed whole, only one.
+        suspect: rows whose keys and values may be wrong: the pass failed, or its logits are not
+            finite. A row that fails by its own mask has right ones.
         graph_rows: size of the graph that was replayed; 0 if none was.
         why_eager: why none was, where there are graphs.
     """
@@ -26,6 +28,7 @@ class StepResult:
         default_factory=dict
     )
     errors: dict[int, dict[int, str]] = field(default_factory=dict)
+    suspect: set[int] = field(default_factory=set)
     graph_rows: int = 0
     why_eager: str = ""
 
@@ -33,6 +36,7 @@ class StepResult:
         """A whole row failed: all of its samples."""
         self.token_ids[row.seq_id] = [None] * row.num_samples
         self.errors[row.seq_id] = dict.fromkeys(range(max(row.num_samples, 1)), str(error))
+        self.suspect.add(row.seq_id)
 
 
 @dataclass(slots=True)

@@ -32,12 +32,14 @@ class BlockCopy(NamedTuple):
 class BlockTable:
     """The blocks of one sequence, on the device or, while it is swapped out, in host memory.
 
-    `cursor`, `num_indexed` and `name` say how far its full blocks are in the prefix index.
+    The first `num_adopted` were computed by others and found in the prefix cache. `cursor`,
+    `num_indexed` and `name` say how far its full blocks are in the prefix index.
     """
 
     salt: str = ""
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)
+    num_adopted: int = 0
     cursor: Cursor = None
     num_indexed: int = 0
     name: int = 0
@@ -97,7 +99,8 @@ class BlockManager:
         """Begin an empty table with the blocks of a prefix of `token_ids`."""
         table.blocks = match.held
         self.pool.share(table.blocks)
-        table.cursor, table.num_indexed = match.cursor, len(match.blocks)
+        table.num_adopted = table.num_indexed = len(match.blocks)
+        table.cursor = match.cursor
         table.name = self._history.name(token_ids, len(match.blocks))
 
     def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
@@ -167,6 +170,7 @@ class BlockManager:
         return BlockTable(
             table.salt,
             list(table.blocks),
+            num_adopted=table.num_adopted,
             cursor=table.cursor,
             num_indexed=table.num_indexed,
             name=table.name,
@@ -175,8 +179,9 @@ class BlockManager:
     # ---- letting go ----------------------------------------------------------------------
 
     def forget(self, table: BlockTable) -> None:
-        """The contents may be wrong, so that nobody else must find them."""
-        for block in table.blocks:
+        """What this sequence computed may be wrong, and must not be found; the blocks that it
+        adopted are as right as before."""
+        for block in table.blocks[table.num_adopted :]:
             if block in self.index:
                 self.index.forget(block)
         self.pool.use_lost_first()
@@ -186,7 +191,7 @@ class BlockManager:
         self.pool.release(table.blocks)
         self.host.release(table.host_blocks)
         table.blocks, table.host_blocks = [], []
-        table.cursor, table.num_indexed, table.name = None, 0, 0
+        table.cursor, table.num_adopted, table.num_indexed, table.name = None, 0, 0, 0
 
     def can_swap_out(self, table: BlockTable) -> bool:
         """Whether host memory has room for the table."""
