@@ -33,7 +33,8 @@ class BlockTable:
     """The blocks of one sequence, on the device or, while it is swapped out, in host memory.
 
     The first `num_adopted` were computed by others and found in the prefix cache. `cursor`,
-    `num_indexed` and `name` say how far its full blocks are in the prefix index.
+    `num_indexed` and `name` say how far its full blocks are in the prefix index. `epoch` counts the
+    resets of the prefix cache before its first block: one of an older epoch is not indexed any more.
     """
 
     salt: str = ""
@@ -43,6 +44,7 @@ class BlockTable:
     cursor: Cursor = None
     num_indexed: int = 0
     name: int = 0
+    epoch: int = 0
 
 
 class BlockManager:
@@ -61,6 +63,7 @@ class BlockManager:
         self.pool = BlockPool(num_blocks, self.index)
         self.host = BlockPool(num_host_blocks, NoPrefixCache())
         self.num_copies = 0
+        self.epoch = 0
         self.prefix_cache = prefix_cache
         self._history = PrefixHistory(block_size, num_blocks)
 
@@ -100,12 +103,12 @@ class BlockManager:
         table.blocks = match.held
         self.pool.share(table.blocks)
         table.num_adopted = table.num_indexed = len(match.blocks)
-        table.cursor = match.cursor
+        table.cursor, table.epoch = match.cursor, self.epoch
         table.name = self._history.name(token_ids, len(match.blocks))
 
     def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make the blocks findable that are full now. Only tokens that are certain may be here."""
-        if self.prefix_cache is None:
+        if self.prefix_cache is None or table.epoch != self.epoch:
             return
         size = self.block_size
         while (end := (table.num_indexed + 1) * size) <= num_computed:
@@ -122,7 +125,9 @@ class BlockManager:
         self.pool.use_lost_first()
 
     def reset_prefix_cache(self) -> None:
-        """Make nothing findable; who runs keeps its blocks."""
+        """Make nothing findable that was computed so far. Running sequences keep their blocks, and
+        neither these nor what is computed from them become findable again."""
+        self.epoch += 1
         for block in range(self.pool.num_blocks):
             if block in self.index:
                 self.index.forget(block)
@@ -174,6 +179,7 @@ class BlockManager:
             cursor=table.cursor,
             num_indexed=table.num_indexed,
             name=table.name,
+            epoch=table.epoch,
         )
 
     # ---- letting go ----------------------------------------------------------------------
