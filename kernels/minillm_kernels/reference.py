@@ -349,14 +349,15 @@ def gumbel_argmax(
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Top-k, then top-p (Holtzman et al., 2019), with a sort: [K, V] -> float32 [K, V].
 
-    What is left out becomes -inf. `top_k` int32 [K], 0 is off; `top_p` float32 [K], 1 is off. Ties
-    of the k-th logit stay. Top-p keeps the fewest tokens, best first, whose mass reaches p of what
-    top-k left; of equal logits at the edge the smallest ids stay. The largest logit is subtracted.
+    What is left out becomes -inf. `top_k` int32 [K], 0 or at least V is off; `top_p` float32 [K],
+    1 is off. Ties of the k-th logit stay. Top-p keeps the fewest tokens, best first, whose mass
+    reaches p of what top-k left; of equal logits at the edge the smallest ids stay. The largest
+    logit is subtracted.
     """
     scaled = logits.float() - logits.float().amax(dim=-1, keepdim=True)
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     places = torch.arange(logits.shape[1], device=logits.device)
-    last = (top_k.long() - 1).clamp(min=0)[:, None]
+    last = (top_k.long() - 1).clamp(0, logits.shape[1] - 1)[:, None]
     kth = ordered.gather(1, last).masked_fill(top_k[:, None] <= 0, float("-inf"))
     ordered = ordered.masked_fill(ordered < kth, float("-inf"))
     mass = ordered.exp().double()

@@ -33,8 +33,8 @@ class BlockTable:
     """The blocks of one sequence, on the device or, while it is swapped out, in host memory.
 
     The first `num_adopted` were computed by others and found in the prefix cache. `cursor`,
-    `num_indexed` and `name` say how far its full blocks are in the prefix index. `epoch` counts the
-    resets of the prefix cache before its first block: one of an older epoch is not indexed any more.
+    `num_indexed` and `name` say how far its full blocks are in the prefix index. `epoch` counts
+    the resets of the prefix cache before its first block: an older one is not indexed any more.
     """
 
     salt: str = ""
