@@ -156,7 +156,7 @@ class Engine:
 
     def make_scoring_request(self, request_id: str, ids: Sequence[int]) -> Request:
         """A request that only computes its prompt, for the log-probability of each token."""
-        self.check_prompt(ids)
+        self.check_prompt(ids, room=0)
         params = SamplingParams(prompt_logprobs=0)
         request = Request(request_id, tuple(map(int, ids)), params, max_tokens=0)
         check_fits(request, self.scheduler.config, self.scheduler.blocks)
@@ -171,8 +171,8 @@ class Engine:
             )
         return self.tokenizer.encode(text)
 
-    def check_prompt(self, ids: Sequence[int]) -> None:
-        """A prompt has a token, leaves room for one, and only uses ids that the model has."""
+    def check_prompt(self, ids: Sequence[int], room: int = 1) -> None:
+        """A prompt has a token, leaves `room` for new ones, and only uses ids of the model."""
         width = self.source.config.vocab_size
         if not ids:
             raise InvalidRequestError(
@@ -188,11 +188,11 @@ class Engine:
                     f"The prompt contains token id {token_id}; this model has ids from 0 to "
                     f"{width - 1}."
                 )
-        if len(ids) >= self.max_model_len:
+        if len(ids) + room > self.max_model_len:
             longer = self.max_model_len < self.source.config.longest_context
             raise InvalidRequestError(
                 f"The prompt has {len(ids)} tokens; the maximum context length is "
-                f"{self.max_model_len} and must leave room for one new token, "
+                f"{self.max_model_len}{' and must leave room for one new token' * room}, "
                 f"so shorten the prompt{' or raise max_model_len' * longer}."
             )
 
