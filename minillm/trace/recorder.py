@@ -1,8 +1,8 @@
 """`llm.trace`: the records of the last steps, for reading, saving and drawing.
 
 Recording is always on: a record is made of lists that the plan has anyway, so that it costs next to
-nothing, and old ones fall off, so that memory is bounded. Beside the records stands the state before
-the first of them: the requests that ran then, and about 170 bytes for each block they held.
+nothing, and old ones fall off, so that memory is bounded. Beside the records stands the state
+before the first of them: the requests that ran then, and about 170 bytes for each block they held.
 """
 
 import copy
@@ -57,8 +57,8 @@ class Trace(Sequence[StepRecord]):
     >>> llm.trace.save("run.jsonl")                # then: minillm trace view run.jsonl
     >>> llm.trace.requests()                       # times and counts of finished requests
 
-    All records but the last take at most `capacity` bytes. `num_dropped` older steps fell off; who ran at that time
-    is still known. It may be read in one thread while another one records.
+    All records but the last take at most `capacity` bytes. `num_dropped` older steps fell off; who
+    ran at that time is still known. It may be read in one thread while another one records.
     """
 
     def __init__(self, settings: TraceSettings | None = None, capacity: int = CAPACITY):
