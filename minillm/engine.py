@@ -375,11 +375,13 @@ class Engine:
             return
         logprobs = result.logprobs.get(row.seq_id)
         for each, token in enumerate(result.token_ids[row.seq_id]):
-            index = sequence.index + each
+            index = sequence.index + (each if row.num_forks else 0)
             if token is None:
                 live.end_completion(index, "error", now, errors[each])
             elif reason := live.append(index, token, logprobs[each] if logprobs else None, now):
                 self.scheduler.finish(live.sequences[index].seq_id, reason)
+                if not row.num_forks:  # accepted tokens behind a stop are not the text's
+                    break
 
     def _abandon(self, reason: FinishReason, error: str | None = None) -> None:
         """End everything. The scheduler may have been interrupted anywhere, so it is replaced,
