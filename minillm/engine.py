@@ -335,8 +335,7 @@ class Engine:
         owners = [(row, one) for row, one in rows if one.status is not Status.FINISHED]
         for row, sequence in owners if result.errors else ():
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
-                # Before the commit, which would offer what it computed to others.
-                if row.seq_id in result.suspect:
+                if row.seq_id in result.suspect:  # before the commit, which would offer it
                     scheduler.blocks.forget(sequence.table)
                 scheduler.finish(row.seq_id, "error", now if self.overlaps else None)
         for fork in scheduler.commit(plan, result.token_ids):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from minillm.logprobs import TokenLogprob
+from minillm.logprobs import NOT_FINITE, TokenLogprob
 from minillm.scheduling.plan import Row
 
 
@@ -37,6 +37,12 @@ class StepResult:
         self.token_ids[row.seq_id] = [None] * row.num_samples
         self.errors[row.seq_id] = dict.fromkeys(range(max(row.num_samples, 1)), str(error))
         self.suspect.add(row.seq_id)
+
+    def fail_samples(self, row: Row, errors: dict[int, str]) -> None:
+        """Some samples of a row failed, after a pass that went well."""
+        self.errors[row.seq_id] = errors
+        if NOT_FINITE in errors.values():
+            self.suspect.add(row.seq_id)
 
 
 @dataclass(slots=True)

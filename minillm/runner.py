@@ -28,7 +28,7 @@ from minillm.flight import Flight, StepResult
 from minillm.graphs import Capture, DecodeGraphs, read_later
 from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
-from minillm.logprobs import NOT_FINITE, failure_of, token_logprobs
+from minillm.logprobs import failure_of, token_logprobs
 from minillm.models.decoder import Decoder
 from minillm.sampler import SamplingRow, sample
 from minillm.scheduling.plan import Row, StepPlan
@@ -219,9 +219,7 @@ class Runner:
             if any(wrong[start:end]):
                 errors = {i: why for i, why in enumerate(wrong[start:end]) if why is not None}
                 given = [None if i in errors else token for i, token in enumerate(given)]
-                result.errors[row.seq_id] = errors
-                if NOT_FINITE in errors.values():
-                    result.suspect.add(row.seq_id)
+                result.fail_samples(row, errors)
             result.token_ids[row.seq_id] = given
             state.num_unread = max(state.num_unread - 1, 0)
             if given[0] is not None:
