@@ -85,7 +85,8 @@ class AsyncLLMEngine:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End one request or several: each stream yields a last output with finish_reason "abort".
 
-        Unknown and finished ones are fine. When this returns their blocks are free.
+        Unknown and finished ones are fine. Their blocks are free once the step in flight has ended:
+        with `async_scheduling` there is one when this returns, otherwise none.
         """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await asyncio.wrap_future(self._steps.abort(ids))

@@ -171,7 +171,7 @@ class Engine:
 
     def make_scoring_request(self, request_id: str, ids: Sequence[int]) -> Request:
         """A request that only computes its prompt, for the log-probability of each token."""
-        self.check_prompt(ids)
+        self.check_prompt(ids, room=0)
         params = SamplingParams(prompt_logprobs=0)
         request = Request(request_id, tuple(map(int, ids)), params, max_tokens=0)
         check_fits(request, self.scheduler.config, self.scheduler.blocks)
@@ -186,8 +186,8 @@ class Engine:
             )
         return self.tokenizer.encode(text)
 
-    def check_prompt(self, ids: Sequence[int]) -> None:
-        """A prompt has a token, leaves room for one, and only uses ids that the model has."""
+    def check_prompt(self, ids: Sequence[int], room: int = 1) -> None:
+        """A prompt has a token, leaves `room` for new ones, and only uses ids of the model."""
         width = self.source.config.vocab_size
         if not ids:
             raise InvalidRequestError(
@@ -203,11 +203,11 @@ class Engine:
                     f"The prompt contains token id {token_id}; this model has ids from 0 to "
                     f"{width - 1}."
                 )
-        if len(ids) >= self.max_model_len:
+        if len(ids) + room > self.max_model_len:
             longer = self.max_model_len < self.source.config.longest_context
             raise InvalidRequestError(
                 f"The prompt has {len(ids)} tokens; the maximum context length is "
-                f"{self.max_model_len} and must leave room for one new token, "
+                f"{self.max_model_len}{' and must leave room for one new token' * room}, "
                 f"so shorten the prompt{' or raise max_model_len' * longer}."
             )
 
@@ -348,9 +348,7 @@ class Engine:
         owners = [(row, one) for row, one in rows if one.status is not Status.FINISHED]
         for row, sequence in owners if result.errors else ():
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
-                if (
-                    row.seq_id in result.suspect
-                ):  # before the commit, which would offer it to others
+                if row.seq_id in result.suspect:  # before the commit, which would offer it
                     scheduler.blocks.forget(sequence.table)
                 scheduler.finish(row.seq_id, "error", now if self.overlaps else None)
         for fork in scheduler.commit(plan, result.token_ids):

@@ -14,7 +14,7 @@ each row stays on the device (`DeviceRows.last`), and so does what edits its log
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from math import inf, isfinite
+from math import isfinite
 from typing import TypeVar
 
 import numpy as np
@@ -335,9 +335,7 @@ class Runner:
             if wrong is not None and any(wrong[start:end]):
                 errors = {i: why for i, why in enumerate(wrong[start:end]) if why is not None}
                 given = [None if i in errors else token for i, token in enumerate(given)]
-                result.errors[row.seq_id] = errors
-                if not all(value == -inf for value in best[start:end] if not isfinite(value)):
-                    result.suspect.add(row.seq_id)
+                result.fail_samples(row, errors)
             result.token_ids[row.seq_id] = given
 
     def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor, flight: Flight) -> None:

@@ -527,7 +527,6 @@ def test_cached_prefixes_can_be_forgotten_also_while_somebody_reads_them(folder,
     assert llm.reset_prefix_cache()
     *_, last = reader
     assert last.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert llm.reset_prefix_cache()
     fresh = llm.generate(prompt, params, use_tqdm=False)[0]
     assert fresh.metrics.num_cached_tokens == 0
     assert fresh.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -154,6 +154,15 @@ def test_gumbel_argmax_draws_what_the_engine_draws(options):
     assert got.tolist() == sample(logits, rows).token_ids
 
 
+def test_truncate_keeps_everything_where_top_k_is_not_below_the_vocabulary():
+    """As in the engine, which takes it for off; 10 is the whole vocabulary."""
+    logits, top_p = normal(4, 10).float(), torch.tensor([1.0, 1.0, 1.0, 0.6])
+    top_k = torch.tensor([10, 11, 2**31 - 1, 11], dtype=torch.int32)
+    got = reference.truncate(logits, top_k, top_p)
+    assert torch.equal(got, reference.truncate(logits, torch.zeros_like(top_k), top_p))
+    assert (got > -math.inf).sum(-1).tolist()[:3] == [10, 10, 10]
+
+
 def test_truncate_keeps_what_a_loop_in_float64_keeps():
     """Token after token, the most probable first, of equal ones the smallest id."""
     logits = (normal(30, 300).float() * 4).round()  # many ties
