@@ -34,7 +34,8 @@ class AsyncLLMEngine:
 
     One thread advances all requests; event loops, one or several, only read. On a CPU let no other
     thread of the process compute with torch: each would have threads of its own, and they would
-    wait for each other. Use it in an ``async with`` block, or call `shutdown`, to end it early.
+    wait for each other. Until its end the garbage collector looks at no object that there was at
+    the start (`gc.freeze`). Use it in an ``async with`` block, or call `shutdown`, to end it early.
     """
 
     def __init__(self, args: AsyncEngineArgs):

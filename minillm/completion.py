@@ -17,6 +17,31 @@ class Completion:
     stop reason is None as in vLLM. `max_tokens` is already limited to the room there is.
     """
 
+    __slots__ = (
+        "_cumulative",
+        "_detokenizer",
+        "_eos",
+        "_error",
+        "_failure",
+        "_last",
+        "_logprobs",
+        "_num_read",
+        "_num_written",
+        "_prompt_token_ids",
+        "_stop_ids",
+        "_stop_reason",
+        "_stops",
+        "_text",
+        "_tokenizer",
+        "_unread",
+        "_writes",
+        "finish_reason",
+        "index",
+        "max_tokens",
+        "params",
+        "token_ids",
+    )
+
     def __init__(
         self,
         index: int,

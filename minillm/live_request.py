@@ -16,6 +16,22 @@ class LiveRequest:
     `num_updates` grows whenever `output` would show something new.
     """
 
+    __slots__ = (
+        "_ended",
+        "_first_token",
+        "_last_token",
+        "_num_read",
+        "_prompt_token_ids",
+        "_scheduled",
+        "_tokenizer",
+        "completions",
+        "finished",
+        "num_updates",
+        "prompt_logprobs",
+        "request",
+        "sequences",
+    )
+
     def __init__(
         self,
         request: Request,

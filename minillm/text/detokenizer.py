@@ -47,6 +47,8 @@ class IncrementalDetokenizer:
         skip_special_tokens: leave special tokens out of the text.
     """
 
+    __slots__ = ("_shown", "_skip", "_stream", "_tokenizer", "_utf8", "_window")
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -142,6 +144,8 @@ class ByteStream:
         skipped: ids that have no text here.
         prompt_end: the last tokens of the prompt, at least four of them if it has so many.
     """
+
+    __slots__ = ("_drops", "_held", "_rest", "_skipped", "_table")
 
     def __init__(self, table: TokenBytes, skipped: Container[int], prompt_end: Sequence[int]):
         self._table, self._skipped = table, skipped
