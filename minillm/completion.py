@@ -111,27 +111,25 @@ class Completion:
 
     def output(self, delta: bool = False) -> CompletionOutput:
         """What there is so far, or with `delta` what is new since the last output."""
-        logprobs, start = self.params.logprobs is not None, 0
         try:
             self._write()
         except Exception as error:  # ends the completion with its next token
             self._failure = error
+        start, end = 0, len(self.token_ids)
         if delta:
             text, start = "".join(self._unread), self._num_read
-            self._unread, self._num_read = [], len(self.token_ids)
+            self._unread, self._num_read = [], end
         else:
             text = "".join(self._text)
             self._text = [text]
-        return CompletionOutput(
-            self.index,
-            text,
-            self.token_ids[start:],
-            self._cumulative if logprobs else None,
-            self._logprobs[start:] if logprobs else None,
-            self.finish_reason,
-            self._stop_reason,
-            self._error,
-        )
+        output = CompletionOutput.of(self.index, text, self.token_ids, start, end)
+        if self.params.logprobs is not None:
+            output.cumulative_logprob = self._cumulative
+            output.logprobs = self._logprobs[start:]
+        if self.finish_reason is not None:
+            output.finish_reason, output.stop_reason = self.finish_reason, self._stop_reason
+            output.error = self._error
+        return output
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End, and show what was held back; after a stop string that is nothing."""

@@ -26,8 +26,48 @@ class Logprob:
 Logprobs = dict[int, Logprob]  # token id -> Logprob: the chosen token first, then the best
 
 
+class _Later:
+    """Around a dataclass some of whose values are made when they are first read."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = [item.name for item in fields(self)]  # type: ignore[arg-type]
+        return type(self), tuple(getattr(self, name) for name in names)
+
+
+class _TokensLater(_Later):
+    """What `CompletionOutput` does where its slot `token_ids` is still empty."""
+
+    __slots__ = ("_tokens",)
+    _tokens: tuple[list[int], int, int]
+
+    def __getattr__(self, name: str) -> list[int]:
+        if name != "token_ids":
+            raise AttributeError(f"CompletionOutput has no attribute {name!r}.")
+        token_ids, start, end = self._tokens
+        self.token_ids = taken = token_ids[start:end]  # type: ignore[misc]
+        return taken
+
+
+class _CountsLater(_Later):
+    """What `PrefixReport` does where the slot of a count is still empty."""
+
+    __slots__ = ("_explain",)
+    _explain: Callable[[], "PrefixReport"]
+
+    def __getattr__(self, name: str) -> int:
+        if name not in PrefixReport.__slots__:
+            raise AttributeError(f"PrefixReport has no attribute {name!r}.")
+        made = self._explain()
+        for slot in PrefixReport.__slots__:
+            setattr(self, slot, getattr(made, slot))
+        count: int = getattr(made, name)
+        return count
+
+
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(_TokensLater):
     """One completion of a prompt: all of it so far, or with `RequestOutputKind.DELTA` what is new
     in `text`, `token_ids` and `logprobs` since the output before.
 
@@ -45,25 +85,21 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     error: str | None = None
 
-
-class _Explained:
-    """What `PrefixReport` does where a slot is still empty."""
-
-    __slots__ = ("_explain",)
-    _explain: Callable[[], "PrefixReport"]
-
-    def __getattr__(self, name: str) -> int:
-        if name not in PrefixReport.__slots__:
-            raise AttributeError(f"PrefixReport has no attribute {name!r}.")
-        made = self._explain()
-        for slot in PrefixReport.__slots__:
-            setattr(self, slot, getattr(made, slot))
-        count: int = getattr(made, name)
-        return count
+    @classmethod
+    def of(
+        cls, index: int, text: str, token_ids: list[int], start: int, end: int
+    ) -> "CompletionOutput":
+        """Of tokens `start` to `end` of a list that only grows: it is copied when that is read."""
+        output = cls.__new__(cls)
+        output.index, output.text = index, text
+        output._tokens = token_ids, start, end  # type: ignore[misc]
+        output.cumulative_logprob = output.logprobs = None
+        output.finish_reason = output.stop_reason = output.error = None
+        return output
 
 
 @dataclass(slots=True)
-class PrefixReport(_Explained):
+class PrefixReport(_CountsLater):
     """Where the tokens of a prompt came from when it was first let in; adds up to its length.
 
     `salt` says what a cache salt hides from others. Offline the sender of a request and the reader
@@ -95,9 +131,6 @@ class PrefixReport(_Explained):
         report = cls.__new__(cls)
         report.cached, report._explain = cached, explain
         return report
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PrefixReport, tuple(getattr(self, item.name) for item in fields(self))
 
 
 @dataclass(slots=True)

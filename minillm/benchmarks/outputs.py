@@ -10,7 +10,7 @@ other at once, so that an output often holds several tokens.
 import asyncio
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,9 @@ from minillm.text.tokenizer import Tokenizer
 
 PROMPT = 16  # tokens of a request
 TARGET = 12.0  # microseconds per row and step, streams included
-PARTS = ("schedule", "run", "commit", "texts and ends", "outputs", "streams and the rest")
+HEADER = ["", "wall", "processor", "tokens an output", "parts: schedule", "run", "commit",
+          "texts", "outputs", "streams"]  # fmt: skip
+PARTS = ("schedule", "run", "commit", "texts", "outputs", "streams")
 
 
 @dataclass(frozen=True)
@@ -233,8 +235,8 @@ def parts(name: str, load: Load) -> dict[str, float]:
     timed: list[tuple[Any, str, str, str]] = [
         (Scheduler, "schedule", "schedule", ""),
         (FreeRunner, "launch", "run", ""),
-        (Scheduler, "commit", "commit", "texts and ends"),
-        (Engine, "_commit", "texts and ends", ""),
+        (Scheduler, "commit", "commit", "texts"),
+        (Engine, "_commit", "texts", ""),
         (StepThread, "_publish", "outputs", ""),
     ]
     with ExitStack() as stack:
@@ -246,7 +248,7 @@ def parts(name: str, load: Load) -> dict[str, float]:
     return {part: seconds / runner.num_rows * 1e6 for part, seconds in clock.seconds.items()}
 
 
-def statement(costs: list[Cost]) -> list[str]:
+def statement(costs: Sequence[Cost]) -> list[str]:
     """Within the target or not."""
     return [
         f"{one.name}: {one.wall:.1f} microseconds per row and step, "
@@ -255,7 +257,7 @@ def statement(costs: list[Cost]) -> list[str]:
     ]
 
 
-def table(costs: list[Cost]) -> list[list[str]]:
+def table(costs: Sequence[Cost]) -> list[list[str]]:
     """One row for each way of asking."""
     return [
         [one.name, f"{one.wall:.1f}", f"{one.processor:.1f}", f"{one.tokens_per_output:.1f}"]
