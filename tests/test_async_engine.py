@@ -23,6 +23,7 @@ from minillm.errors import (
     UnsupportedFeatureError,
 )
 from minillm.live_request import LiveRequest
+from minillm.outputs import RequestOutput
 from minillm.request_stream import RequestStream
 from tests.async_small import (
     GREEDY,
@@ -305,10 +306,14 @@ def test_who_leaves_is_aborted_at_once_and_disturbs_nobody(engine, expected, lea
 
 
 def test_a_slow_reader_costs_one_output_and_delays_nobody(engine, expected, monkeypatch):
-    made, output, gate = [], LiveRequest.output, Gate(engine, monkeypatch)
-    monkeypatch.setattr(
-        LiveRequest, "output", lambda live: made.append(live.request.request_id) or output(live)
-    )
+    gate = Gate(engine, monkeypatch)
+    made, output = [], LiveRequest.output
+
+    def counted(live: LiveRequest, delta: bool = False) -> RequestOutput:
+        made.append(live.request.request_id)
+        return output(live, delta)
+
+    monkeypatch.setattr(LiveRequest, "output", counted)
 
     async def main() -> None:
         gate.pace = asyncio.get_running_loop()
