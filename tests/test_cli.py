@@ -62,7 +62,7 @@ def write_model(folder: Path, chat: bool = False, **fields: Any) -> Path:
     model.initialize(std=0.4)
     write_folder(folder, byte_level(), **({"chat_template": CHATML} if chat else {}))
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: value.clone() for name, value in model.checkpoint_tensors().items()}
+    tensors = {name: each.target.clone() for name, each in model.checkpoint_tensors().items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -163,7 +163,7 @@ def test_the_parts_of_a_step_follow_each_other(worked: tuple[LLM, list[LiveReque
 def test_a_bounded_trace_forgets_steps_but_not_who_runs(folder: Path) -> None:
     with engine(folder) as llm:
         whole = Trace(llm.trace.settings)
-        llm.engine.trace = Trace(llm.trace.settings, capacity=300)
+        llm.engine.trace = Trace(llm.trace.settings, capacity=40_000)
 
         def copy() -> None:
             if llm.trace:
@@ -219,7 +219,7 @@ def test_ctrl_c_anywhere_in_the_books_leaves_a_trace_that_can_be_read(folder: Pa
         core, moment = llm.engine, 0
         while True:
             moment += 2
-            core.trace = Trace(llm.trace.settings, capacity=40)
+            core.trace = Trace(llm.trace.settings, capacity=5_000)
             for name in "ab":
                 params = SamplingParams(max_tokens=3, n=2, ignore_eos=True)
                 core.add(core.make_request(name, None, [1, 2, 3, 4, 5], params))
@@ -287,7 +287,7 @@ def test_a_trace_is_read_while_another_thread_records(
     async def main() -> list[int]:
         args = AsyncEngineArgs(folder, dtype="float32", block_size=4, num_gpu_blocks_override=40)
         async with AsyncLLMEngine.from_engine_args(args) as front:
-            front._engine.trace = Trace(front.trace.settings, capacity=120)
+            front._engine.trace = Trace(front.trace.settings, capacity=15_000)
             Gate(front, monkeypatch).pace = asyncio.get_running_loop()
             params = SamplingParams(max_tokens=30, n=2, ignore_eos=True)
             streams = [front.generate([each, 2], params, f"r{each}") for each in range(12)]
