@@ -198,24 +198,11 @@ def norm_rope_write(
         qkv.data_ptr(),
         q_weight.data_ptr() if both and q_weight is not None else None,
         k_weight.data_ptr() if both and k_weight is not None else None,
-        eps,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        interleaved,
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        block_size,
-        slot_mapping.data_ptr(),
-        len(slot_mapping),
-        q.data_ptr(),
-        count,
-        heads,
-        kv_heads,
-        d,
-        num_blocks * block_size,
-    )
+        eps, cos.data_ptr(), sin.data_ptr(), interleaved,
+        k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), block_size,
+        slot_mapping.data_ptr(), len(slot_mapping),
+        q.data_ptr(), count, heads, kv_heads, d, num_blocks * block_size,
+    )  # fmt: skip
     raise_for(3 if wrong else 0, k_cache, count)
     return q
 
