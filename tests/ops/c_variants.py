@@ -53,12 +53,17 @@ def bind(built: CDLL, dtype: torch.dtype) -> cpu.Functions:
     return found
 
 
-@cache
-def built(path: str, element: c_library.Element) -> CDLL:
-    """The library as compiled for one of PRODUCT_PATHS; skips the test where that cannot be."""
+def skip_without_instructions(path: str) -> None:
+    """Skip a test of one of PRODUCT_PATHS that this processor cannot run."""
     needed = NEEDS.get(path)
     if needed is not None and needed not in machine.cpu_instructions().split():
         pytest.skip(f"a processor without {needed}")
+
+
+@cache
+def built(path: str, element: c_library.Element) -> CDLL:
+    """The library as compiled for one of PRODUCT_PATHS; skips the test where that cannot be."""
+    skip_without_instructions(path)
     try:
         return c_library.load(c_library.find_or_build(element, PRODUCT_PATHS[path], folder()))
     except c_library.NoLibrary as reason:
