@@ -15,7 +15,7 @@
 #include "vectors.h"
 
 #define PANEL 32          /* outputs */
-#define STEP 32           /* inputs that one tile instruction takes */
+#define STEP 32           /* inputs that one tile instruction takes; `in` is a multiple */
 #define ROWS 32           /* rows of x that are worked on together: two tiles */
 #define FEW 16            /* rows up to which panels are taken by pairs: one tile */
 #define AHEAD 2048        /* bytes from where a weight is used to where the next is asked for */
@@ -31,16 +31,20 @@ static int with_tiles(void) {
 /* What multiplies here: 2 tiles, 1 vectors of bf16 pairs, 0 float32. */
 int64_t panel_unit(void) { return with_tiles() ? 2 : PAIR == 2; }
 
-/* W -> panels. */
+/* W -> panels, a line of memory (of bf16) of each row at a time; rows behind the last are 0. */
 void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
 #pragma omp parallel for
     for (int64_t p = 0; p < (out + PANEL - 1) / PANEL; p++)
-        for (int64_t j = 0; j < PANEL; j++)
-            for (int64_t k = 0; k < in; k++) {
-                int64_t row = p * PANEL + j; /* rows behind the last are 0 */
-                panels[(p * (in / 2) + k / 2) * PANEL * 2 + j * 2 + k % 2] =
-                    row < out ? w[row * in + k] : 0;
+        for (int64_t k = 0; k < in; k += STEP) {
+            element *to = panels + (p * in + k) * PANEL;
+            for (int64_t j = 0; j < PANEL; j++) {
+                element line[STEP] = {0};
+                int64_t row = p * PANEL + j;
+                if (row < out) memcpy(line, w + row * in + k, sizeof line);
+                for (int64_t i = 0; i < STEP; i += 2)
+                    memcpy(to + i * PANEL + j * 2, line + i, 2 * sizeof(element));
             }
+        }
 }
 
 #if defined(AMX)
