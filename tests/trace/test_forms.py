@@ -101,7 +101,7 @@ def test_hostile_request_ids_survive(folder: Path, tmp_path: Path) -> None:
         (lambda lines: ["{}"], "is not a trace of minillm"),
         (lambda lines: ["[1]"], "is not a trace of minillm"),
         (lambda lines: ["hello", *lines[1:]], "is not a trace of minillm"),
-        (lambda lines: [lines[0].replace('"minillm_trace":1', '"minillm_trace":99')], "format 99"),
+        (lambda lines: [lines[0].replace('"minillm_trace":2', '"minillm_trace":99')], "format 99"),
         (lambda lines: [lines[0].replace('"model"', '"modl"')], "is not a trace of minillm"),
         (lambda lines: [lines[0].replace('"num_blocks":18', '"num_blocks":1e99')], "is not a tr"),
         (lambda lines: [*lines[:-1], lines[-1][:-9]], "was the file cut off"),
