@@ -206,8 +206,8 @@ MUTANTS = {
     "the first panel's bias for both": Mutant(
         r"i \? other : p\) \* PANEL", "p) * PANEL", products, L
     ),
-    "pairs are swapped": Mutant(
-        r"j \* 2 \+ i % 2\]", "j * 2 + 1 - i % 2]", products, "pack_panels"
+    "neighbouring pairs are swapped": Mutant(
+        r"j \* 2, line \+ i,", "j * 2, line + (i ^ 2),", products, "pack_panels"
     ),
     "a gate is its own partner": Mutant(r"p \+ num_panels : p", "p : p", gates, L),
     "gate for up, with more rows": Mutant(r"panel \+ out \* in, in", "panel, in", gates, L),
