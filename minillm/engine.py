@@ -12,7 +12,6 @@ With `async_scheduling` the next step is planned and launched before this one's 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from numbers import Integral
 from time import perf_counter
 
@@ -30,8 +29,8 @@ from minillm.engine_setup import (
     plan_memory,
 )
 from minillm.errors import EngineDeadError, InvalidRequestError, in_one_line
-from minillm.executor import Executor
-from minillm.flight import Flight, StepResult
+from minillm.executor import Executor, Step
+from minillm.flight import StepResult
 from minillm.forward_pass import ForwardPass
 from minillm.live_request import LiveRequest
 from minillm.models.checkpoint import open_model
@@ -40,25 +39,9 @@ from minillm.outputs import FinishReason
 from minillm.sampling_params import SamplingParams, validate_against_model
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
-from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.trace.recorder import Trace
-
-
-@dataclass(slots=True)
-class Step:
-    """One step, from its plan to its commit; no flight before it is launched."""
-
-    plan: StepPlan
-    record: StepRecord
-    flight: Flight | None = None
-
-    def launch(self, executor: Executor) -> Flight:
-        """Start it, unless it was started before."""
-        if self.flight is None:
-            self.flight = executor.launch(self.plan)
-        return self.flight
 
 
 class Engine:
@@ -171,7 +154,7 @@ class Engine:
 
     def make_scoring_request(self, request_id: str, ids: Sequence[int]) -> Request:
         """A request that only computes its prompt, for the log-probability of each token."""
-        self.check_prompt(ids)
+        self.check_prompt(ids, room=0)
         params = SamplingParams(prompt_logprobs=0)
         request = Request(request_id, tuple(map(int, ids)), params, max_tokens=0)
         check_fits(request, self.scheduler.config, self.scheduler.blocks)
@@ -186,8 +169,8 @@ class Engine:
             )
         return self.tokenizer.encode(text)
 
-    def check_prompt(self, ids: Sequence[int]) -> None:
-        """A prompt has a token, leaves room for one, and only uses ids that the model has."""
+    def check_prompt(self, ids: Sequence[int], room: int = 1) -> None:
+        """A prompt has a token, leaves `room` for new ones, and only uses ids of the model."""
         width = self.source.config.vocab_size
         if not ids:
             raise InvalidRequestError(
@@ -203,11 +186,11 @@ class Engine:
                     f"The prompt contains token id {token_id}; this model has ids from 0 to "
                     f"{width - 1}."
                 )
-        if len(ids) >= self.max_model_len:
+        if len(ids) + room > self.max_model_len:
             longer = self.max_model_len < self.source.config.longest_context
             raise InvalidRequestError(
                 f"The prompt has {len(ids)} tokens; the maximum context length is "
-                f"{self.max_model_len} and must leave room for one new token, "
+                f"{self.max_model_len}{' and must leave room for one new token' * room}, "
                 f"so shorten the prompt{' or raise max_model_len' * longer}."
             )
 
@@ -348,9 +331,7 @@ class Engine:
         owners = [(row, one) for row, one in rows if one.status is not Status.FINISHED]
         for row, sequence in owners if result.errors else ():
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
-                if (
-                    row.seq_id in result.suspect
-                ):  # before the commit, which would offer it to others
+                if row.seq_id in result.suspect:  # before the commit, which would offer it
                     scheduler.blocks.forget(sequence.table)
                 scheduler.finish(row.seq_id, "error", now if self.overlaps else None)
         for fork in scheduler.commit(plan, result.token_ids):

@@ -28,6 +28,9 @@ def failures(best: Tensor) -> dict[int, str]:
     return {row: why for row, value in enumerate(listed) if (why := failure_of(value)) is not None}
 
 
+NOT_FINITE = "The model's logits contain NaN or infinity; the weights or the dtype are wrong."
+
+
 def failure_of(best: float) -> str | None:
     """What is wrong with a row whose largest logit this is; None if it is finite."""
     if math.isfinite(best):
@@ -37,7 +40,7 @@ def failure_of(best: float) -> str | None:
             "No token is left to choose from: allowed_token_ids, bad_words and min_tokens "
             "exclude all of them."
         )
-    return "The model's logits contain NaN or infinity; the weights or the dtype are wrong."
+    return NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,9 +362,10 @@ def top_p_mask(mass: Tensor, goal: Tensor) -> Tensor:
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Top-k, then top-p (Holtzman et al., 2019), with a sort: [K, V] -> float32 [K, V].
 
-    What is left out becomes -inf. `top_k` int32 [K], 0 is off; `top_p` float32 [K], 1 is off. Ties
-    of the k-th logit stay. Top-p keeps the fewest tokens, best first, whose mass reaches p of what
-    top-k left; of equal logits at the edge the smallest ids stay. The largest logit is subtracted.
+    What is left out becomes -inf. `top_k` int32 [K], 0 or at least V is off; `top_p` float32 [K],
+    1 is off. Ties of the k-th logit stay. Top-p keeps the fewest tokens, best first, whose mass
+    reaches p of what top-k left; of equal logits at the edge the smallest ids stay. The largest
+    logit is subtracted.
     """
     scaled = logits.float() - logits.float().amax(dim=-1, keepdim=True)
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from minillm.cache_spec import cache_spec
 from minillm.config import ModelConfig, RopeConfig
-from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.models.packing import pack_weights
 from minillm.ops import cpu
+from minillm.ops.batch import Batch
 
 BF16, F32 = torch.bfloat16, torch.float32
 BASE = ModelConfig(

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.cache_spec import cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import layer_shape, layer_weights
 from minillm.models.decoder import Decoder
 from minillm.ops import cpu
+from minillm.ops.batch import Batch
 from minillm.ops.cpu_layers import Layers, LayerWeights
 from tests.ops.small_decoders import (
     BASE,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm import ops
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.cache_spec import cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import cpu, cpu_layers
@@ -175,7 +175,7 @@ def test_watched_operations_are_torch_s(llama):
 def test_another_attention_is_asked(llama):
     spec = cache_spec(BASE)
     dtype = llama.norm.weight.dtype
-    aside(llama, KVCache(spec, 3, NUM_BLOCKS, BLOCK, dtype, attention=ops.tiled_attention))
+    aside(llama, KVCache(spec, 3, NUM_BLOCKS, BLOCK, dtype, mode="invariant"))
 
 
 def test_sizes_that_are_not_whole_vectors_are_not_taken():

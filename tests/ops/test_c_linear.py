@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.linear_methods import PanelLinearMethod
+from minillm.layers.linear import Linear
+from minillm.linear_methods import PanelLinearMethod, frozen
 from minillm.ops import cpu
 from tests.ops.c_variants import ELEMENTS, PRODUCT_PATHS, Guarded, functions, poisoned
 
@@ -183,11 +184,13 @@ def test_wrapped(packed):
 
 def test_an_embedding_finds_its_rows(packed):
     weight, panels = packed
+    stored = Linear("", weight.shape[1], {"": 70})
+    stored.weight = frozen(panels)
     for ids in (torch.tensor([0, 69, 31, 5, 5]), torch.arange(69)[::3], torch.arange(0)):
-        assert torch.equal(PanelLinearMethod(70).lookup(ids, panels), weight[ids])
+        assert torch.equal(PanelLinearMethod(70).lookup(stored, ids), weight[ids])
     for bad in (-1, 70, 95, 2**62):
         with pytest.raises(IndexError, match="outside of 0 to 69"):
-            PanelLinearMethod(70).lookup(torch.tensor([1, bad]), panels)
+            PanelLinearMethod(70).lookup(stored, torch.tensor([1, bad]))
 
 
 def test_a_weight_that_lies_otherwise_is_packed_all_the_same(packed):
