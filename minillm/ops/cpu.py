@@ -21,7 +21,7 @@ ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
 )
 LANES = 16  # head dimensions are multiples of it
 MOST_HEAD_DIM = 512  # of norm_rope_write; as in common.h
-MOST_GROUP = 256  # query heads of a KV head, of which decode.c keeps 64 floats on a thread's stack
+MOST_GROUP = 256  # query heads of a KV head: decode.c keeps 64 floats of each row on a stack
 MOST_DIM = 4096  # of a head in attention; as many floats stand there, too
 PANEL_STEP = 32  # inputs of a weight in panels are a multiple of it
 P, N, F = c_void_p, c_int64, c_float
@@ -36,6 +36,7 @@ class Functions:
     silu_mul: Callable[..., None]
     norm_rope_write: Callable[..., int]
     decode_attention: Callable[..., int]
+    decode_queries: Callable[..., int]
     prefill_attention: Callable[..., int]
     pack_panels: Callable[..., None] | None  # None: a processor without AMX
     panel_product: Callable[..., None] | None
@@ -63,6 +64,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("silu_mul", None, P, P, N, N),
         bind("norm_rope_write", N, P, P, P, F, P, P, N, P, P, N, N, N, P, N, P, N, N, N, N, N),
         bind("decode_attention", N, *attention, N, N, N),
+        bind("decode_queries", N, N),
         bind("prefill_attention", N, *attention, N),
         bind("pack_panels", None, P, P, N, N) if panels else None,
         bind("panel_product", None, P, P, P, P, N, N, N, N) if panels else None,
@@ -246,7 +248,7 @@ def paged_attention(
     window: int | None = None,
     max_query_len: int | None = None,
 ) -> Tensor:
-    """[N, H, D] -> [N, H, Dv]; `max_query_len` 1 spares the look for longer queries."""
+    """[N, H, D] -> [N, H, Dv]; a small `max_query_len` spares the look for longer queries."""
     q, query_start, seq_lens = q.contiguous(), query_start.contiguous(), seq_lens.contiguous()
     count, heads, d = q.shape
     num_blocks, kv_heads, block_size, dv = v_cache.shape
@@ -268,8 +270,9 @@ def paged_attention(
     )  # fmt: skip
     # The first call checks the tables for both.
     status = found.decode_attention(*arguments, count, num_blocks, columns)
-    if not status and max_query_len != 1:
-        status = found.prefill_attention(*arguments, 2)
+    few = found.decode_queries(heads // kv_heads)
+    if not status and (max_query_len is None or max_query_len > few):
+        status = found.prefill_attention(*arguments, few + 1)
     raise_for(status, k_cache, count)
     return out
 
