@@ -195,6 +195,7 @@ def test_bits_know_nothing_of_threads_queries_and_neighbours(attend, length, win
     batch = make_batch(attend.dtype, lengths, counts, kv_heads=2, group=3, window=window)
     batch.k_cache.mul_(2)  # steeper, so that maxima differ from part to part
     with using(1):
+        attend.check(batch)
         wanted = attend.alone(batch)
         assert torch.equal(attend(batch), wanted)
     with using(3):
@@ -217,7 +218,9 @@ def test_a_query_before_the_first_position_is_zero(attend):
 
 
 def test_how_many_queries_are_taken(attend):
-    assert [attend.most(group) for group in (1, 2, 3, 4, 8, 9, 256)] == [16, 8, 5, 4, 2, 1, 1]
+    taken = [attend.most(group) for group in (1, 2, 3, 4, 8, 9, 256)]
+    floats = attend.dtype == torch.float32
+    assert taken == ([16, 12, 8, 6, 3, 2, 1] if floats else [16, 8, 5, 4, 2, 1, 1])
     for group in (1, 3, 16):
         most = attend.most(group)
         batch = make_batch(attend.dtype, [50, 60], [most, most + 1], group=group)
@@ -226,20 +229,20 @@ def test_how_many_queries_are_taken(attend):
         assert got[most:].isnan().all()
 
 
-@pytest.mark.parametrize("count", [2, 5, 6])
+@pytest.mark.parametrize("count", [2, 5, 9])
 @pytest.mark.parametrize("dtype", ELEMENTS.values())
 def test_the_wrapper_chooses(dtype, count):
-    """By the number of queries: five of groups of 3 are decoded, six are a prompt's part."""
+    """By the number of queries: five of groups of 3 are decoded, nine are a prompt's part."""
     batch = make_batch(dtype, [50, 90, 33], [1, count, 33], group=3)
     if not cpu.takes_attention(batch.q, batch.k_cache, batch.v_cache):
         pytest.skip(cpu.describe(dtype))
-    found, strides = cpu.functions(dtype), batch.k_cache.stride()
+    found = cpu.functions(dtype)
     assert found is not None
     got = wrapped(batch)
     torch.testing.assert_close(got.double(), batch.expected(), **WRAPPED[dtype])
     decoded = Attend(found, dtype)(batch)
     few = count <= found.decode_queries(3)
-    assert torch.equal(got[: 1 + count], decoded[: 1 + count]) == few, strides
+    assert torch.equal(got[: 1 + count], decoded[: 1 + count]) == few
     same = wrapped(batch, max_query_len=33)
     assert torch.equal(got, same)
 
@@ -262,7 +265,7 @@ def test_the_maximum_is_carried_from_tile_to_tile(attend):
     for factors in (rising, rising.flip(0), rising[torch.arange(256) * 77 % 256]):
         lengths = [256] + [1] * 63
         batch = decode_batch(attend.dtype, lengths, kv_heads=1, group=2, d=16, block_size=256)
-        batch.q.fill_(4)
+        batch.q.fill_(16)
         page = batch.k_cache[batch.block_tables[0, 0], 0]
         page.copy_(factors[:, None].to(attend.dtype).expand(256, 16))
         attend.check(batch)
@@ -306,10 +309,10 @@ def test_rows_of_length_zero_are_zero(attend):
 
 
 def test_sequences_with_other_numbers_of_queries_are_left_alone(attend):
-    batch = make_batch(attend.dtype, [50, 60, 7, 70], [1, 7, 0, 1])
+    batch = make_batch(attend.dtype, [50, 60, 7, 70], [1, 9, 0, 1])
     got = attend(batch)
-    assert got[1:8].isnan().all()
-    assert not got[[0, 8]].isnan().any()
+    assert got[1:10].isnan().all()
+    assert not got[[0, 10]].isnan().any()
 
 
 def test_nothing_to_do(attend):

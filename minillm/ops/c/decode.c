@@ -26,7 +26,11 @@
 #define TASKS 4         /* per thread, so that none waits long for the last */
 #define TOGETHER 4      /* query heads whose sums are kept in registers together */
 #define MOST_QUERIES 16 /* of a sequence; and with all heads of a group, */
-#define MOST_ROWS 16    /* above which prefill.c is as fast */
+#if defined(ELEMENT_BF16)
+#define MOST_ROWS 16 /* above which prefill.c is as fast, as measured with AVX-512 */
+#else
+#define MOST_ROWS 24
+#endif
 #define ROUND_UP(n, step) (((n) + (step) - 1) / (step) * (step))
 
 /* Pages of keys or of values: [blocks, kv_heads, block_size, dim], strides in elements. */
