@@ -54,7 +54,7 @@ MAX_GROUP = 128  # query heads that share a KV head
 FEW = 16  # query rows of a sequence, at most, that are decoded together
 MAX_BLOCK_SIZE = 256
 MAX_GRID_Z = 65_535  # programs along a launch's third dimension
-MAX_WORKSPACE = 2**26  # numbers; in the batch-invariant mode, whose splits are as many as fit tables
+MAX_WORKSPACE = 2**26  # numbers, in the batch-invariant mode, where a table decides the splits
 
 
 @dataclass(frozen=True)
@@ -249,12 +249,11 @@ def _invariant(call: _Call, max_query_len: int | None) -> None:
     num_tiles = call.q.shape[0] // block_q + call.num_sequences + 1
     splits = -(-call.most_positions // config.split_size)
     programs = call.num_sequences * call.num_kv_heads
-    few = programs < 2 * num_multiprocessors(call.q.device)
-    wanted = few if config.splits is None else config.splits > 1
+    idle = programs < 2 * num_multiprocessors(call.q.device)
+    wanted = idle if config.splits is None else config.splits > 1
     few = max_query_len if max_query_len is not None and max_query_len <= FEW else 0
-    if few * splits * call.num_sequences * math.prod(call.out.shape[1:]) > MAX_WORKSPACE:
-        few = 0
-    apart = wanted and few > 0 and 1 < splits <= MAX_GRID_Z
+    room = few * splits * call.num_sequences * math.prod(call.out.shape[1:])
+    apart = wanted and 0 < room <= MAX_WORKSPACE and 1 < splits <= MAX_GRID_Z
     partial, stats = call.workspace(few, splits if apart else 0)  # of one dtype: one machine code
     paged_prefill.invariant_kernel[(num_tiles, call.num_kv_heads, splits if apart else 1)](
         call.q, *call.caches(tiles), call.out, partial, stats, call.query_start, call.seq_lens,
@@ -350,9 +349,9 @@ def paged_attention(
 
     `q` [N, H, D]; caches [blocks, Hkv, block_size, D or Dv], any strides but the last;
     `query_start` [B + 1], `seq_lens` [B], `block_tables` [B, M] int32 or int64. `max_query_len`,
-    if the caller knows it, is the most query rows of a sequence: up to 16, only the decode kernel is
-    launched. Returns [N, H, Dv], in `out` if that is given; padding rows are left as they were, or
-    0 with `batch_invariant`. KernelError where something does not fit.
+    if the caller knows it, is the most query rows of a sequence: up to 16, only the decode kernel
+    is launched. Returns [N, H, Dv], in `out` if that is given; padding rows are left as they were,
+    or 0 with `batch_invariant`. KernelError where something does not fit.
     """
     _check(q, k_cache, v_cache, query_start, seq_lens, block_tables)
     _check_numbers(scale, window, soft_cap, max_query_len)

@@ -1,6 +1,7 @@
-"""Deliberate mistakes in decode.c about several queries of a sequence, parts and tiles, each of which
-a test must find. None of them reads or writes far outside."""
+"""Deliberate mistakes in decode.c about several queries of a sequence, parts and tiles. A test must
+find each; none reads or writes far outside."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,7 @@ class Mistake:
 
     pattern: str
     mistake: str
-    found_by: object = random
+    found_by: Callable = random
 
 
 MISTAKES = {
@@ -74,7 +75,9 @@ MISTAKES = {
     "what is before a window counts": Mistake(
         r"(i < seen\.begin; i\+\+\) scores\[i\]) = -INFINITY", r"\1 = 0", windows
     ),
-    "tiles begin at the window": Mistake(r"begin \+ first / size \* size", "begin + first", windows),
+    "tiles begin at the window": Mistake(
+        r"begin \+ first / size \* size", "begin + first", windows
+    ),
     "a part begins where the last one ended, less one": Mistake(
         r"part - FIRST_PARTS;", "part - FIRST_PARTS - (part > FIRST_PARTS);", parts
     ),

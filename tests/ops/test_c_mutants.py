@@ -187,9 +187,7 @@ MUTANTS = {
     "the first head's values": Mutant(r"begin, head \* p->v\.head, dv", "begin, 0, dv", tiles, D),
     "a window of one less": Mutant(r"end - p->window : 0", "end - p->window + 1 : 0", windows, D),
     "more than 4 heads": Mutant(r"weights \+ g \* TILE \+ seen", "weights + seen", groups, D),
-    "parts are not weighted": Mutant(
-        r"\+ part\[dim \+ 1\] \* new", "+ part[dim + 1]", parts, D
-    ),
+    "parts are not weighted": Mutant(r"\+ part\[dim \+ 1\] \* new", "+ part[dim + 1]", parts, D),
     "parts overlap": Mutant(
         r"end = part_begin\(part \+ 1\)", "end = part_begin(part + 1) + (part == 0)", parts, D
     ),
