@@ -23,6 +23,7 @@ from minillm.errors import (
     UnsupportedFeatureError,
 )
 from minillm.live_request import LiveRequest
+from minillm.outputs import RequestOutput
 from minillm.request_stream import RequestStream
 from tests.async_small import (
     GREEDY,
@@ -305,12 +306,17 @@ def test_who_leaves_is_aborted_at_once_and_disturbs_nobody(engine, expected, lea
 
 
 def test_a_slow_reader_costs_one_output_and_delays_nobody(engine, expected, monkeypatch):
+    gate = Gate(engine, monkeypatch)
     made, output = [], LiveRequest.output
-    monkeypatch.setattr(
-        LiveRequest, "output", lambda live: made.append(live.request.request_id) or output(live)
-    )
+
+    def counted(live: LiveRequest, delta: bool = False) -> RequestOutput:
+        made.append(live.request.request_id)
+        return output(live, delta)
+
+    monkeypatch.setattr(LiveRequest, "output", counted)
 
     async def main() -> None:
+        gate.pace = asyncio.get_running_loop()
         slow = engine.generate(PROMPTS[0], LONG, "slow")
         first = await anext(slow)
         others = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[1:5])]
@@ -332,6 +338,7 @@ def test_a_reader_who_comes_back_gets_the_newest(engine, expected, monkeypatch):
     gate = Gate(engine, monkeypatch)
 
     async def main() -> None:
+        gate.pace = asyncio.get_running_loop()
         stream = engine.generate(PROMPTS[0], GREEDY, "a")
         await anext(stream)
         gate.shut()
@@ -386,6 +393,41 @@ def test_an_abort_gives_a_last_output_wherever_the_request_is(folder, monkeypatc
             assert bool(output.outputs[0].token_ids) == (name == "running")
         go.set()
         await engine.abort("running")
+        await idle(engine)
+
+    with_shutdown(engine, main())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_blocks_of_an_aborted_request_are_free_after_the_step_in_flight(folder, overlap):
+    engine = make_async(folder, async_scheduling=overlap, enable_prefix_caching=False)
+
+    def held() -> tuple[int, int]:
+        """Between two steps: the last one that was committed, and blocks that no request has."""
+        scheduler = engine._engine.scheduler
+        own = {block for one in scheduler.running for block in one.table.blocks}
+        pool = scheduler.blocks.pool
+        in_flight = len(engine._engine._steps)
+        return scheduler.record.step - in_flight, pool.num_blocks - pool.num_free - len(own)
+
+    async def main() -> None:
+        params = SamplingParams(n=1, temperature=0, max_tokens=50, ignore_eos=True)
+        streams = [engine.generate(PROMPTS[i], params, f"{i}") for i in range(3)]
+        rest = [asyncio.create_task(last(stream)) for stream in streams]
+        while (await in_thread(engine, held))[0] < 4:
+            pass
+        go = threading.Event()
+        engine._steps.call(go.wait)  # what is called until then is done in one pause
+        aborted, first = engine._steps.abort(["1"]), engine._steps.call(held)
+        go.set()
+        await asyncio.wrap_future(aborted)
+        step, left = await asyncio.wrap_future(first)
+        assert (left > 0) == overlap
+        while (now := await in_thread(engine, held))[0] == step:
+            pass
+        assert now[1] == 0
+        outputs = await asyncio.gather(*rest)
+        assert [reasons(output) for output in outputs] == [{"length"}, {"abort"}, {"length"}]
         await idle(engine)
 
     with_shutdown(engine, main())
@@ -723,16 +765,25 @@ def test_the_requests_of_a_closed_event_loop_are_aborted(folder, expected, monke
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def test_after_a_shutdown_everything_says_so(folder):
+def test_after_a_shutdown_everything_says_so(folder, monkeypatch):
     engine = make_async(folder, max_num_requests=1)
+    gate = Gate(engine, monkeypatch)
+
+    def open_later() -> None:
+        """No step is done before the engine is told to stop."""
+        while not engine._steps._stopping:
+            time.sleep(0.001)
+        gate.open()
 
     async def main() -> None:
+        gate.shut()
         streams = [engine.generate(PROMPTS[i], LONG, str(i)) for i in range(3)]
         tasks = [asyncio.create_task(last(stream)) for stream in streams]
         drain = asyncio.create_task(engine.drain())
-        await asyncio.sleep(0.01)
+        await gate.reached()
         assert engine.is_running
         assert engine.dead_error is None
+        threading.Thread(target=open_later).start()
         engine.shutdown()
         engine.shutdown()
         assert (engine.is_running, engine.errored) == (False, False)
@@ -787,6 +838,9 @@ def test_a_stream_keeps_its_engine(folder, expected):
     run(main())
 
 
+@pytest.mark.skipif(
+    not hasattr(time, "pthread_getcpuclockid"), reason="the system tells no time of a thread"
+)
 def test_idle_costs_no_time(engine):
     """The thread's own clock stands still."""
 

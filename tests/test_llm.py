@@ -501,6 +501,19 @@ def test_a_longer_context_is_proposed_only_where_the_model_has_one(folder, llm):
         LLM(folder, dtype="float32", max_model_len=20).generate([1] * 20, GREEDY)
 
 
+def test_a_text_of_the_maximum_length_is_scored_and_a_longer_one_is_not(folder):
+    """Scoring computes no new token, so it needs no room for one."""
+    text = "a text, one token per byte, as long as the context of the model!"
+    with LLM(folder, dtype="float32", max_model_len=64) as short, LLM(folder) as llm:
+        score = short.score(text)[0]
+        assert score.num_tokens == 63
+        assert score.log_likelihood == pytest.approx(llm.score(text)[0].log_likelihood, rel=1e-6)
+        with pytest.raises(InvalidRequestError, match=r"65 tokens; .* length is 64, so shorten"):
+            short.score(text + "!")
+        with pytest.raises(InvalidRequestError, match="64 and must leave room for one new token"):
+            short.generate(text, GREEDY)
+
+
 def test_one_bad_prompt_among_many_is_named_before_any_runs(llm):
     with pytest.raises(InvalidRequestError, match=r"prompt 1: .*empty"):
         llm.generate(["fine", "", "fine"], GREEDY)

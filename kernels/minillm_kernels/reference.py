@@ -337,30 +337,44 @@ def gumbel_argmax(
     `logits` [K, V]; `temperature` (above 0) and `min_p` float32 [K]; `seed`, `sample_index` and
     `position` int64 [K]. Returns int64 [K]. -inf is never chosen.
     """
-    raw = logits.float()
-    scaled = (raw - raw.amax(dim=-1, keepdim=True)) / temperature[:, None]
-    scaled = scaled.masked_fill(scaled < min_p.log()[:, None], float("-inf"))
+    scaled = scale(logits, temperature, min_p)
     words = random_words_of_vocabulary(
         seed, sample_index, position, Purpose(purpose), logits.shape[1]
     )
     return (scaled + to_gumbel(words)).argmax(dim=-1)
 
 
+def scale(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """Temperature, then min-p (Nguyen et al., 2024): [K, V] -> float32 [K, V], 0 for the best.
+
+    With the largest logit at 0 no division overflows, and min-p is a threshold at log(min_p).
+    """
+    raw = logits.float()
+    scaled = (raw - raw.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    return scaled.masked_fill(scaled < min_p.log()[:, None], float("-inf"))
+
+
+def top_p_mask(mass: Tensor, goal: Tensor) -> Tensor:
+    """Of masses in falling order of probability: those before which the goal is not reached."""
+    return mass.cumsum(dim=-1) - mass < goal
+
+
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Top-k, then top-p (Holtzman et al., 2019), with a sort: [K, V] -> float32 [K, V].
 
-    What is left out becomes -inf. `top_k` int32 [K], 0 is off; `top_p` float32 [K], 1 is off. Ties
-    of the k-th logit stay. Top-p keeps the fewest tokens, best first, whose mass reaches p of what
-    top-k left; of equal logits at the edge the smallest ids stay. The largest logit is subtracted.
+    What is left out becomes -inf. `top_k` int32 [K], 0 or at least V is off; `top_p` float32 [K],
+    1 is off. Ties of the k-th logit stay. Top-p keeps the fewest tokens, best first, whose mass
+    reaches p of what top-k left; of equal logits at the edge the smallest ids stay. The largest
+    logit is subtracted.
     """
     scaled = logits.float() - logits.float().amax(dim=-1, keepdim=True)
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     places = torch.arange(logits.shape[1], device=logits.device)
-    last = (top_k.long() - 1).clamp(min=0)[:, None]
+    last = (top_k.long() - 1).clamp(0, logits.shape[1] - 1)[:, None]
     kth = ordered.gather(1, last).masked_fill(top_k[:, None] <= 0, float("-inf"))
     ordered = ordered.masked_fill(ordered < kth, float("-inf"))
     mass = ordered.exp().double()
     goal = top_p.double()[:, None] * mass.sum(dim=-1, keepdim=True)
-    kept = (mass.cumsum(dim=-1) - mass < goal) | (top_p[:, None] >= 1) | (places == 0)
+    kept = top_p_mask(mass, goal) | (top_p[:, None] >= 1) | (places == 0)
     ordered = ordered.masked_fill(~kept, float("-inf"))
     return torch.empty_like(scaled).scatter_(1, ids, ordered)

@@ -32,15 +32,19 @@ class BlockCopy(NamedTuple):
 class BlockTable:
     """The blocks of one sequence, on the device or, while it is swapped out, in host memory.
 
-    `cursor`, `num_indexed` and `name` say how far its full blocks are in the prefix index.
+    The first `num_adopted` were computed by others and found in the prefix cache. `cursor`,
+    `num_indexed` and `name` say how far its full blocks are in the prefix index. `epoch` counts
+    the resets of the prefix cache before its first block: an older one is not indexed any more.
     """
 
     salt: str = ""
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)
+    num_adopted: int = 0
     cursor: Cursor = None
     num_indexed: int = 0
     name: int = 0
+    epoch: int = 0
 
 
 class BlockManager:
@@ -59,6 +63,7 @@ class BlockManager:
         self.pool = BlockPool(num_blocks, self.index)
         self.host = BlockPool(num_host_blocks, NoPrefixCache())
         self.num_copies = 0
+        self.epoch = 0
         self.prefix_cache = prefix_cache
         self._history = PrefixHistory(block_size, num_blocks)
 
@@ -81,7 +86,7 @@ class BlockManager:
         known = num_cached
         if len(token_ids) - num_cached <= self.block_size:  # the limit may have cut the match
             known = max(known, self.index.match(token_ids, len(token_ids), salt).num_tokens)
-        return self._history.explain(token_ids, num_cached, known, salt)
+        return self._history.report(token_ids, num_cached, known, salt)
 
     def cost_of(self, match: Match, num_blocks: int) -> int:
         """Free blocks that a table of `num_blocks` takes if it begins so: a hit in a free block
@@ -97,12 +102,13 @@ class BlockManager:
         """Begin an empty table with the blocks of a prefix of `token_ids`."""
         table.blocks = match.held
         self.pool.share(table.blocks)
-        table.cursor, table.num_indexed = match.cursor, len(match.blocks)
+        table.num_adopted = table.num_indexed = len(match.blocks)
+        table.cursor, table.epoch = match.cursor, self.epoch
         table.name = self._history.name(token_ids, len(match.blocks))
 
     def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make the blocks findable that are full now. Only tokens that are certain may be here."""
-        if self.prefix_cache is None:
+        if self.prefix_cache is None or table.epoch != self.epoch:
             return
         size = self.block_size
         while (end := (table.num_indexed + 1) * size) <= num_computed:
@@ -119,7 +125,9 @@ class BlockManager:
         self.pool.use_lost_first()
 
     def reset_prefix_cache(self) -> None:
-        """Make nothing findable; who runs keeps its blocks."""
+        """Make nothing findable that was computed so far. Running sequences keep their blocks, and
+        neither these nor what is computed from them become findable again."""
+        self.epoch += 1
         for block in range(self.pool.num_blocks):
             if block in self.index:
                 self.index.forget(block)
@@ -167,16 +175,19 @@ class BlockManager:
         return BlockTable(
             table.salt,
             list(table.blocks),
+            num_adopted=table.num_adopted,
             cursor=table.cursor,
             num_indexed=table.num_indexed,
             name=table.name,
+            epoch=table.epoch,
         )
 
     # ---- letting go ----------------------------------------------------------------------
 
     def forget(self, table: BlockTable) -> None:
-        """The contents may be wrong, so that nobody else must find them."""
-        for block in table.blocks:
+        """What this sequence computed may be wrong, and must not be found; the blocks that it
+        adopted are as right as before."""
+        for block in table.blocks[table.num_adopted :]:
             if block in self.index:
                 self.index.forget(block)
         self.pool.use_lost_first()
@@ -186,7 +197,7 @@ class BlockManager:
         self.pool.release(table.blocks)
         self.host.release(table.host_blocks)
         table.blocks, table.host_blocks = [], []
-        table.cursor, table.num_indexed, table.name = None, 0, 0
+        table.cursor, table.num_adopted, table.num_indexed, table.name = None, 0, 0, 0
 
     def can_swap_out(self, table: BlockTable) -> bool:
         """Whether host memory has room for the table."""

@@ -3,11 +3,12 @@
     plan n        runs .................. committed
     plan n + 1              planned       runs .................. committed
                             assumes that n goes well: its positions are computed, and each of its
-                            samples is a token more, whose value nobody needs to know
+                            rows with logits has one token more, whose value no plan needs
 
-What a plan may not assume is waited for: that memory is enough without taking anybody's blocks,
-that nobody becomes several sequences, and that nothing is computed a second time. A sequence that
-turns out to have ended has a row in vain, and keeps its blocks until that was carried out.
+A sequence whose next position is not known before the commit of plan n has no row in plan n + 1:
+one that forks, verifies drafts, or computes positions again. All others go ahead. The whole plan
+waits only if memory might not be enough without a preemption. If a sequence turns out to have
+finished, its row is wasted work, and its blocks stay allocated until that step is committed.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.plan import StepPlan
+from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Sequence, Status
 
@@ -55,20 +56,27 @@ def look_ahead(
         return False
     plan, _ = flights.plans[0]
     rows = [(row, flights.sequences[row.seq_id]) for row in plan.rows]
-    if any(row.num_samples > 1 or row.start < sequence.furthest for row, sequence in rows):
-        return False
     rows = [(row, sequence) for row, sequence in rows if sequence.status is Status.RUNNING]
     for row, sequence in rows:
+        sequence.awaits_commit = not is_predictable(row, sequence)
+        if sequence.awaits_commit:
+            continue
         sequence.num_computed = row.start + row.num_tokens
-        # The last token is never computed: whoever waits for it has nothing left to do.
-        last = sequence.num_tokens + row.num_samples >= end_of(sequence)
-        sequence.num_pending = 0 if last else row.num_samples
-    rest = [sequence for sequence in running if sequence.num_uncomputed]
+        # The last token is never computed: a sequence that waits for it has nothing left to do.
+        last = sequence.num_tokens + row.num_logits >= end_of(sequence)
+        sequence.num_pending = 0 if last else row.num_logits
+    rest = [each for each in running if each.num_uncomputed and not each.awaits_commit]
     if rest and has_room(rest, blocks, config):
         return True
     for row, sequence in rows:
         sequence.num_computed, sequence.num_pending = row.start, 0
+        sequence.awaits_commit = False
     return False
+
+
+def is_predictable(row: Row, sequence: Sequence) -> bool:
+    """Whether counts alone say where a sequence will stand after this row."""
+    return row.num_logits <= 1 and not row.num_forks and row.start >= sequence.furthest
 
 
 def end_of(sequence: Sequence) -> int:
@@ -77,7 +85,7 @@ def end_of(sequence: Sequence) -> int:
 
 
 def has_room(running: list[Sequence], blocks: BlockManager, config: SchedulerConfig) -> bool:
-    """Whether nobody has to lose blocks for what these may compute in one step."""
+    """Whether what these may compute in one step needs no preemption."""
     num_free = blocks.pool.num_free
     if num_free > 2 * len(running) + config.max_num_batched_tokens // blocks.block_size:
         return True  # each row needs a part of a block more, and a copy

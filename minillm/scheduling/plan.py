@@ -1,35 +1,56 @@
-"""What the scheduler decides, as plain data for the runner; `record.py` has what people ask."""
+"""What the scheduler decides, as plain data for the executor: `wire.py` makes bytes of it.
+`record.py` has the same for people."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minillm.cache.manager import BlockCopy
-from minillm.scheduling.request import Request
+from minillm.sampling_params import SamplingParams
 
 
 class Row(NamedTuple):
     """Tokens of one sequence to compute now: positions `start` to `start + num_tokens`.
 
-    Its block table is the first `num_kept` blocks of the last step, then `blocks`.
-    `num_samples` tokens follow the last position: none after a chunk that does not reach the end
-    of what is known, several where the completions of a request part.
+    Logits are computed at the last `num_logits` of them: none after a chunk that does not reach the
+    end of what is known, one as a rule, k + 1 to verify k drafted tokens. `num_forks` further
+    completions part from the sequence here, each with a token of its own from the last logits.
+    The block table is the first `num_kept` blocks of the last step, then `blocks`.
     """
 
     seq_id: int
     start: int
     num_tokens: int
-    num_samples: int
+    num_logits: int
+    num_forks: int
     num_kept: int
     blocks: tuple[int, ...] = ()
 
+    @property
+    def num_samples(self) -> int:
+        """Tokens that are sampled: one at each of the logits, and one for each fork."""
+        return self.num_logits + self.num_forks
+
+    def end_after(self, num_accepted: int) -> int:
+        """Where the valid positions end once so many sampled tokens are accepted: positions of
+        rejected drafts are computed again, with other tokens."""
+        return self.start + self.num_tokens - max(self.num_logits - num_accepted, 0)
+
 
 class NewSequence(NamedTuple):
-    """A sequence that the runner does not know: admitted, resumed or forked since the last step."""
+    """A sequence that the executor does not know: admitted, resumed or forked since the last step.
+
+    Its tokens so far, of which the first `num_prompt_tokens` are the prompt; which completion of
+    its request it is; and how to choose its tokens, as in `Request`.
+    """
 
     seq_id: int
-    request: Request
     sample_index: int
+    num_prompt_tokens: int
     token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True)

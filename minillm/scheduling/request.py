@@ -7,6 +7,7 @@ from enum import Enum, auto
 from minillm.cache.manager import BlockTable
 from minillm.outputs import PrefixReport
 from minillm.sampling_params import SamplingParams
+from minillm.scheduling.plan import NewSequence
 
 Key = tuple[float, ...]  # places a sequence in line
 
@@ -57,15 +58,19 @@ class Sequence:
         num_computed ------------------>|
                      in the cache       | to be computed: one token when decoding, more in prefill
 
-    There is no other difference between prefill and decode. Until its prompt is computed, the
-    first sequence of a request also stands for the `num_forks` others, which need a seat each.
+    There is no other difference between prefill and decode. Positions up to `num_certain` were
+    committed; a plan made ahead counts on more of them (`ahead.py`). Only certain positions are
+    indexed, forked, swapped and counted. Until its prompt is computed, the first sequence of a
+    request also stands for the `num_forks` others, which need a seat each.
     """
 
     __slots__ = (
         "arrival",
+        "awaits_commit",
         "furthest",
         "index",
         "key",
+        "num_certain",
         "num_computed",
         "num_forks",
         "num_in_flight",
@@ -88,12 +93,14 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.table = BlockTable(request.cache_salt)
         self.status = Status.WAITING
-        self.num_computed = 0
+        self.num_certain = 0  # positions that are in the cache for good
+        self.num_computed = 0  # these, and those that a running plan is expected to add
         self.num_sent: int | None = None  # blocks of its table that the runner has; None: no row
         self.num_forks = request.params.n - 1 if index == 0 else 0
         self.furthest = 0  # positions that have been computed at least once
         self.num_in_flight = 0  # plans that have a row of it and are not committed
         self.num_pending = 0  # tokens to come, whose positions the next plan may compute already
+        self.awaits_commit = False  # no plan is made ahead of the row that is running
         self.num_recomputed = 0
         self.num_preemptions = 0
         self.report: PrefixReport | None = None  # of its first admission
@@ -112,9 +119,14 @@ class Sequence:
         """Positions were computed; returns how many of them for another time."""
         again = max(min(end, self.furthest) - start, 0)
         self.num_recomputed += again
-        self.num_computed, self.num_pending = end, 0
-        self.furthest = max(self.furthest, end)
+        self.restart(end)
         return again
+
+    def restart(self, num_computed: int) -> None:
+        """So many positions are in the cache, for certain; nothing is counted on beyond them."""
+        self.num_certain = self.num_computed = num_computed
+        self.num_pending, self.awaits_commit = 0, False
+        self.furthest = max(self.furthest, num_computed)
 
     @property
     def num_seats(self) -> int:
@@ -125,3 +137,18 @@ class Sequence:
     def is_swapped(self) -> bool:
         """Whether its blocks are in host memory."""
         return bool(self.table.host_blocks)
+
+
+def described(sequence: Sequence) -> NewSequence:
+    """What an executor must know of a sequence."""
+    request = sequence.request
+    return NewSequence(
+        sequence.seq_id,
+        sequence.index,
+        len(request.prompt_token_ids),
+        tuple(sequence.token_ids),
+        request.params,
+        request.seed,
+        request.stop_ids,
+        request.bad_words_ids,
+    )

@@ -17,14 +17,14 @@ from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.admission import Admission
-from minillm.scheduling.ahead import Flights, look_ahead
+from minillm.scheduling.ahead import Flights, end_of, look_ahead
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
-from minillm.scheduling.plan import NewSequence, Row, StepPlan
+from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord
-from minillm.scheduling.request import Key, Request, Sequence, Status
+from minillm.scheduling.request import Key, Request, Sequence, Status, described
 
 Sampled = list[int | None]  # tokens of one row; None is a sample that failed
 
@@ -163,8 +163,8 @@ class Scheduler:
         decoding = [seq for seq in self.running if seq.num_uncomputed == 1]
         prefilling = [seq for seq in self.running if seq.num_uncomputed > 1]
         for sequence in (*decoding, *prefilling):
-            if sequence.status is not Status.RUNNING:
-                continue  # preempted for one before it
+            if sequence.status is not Status.RUNNING or sequence.awaits_commit:
+                continue  # preempted for one before it, or not to be planned ahead
             num_tokens = self._make_room(sequence, self._chunk(sequence, budget), plan)
             if num_tokens:
                 self._add_row(plan, sequence, num_tokens)
@@ -220,14 +220,14 @@ class Scheduler:
         if mode == "swap" and not self.blocks.can_swap_out(victim.table):
             mode = "recompute"  # host memory is full
         self.record.preempted.append(
-            Preemption(victim.seq_id, winner.seq_id, mode, victim.num_computed)
+            Preemption(victim.seq_id, winner.seq_id, mode, victim.num_certain)
         )
         if mode == "swap":
             plan.swap_out += self.blocks.swap_out(victim.table)
             self.counters.num_preemptions_swap += 1
         else:
             self.blocks.release(victim.table)
-            victim.num_computed = 0
+            victim.restart(0)
             self.counters.num_preemptions_recompute += 1
         victim.num_preemptions += 1
         victim.status = Status.WAITING
@@ -281,8 +281,7 @@ class Scheduler:
             self.counters.num_prompt_tokens += sequence.num_tokens
             self.counters.num_cached_tokens += match.num_tokens
         self.blocks.adopt(sequence.table, match, sequence.token_ids)
-        sequence.num_computed = match.num_tokens
-        sequence.furthest = max(sequence.furthest, match.num_tokens)
+        sequence.restart(match.num_tokens)
 
     def _start_running(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -304,19 +303,15 @@ class Scheduler:
         copy = self.blocks.grow(table, start, start + num_tokens)
         if kept is None:
             kept = 0
-            plan.new.append(
-                NewSequence(
-                    sequence.seq_id, sequence.request, sequence.index, tuple(sequence.token_ids)
-                )
-            )
+            plan.new.append(described(sequence))
         if copy is not None:
             plan.copies.append(copy)
             kept = min(kept, start // self.blocks.block_size)
         sequence.num_sent = len(table.blocks)
         reaches_end = num_tokens == sequence.num_uncomputed and sequence.request.max_tokens > 0
-        num_samples = sequence.num_seats if reaches_end else 0
+        wanted = (1, sequence.num_forks) if reaches_end else (0, 0)
         blocks = tuple(table.blocks[kept:]) if kept < len(table.blocks) else ()
-        plan.rows.append(Row(sequence.seq_id, start, num_tokens, num_samples, kept, blocks))
+        plan.rows.append(Row(sequence.seq_id, start, num_tokens, *wanted, kept, blocks))
         self._flights.enter(sequence)
         if start >= len(sequence.request.prompt_token_ids) and sequence.num_uncomputed == 1:
             self.record.num_decode_tokens += 1
@@ -338,8 +333,10 @@ class Scheduler:
     def commit(self, plan: StepPlan, sampled: Mapping[int, list[int | None]]) -> list[Sequence]:
         """The plan was carried out: sequences grow by what was sampled. Returns new forks.
 
-        `sampled` has, for each row with samples, that many tokens; a failed one ends its sequence.
-        So does the last token by count; what only text can decide comes through `finish`.
+        `sampled` has, for each row with logits, the accepted tokens: one as a rule, up to
+        `num_logits` where drafts were verified, one for each completion where the row forks. None
+        is a sample that failed and ends its sequence. So does the last token by count; what only
+        text can decide comes through `finish`.
         """
         record = self._flights.land(plan)
         # What is written into the record of a later step has the time of this one.
@@ -351,40 +348,46 @@ class Scheduler:
                 if not sequence.num_in_flight:
                     self.blocks.release(sequence.table)
                 continue
-            end = row.start + row.num_tokens
-            again = sequence.advance(row.start, end)
+            tokens = sampled[row.seq_id] if row.num_logits else []
+            own, others = (tokens[:1], tokens[1:]) if row.num_forks else (tokens, [])
+            again = sequence.advance(row.start, row.end_after(len(own)))
             record.num_recomputed_tokens += again
             self.counters.num_recomputed_tokens += again
-            self.blocks.index_blocks(sequence.table, sequence.token_ids, end)
-            if row.num_samples:
-                forks += self._extend(sequence, sampled[row.seq_id])
-            elif end == sequence.num_tokens:
-                self.finish(row.seq_id, "length")  # a prompt that is only computed
+            failed = self._append(sequence, own)  # first: an accepted draft may complete a block
+            self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_certain)
+            children = self._split(sequence, others) if row.num_forks else []
+            self._end_by_count(sequence, failed)
+            for child, token in zip(children, others, strict=True):
+                self._end_by_count(child, self._append(child, [token]))
+            forks += children
         return forks
 
-    def _extend(self, sequence: Sequence, tokens: Sampled) -> list[Sequence]:
-        """Append the tokens; where there are several, the sequence becomes several."""
-        last = len(sequence.request.prompt_token_ids) + sequence.request.max_tokens
-        if len(tokens) == 1 and tokens[0] is not None and sequence.num_tokens + 1 < last:
-            sequence.token_ids.append(tokens[0])  # nearly always
-            return []
-        together = [sequence]
-        if sequence.num_forks:
-            self.num_seats -= sequence.num_forks
-            sequence.num_forks = 0
-            together += [self._fork(sequence, index) for index in range(1, len(tokens))]
-        for each, token in zip(together, tokens, strict=True):
-            if token is not None:
-                each.token_ids.append(token)
-            if token is None or each.num_tokens >= last:
-                self.finish(each.seq_id, "error" if token is None else "length")
-        return together[1:]
+    def _append(self, sequence: Sequence, tokens: Sampled) -> bool:
+        """Add accepted tokens, as many as there is room for; returns whether a sample failed."""
+        room = end_of(sequence) - len(sequence.token_ids)
+        accepted = [token for token in tokens[:room] if token is not None]
+        sequence.token_ids += accepted
+        return len(accepted) < len(tokens[:room])
+
+    def _end_by_count(self, sequence: Sequence, failed: bool) -> None:
+        """End a sequence whose sample failed, or that has all its tokens; one that samples nothing
+        (`max_tokens` 0) has them when its prompt is computed."""
+        samples = sequence.request.max_tokens > 0
+        left = end_of(sequence) - (sequence.num_tokens if samples else sequence.num_certain)
+        if failed or left <= 0:
+            self.finish(sequence.seq_id, "error" if failed else "length")
+
+    def _split(self, sequence: Sequence, tokens: Sampled) -> list[Sequence]:
+        """The other completions of a request, one for each token."""
+        self.num_seats -= sequence.num_forks
+        sequence.num_forks = 0
+        return [self._fork(sequence, index) for index in range(1, len(tokens) + 1)]
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         """Another completion, over the blocks of the first until it writes."""
         child = self._new_sequence(parent.request, index, parent.arrival, parent.key[:-1])
         child.table = self.blocks.fork(parent.table)
-        child.num_computed = child.furthest = parent.num_computed
+        child.restart(parent.num_certain)
         child.status, child.report = Status.RUNNING, parent.report  # later finds are no hits
         self.num_seats += 1
         enter(self.running, child)

@@ -19,7 +19,7 @@ from minillm.scheduling.record import Added, Blocked, Ended, Forked, Preemption,
 from minillm.trace.recorder import Trace, TraceSettings
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, SequenceState
 
-VERSION = 1
+VERSION = 2
 MOST = 2**31  # of tokens, sequences, steps
 MOST_BLOCKS = 2**24
 MOST_OF_A_NUMBER = 1e15  # seconds, say

@@ -1,7 +1,8 @@
 """`llm.trace`: the records of the last steps, for reading, saving and drawing.
 
 Recording is always on: a record is made of lists that the plan has anyway, so that it costs next to
-nothing, and old ones fall off, so that memory is bounded.
+nothing, and old ones fall off, so that memory is bounded. Beside the records stands the state
+before the first of them: the requests that ran then, and about 170 bytes for each block they held.
 """
 
 import copy
@@ -22,9 +23,9 @@ from minillm.trace.replay import (
     token_times,
 )
 
-# A row of a step is the unit, about 110 bytes; a record itself is worth eight.
-CAPACITY = 2**18  # 35 MB at most: 4,000 steps of 64 sequences, 29,000 steps of one
-RECORD_UNITS = 8
+CAPACITY = 35_000_000  # bytes: 3,300 steps of 64 sequences, 28,000 steps of one
+# Bytes of a record without events, of a row or another event, and of a block that a row names.
+RECORD_BYTES, ROW_BYTES, BLOCK_BYTES = 1100, 150, 8
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,16 @@ class Trace(Sequence[StepRecord]):
     >>> llm.trace.save("run.jsonl")                # then: minillm trace view run.jsonl
     >>> llm.trace.requests()                       # times and counts of finished requests
 
-    `num_dropped` older steps fell off; who ran at that time is still known. It may be read in one
-    thread while another one records.
+    All records but the last take at most `capacity` bytes. `num_dropped` older steps fell off; who
+    ran at that time is still known. It may be read in one thread while another one records.
     """
 
     def __init__(self, settings: TraceSettings | None = None, capacity: int = CAPACITY):
         self.settings = settings or TraceSettings()
         self.num_dropped = 0
         self._capacity = capacity
-        self._units = 0
+        self._num_bytes = 0  # of all records but the last, which may still grow,
+        self._sizes: deque[int] = deque()  # and of each of them
         self._records: deque[StepRecord] = deque()
         self._before = Replay()  # the state before the first record, but for `_hidden`
         self._hidden: StepRecord | None = None  # the last one, cleared but maybe not complete
@@ -77,9 +79,11 @@ class Trace(Sequence[StepRecord]):
             if record.step < 1 or latest is record:
                 return
             self._forget_hidden()
+            if self._records:
+                self._sizes.append(size_of(self._records[-1]))
+                self._num_bytes += self._sizes[-1]
             self._records.append(record)
-            self._units += units(record)
-            while self._units > self._capacity and len(self._records) > 1:
+            while self._num_bytes > self._capacity and len(self._records) > 1:
                 self._drop()
 
     def clear(self) -> None:
@@ -90,7 +94,8 @@ class Trace(Sequence[StepRecord]):
             if self._records:  # a step may be running, and aborts until the next belong to this one
                 self._forget_hidden()
                 self._hidden = self._records.popleft()
-                self._units = 0
+                self._num_bytes = 0
+                self._sizes.clear()
                 self.num_dropped += 1
 
     def _forget_hidden(self) -> None:
@@ -107,7 +112,7 @@ class Trace(Sequence[StepRecord]):
 
     def _drop(self) -> None:
         oldest = self._records.popleft()
-        self._units -= units(oldest)
+        self._num_bytes -= self._sizes.popleft()
         self.num_dropped += 1
         self._forget(oldest)
 
@@ -211,6 +216,11 @@ class Trace(Sequence[StepRecord]):
         return f"<Trace of {self.settings.model or 'a simulation'}: {steps}>"
 
 
-def units(record: StepRecord) -> int:
-    """What a record counts towards the capacity."""
-    return RECORD_UNITS + len(record.rows) + len(record.added)
+def size_of(record: StepRecord) -> int:
+    """Bytes that a record keeps in memory, rounded up; block tables are most of a long prompt's."""
+    moves = len(record.copies) + len(record.swap_out) + len(record.swap_in)
+    others = len(record.admitted) + len(record.preempted) + len(record.stalled)
+    ends = 2 * (len(record.added) + len(record.ended)) + len(record.forked)  # with names and times
+    blocks = sum([len(row.blocks) for row in record.rows])
+    events = len(record.rows) + moves + others + ends
+    return RECORD_BYTES + ROW_BYTES * events + BLOCK_BYTES * blocks

@@ -179,6 +179,38 @@ def test_a_sequence_that_lost_its_place_in_the_index_offers_its_blocks_again(cac
     blocks.check_invariants([second])
 
 
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
+def test_what_was_computed_before_a_reset_is_never_found_again(cache: str) -> None:
+    """Neither what a sequence that runs on has computed, nor what it computes from that later."""
+    blocks = manager(cache=cache)
+    table = computed(blocks, TEXT[:9])
+    child = blocks.fork(table)
+    blocks.reset_prefix_cache()
+    blocks.grow(table, 9, 17)
+    for one in (table, child):
+        blocks.index_blocks(one, TEXT[:17], len(one.blocks) * 4 - 3)
+    assert blocks.match(TEXT, 20, "").num_tokens == 0
+    assert len(blocks.index) == 0
+    # The same sequence preempted, and computed again: these blocks are of the new time.
+    blocks.release(table)
+    blocks.adopt(table, blocks.match(TEXT, 16, ""), TEXT)
+    blocks.grow(table, 0, 9)
+    blocks.index_blocks(table, TEXT, 9)
+    assert blocks.match(TEXT, 20, "").blocks == table.blocks[:2]
+    blocks.check_invariants([table, child])
+
+
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
+def test_what_was_in_host_memory_at_a_reset_is_not_offered_again(cache: str) -> None:
+    blocks = manager(cache=cache, host=4)
+    table = computed(blocks, TEXT[:9])
+    blocks.swap_out(table)
+    blocks.reset_prefix_cache()
+    blocks.swap_in(table)
+    blocks.index_blocks(table, TEXT[:9], 9)
+    assert blocks.match(TEXT, 20, "").num_tokens == 0
+
+
 def test_without_a_cache_nothing_is_indexed_and_freed_blocks_are_reused_at_once() -> None:
     blocks = manager(8, None)
     table = computed(blocks, TEXT[:8])

@@ -374,6 +374,7 @@ class World:
     def _step(self, event: str | None, which: int, early: bool) -> None:
         before, had_work = self._before(), self.scheduler.has_work
         plan = self.scheduler.schedule()
+        self.runner.hear(plan, self.scheduler.sequences)
         self.num_steps += had_work
         self.coverage["steps"] += had_work
         self._check_plan(before, plan, had_work)

@@ -10,13 +10,13 @@ which one is copied therefore changes a token. `Expected` computes the same from
 without blocks and without a scheduler.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
 
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
-from minillm.scheduling.request import Request
+from minillm.scheduling.request import Request, Sequence
 
 VOCABULARY = 5  # small, so that many sequences share the beginning of a block
 PRIME = 2**61 - 1
@@ -125,6 +125,7 @@ class Runner:
         self.device = [self._poison() for _ in range(num_blocks)]
         self.host = [self._poison() for _ in range(num_host_blocks)]
         self.rows: dict[int, RunnerRow] = {}
+        self.requests: dict[int, Request] = {}  # of new sequences: no plan tells of salts
         self.order = ORDER  # looked up now, so that a test may change it
 
     def _poison(self) -> list[Slot]:
@@ -179,7 +180,15 @@ class Runner:
             require(row.start + row.num_tokens <= known, "runner", f"{row} has unknown tokens")
 
     def _row(self, new: NewSequence) -> RunnerRow:
-        return RunnerRow(new.request, new.sample_index, list(new.token_ids), [])
+        request = self.requests[new.seq_id]
+        prompt = new.token_ids[: new.num_prompt_tokens]
+        require(prompt == request.prompt_token_ids, "runner", "prompt of", new)
+        return RunnerRow(request, new.sample_index, list(new.token_ids), [])
+
+    def hear(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
+        """What tests know of the sequences that a plan brings."""
+        for new in plan.new:
+            self.requests[new.seq_id] = sequences[new.seq_id].request
 
     def _move(
         self,

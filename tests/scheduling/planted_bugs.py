@@ -99,7 +99,7 @@ def no_budget(patch: Patch) -> None:
 @bug("seats of forks to come are not kept", r"seats")
 def forks_without_seats(patch: Patch) -> None:
     patch.setattr(Scheduler, "_start_running", without_forks(Scheduler._start_running))
-    patch.setattr(Scheduler, "_extend", with_seats(Scheduler._extend))
+    patch.setattr(Scheduler, "_split", with_seats(Scheduler._split))
 
 
 def without_forks(start: Any) -> Any:
@@ -110,10 +110,10 @@ def without_forks(start: Any) -> Any:
     return broken
 
 
-def with_seats(extend: Any) -> Any:
+def with_seats(split: Any) -> Any:
     def broken(self: Scheduler, sequence: Sequence, tokens: Any) -> Any:
         self.num_seats += sequence.num_forks
-        return extend(self, sequence, tokens)
+        return split(self, sequence, tokens)
 
     return broken
 
@@ -258,13 +258,13 @@ def last_block_only(patch: Patch) -> None:
 
 @bug("a failed sample ends nothing", r"Broken: (accounting|oracle: tokens of)")
 def failure_goes_on(patch: Patch) -> None:
-    extend = Scheduler._extend
+    append = Scheduler._append
 
     def repeat(self: Scheduler, sequence: Sequence, tokens: Any) -> Any:
         again = sequence.token_ids[-1]
-        return extend(self, sequence, [again if token is None else token for token in tokens])
+        return append(self, sequence, [again if token is None else token for token in tokens])
 
-    patch.setattr(Scheduler, "_extend", repeat)
+    patch.setattr(Scheduler, "_append", repeat)
 
 
 # ---- blocks --------------------------------------------------------------------------------------

@@ -122,9 +122,9 @@ def test_a_request_from_its_prompt_to_its_last_token() -> None:
     sequence = engine.add(request("a", length=6, max_tokens=3))
     first = step(engine)
     assert (first.new[0].seq_id, first.new[0].token_ids) == (0, sequence.request.prompt_token_ids)
-    assert first.rows == [(0, 0, 6, 1, 0, (0, 1))]
-    assert step(engine).rows == [(0, 6, 1, 1, 2, ())]  # in the blocks it has
-    assert step(engine).rows == [(0, 7, 1, 1, 2, ())]
+    assert first.rows == [(0, 0, 6, 1, 0, 0, (0, 1))]
+    assert step(engine).rows == [(0, 6, 1, 1, 0, 2, ())]  # in the blocks it has
+    assert step(engine).rows == [(0, 7, 1, 1, 0, 2, ())]
     assert sequence.token_ids[6:] == [7, 7, 7]
     assert sequence.status is Status.FINISHED
     assert not engine.has_work

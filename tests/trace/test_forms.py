@@ -15,8 +15,9 @@ import pytest
 
 from minillm import SamplingParams
 from minillm.errors import TraceFileError
+from minillm.simulation import Simulation
 from minillm.trace.file import state_line
-from minillm.trace.recorder import RECORD_UNITS, Trace
+from minillm.trace.recorder import RECORD_BYTES, ROW_BYTES, Trace
 from minillm.trace.replay import SequenceState
 from minillm.trace.timeline import NAMES, timeline
 from tests.engine.small import write_model
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trace(folder: Path, request: pytest.FixtureRequest) -> Trace:
     with engine(folder, swap_space=HOST_GIB) as llm:
         if request.param != "whole":
-            llm.engine.trace = Trace(llm.trace.settings, 400)
+            llm.engine.trace = Trace(llm.trace.settings, 50_000)
         run(llm, 1, 40)
         assert bool(llm.trace.num_dropped) == (request.param != "whole")
         return llm.trace
@@ -101,7 +102,7 @@ def test_hostile_request_ids_survive(folder: Path, tmp_path: Path) -> None:
         (lambda lines: ["{}"], "is not a trace of minillm"),
         (lambda lines: ["[1]"], "is not a trace of minillm"),
         (lambda lines: ["hello", *lines[1:]], "is not a trace of minillm"),
-        (lambda lines: [lines[0].replace('"minillm_trace":1', '"minillm_trace":99')], "format 99"),
+        (lambda lines: [lines[0].replace('"minillm_trace":2', '"minillm_trace":99')], "format 99"),
         (lambda lines: [lines[0].replace('"model"', '"modl"')], "is not a trace of minillm"),
         (lambda lines: [lines[0].replace('"num_blocks":18', '"num_blocks":1e99')], "is not a tr"),
         (lambda lines: [*lines[:-1], lines[-1][:-9]], "was the file cut off"),
@@ -296,11 +297,39 @@ def test_what_follows_a_cleared_step_is_known(folder: Path) -> None:
         assert [one.num_tokens for one in llm.trace.requests()] == [(8, 8)]
 
 
+@pytest.mark.parametrize(
+    ("block_size", "prompt", "new"), [(16, 2048, 1), (1, 2048, 1), (16, 600, 50)]
+)
+def test_records_take_no_more_bytes_than_they_are_counted_for(
+    block_size: int, prompt: int, new: int
+) -> None:
+    """A long prompt per step, whose row names many blocks; and steps of 40 rows."""
+    seqs = 1 if new == 1 else 40
+    blocks = seqs * (-(-(prompt + new) // block_size) + 1)
+    sim = Simulation(blocks, block_size, max_num_seqs=seqs, max_num_batched_tokens=24_000)
+    sim.trace = trace = Trace(sim.trace.settings, capacity=2 * 10**6)
+    tracemalloc.start()
+    try:
+        while trace.num_dropped < 50:
+            for _ in range(seqs - len(sim.scheduler.sequences)):
+                sim.add(prompt, new)
+            sim.step()
+        assert len(trace) > 50
+        gc.collect()
+        whole, _ = tracemalloc.get_traced_memory()
+        trace._records.clear()
+        gc.collect()
+        without, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 10**6 < whole - without <= 2 * 10**6
+
+
 def test_the_memory_of_a_trace_is_bounded(folder: Path) -> None:
-    """However long it runs: a row of a step is about 110 bytes, a record without rows 900."""
+    """However long it runs."""
     room = {"max_num_seqs": 20, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 300}
     with engine(folder, **room) as llm:
-        llm.engine.trace = Trace(llm.trace.settings, capacity=2_000)
+        llm.engine.trace = Trace(llm.trace.settings, capacity=240_000)
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         tracemalloc.start()
         try:
@@ -308,10 +337,11 @@ def test_the_memory_of_a_trace_is_bounded(folder: Path) -> None:
                 llm.generate([[each, 2] for each in range(20)], params, use_tqdm=False)
             gc.collect()
             whole, _ = tracemalloc.get_traced_memory()
-            assert 2_000 // (40 + RECORD_UNITS) <= len(llm.trace) <= 2_000 // RECORD_UNITS
+            full = RECORD_BYTES + 20 * (ROW_BYTES + 100)
+            assert 240_000 // full <= len(llm.trace) <= 240_000 // RECORD_BYTES
             llm.trace.clear()
             gc.collect()
             used = whole - tracemalloc.get_traced_memory()[0]
         finally:
             tracemalloc.stop()
-        assert 2_000 * 50 < used < 2_000 * 140, used
+        assert 240_000 / 2 < used < 240_000, used

@@ -41,7 +41,7 @@ class Recorded:
 def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Recorded:
     folder = write_model(tmp_path_factory.mktemp("model"))
     swap = {"swap_space": HOST_GIB, "prefix_cache": "radix"} if request.param == "swap" else {}
-    capacity = 400 if request.param == "dropped" else None
+    capacity = 50_000 if request.param == "dropped" else None
     return Recorded(folder, 3, capacity, **swap)
 
 

@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from minillm import LLM
-from minillm.layers.batch import Batch
+from minillm.runner import runner_of
 from minillm.simulation import Simulation, linear
-from minillm_kernels import reference
 
 
 def into(func: Any, args: Sequence[Any], out: Any) -> Callable[..., object] | None:
@@ -70,15 +69,9 @@ def give_graphs(llm: LLM) -> LLM:
     Its cache then treats padding as our GPU kernels do: slot -1 is written nowhere, length 0 reads
     nothing.
     """
-    runner = llm.engine.runner
+    runner = runner_of(llm.engine.runner)
+    runner.kv.mode = "plain"
     runner.use_graphs(Again())
-    kv = runner.kv
-
-    def write(layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
-        reference.write_cache(key, value, kv.key[layer], kv.value[layer], batch.slot_mapping)
-
-    kv.write = write  # type: ignore[method-assign]
-    kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
     return llm
 
 
