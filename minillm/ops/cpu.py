@@ -24,7 +24,7 @@ ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
 )
 LANES = 16  # head dimensions are multiples of it
 MOST_HEAD_DIM = 512  # of norm_rope_write; as in common.h
-MOST_GROUP = 256  # query heads of a KV head, of which decode.c keeps 64 floats on a thread's stack
+MOST_GROUP = 256  # query heads of a KV head: decode.c keeps 64 floats of each row on a stack
 MOST_DIM = 4096  # of a head in attention; as many floats stand there, too
 PANEL_STEP = 32  # inputs of a weight in panels are a multiple of it
 PANELS = "MINILLM_PANELS"  # 1: weights in panels wherever there is C, 0: nowhere
@@ -41,6 +41,7 @@ class Functions:
     silu_mul: Callable[..., None]
     norm_rope_write: Callable[..., int]
     decode_attention: Callable[..., int]
+    decode_queries: Callable[..., int]
     prefill_attention: Callable[..., int]
     pack_panels: Callable[..., None]
     panel_product: Callable[..., None]
@@ -68,6 +69,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("silu_mul", None, P, P, N, N),
         bind("norm_rope_write", N, P, P, P, F, P, P, N, P, P, N, N, N, P, N, P, N, N, N, N, N),
         bind("decode_attention", N, *attention, N, N, N),
+        bind("decode_queries", N, N),
         bind("prefill_attention", N, *attention, N),
         bind("pack_panels", None, P, P, N, N),
         bind("panel_product", None, P, P, P, P, N, N, N, N),
@@ -232,7 +234,7 @@ def takes_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def paged_attention(
     q: Tensor, pages: Pages, batch: Batch, scale: float, window: int | None = None
 ) -> Tensor:
-    """[N, H, D] -> [N, H, Dv]; `max_query_len` 1 spares the look for longer queries."""
+    """[N, H, D] -> [N, H, Dv]; a small `max_query_len` spares the look for longer queries."""
     k_cache, v_cache, block_tables = pages.key, pages.value, batch.block_tables
     query_start, seq_lens = batch.query_start.contiguous(), batch.seq_lens.contiguous()
     q = q.contiguous()
@@ -256,8 +258,9 @@ def paged_attention(
     )  # fmt: skip
     # The first call checks the tables for both.
     status = found.decode_attention(*arguments, count, num_blocks, columns)
-    if not status and batch.max_query_len != 1:
-        status = found.prefill_attention(*arguments, 2)
+    few = found.decode_queries(heads // kv_heads)
+    if not status and batch.max_query_len > few:
+        status = found.prefill_attention(*arguments, few + 1)
     raise_for(status, k_cache, count)
     return out
 

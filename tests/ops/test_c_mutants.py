@@ -180,23 +180,25 @@ MUTANTS = {
     ),
     "exp of -infinity": Mutant(r"x < -87\.f \? -87\.f : x", "x", maxima, D),
     "what is behind a tile's end counts": Mutant(
-        r"TILE \+ i\] = -INFINITY", "TILE + i] = 0", tiles, D
+        r"(seen.end; i % LANES; i\+\+\) scores\[i\]) = -INFINITY", r"\1 = 0", tiles, D
     ),
-    "keys of a run's first position": Mutant(r"key \+ j \* k\.row", "key", tiles, D),
-    "values of a run's first position": Mutant(r"value \+ j \* v\.row", "value", tiles, D),
+    "keys of a run's first position": Mutant(r"key \+ j \* p->k\.row", "key", tiles, D),
+    "values of a run's first position": Mutant(r"value \+ j \* p->v\.row", "value", tiles, D),
     "columns behind the first 32": Mutant(r"first \+ j, 1, sums", "first, 1, sums", groups, D),
-    "the first head's keys": Mutant(r"\+ i, head \* k\.head, d", "+ i, 0, d", tiles, D),
-    "the first head's values": Mutant(r"count, head \* v\.head, dv", "count, 0, dv", tiles, D),
-    "a window of one less": Mutant(r"length - window : 0", "length - window + 1 : 0", windows, D),
-    "more than 4 heads": Mutant(r"TOGETHER, weights \+ g \* TILE", "TOGETHER, weights", groups, D),
-    "parts are not weighted": Mutant(r"state\[dim \+ 1\] \* weight", "state[dim + 1]", parts, D),
+    "the first head's keys": Mutant(
+        r"1, q \+ r, at, head \* p->k\.head", "1, q + r, at, 0", tiles, D
+    ),
+    "the first head's values": Mutant(r"begin, head \* p->v\.head, dv", "begin, 0, dv", tiles, D),
+    "a window of one less": Mutant(r"end - p->window : 0", "end - p->window + 1 : 0", windows, D),
+    "more than 4 heads": Mutant(r"weights \+ g \* TILE \+ seen", "weights + seen", groups, D),
+    "parts are not weighted": Mutant(r"\+ part\[dim \+ 1\] \* new", "+ part[dim + 1]", parts, D),
     "parts overlap": Mutant(
-        r"\(part \+ 1\) / parts;", "(part + 1) / parts + (part == 0);", parts, D
+        r"end = part_begin\(part \+ 1\)", "end = part_begin(part + 1) + (part == 0)", parts, D
     ),
     "rows of length 0 are left": Mutant(
-        r"if \(seq_lens\[b\] == 0\) memset", "if (0) memset", empty, D
+        r"if \(seen_by\(p, query\)\.end == 0\)", "if (0)", empty, D
     ),
-    "negative lengths": Mutant(r"seq_lens\[b\] < 0 \|\| used", "used", outside, D),
+    "negative lengths": Mutant(r"length < 0 \|\| used", "used", outside, D),
     "the last panel is whole": Mutant(
         r"gated \|\| out - first > PANEL \? PANEL : out - first", "PANEL", products, L
     ),

@@ -58,6 +58,7 @@ int64_t decode_attention(const element *, const element *, const element *, cons
                          int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t, float,
                          int64_t, element *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
+int64_t decode_queries(int64_t);
 int64_t prefill_attention(const element *, const element *, const element *, const int64_t *,
                           int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t,
                           float, int64_t, element *, int64_t, int64_t, int64_t, int64_t, int64_t,
@@ -71,11 +72,12 @@ static int64_t attend(const layer *l, const shape *s, const step *now) {
         now->narrow, l->k_cache, l->v_cache, s->cache_strides, s->block_size, now->query_start,
         now->seq_lens, now->tables, now->table_stride, s->scale, l->window, now->attended,
         now->sequences, s->heads, s->kv_heads, d, d, now->n, s->num_blocks, now->columns);
-    if (status || now->max_query_len == 1) return status;
+    int64_t few = decode_queries(s->heads / s->kv_heads);
+    if (status || now->max_query_len <= few) return status;
     return prefill_attention(now->narrow, l->k_cache, l->v_cache, s->cache_strides, s->block_size,
                              now->query_start, now->seq_lens, now->tables, now->table_stride,
                              s->scale, l->window, now->attended, now->sequences, s->heads,
-                             s->kv_heads, d, d, 2);
+                             s->kv_heads, d, d, few + 1);
 }
 
 /* x, which the residual takes up -> the attention of its norm, in x. The first layer begins the
