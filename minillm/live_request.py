@@ -17,6 +17,7 @@ class LiveRequest:
     """
 
     __slots__ = (
+        "__weakref__",
         "_ended",
         "_first_token",
         "_last_token",
