@@ -10,7 +10,7 @@ next tokens whose keys and values are missing. `schedule` plans by counts alone,
 was sampled. What a plan holds stays held until its commit, whatever is aborted between.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
@@ -19,6 +19,7 @@ from minillm.errors import InvalidRequestError
 from minillm.scheduling.admission import Admission
 from minillm.scheduling.ahead import Flights, end_of, look_ahead
 from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.doubt import distrust
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
@@ -50,6 +51,7 @@ class Scheduler:
         self._num_sequences = 0
         self.num_seats = 0  # taken by the running sequences and their forks to come
         self._dropped: list[int] = []
+        self._readers: set[int] = set()  # those whose prefix is computed in the step being planned
         self._flights = Flights()
         self.in_flight = self._flights.sequences  # rows of plans that are not committed
 
@@ -151,7 +153,8 @@ class Scheduler:
             self.record.blocked = self._refusal(budget)
             if self.record.blocked is None:
                 self._admit(plan, budget)
-        plan.rows.sort(key=lambda row: row.num_tokens > 1)
+        plan.rows.sort(key=lambda row: row.num_tokens > 1 or row.seq_id in self._readers)
+        self._readers.clear()
         self._close(plan)
         return plan
 
@@ -226,12 +229,18 @@ class Scheduler:
             plan.swap_out += self.blocks.swap_out(victim.table)
             self.counters.num_preemptions_swap += 1
         else:
-            self.blocks.release(victim.table)
-            victim.restart(0)
+            self._give_up_blocks(victim)
             self.counters.num_preemptions_recompute += 1
         victim.num_preemptions += 1
-        victim.status = Status.WAITING
-        enter(self.waiting, victim)
+        self._line_up(victim)
+
+    def _give_up_blocks(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.table)
+        sequence.restart(0)
+
+    def _line_up(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        enter(self.waiting, sequence)
 
     def _refusal(self, budget: int) -> Blocked | None:
         """Why nobody can be admitted, if that is known before anything is looked up."""
@@ -260,6 +269,8 @@ class Scheduler:
                 plan.swap_in += self.blocks.swap_in(sequence.table)
             else:
                 self._begin(sequence, decision)
+                if self.blocks.comes_with(plan.step, decision):
+                    self._readers.add(sequence.seq_id)
             self._start_running(sequence)
             self._add_row(plan, sequence, self._chunk(sequence, budget))
             budget -= plan.rows[-1].num_tokens
@@ -311,13 +322,17 @@ class Scheduler:
         if copy is not None:
             plan.copies.append(copy)
             kept = min(kept, start // self.blocks.block_size)
+        prompt = len(sequence.request.prompt_token_ids)
+        if start < prompt:  # the rows behind this one may read its blocks
+            end = min(start + num_tokens, prompt)
+            self.blocks.index_blocks(table, sequence.token_ids, end, plan.step)
         sequence.num_sent = len(table.blocks)
         reaches_end = num_tokens == sequence.num_uncomputed and sequence.request.max_tokens > 0
         wanted = (1, sequence.num_forks) if reaches_end else (0, 0)
         blocks = tuple(table.blocks[kept:]) if kept < len(table.blocks) else ()
         plan.rows.append(Row(sequence.seq_id, start, num_tokens, *wanted, kept, blocks))
         self._flights.enter(sequence)
-        if start >= len(sequence.request.prompt_token_ids) and sequence.num_uncomputed == 1:
+        if start >= prompt and sequence.num_uncomputed == 1:
             self.record.num_decode_tokens += 1
         else:
             self.record.num_prefill_tokens += num_tokens
@@ -334,6 +349,10 @@ class Scheduler:
 
     # ---- one step: commit ----------------------------------------------------------------
 
+    def distrust(self, plan: StepPlan, suspect: Collection[int]) -> None:
+        """Before the commit of a plan, of which some rows may have computed something wrong."""
+        distrust(plan.rows, suspect, self.in_flight, self.blocks)
+
     def commit(self, plan: StepPlan, sampled: Mapping[int, list[int | None]]) -> list[Sequence]:
         """The plan was carried out: sequences grow by what was sampled. Returns new forks.
 
@@ -343,6 +362,7 @@ class Scheduler:
         text can decide comes through `finish`.
         """
         record = self._flights.land(plan)
+        self.blocks.settle(plan.step)
         # What is written into the record of a later step has the time of this one.
         self.log.time = record.computed if self._flights.plans else None
         forks: list[Sequence] = []
@@ -351,6 +371,13 @@ class Scheduler:
             if sequence.status is Status.FINISHED:  # while the plan ran
                 if not sequence.num_in_flight:
                     self.blocks.release(sequence.table)
+                continue
+            if sequence.is_void:
+                record.void.append(row.seq_id)
+                if not sequence.num_in_flight:
+                    self._stop_running(sequence)
+                    self._give_up_blocks(sequence)
+                    self._line_up(sequence)
                 continue
             tokens = sampled[row.seq_id] if row.num_logits else []
             own, others = (tokens[:1], tokens[1:]) if row.num_forks else (tokens, [])
