@@ -68,11 +68,13 @@ class AheadWorld(World):
         if not self.under_way:
             before = self._before()
             plan = self.scheduler.schedule()
+            self._expect(plan, event, which)
             self._check_plan(before, plan, had_work)
             self._cover(before, plan)
             self._launch(plan)
         following = self.scheduler.schedule_ahead()
         if following is not None:
+            self._expect(following, event, which)
             self._check_ahead(following)
             self._launch(following)
         self._check_books()
@@ -101,9 +103,7 @@ class AheadWorld(World):
     def _carry_out(self, plan: StepPlan) -> None:
         if plan.step in self.done:
             return
-        samples = self.done[plan.step] = self.runner.execute(plan)
-        self._check_written(plan)
-        self._check_samples(samples)
+        samples = self.done[plan.step] = self._execute(plan)
         for seq_id, (first, *_) in samples.items():
             self.append(seq_id, first.fingerprint % VOCABULARY)
 
@@ -114,6 +114,8 @@ class AheadWorld(World):
         require(not record.preempted and not plan.swap_out, "order", "preempted ahead", record)
         self._check_limits({row.seq_id: row for row in plan.rows})
         for row in plan.rows:
+            if row.seq_id in record.admitted:
+                self.furthest[row.seq_id] = max(self.furthest.get(row.seq_id, 0), row.start)
             most = self.scheduler.sequences[row.seq_id].request.max_computed
             require(row.start + row.num_tokens <= most, "limits", "beyond the last token", row)
 
