@@ -7,7 +7,7 @@ nothing: torch hands that memory out again only when the copy is over.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -50,18 +50,13 @@ class BlockTables:
 
 
 class DeviceRows:
-    """What the device keeps of every sequence from step to step, in its persistent row.
-
-    `last` is the token that was sampled last, `best` its step's largest logit, which tells a row
-    that failed; both are one tensor, so that one copy brings them to the host.
-    """
+    """What the device keeps of every sequence from step to step, in its persistent row: its block
+    table, and `last`, the token that was sampled last."""
 
     def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
         self.num_rows, self.device = num_rows, device
         self.tables = BlockTables(num_rows, max_blocks, device)
-        self.results = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
-        self.last = self.results[0]
-        self.best = self.results[1].view(torch.float64)
+        self.last = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def move(self, source: int, target: int) -> None:
         """A sequence gets another row."""
@@ -86,6 +81,23 @@ def upload(device: torch.device, *arrays: NDArray) -> list[Tensor]:
     together, starts = pack(arrays)
     there = torch.from_numpy(together).pin_memory().to(device, non_blocking=True)
     return unpack(there, arrays, starts)
+
+
+def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
+    """Copy tensors towards the host now; the answer waits for them. On a CPU they are there."""
+    if tensors[0].device.type == "cpu":
+        return lambda: list(tensors)
+    pinned = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
+    for here, there in zip(pinned, tensors, strict=True):
+        here.copy_(there, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[Tensor]:
+        arrived.synchronize()
+        return pinned
+
+    return read
 
 
 def pack(arrays: Sequence[NDArray]) -> tuple[NDArray[np.uint8], list[int]]:

@@ -12,14 +12,16 @@ With `async_scheduling` the next step is planned and launched before this one's 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from numbers import Integral
 from time import perf_counter
 
 from minillm.cache.blocks import AccountingError
 from minillm.engine_args import EngineArgs
-from minillm.engine_report import allocated, trace_settings
+from minillm.engine_report import trace_settings
 from minillm.engine_setup import (
-    build_core,
+    build_executor,
+    build_scheduler,
     choose_device,
     choose_dtype,
     end_tokens,
@@ -27,21 +29,36 @@ from minillm.engine_setup import (
     open_tokenizer,
     plan_memory,
 )
-from minillm.errors import EngineDeadError, InvalidRequestError
-from minillm.flight import StepResult
+from minillm.errors import EngineDeadError, InvalidRequestError, in_one_line
+from minillm.executor import Executor
+from minillm.flight import Flight, StepResult
 from minillm.forward_pass import ForwardPass
-from minillm.graphs import capture_for
 from minillm.live_request import LiveRequest
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import DTYPES, load_model
 from minillm.outputs import FinishReason
-from minillm.runner import Runner, Step, in_one_line
 from minillm.sampling_params import SamplingParams, validate_against_model
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.trace.recorder import Trace
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, from its plan to its commit; no flight before it is launched."""
+
+    plan: StepPlan
+    record: StepRecord
+    flight: Flight | None = None
+
+    def launch(self, executor: Executor) -> Flight:
+        """Start it, unless it was started before."""
+        if self.flight is None:
+            self.flight = executor.launch(self.plan)
+        return self.flight
 
 
 class Engine:
@@ -61,7 +78,9 @@ class Engine:
         self._seeds = random.Random(args.seed)
         self._live: dict[str, LiveRequest] = {}
         self._dead = ""
-        self._steps: list[Step] = []  # that are not committed: in a step one or two, else no or one
+        self._steps: list[
+            Step
+        ] = []  # uncommitted: at most 2 inside `step()`, at most 1 between calls
         self._stepping = False
         model = load_model(
             self.source,
@@ -72,19 +91,16 @@ class Engine:
             args.seed,
         )
         self._forward_pass: ForwardPass | None = ForwardPass(model)
-        self._runner: Runner | None = None
-        self.scheduler, self._runner = build_core(args, model, self.memory, self.max_model_len)
-        capture = capture_for(self.device, args.enforce_eager)
-        if capture is not None:
-            self._runner.use_graphs(capture)
+        self._runner: Executor | None = None
+        self._runner = build_executor(args, model, self.memory, self.max_model_len)
+        self.scheduler = build_scheduler(args, self._runner.capacity())
         asked = args.async_scheduling
         self.overlaps = self.device.type != "cpu" if asked is None else asked
-        self._runner.reads_late = self.overlaps
         name = self.source.name
         self.trace = Trace(trace_settings(name, self.dtype, self.device, self.scheduler))
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> Executor:
         """What carries out plans; an error once the engine is closed."""
         if self._runner is None or self._dead:
             raise EngineDeadError(self._dead or "This engine is closed; make a new one.")
@@ -98,17 +114,16 @@ class Engine:
         return self._forward_pass
 
     def allocated(self) -> dict[str, int]:
-        """Bytes that were really allocated, under the names of the memory plan's parts.
-
-        "activations" is the peak of a GPU's allocator beyond the rest; a CPU's does not tell.
-        """
-        return allocated(self.runner, self.device)
+        """Bytes that were really allocated, under the names of the memory plan's parts."""
+        return self.runner.stats()
 
     def close(self) -> None:
         """End all requests and give the memory back. Closing twice is fine."""
         with suppress(EngineDeadError):
             for request_id in list(self._live):
                 self.abort(request_id)
+        if self._runner is not None:
+            self._runner.close()
         self._runner = self._forward_pass = None
 
     # ---- requests ------------------------------------------------------------------------
@@ -268,7 +283,7 @@ class Engine:
             if self.overlaps:
                 self._steps[0].launch(runner)
                 self._begin(self.scheduler.schedule_ahead, perf_counter())
-                if len(self._steps) > 1 and not runner.needs_tokens(self._steps[1].plan):
+                if len(self._steps) > 1:
                     self._steps[1].launch(runner)
             touched = self._complete()
             self._land_in_vain()
@@ -310,9 +325,7 @@ class Engine:
         """Wait for the oldest step, and commit it."""
         step, *others = self._steps
         record = step.record
-        result = step.flight.collect() if step.flight else self.runner.execute(step.plan)
-        for other in others:  # it needed these tokens
-            other.launch(self.runner)
+        result = step.launch(self.runner).collect()
         record.graph_rows, record.why_eager = result.graph_rows, result.why_eager
         record.computed = perf_counter()
         self.trace.append(record)
@@ -334,8 +347,10 @@ class Engine:
             scheduler.distrust(plan, result.suspect)
         rows = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
         # A completion may have ended at the step before, while others of its request go on.
-        owners = [(r, one) for r, one in rows if one.status is not Status.FINISHED and not one.is_void]
-        for row, sequence in owners if result.errors else ():
+        owners = [
+            (row, one) for row, one in rows if one.status is not Status.FINISHED and not one.is_void
+        ]
+        for row, _ in owners if result.errors else ():
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
                 scheduler.finish(row.seq_id, "error", now if self.overlaps else None)
         for fork in scheduler.commit(plan, result.token_ids):

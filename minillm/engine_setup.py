@@ -13,6 +13,8 @@ from minillm.cost import BatchFit, MemoryPlan, memory_plan
 from minillm.deterministic import PASS_ROWS, TiledDecoder
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, ModelNotFoundError
+from minillm.executor import Capacity
+from minillm.graphs import capture_for
 from minillm.layers.kv_cache import KVCache, cache_spec
 from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
@@ -250,20 +252,32 @@ def scheduler_config(args: EngineArgs) -> SchedulerConfig:
     )
 
 
-def build_core(
-    args: EngineArgs, model: Decoder, plan: MemoryPlan, max_model_len: int
-) -> tuple[Scheduler, Runner]:
-    """The scheduler with its blocks, and the runner with the tensors behind them."""
-    config, size = scheduler_config(args), plan.settings.block_size
-    block_bytes = size * plan.kv_bytes_per_token
-    num_host_blocks = int(args.swap_space * 2**30) // block_bytes
-    if args.swap_space and not num_host_blocks:
+def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
+    """Blocks of host memory to which sequences are swapped out."""
+    block_bytes = plan.settings.block_size * plan.kv_bytes_per_token
+    count = int(args.swap_space * 2**30) // block_bytes
+    if args.swap_space and not count:
         raise ConfigError(
             f"swap_space is {args.swap_space} GiB, which is less than one block of the KV cache "
             f"({block_bytes:,} bytes)."
         )
+    return count
+
+
+def build_scheduler(args: EngineArgs, capacity: Capacity) -> Scheduler:
+    """The scheduler over the blocks that an executor has."""
     prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
-    blocks = BlockManager(plan.num_tokens // size, size, prefix_cache, num_host_blocks)
+    blocks = BlockManager(
+        capacity.num_blocks, capacity.block_size, prefix_cache, capacity.num_host_blocks
+    )
+    return Scheduler(scheduler_config(args), blocks)
+
+
+def build_executor(
+    args: EngineArgs, model: Decoder, plan: MemoryPlan, max_model_len: int
+) -> Runner:
+    """The runner with the tensors behind the blocks, and its graphs where there are any."""
+    size, host_blocks = plan.settings.block_size, num_host_blocks(args, plan)
     if packs(args, model.embedding.weight.device):
         logger.info("Weights: %s.", pack_weights(model))
     elif args.enforce_eager and model.embedding.weight.device.type == "cpu":
@@ -272,14 +286,18 @@ def build_core(
     attention = ops.tiled_attention if args.deterministic else None
     kv = KVCache(
         *shape,
-        blocks.pool.num_blocks,
+        plan.num_tokens // size,
         size,
         weight.dtype,
         weight.device,
         attention,
         model.plain_torch,
     )
-    host = KVCache(*shape, num_host_blocks, size, weight.dtype) if num_host_blocks else None
-    longest = blocks.blocks_for(max_model_len)
+    host = KVCache(*shape, host_blocks, size, weight.dtype) if host_blocks else None
     runs = TiledDecoder(model) if args.deterministic else model
-    return Scheduler(config, blocks), Runner(runs, kv, host, config.max_num_seqs, longest)
+    seats = scheduler_config(args).max_num_seqs
+    runner = Runner(runs, kv, host, seats, ceil(max_model_len / size))
+    capture = capture_for(weight.device, args.enforce_eager)
+    if capture is not None:
+        runner.use_graphs(capture)
+    return runner

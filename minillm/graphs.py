@@ -5,31 +5,35 @@ hundred; one replay costs as much as one launch. But a graph repeats addresses, 
 changes from step to step lies in tensors that stay where they are.
 
     host, one copy per step      [ positions | lengths | slots ]   of every row; padding elsewhere
-    device, from step to step    [ last tokens ]                   written by the sampler's kernel,
+    device, from step to step    [ last tokens ]                   written after sampling,
                                                                    read by the next step's embedding
-    replay                       embedding -> layers -> norm -> logits -> sampling
+    replay                       embedding -> layers -> norm -> hidden states
 
-So no token passes through the host. Rows are those of the runner's persistent table, from 0 to the
+Logits and sampling are launched after the replay, for the rows of the step only: what one request
+asks of its tokens does not keep the others from their graph. No token passes through the host. Rows
+are those of the runner's persistent table, from 0 to the
 size of the graph: a row that has no part in the step is padding, of length 0 and with slot -1,
 which attends to nothing and writes nowhere; its token means nothing. Positions and slots come from
 the host, which knows them before any token, in one copy of a few kilobytes.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from minillm import ops
 from minillm.batches import DeviceRows, put
-from minillm.device_sampler import DeviceSampler, choose_into
 from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 
+logger = logging.getLogger(__name__)
+
+MAX_SECONDS = 120.0  # of recording: an engine that starts must not seem to hang
 SMALL = (1, 2, 4, 8)
 FINE, COARSE, FINE_UP_TO = 8, 16, 64
 
@@ -39,16 +43,16 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
 
     A decode step reads all weights whatever the number of rows, so that padded rows cost hardly
     anything, while each graph costs memory and a moment when it is first needed. Powers of two up
-    to 8, because there a row more is much; then every 8th, which is as many rows as one tile of a
+    to 8, because there one row more is much; then every 8th, which is as many rows as one tile of a
     matrix unit has at least; above 64 every 16th, where fewer than one row in five is padding.
     """
     sizes = [*SMALL, *range(FINE, FINE_UP_TO, FINE), *range(FINE_UP_TO, most, COARSE)]
     return (*sorted({size for size in sizes if size < most}), most)
 
 
-def bucket_of(sizes: Sequence[int], num_rows: int) -> int:
-    """The smallest size that holds so many rows."""
-    return next(size for size in sizes if size >= num_rows)
+def bucket_of(sizes: Sequence[int], num_rows: int) -> int | None:
+    """The smallest size that holds so many rows; None if none does."""
+    return next((size for size in sizes if size >= num_rows), None)
 
 
 class Capture(Protocol):
@@ -98,64 +102,42 @@ def capture_for(device: torch.device, enforce_eager: bool) -> Capture | None:
     return CudaCapture(device)
 
 
-def read_later(results: Tensor) -> Callable[[], NDArray]:
-    """Copy results towards the host now, and wait for them when they are asked for.
-
-    What comes after in the stream may overwrite `results`.
-    """
-    if results.device.type == "cpu":
-        copy = results.clone()
-        return copy.numpy
-    pinned = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-    pinned.copy_(results, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def read() -> NDArray:
-        arrived.synchronize()
-        return pinned.numpy()
-
-    return read
-
-
 class DecodeGraphs:
-    """Decode steps of one model over one cache.
+    """The forward pass of decode steps of one model over one cache.
 
-    `failed` says why there are no graphs any more, after a recording that was not possible.
+    `sizes` are the numbers of rows that have a graph; `missing` says why others have none.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        kv: KVCache,
-        rows: DeviceRows,
-        sampler: DeviceSampler,
-        capture: Capture,
-    ):
-        self.model, self.kv, self.rows, self.sampler = model, kv, rows, sampler
-        self.recorder = capture
-        self.sizes = bucket_sizes(rows.num_rows)
-        self.failed = ""
-        # Positions, positions of the tokens to choose (which are the lengths), and slots.
+    def __init__(self, model: Decoder, kv: KVCache, rows: DeviceRows, capture: Capture):
+        self.model, self.kv, self.rows, self.recorder = model, kv, rows, capture
+        self.sizes: tuple[int, ...] = ()
+        self.missing = ""
+        self.seconds = 0.0  # that recording took
+        # Positions, lengths and slots.
         self._host = np.zeros((3, rows.num_rows), dtype=np.int64)
         self._inputs = torch.zeros(3, rows.num_rows, dtype=torch.int64, device=rows.device)
         self._lengths = torch.zeros(rows.num_rows, dtype=torch.int32, device=rows.device)
         self._bounds = torch.arange(rows.num_rows + 1, dtype=torch.int32, device=rows.device)
         self._places = torch.arange(rows.num_rows, device=rows.device)
-        self._replay: dict[tuple[int, bool], Callable[[], None]] = {}
+        shape = rows.num_rows, model.config.hidden_size
+        self.hidden = torch.zeros(shape, dtype=kv.key.dtype, device=rows.device)
+        self._replay: dict[int, Callable[[], None]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all recordings."""
-        return self.recorder.num_bytes
+        """Device memory of all recordings and of what they read and write."""
+        own = (self._inputs, self._lengths, self._bounds, self._places, self.hidden)
+        return self.recorder.num_bytes + sum(each.nbytes for each in own)
 
-    def launch(self, rows: Sequence[int], starts: Sequence[int], truncates: bool) -> int:
-        """One token for each of these rows, at position `starts`; returns the size of the graph.
+    def launch(self, rows: Sequence[int], starts: Sequence[int]) -> int | None:
+        """One token for each of these rows, at position `starts`; returns the size of the graph,
+        None if there is none for so many rows.
 
-        The tokens to compute are in `DeviceRows.last`, and so are, after the replay, those chosen.
+        The tokens are in `DeviceRows.last`; after the replay their hidden states are in `hidden`.
         """
         size = bucket_of(self.sizes, max(rows) + 1)
-        replay = self._replay.get((size, truncates)) or self._record(size, truncates)
+        if size is None:
+            return None
         place, start, host = np.array(rows), np.array(starts), self._host
         block_size = self.kv.block_size
         blocks = self.rows.tables.host[place, start // block_size]
@@ -163,34 +145,58 @@ class DecodeGraphs:
         host[0, place], host[1, place] = start, start + 1
         host[2, place] = blocks * block_size + start % block_size
         put(self._inputs, host)
-        self.sampler.bring_up_to_date()
-        replay()
+        self._replay[size]()
         return size
 
     def _clear(self) -> None:
         """Nothing but padding."""
         self._host[:2], self._host[2] = 0, -1
 
-    def record_all(self, progress: Callable[[int], None] = lambda size: None) -> None:
-        """Record the graphs of every size now, the largest first, whose memory the others share."""
-        for size in reversed(self.sizes):
-            if (size, False) not in self._replay:
-                self._record(size, False)
-            progress(size)
+    def record_all(
+        self,
+        progress: Callable[[int], None] = lambda size: None,
+        max_seconds: float = MAX_SECONDS,
+        max_bytes: int | None = None,
+    ) -> None:
+        """Record the graphs of all sizes now, the largest first, whose memory the others share.
 
-    def _record(self, size: int, truncates: bool) -> Callable[[], None]:
-        """The graph of a size; what the rows' last tokens are stays as it is."""
-        kept = self.rows.results.clone()
+        A size that cannot be recorded has none, and its batches take the next larger graph. Where
+        time or memory run out, the smaller sizes have none.
+        """
+        began = perf_counter()
+        for size in reversed(bucket_sizes(self.rows.num_rows)):
+            if perf_counter() - began > max_seconds or (max_bytes and self.num_bytes > max_bytes):
+                logger.warning(
+                    "CUDA graphs were recorded for %d rows and more only: they took %.0f s and "
+                    "%.0f MB; smaller batches are padded.",
+                    min(self._replay, default=0),
+                    perf_counter() - began,
+                    self.num_bytes / 1e6,
+                )
+                break
+            progress(size)
+            try:
+                self._replay[size] = self._record(size)
+            except Exception as error:
+                text = " ".join(str(error).split())[:300]
+                self.missing = f"no graph: {type(error).__name__}: {text}"
+                logger.warning("Batches of %d rows have no CUDA graph of their own: %s", size, text)
+        self.sizes, self.seconds = tuple(sorted(self._replay)), perf_counter() - began
+        if self.sizes:
+            logger.info(
+                "CUDA graphs: %d sizes up to %d rows, %.1f s, %.0f MB.",
+                len(self.sizes),
+                self.sizes[-1],
+                self.seconds,
+                self.num_bytes / 1e6,
+            )
+
+    def _record(self, size: int) -> Callable[[], None]:
         self._clear()
         put(self._inputs, self._host)
-        try:
-            replay = self.recorder.capture(lambda: self._run(size, truncates))
-        finally:
-            self.rows.results.copy_(kept)
-        self._replay[size, truncates] = replay
-        return replay
+        return self.recorder.capture(lambda: self._run(size))
 
-    def _run(self, size: int, truncates: bool) -> None:
+    def _run(self, size: int) -> None:
         """What is recorded: every tensor that it reads first or writes last stays in its place."""
         positions, ends, slots = self._inputs[:, :size].unbind()
         lengths = self._lengths[:size]
@@ -205,6 +211,4 @@ class DecodeGraphs:
             logits_indices=self._places[:size],
             max_query_len=1,
         )
-        logits = self.model.logits(self.model(batch, self.kv))  # [size, V]
-        self.rows.best[:size].copy_(logits.amax(dim=-1))
-        choose_into(self.rows.last[:size], logits, self.sampler.of(size), ends, truncates)
+        self.hidden[:size].copy_(self.model(batch, self.kv))

@@ -3,46 +3,44 @@
 It keeps one row per running sequence between steps: the tokens, and the block table in a tensor on
 the device. A plan says only what changed, so a step costs O(rows) list work and no rebuilding.
 
-`launch` starts a step and `Flight.collect` waits for its tokens; between the two the next one may
-be launched. It needs no token of the first: those stay on the device (`DeviceRows.last`), unless
-something must be computed from them here, such as a penalty.
+    launch    rows and blocks -> forward (operations, or one graph) -> hidden states
+              -> logits where they are wanted -> sample -> tokens on the device
+    collect   tokens and log-probabilities on the host
+
+Between the two the next step may be launched. It needs no token of the first: the last token of
+each row stays on the device (`DeviceRows.last`), and so does what edits its logits (`edits.py`).
 """
 
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import inf, isfinite
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minillm import ops
-from minillm.batches import DeviceRows, make_batch, upload
+from minillm.batches import DeviceRows, make_batch, read_later, upload
 from minillm.deterministic import TiledDecoder
-from minillm.device_sampler import DeviceSampler, truncated
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError, in_one_line
+from minillm.executor import Capacity, Executor
 from minillm.flight import Flight, StepResult
-from minillm.graphs import Capture, DecodeGraphs, read_later
+from minillm.graphs import Capture, DecodeGraphs
 from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
-from minillm.logprobs import failure_of, token_logprobs
+from minillm.logprobs import Described, PromptLogprobs, describe, failure_of, token_logprobs
 from minillm.models.decoder import Decoder
-from minillm.sampler import SamplingRow, sample
+from minillm.sampler import Sampler
 from minillm.scheduling.plan import Row, StepPlan
-from minillm.scheduling.record import StepRecord
 from minillm.sequence_row import SequenceRow
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Taken = list[tuple[Row, SequenceRow]]
 
 
 class Runner:
-    """Owns the model, the cache on its device and the host's part of it.
+    """The executor of one process: owns the model, the cache on its device and the host's part.
 
     What goes wrong in one row, or in a pass over several of them, is isolated: the rows are run
     again one by one, and those that fail alone are reported in `StepResult.errors`.
@@ -57,20 +55,31 @@ class Runner:
         max_blocks: int,
     ):
         self.model, self.kv, self.host = model, kv, host
-        # Whether the rows of a step may share anything but exact operations.
+        # Deterministic mode: log-probabilities row by row, so that no batch changes their rounding.
         self.row_by_row = isinstance(model, TiledDecoder)
         self.device = model.embedding.weight.device
         self.rows = DeviceRows(max_num_seqs, max_blocks, self.device)
-        self.sampler = DeviceSampler(max_num_seqs, self.device)
-        self.reads_late = False  # whether a step is launched before the last was collected
+        self.sampler = Sampler(max_num_seqs, model.config.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None
         self.reset()
 
     def use_graphs(self, capture: Capture) -> None:
-        """From now on, decode steps are recorded and replayed; before the first plan only. Tiles
-        of rows are cut by the host, so that a deterministic model has no graphs."""
+        """Record decode steps now, and replay them from now on. Tiles of rows are cut by the host,
+        so a deterministic model has no graphs."""
         if isinstance(self.model, Decoder):
-            self.graphs = DecodeGraphs(self.model, self.kv, self.rows, self.sampler, capture)
+            self.graphs = DecodeGraphs(self.model, self.kv, self.rows, capture)
+            self.graphs.record_all()
+
+    # ---- the executor --------------------------------------------------------------------
+
+    def capacity(self) -> Capacity:
+        """Blocks of both caches, and rows."""
+        return Capacity(
+            self.kv.num_blocks,
+            self.kv.block_size,
+            self.host.num_blocks if self.host else 0,
+            self.rows.num_rows,
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan, and wait for it."""
@@ -82,46 +91,55 @@ class Runner:
         with torch.accelerator.device_index(self.device.index):  # where kernels are launched
             self._update_rows(plan)
             self._move_blocks(plan)
-            flight = Flight(StepResult(why_eager=self._why_eager(plan.rows)))
-            if (
-                self.graphs is None
-                or flight.result.why_eager
-                or not self._replay(plan.rows, flight)
-            ):
-                self._run(plan.rows, flight)
+            flight = Flight()
+            for rows, hidden in self._passes(plan.rows, flight.result):
+                self._prompt_logprobs(rows, hidden, flight)
+                wanted = [
+                    row for row in rows if row.num_logits and row.seq_id not in flight.result.errors
+                ]
+                run = partial(self._sample, rows, hidden, flight)
+                self._attempt(wanted, run, flight.result)
             return flight
-
-    def needs_tokens(self, plan: StepPlan) -> bool:
-        """Whether the flights before must be collected first: a token that is not read yet counts
-        for the next one."""
-        known = (self._rows.get(row.seq_id) for row in plan.rows)
-        return any(state and state.num_unread and state.needs_host() for state in known)
-
-    def _run(self, rows: Sequence[Row], flight: Flight) -> None:
-        """Operation by operation."""
-        result = flight.result
-        for part, hidden in self._attempt(rows, self._forward, result):
-            self._prompt_logprobs(part, hidden, result)
-            sampling = [row for row in part if row.num_samples and row.seq_id not in result.errors]
-            if sampling:
-                self._sample(sampling, part, hidden, flight)
 
     def reset(self) -> None:
         """Forget all sequences."""
         self._rows: dict[int, SequenceRow] = {}
         self._free_rows = list(range(self.rows.num_rows - 1, -1, -1))
 
+    def stats(self) -> dict[str, int]:
+        """Bytes that are really allocated, under the names of the memory plan's parts, and for
+        graphs. "activations" is the peak of a GPU's allocator beyond the rest; a CPU's does not
+        tell."""
+        sizes = {
+            "weights": sum(
+                each.nbytes for each in (*self.model.parameters(), *self.model.buffers())
+            ),
+            "kv_cache": self.kv.num_bytes,
+            "swap_space": self.host.num_bytes if self.host else 0,
+        }
+        if self.device.type != "cpu":
+            peak = torch.get_device_module(self.device).max_memory_allocated(self.device)
+            sizes["activations"] = peak - sizes["weights"] - sizes["kv_cache"]
+        if self.graphs is not None:
+            sizes["cuda_graphs"] = self.graphs.num_bytes
+        return sizes
+
+    def close(self) -> None:
+        """Nothing but memory, which goes with this object."""
+        self.reset()
+
     # ---- what changed --------------------------------------------------------------------
 
     def _update_rows(self, plan: StepPlan) -> None:
         for seq_id in plan.dropped:
-            self._free_rows.append(self._rows.pop(seq_id).row)
+            state = self._rows.pop(seq_id)
+            self.sampler.edits.drop(state.row)
+            self._free_rows.append(state.row)
         if self.graphs is not None and plan.dropped:
             self._close_gaps()
         for new in plan.new:
             state = self._rows[new.seq_id] = SequenceRow.of(self._free_rows.pop(), new)
-            if self.graphs is not None:
-                self.sampler.set_row(state.row, state.sampling_row(new.sample_index))
+            self.sampler.set_row(state.row, state.sampling_row())
         self.rows.tables.write(
             [
                 (self._rows[row.seq_id].row, row.num_kept, row.blocks)
@@ -150,88 +168,46 @@ class Runner:
         if plan.swap_in and self.host is not None:
             self.host.copy_blocks(plan.swap_in, self.kv)
 
-    # ---- a graph -------------------------------------------------------------------------
+    # ---- forward -------------------------------------------------------------------------
 
-    def _why_eager(self, rows: Sequence[Row]) -> str:
-        """Why no graph can carry these rows out; "" if one can, or if there are none."""
-        if self.graphs is None:
-            return ""
+    def _passes(
+        self, rows: Sequence[Row], result: StepResult
+    ) -> list[tuple[Sequence[Row], Tensor]]:
+        """Run the model: rows, and the hidden states [N, d] of their tokens."""
+        if self.graphs is not None:
+            hidden = self._replay(rows, result)
+            if hidden is not None:
+                return [(rows, hidden)]
+        return self._attempt(rows, self._forward, result)
+
+    def _replay(self, rows: Sequence[Row], result: StepResult) -> Tensor | None:
+        """Hidden states [B, d] from a graph; None where there is none for these rows."""
+        if self.graphs is None or not rows:
+            return None
         if any(row.num_tokens > 1 for row in rows):
-            return "several tokens of a sequence"
-        if any(row.num_samples != 1 for row in rows):
-            return "a sequence with no sample or several"
-        reasons = (self._rows[row.seq_id].needs_host() for row in rows)
-        return self.graphs.failed or next(filter(None, reasons), "")
-
-    def _replay(self, rows: Sequence[Row], flight: Flight) -> bool:
-        """Whether a graph was launched for these rows."""
-        graphs, taken = self.graphs, self._taken(rows)
-        if graphs is None:
-            return False
+            result.why_eager = "several tokens of a sequence"
+            return None
+        taken = self._taken(rows)
         old = [(state.row, state.token_ids[row.start]) for row, state in taken if not state.is_fed]
         if old:
             place, token = upload(self.device, *np.array(old, dtype=np.int64).T)
             self.rows.last.index_copy_(0, place, token)
-        requests = (state.sampling_row(state.new.sample_index) for _, state in taken)
-        truncates = any(map(truncated, requests))
-        places, starts = [state.row for _, state in taken], [row.start for row in rows]
-        try:
-            flight.result.graph_rows = graphs.launch(places, starts, truncates)
-        except Exception as error:
-            graphs.failed = flight.result.why_eager = f"no graph: {in_one_line(error)}"
-            logger.warning("Decode steps run without CUDA graphs: %s", in_one_line(error))
-            return False
-        if len(rows) < len(self._rows):  # a padded row has written its token, too
-            for state in self._rows.values():
-                state.is_fed = state.is_fed and state.row >= flight.result.graph_rows
-        read = read_later(self.rows.results)
-        self._read_later(taken, places, read, flight)
-        return True
-
-    def _taken(self, rows: Sequence[Row]) -> Taken:
-        return [(row, self._rows[row.seq_id]) for row in rows]
-
-    def _read_later(
-        self, taken: Taken, places: Sequence[int], read: Callable[[], np.ndarray], flight: Flight
-    ) -> None:
-        """The tokens of `taken` will be at `places` of what `read` gives, one after another for a
-        row with several samples; the first of each lies on the device already."""
-        for _, state in taken:
-            state.is_fed = True
-            state.num_unread += 1
-
-        def finish() -> None:
-            tokens, best = read()
-            chosen = tokens[places].tolist()
-            wrong = [failure_of(value) for value in best.view(np.float64)[places].tolist()]
-            self._give(taken, chosen, wrong, flight.result)
-
-        flight.reads.append(finish)
-
-    def _give(
-        self, taken: Taken, tokens: list[int], wrong: list[str | None], result: StepResult
-    ) -> None:
-        """Tokens that are here, and what is wrong with some of them."""
-        end = 0
-        for row, state in taken:
-            start, end = end, end + row.num_samples
-            given: list[int | None] = [*tokens[start:end]]
-            if any(wrong[start:end]):
-                errors = {i: why for i, why in enumerate(wrong[start:end]) if why is not None}
-                given = [None if i in errors else token for i, token in enumerate(given)]
-                result.fail_samples(row, errors)
-            result.token_ids[row.seq_id] = given
-            state.num_unread = max(state.num_unread - 1, 0)
-            if given[0] is not None:
-                state.token_ids.append(given[0])
-                state.output_ids.append(given[0])
-
-    # ---- the model -----------------------------------------------------------------------
+            for _, state in taken:
+                state.is_fed = True
+        places = [state.row for _, state in taken]
+        size = self.graphs.launch(places, [row.start for row in rows])
+        if size is None:
+            result.why_eager = self.graphs.missing
+            return None
+        result.graph_rows = size
+        return self.graphs.hidden[self._tensor(places)]
 
     def _attempt(
         self, rows: Sequence[Row], run: Callable[[Sequence[Row]], T], result: StepResult
     ) -> list[tuple[Sequence[Row], T]]:
         """All rows together; where that fails, each alone. Writing a position twice is harmless."""
+        if not rows:
+            return []
         try:
             return [(rows, run(rows))]
         except Exception as error:
@@ -268,85 +244,112 @@ class Runner:
             batch.input_ids.index_copy_(0, where, self.rows.last.index_select(0, source))
         return batch
 
+    def _taken(self, rows: Sequence[Row]) -> Taken:
+        return [(row, self._rows[row.seq_id]) for row in rows]
+
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return upload(self.device, np.array(values, dtype=np.int64))[0]
 
-    # ---- tokens --------------------------------------------------------------------------
+    # ---- sample --------------------------------------------------------------------------
 
     def _sample(
-        self, sampling: Sequence[Row], rows: Sequence[Row], hidden: Tensor, flight: Flight
+        self, rows: Sequence[Row], hidden: Tensor, flight: Flight, part: Sequence[Row]
     ) -> None:
-        """Choose the next tokens of the rows that have reached their end, all at once."""
+        """Choose tokens for `part` of the rows whose hidden states these are."""
+        taken = self._taken(part)
+        logits = self.model.logits(self._wanted(rows, hidden, part))  # [R, V]
+        places: list[int] = []
+        positions: list[int] = []
+        forks: list[int] = []
+        for row, state in taken:
+            end = row.start + row.num_tokens  # the position of the last token that is chosen
+            places += [state.row] * row.num_logits
+            positions += range(end - row.num_logits + 1, end + 1)
+            forks += [row.num_forks] * row.num_logits
+        tokens, best = self.sampler.choose(logits, places, positions, forks)
+        entries = self._logprobs(taken, logits, tokens)
+        self._feed(taken, tokens)
+        read = read_later(tokens, best)
+        flight.reads.append(partial(self._give, taken, read, entries, flight.result))
 
-        def run(part: Sequence[Row]) -> None:
-            wanted = hidden
-            # Nothing is picked where all of it is wanted: the rows of a step that only decodes.
-            if len(part) < len(hidden) or any(row.num_samples > 1 for row in part):
-                ends = dict(zip((row.seq_id for row in rows), last_tokens(rows), strict=True))
-                places = [ends[row.seq_id] for row in part for _ in range(row.num_samples)]
-                wanted = hidden[self._tensor(places)]
-            self._take(part, self.model.logits(wanted), flight)  # logits [K, V]
+    def _wanted(self, rows: Sequence[Row], hidden: Tensor, part: Sequence[Row]) -> Tensor:
+        """Hidden states [R, d] of the positions whose logits are wanted."""
+        if len(part) == len(hidden):
+            return hidden  # the rows of a step that only decodes
+        ends = dict(zip((row.seq_id for row in rows), ends_of(rows), strict=True))
+        wanted = [range(ends[row.seq_id] - row.num_logits, ends[row.seq_id]) for row in part]
+        return hidden[self._tensor([place for places in wanted for place in places])]
 
-        self._attempt(sampling, run, flight.result)
-
-    def _take(self, rows: Sequence[Row], logits: Tensor, flight: Flight) -> None:
-        """Sample, and append what was sampled to the sequence; forks get theirs when they come."""
-        taken = self._taken(rows)
-        requests = [
-            state.sampling_row(state.new.sample_index + each)
-            for row, state in taken
-            for each in range(row.num_samples)
-        ]
-        if ops.uses_kernels(logits) and not any(state.needs_host() for _, state in taken):
-            self._take_on_device(taken, logits, requests, flight)
-            return
-        sampled, result = sample(logits, requests, self.row_by_row), flight.result
-        wrong = [sampled.failed.get(place) for place in range(len(requests))]
-        finish = partial(self._give, taken, sampled.token_ids, wrong, result)
-        end = 0
-        for row in rows:
-            start, end = end, end + row.num_samples
-            result.logprobs[row.seq_id] = sampled.logprobs[start:end]
-        if not self.reads_late:
-            for _, state in taken:
-                state.is_fed = False
-            finish()
-            return
-        firsts = [end - row.num_samples for row, end in zip(rows, ends_of(rows), strict=True)]
-        self._feed(taken, self._tensor([max(sampled.token_ids[first], 0) for first in firsts]))
-        for _, state in taken:
-            state.num_unread += 1
-        flight.reads.append(finish)
-
-    def _take_on_device(
-        self, taken: Taken, logits: Tensor, requests: Sequence[SamplingRow], flight: Flight
-    ) -> None:
-        """The same without waiting for a token."""
-        tokens = self.sampler.choose(logits, requests)
-        best = logits.amax(dim=-1).double().view(torch.int64)
-        ends = ends_of([row for row, _ in taken])
-        firsts = [end - row.num_samples for (row, _), end in zip(taken, ends, strict=True)]
-        self._feed(taken, tokens[self._tensor(firsts)])
-        read = read_later(torch.stack((tokens, best)))
-        self._read_later(taken, range(len(requests)), read, flight)
+    def _logprobs(self, taken: Taken, logits: Tensor, tokens: Tensor) -> Described | None:
+        """Log-probabilities of the chosen tokens, for the rows that ask."""
+        asked: list[tuple[int, int, int]] = []  # of a sample: its logits, its place, its top k
+        first = sample = 0
+        for row, state in taken:
+            top_k = state.new.params.logprobs
+            if top_k is not None:
+                of = [*range(row.num_logits), *[row.num_logits - 1] * row.num_forks]
+                asked += [(first + each, sample + i, top_k) for i, each in enumerate(of)]
+            first, sample = first + row.num_logits, sample + row.num_samples
+        if not asked:
+            return None
+        which, places, counts = zip(*asked, strict=True)
+        raw, chosen = logits[self._tensor(which)], tokens[self._tensor(places)]
+        return describe(raw, chosen, counts, self.row_by_row)
 
     def _feed(self, taken: Taken, tokens: Tensor) -> None:
-        """The next step finds the tokens on the device."""
-        self.rows.last.index_copy_(0, self._tensor([state.row for _, state in taken]), tokens)
+        """The next step finds the token that continues each sequence on the device."""
+        ends = accumulate(row.num_samples for row, _ in taken)
+        own = [end - row.num_forks - 1 for (row, _), end in zip(taken, ends, strict=True)]
+        if len(own) < len(tokens):
+            tokens = tokens[self._tensor(own)]
+        places = [state.row for _, state in taken]
+        self.rows.last.index_copy_(0, self._tensor(places), tokens)
+        self.sampler.append(places, [row.start + row.num_tokens for row, _ in taken], tokens)
         for _, state in taken:
             state.is_fed = True
+            state.num_unread += 1
 
-    def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor, result: StepResult) -> None:
+    def _give(
+        self,
+        taken: Taken,
+        read: Callable[[], list[Tensor]],
+        entries: Described | None,
+        result: StepResult,
+    ) -> None:
+        """The tokens are here, and what is wrong with some of them; forks get theirs when they
+        come."""
+        tokens, best = (each.tolist() for each in read())
+        described = iter(entries.read()) if entries is not None else iter(())
+        wrong = None if all(map(isfinite, best)) else [failure_of(value) for value in best]
+        end = 0
+        for row, state in taken:
+            start, end = end, end + row.num_samples
+            given: list[int | None] = tokens[start:end]
+            state.num_unread -= 1
+            state.token_ids.append(tokens[end - row.num_forks - 1])
+            if state.new.params.logprobs is not None:
+                result.logprobs[row.seq_id] = [next(described) for _ in given]
+            if row.seq_id in result.errors:  # its prompt's log-probabilities failed
+                continue
+            if wrong is not None and any(wrong[start:end]):
+                errors = {i: why for i, why in enumerate(wrong[start:end]) if why is not None}
+                given = [None if i in errors else token for i, token in enumerate(given)]
+                result.errors[row.seq_id] = errors
+                if not all(value == -inf for value in best[start:end] if not isfinite(value)):
+                    result.suspect.add(row.seq_id)
+            result.token_ids[row.seq_id] = given
+
+    def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor, flight: Flight) -> None:
         """Log-probabilities of the prompt tokens that these rows predict, where they are wanted."""
         end = 0
         for row in rows:
             start, end = end, end + row.num_tokens
             new = self._rows[row.seq_id].new
-            wanted = new.request.params.prompt_logprobs
+            wanted = new.params.prompt_logprobs
             if wanted is None or new.sample_index:
                 continue
-            ids = new.request.prompt_token_ids
-            targets = ids[row.start + 1 : row.start + 1 + row.num_tokens]
+            known = min(row.start + 1 + row.num_tokens, new.num_prompt_tokens)
+            targets = new.token_ids[row.start + 1 : known]
             if not targets:
                 continue
             try:
@@ -357,19 +360,24 @@ class Runner:
                     wanted,
                     row_by_row=self.row_by_row,
                 )
-                result.prompt_logprobs[row.seq_id] = row.start + 1, entries
             except Exception as error:
-                result.fail(row, described(error))
+                flight.result.fail(row, described(error))
+            else:
+                flight.reads.append(partial(give_prompt, row, entries, flight.result))
+
+
+def give_prompt(row: Row, entries: PromptLogprobs, result: StepResult) -> None:
+    """The log-probabilities of a prompt are here."""
+    found, wrong = entries.read()
+    if wrong is not None:
+        result.fail(row, wrong)
+    else:
+        result.prompt_logprobs[row.seq_id] = row.start + 1, found
 
 
 def ends_of(rows: Sequence[Row]) -> list[int]:
-    """Where the samples of each row end."""
-    return list(accumulate(row.num_samples for row in rows))
-
-
-def last_tokens(rows: Sequence[Row]) -> list[int]:
     """Where in the flat batch each row ends."""
-    return [end - 1 for end in accumulate(row.num_tokens for row in rows)]
+    return list(accumulate(row.num_tokens for row in rows))
 
 
 def described(error: Exception) -> str:
@@ -379,21 +387,12 @@ def described(error: Exception) -> str:
     return f"The model failed on this request: {in_one_line(error)}"
 
 
-def in_one_line(error: BaseException) -> str:
-    """Its type and the beginning of what it says."""
-    text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def runner_of(executor: Executor) -> Runner:
+    """The runner of an engine in this process, to measure or to look inside.
 
-
-@dataclass(slots=True)
-class Step:
-    """One step of an engine, from its plan to its commit; no flight before it is launched."""
-
-    plan: StepPlan
-    record: StepRecord
-    flight: Flight | None = None
-
-    def launch(self, runner: Runner) -> None:
-        """Twice is fine."""
-        if self.flight is None:
-            self.flight = runner.launch(self.plan)
+    Raises:
+        ConfigError: the engine computes elsewhere.
+    """
+    if not isinstance(executor, Runner):
+        raise ConfigError(f"This engine computes in a {type(executor).__name__}, not in a Runner.")
+    return executor

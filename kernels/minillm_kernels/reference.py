@@ -337,13 +337,26 @@ def gumbel_argmax(
     `logits` [K, V]; `temperature` (above 0) and `min_p` float32 [K]; `seed`, `sample_index` and
     `position` int64 [K]. Returns int64 [K]. -inf is never chosen.
     """
-    raw = logits.float()
-    scaled = (raw - raw.amax(dim=-1, keepdim=True)) / temperature[:, None]
-    scaled = scaled.masked_fill(scaled < min_p.log()[:, None], float("-inf"))
+    scaled = scale(logits, temperature, min_p)
     words = random_words_of_vocabulary(
         seed, sample_index, position, Purpose(purpose), logits.shape[1]
     )
     return (scaled + to_gumbel(words)).argmax(dim=-1)
+
+
+def scale(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """Temperature, then min-p (Nguyen et al., 2024): [K, V] -> float32 [K, V], 0 for the best.
+
+    With the largest logit at 0 no division overflows, and min-p is a threshold at log(min_p).
+    """
+    raw = logits.float()
+    scaled = (raw - raw.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    return scaled.masked_fill(scaled < min_p.log()[:, None], float("-inf"))
+
+
+def top_p_mask(mass: Tensor, goal: Tensor) -> Tensor:
+    """Of masses in falling order of probability: those before which the goal is not reached."""
+    return mass.cumsum(dim=-1) - mass < goal
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -362,6 +375,6 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(ordered < kth, float("-inf"))
     mass = ordered.exp().double()
     goal = top_p.double()[:, None] * mass.sum(dim=-1, keepdim=True)
-    kept = (mass.cumsum(dim=-1) - mass < goal) | (top_p[:, None] >= 1) | (places == 0)
+    kept = top_p_mask(mass, goal) | (top_p[:, None] >= 1) | (places == 0)
     ordered = ordered.masked_fill(~kept, float("-inf"))
     return torch.empty_like(scaled).scatter_(1, ids, ordered)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import minillm.runner
 from minillm.engine import Engine
 from minillm.engine_args import EngineArgs
 from minillm.errors import MinillmError
 from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.models.decoder import Decoder
+from minillm.runner import Runner, runner_of
 from minillm.sampling_params import SamplingParams
 
 NOT_TIMED = 3  # tokens of a sequence around those that are timed: two before, one to come
@@ -66,7 +66,7 @@ class DecodeSteps:
     def __init__(self, args: EngineArgs, detokenize: bool = True):
         self.engine = Engine(args)
         self._detokenize = detokenize
-        runner, pool = self.engine.runner, self.engine.scheduler.blocks.pool
+        runner, pool = runner_of(self.engine.runner), self.engine.scheduler.blocks.pool
         if not isinstance(runner.model, Decoder):
             raise StepsFailedError("A deterministic engine has no decode steps of one token each.")
         self._model = runner.model
@@ -94,7 +94,7 @@ class DecodeSteps:
             with self._hollow(batch * context):
                 self._step(batch)
             self._step(batch)
-            with parts_timed(self._model) as parts:
+            with parts_timed(runner_of(engine.runner)) as parts:
                 return [self._timed(batch, parts) for _ in range(count)]
         finally:
             for name in names:
@@ -118,7 +118,7 @@ class DecodeSteps:
     @contextmanager
     def _hollow(self, budget: int) -> Iterator[None]:
         """All prompts fit into one step, and cost nothing."""
-        scheduler, runner = self.engine.scheduler, self.engine.runner
+        scheduler, runner = self.engine.scheduler, runner_of(self.engine.runner)
         config = scheduler.config
         large = replace(config, max_num_batched_tokens=max(budget, config.max_num_batched_tokens))
         stand_in: Any = HollowModel(self._model)
@@ -144,22 +144,24 @@ def fill_with_numbers(cache: Tensor) -> None:
 
 
 @contextmanager
-def parts_timed(model: Decoder) -> Iterator[dict[str, float]]:
-    """Adds up the seconds in the model and in choosing tokens; the engine is as before behind."""
+def parts_timed(runner: Runner) -> Iterator[dict[str, float]]:
+    """Adds up the seconds in the model and in choosing tokens; afterwards all is as before."""
     parts = {"model": 0.0, "sampling": 0.0}
-    runner = minillm.runner
-    chosen, own = runner.sample, {name: vars(model).get(name) for name in ("forward", "logits")}
-    model.forward = timed(model.forward, parts, "model")  # type: ignore[method-assign]
-    model.logits = timed(model.logits, parts, "model")  # type: ignore[method-assign]
-    runner.sample = timed(chosen, parts, "sampling")
+    watched: list[tuple[Any, str, str]] = [
+        (runner.model, "forward", "model"),
+        (runner.model, "logits", "model"),
+        (runner.sampler, "choose", "sampling"),
+    ]
+    own = [vars(owner).get(name) for owner, name, _ in watched]
+    for owner, name, part in watched:
+        setattr(owner, name, timed(getattr(owner, name), parts, part))
     try:
         yield parts
     finally:
-        runner.sample = chosen
-        for name, before in own.items():
-            delattr(model, name)
+        for (owner, name, _), before in zip(watched, own, strict=True):
+            delattr(owner, name)
             if before is not None:
-                setattr(model, name, before)
+                setattr(owner, name, before)
 
 
 def timed(run: Callable, parts: dict[str, float], name: str) -> Callable:

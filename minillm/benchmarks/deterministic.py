@@ -25,6 +25,7 @@ from minillm.cli.terminal import Terminal
 from minillm.deterministic import TiledDecoder
 from minillm.llm import LLM
 from minillm.machine import cpu_name
+from minillm.runner import runner_of
 from minillm.sampling_params import SamplingParams
 
 EXAMPLES = """examples:
@@ -167,7 +168,7 @@ def measure(model: str, path: str, dtype: str, sizes: Sizes, terminal: Terminal)
     """All costs of one model in one dtype."""
     with terminal.progress(f"{model} in {dtype}: opening"):
         engines = [open_engine(path, dtype, mode, sizes) for mode in (False, True)]
-    tiled = engines[1].engine.runner.model
+    tiled = runner_of(engines[1].engine.runner).model
     tiles = tiled.tiles if isinstance(tiled, TiledDecoder) else ()
     for batch in sizes.batches:
         with terminal.progress(f"{model} in {dtype}: decode, {batch}"):

@@ -233,6 +233,7 @@ class Memory:
         self.device = [[0] * self.size for _ in range(blocks.pool.num_blocks)]
         self.host = [[0] * self.size for _ in range(blocks.host.num_blocks)]
         self.rows: dict[int, tuple[NewSequence, list[int], list[int]]] = {}
+        self.salts: dict[int, int] = {}  # by sequence: no plan tells of them
 
     def execute(self, plan: StepPlan) -> dict[int, list[int | None]]:
         """Carry out a plan in the order that its docstring asks for."""
@@ -250,7 +251,7 @@ class Memory:
     def _write(self, row: Row) -> None:
         new, tokens, table = self.rows[row.seq_id]
         table[row.num_kept :] = row.blocks
-        size, before = self.size, crc32(new.request.cache_salt.encode())
+        size, before = self.size, self.salts[new.seq_id]
         for position in range(max(row.start - 1, 0), row.start + row.num_tokens):
             block = self.device[table[position // size]]
             if position >= row.start:
@@ -263,7 +264,7 @@ class Memory:
         values = [value for block in table for value in self.device[block]][:end]
         first = new.sample_index
         indices = range(first, first + row.num_samples)
-        sampled: list[int | None] = [next_token(values, new.request.seed, i) for i in indices]
+        sampled: list[int | None] = [next_token(values, new.seed, i) for i in indices]
         tokens += [token for token in sampled[:1] if token is not None]
         return sampled
 
@@ -328,6 +329,9 @@ class OracleSoak(Soak):
         scheduler = self.scheduler
         plan = scheduler.schedule()
         require(plan.rows, "nothing can run:", scheduler.record)
+        for new in plan.new:
+            salt = scheduler.sequences[new.seq_id].request.cache_salt
+            self.memory.salts[new.seq_id] = crc32(salt.encode())
         sampled = self.memory.execute(plan)
         owners = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
         for row, sequence in owners:

@@ -87,7 +87,7 @@ class KVCache:
         usual = ops.plain_attention if plain_torch else ops.paged_attention
         self.attention = attention or usual
         self.is_usual = self.attention is ops.paged_attention
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_layers, num_blocks, spec.num_kv_heads, block_size)
         self.key = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
         if spec.value_in_key:

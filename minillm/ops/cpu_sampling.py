@@ -1,15 +1,15 @@
-"""Choosing tokens on a CPU: the C functions of `c/sample.c` behind `minillm.sampler`.
+"""Choosing tokens on a CPU: the C functions of `c/sample.c`, one backend of `sampling.choose`.
 
-`sampler` says with torch what they mean, and does the work where they cannot be built. The random
-words are the same ones bit for bit, the scaled logits too, and the noise is computed in float64
-and rounded once by both. So the tokens are the same, but for two things that hang on rounding:
-math libraries round the logarithm of about one word in 10^8 to another float32, and where top-p
-ends within some 10^-6 of the edge of a token, that token may be in or out, as on a GPU.
+The reference beside `choose` says what they mean. The random words are the same ones bit for bit,
+the scaled logits too, and the noise is computed in float64 and rounded once by both. So the tokens
+are the same, but for two things that hang on rounding: math libraries round the logarithm of about
+one word in 10^8 to another float32, and where top-p ends within some 10^-6 of the edge of a token,
+that token may be in or out, as on a GPU.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
-from ctypes import CDLL, Structure, c_double, c_float, c_int64, c_void_p, sizeof
+from collections.abc import Callable
+from ctypes import CDLL, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,19 +22,21 @@ from minillm.ops.philox import Purpose
 
 P, N = c_void_p, c_int64
 MOST_TOKENS = 2**31  # of a vocabulary; ids lie in 32 bits when log-probabilities are sorted
+COLUMNS = {
+    "temperature": torch.float32,
+    "min_p": torch.float32,
+    "top_p": torch.float32,
+    "top_k": torch.int32,
+    "seed": torch.int64,
+    "sample_index": torch.int64,
+    "position": torch.int64,
+}
 
 
-class Request(Structure):
-    """How to choose in one row: `request` in `c/sample.c`, whose fields stand in this order."""
+class _Pack(Structure):
+    """Where the columns of a `sampling.Pack` lie: `pack` in `c/sample.c`, in the same order."""
 
-    _fields_ = (
-        ("top_p", c_double),  # 1: off
-        ("seed", c_int64),
-        ("sample_index", c_int64),
-        ("top_k", c_int64),  # 0: off
-        ("temperature", c_float),  # 0: greedy
-        ("floor", c_float),  # log(min_p); -inf: off
-    )
+    _fields_ = tuple((name, c_void_p) for name in COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -57,56 +59,67 @@ def bind(built: CDLL) -> Functions:
     """The functions of a library."""
     choose, describe = built.choose_tokens, built.describe_tokens
     choose.restype = describe.restype = c_int64
-    choose.argtypes = [P, N, P, P, N, N, N, P, P]
+    choose.argtypes = [P, N, P, N, N, N, P, P]
     describe.argtypes = [P, N, N, N, P, N, P, P, P]
     return Functions(choose, describe)
 
 
-def takes(logits: Tensor) -> bool:
+def takes(logits: Tensor, model_dtype: torch.dtype | None = None) -> bool:
     """Whether these logits [K, V] go to C."""
     return (
         cpu.takes(logits)
-        and functions(logits.dtype) is not None
+        and functions(model_dtype or logits.dtype) is not None
         and logits.dim() == 2
         and 0 < logits.shape[1] < MOST_TOKENS
         and (logits.stride(1) == 1 or logits.shape[1] == 1)
     )
 
 
-def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, float32 [K], and its id, int64 [K]; of equals the first.
-
-    A row with NaN has NaN as its largest, and some id.
-    """
-    return _choose(Rows.of(logits), logits.dtype, None, None)
-
-
 def choose_tokens(
     logits: Tensor,
-    requests: Sequence[bytes],
-    positions: Sequence[int],
-    members: Sequence[int] | None = None,
+    temperature: Tensor,
+    min_p: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    seed: Tensor,
+    sample_index: Tensor,
+    position: Tensor,
     model_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: temperature, min-p, top-k, top-p, and the largest noisy logit.
+    """Draw one token per row: `sampling.choose`, whose `Pack` has the arguments' shapes and types.
 
     Args:
-        logits: [K, V], of which `takes` said yes; or rows that were edited, float32 then, with
-            `model_dtype` as it was before.
-        requests: for each row `bytes(Request(..))`.
-        positions: for each row, of the token that is chosen.
-        members: which rows; all of them.
+        logits: [K, V], of which `takes` said yes.
+        model_dtype: of the model, where these are edited logits in float32: the library of a bf16
+            model takes them, too, and no second one has to be built.
 
     Returns:
-        The largest logit of each row, float32 [rows], and the tokens, int64 [rows]: some token
-        where the largest is not finite.
+        Tokens, int64 [K], some token where a row's largest logit is not finite; and the largest
+        logit of each row, float32 [K].
     """
-    rows, packed = Rows.of(logits, members), b"".join(requests)
-    if not len(packed) // sizeof(Request) == len(positions) == len(rows.at):
-        raise ValueError(
-            f"{len(requests)} requests and {len(positions)} positions for {len(rows.at)} rows."
-        )
-    return _choose(rows, model_dtype or logits.dtype, packed, array("q", positions))
+    rows = Rows.of(logits)
+    given = (temperature, min_p, top_p, top_k, seed, sample_index, position)
+    columns = [column.contiguous() for column in given]
+    for (name, dtype), column in zip(COLUMNS.items(), columns, strict=True):
+        if column.shape != logits.shape[:1] or column.dtype != dtype:
+            raise ValueError(
+                f"{name} is {list(column.shape)}, {column.dtype}, for {len(logits)} rows; "
+                f"{dtype} {[len(logits)]} is due."
+            )
+    count = len(logits)
+    best, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
+    status = _functions(model_dtype or logits.dtype).choose_tokens(
+        rows.at.buffer_info()[0],
+        rows.wide,
+        byref(_Pack(*(column.data_ptr() for column in columns))),
+        count,
+        rows.size,
+        int(Purpose.SAMPLE),
+        best.data_ptr(),
+        tokens.data_ptr(),
+    )
+    _check_memory(status)
+    return tokens, best
 
 
 def describe_tokens(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,37 +169,15 @@ class Rows:
     size: int
 
     @classmethod
-    def of(cls, logits: Tensor, members: Sequence[int] | None = None) -> "Rows":
-        """All rows of a tensor, or these, in place."""
+    def of(cls, logits: Tensor) -> "Rows":
+        """All rows of a tensor, in place."""
         count, size = logits.shape
         right = logits.dtype in (torch.bfloat16, torch.float32) and logits.device.type == "cpu"
         if not right or (logits.stride(1) != 1 and size != 1):
             raise ValueError(f"logits are {logits.dtype} with strides {logits.stride()}.")
-        if members and not 0 <= min(members) <= max(members) < count:
-            raise IndexError(f"Rows are {min(members)} to {max(members)} of {count}.")
         start, step = logits.data_ptr(), logits.stride(0) * logits.element_size()
-        at = array("q", [start + i * step for i in (range(count) if members is None else members)])
+        at = array("q", [start + i * step for i in range(count)])
         return cls(at, logits.dtype == torch.float32, size)
-
-
-def _choose(
-    rows: Rows, model_dtype: torch.dtype, requests: bytes | None, positions: array | None
-) -> tuple[Tensor, Tensor]:
-    count = len(rows.at)
-    best, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
-    status = _functions(model_dtype).choose_tokens(
-        rows.at.buffer_info()[0],
-        rows.wide,
-        requests,
-        None if positions is None else positions.buffer_info()[0],
-        count,
-        rows.size,
-        int(Purpose.SAMPLE),
-        best.data_ptr(),
-        tokens.data_ptr(),
-    )
-    _check_memory(status)
-    return best, tokens
 
 
 def _functions(dtype: torch.dtype) -> Functions:

@@ -4,15 +4,11 @@ A shape that no kernel takes goes to torch, which is as right: a product of many
 that no real model has, or blocks that hold a whole sequence.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from typing import TypedDict
 
-import torch
 from torch import Tensor
 
-from minillm.sampling_params import SamplingParams
-from minillm_kernels import gemv, mla, reference, sampling
+from minillm_kernels import gemv, mla, reference
 from minillm_kernels import paged_attention as paged
 from minillm_kernels.batch_invariant import tiled_attention
 from minillm_kernels.launch import MAX_HEAD_DIM
@@ -68,26 +64,3 @@ def takes_heads(q: Tensor, k_cache: Tensor) -> bool:
     """Whether they can read blocks of this many positions, for so many heads that share one."""
     _, num_kv_heads, block_size, _ = k_cache.shape
     return block_size <= paged.MAX_BLOCK_SIZE and q.shape[1] <= paged.MAX_GROUP * num_kv_heads
-
-
-def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    seed: Tensor,
-    sample_index: Tensor,
-    position: Tensor,
-) -> Tensor:
-    """Choose a token per row of logits [K, V] as its `params` ask -> int64 [K].
-
-    Where no row has a top-k or top-p, their launch is left out.
-    """
-    number = partial(torch.tensor, dtype=torch.float32, device=logits.device)
-    top_k = top_p = None
-    if any(each.top_k > 0 or each.top_p < 1 for each in params):
-        counts = [each.top_k for each in params]
-        top_k = torch.tensor(counts, dtype=torch.int32, device=logits.device)
-        top_p = number([each.top_p for each in params])
-    temperature = number([0.0 if each.greedy else each.temperature for each in params])
-    min_p = number([each.min_p for each in params])
-    where = (seed, sample_index, position)
-    return sampling.sample(logits, temperature, top_k, top_p, min_p, *where)

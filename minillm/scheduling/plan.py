@@ -1,10 +1,11 @@
-"""What the scheduler decides, as plain data for the runner; `record.py` has what people ask."""
+"""What the scheduler decides, as plain data for the executor: `wire.py` makes bytes of it.
+`record.py` has the same for people."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minillm.cache.manager import BlockCopy
-from minillm.scheduling.request import Request
+from minillm.sampling_params import SamplingParams
 
 
 class Row(NamedTuple):
@@ -36,12 +37,20 @@ class Row(NamedTuple):
 
 
 class NewSequence(NamedTuple):
-    """A sequence that the runner does not know: admitted, resumed or forked since the last step."""
+    """A sequence that the executor does not know: admitted, resumed or forked since the last step.
+
+    Its tokens so far, of which the first `num_prompt_tokens` are the prompt; which completion of
+    its request it is; and how to choose its tokens, as in `Request`.
+    """
 
     seq_id: int
-    request: Request
     sample_index: int
+    num_prompt_tokens: int
     token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from enum import Enum, auto
 from minillm.cache.manager import BlockTable
 from minillm.outputs import PrefixReport
 from minillm.sampling_params import SamplingParams
+from minillm.scheduling.plan import NewSequence
 
 Key = tuple[float, ...]  # places a sequence in line
 
@@ -138,3 +139,18 @@ class Sequence:
     def is_swapped(self) -> bool:
         """Whether its blocks are in host memory."""
         return bool(self.table.host_blocks)
+
+
+def described(sequence: Sequence) -> NewSequence:
+    """What an executor must know of a sequence."""
+    request = sequence.request
+    return NewSequence(
+        sequence.seq_id,
+        sequence.index,
+        len(request.prompt_token_ids),
+        tuple(sequence.token_ids),
+        request.params,
+        request.seed,
+        request.stop_ids,
+        request.bad_words_ids,
+    )

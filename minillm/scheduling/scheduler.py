@@ -22,10 +22,10 @@ from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.doubt import distrust
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
-from minillm.scheduling.plan import NewSequence, Row, StepPlan
+from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord
-from minillm.scheduling.request import Key, Request, Sequence, Status
+from minillm.scheduling.request import Key, Request, Sequence, Status, described
 
 Sampled = list[int | None]  # tokens of one row; None is a sample that failed
 
@@ -314,11 +314,7 @@ class Scheduler:
         copy = self.blocks.grow(table, start, start + num_tokens)
         if kept is None:
             kept = 0
-            plan.new.append(
-                NewSequence(
-                    sequence.seq_id, sequence.request, sequence.index, tuple(sequence.token_ids)
-                )
-            )
+            plan.new.append(described(sequence))
         if copy is not None:
             plan.copies.append(copy)
             kept = min(kept, start // self.blocks.block_size)

@@ -11,10 +11,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from minillm.argmax import first_best
 from minillm.logprobs import describe
 from minillm.ops import c_library, cpu_sampling
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
+from minillm.ops.sampling import Pack, choose
 from minillm.sampler import NO_TOKEN, SamplingRow, sample
 from minillm.sampling_params import SamplingParams
 from tests.ops.c_variants import PATHS, folder, functions, poisoned
@@ -63,6 +63,12 @@ def c(request) -> cpu_sampling.Functions:
 
 def row(seed=0, position=0, sample_index=0, **params) -> SamplingRow:
     return SamplingRow(SamplingParams(**params), seed, sample_index, position)
+
+
+def greedy(rows: int) -> Pack:
+    """The best token of each row."""
+    zeros, none = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
+    return Pack(zeros, zeros, zeros + 1, none.int(), none, none, none, False)
 
 
 def draw(rows: int, size: int, dtype=torch.float32, seed: int = 0, ties: bool = False) -> Tensor:
@@ -304,7 +310,7 @@ def test_nan_of_either_sign_is_a_row_s_best(c):
     logits.view(torch.int32)[0, 150] = 0x7F800001
     logits.view(torch.int32)[2, 3] = -1
     with using(c):
-        assert cpu_sampling.best_tokens(logits)[0].isnan().tolist() == [True, False, True]
+        assert choose(logits, greedy(3))[1].isnan().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -341,10 +347,9 @@ def test_the_best_is_argmax_and_amax(c, dtype, size):
     logits[4] = -0.0
     logits[4, size // 2] = 0.0
     with using(c):
-        best, place = first_best(logits)
+        place, best = choose(logits, greedy(9))
     assert torch.equal(place, logits.argmax(-1))
-    assert torch.equal(best, logits.amax(-1))
-    assert best.dtype == dtype
+    assert torch.equal(best, logits.amax(-1).float())
 
 
 # ---- log-probabilities -------------------------------------------------------------------------
@@ -404,9 +409,9 @@ def test_logprobs_of_nan_harm_nobody(c):
 def test_described_as_by_torch(c):
     logits, targets = draw(9, 400, seed=5), torch.arange(9) * 40
     with using(c):
-        got = describe(logits, targets, [0, 1, 2] * 3, row_by_row=False)
+        got = describe(logits, targets, [0, 1, 2] * 3).read()
     with using(None):
-        expected = describe(logits, targets, [0, 1, 2] * 3, row_by_row=False)
+        expected = describe(logits, targets, [0, 1, 2] * 3).read()
     for ours, theirs in zip(got, expected, strict=True):
         assert [(token, each.rank) for token, each in ours.items()] == [
             (token, each.rank) for token, each in theirs.items()
@@ -419,20 +424,17 @@ def test_described_as_by_torch(c):
 
 
 def test_what_c_would_read_wrongly_is_refused(c):
-    logits, requests = torch.zeros(2, 30), [row().request] * 2
+    logits, columns = torch.zeros(2, 30), greedy(2)[:-1]
     with using(c):
         for wrong in (torch.zeros(30, 2).T, logits.half(), logits.to("meta")):
             with pytest.raises(ValueError, match="logits are"):
-                cpu_sampling.choose_tokens(wrong, requests, [0, 0], None, torch.float32)
-        for members in ([0, 2], [-1, 0]):
-            with pytest.raises(IndexError, match="of 2"):
-                cpu_sampling.choose_tokens(logits, requests, [0, 0], members)
-        with pytest.raises(ValueError, match="2 requests and 2 positions for 1 rows"):
-            cpu_sampling.choose_tokens(logits, requests, [0, 0], [1])
-        with pytest.raises(ValueError, match="1 requests and 2 positions for 2 rows"):
-            cpu_sampling.choose_tokens(logits, requests[:1], [0, 0])
-        with pytest.raises(ValueError, match="2 requests and 1 positions"):
-            cpu_sampling.choose_tokens(logits, requests, [0])
+                cpu_sampling.choose_tokens(wrong, *columns, model_dtype=torch.float32)
+        for place, name in enumerate(cpu_sampling.COLUMNS):
+            for wrong in (columns[place][:1], columns[place].to(torch.float64)):
+                with pytest.raises(ValueError, match=f"{name} is .* for 2 rows"):
+                    cpu_sampling.choose_tokens(
+                        logits, *columns[:place], wrong, *columns[place + 1 :]
+                    )
         for targets in (torch.tensor([0]), torch.tensor([0, 1]).int()):
             with pytest.raises(ValueError, match="targets are"):
                 cpu_sampling.describe_tokens(logits, targets, 1)
@@ -451,4 +453,4 @@ def test_what_it_takes(c):
     with using(None):
         assert not cpu_sampling.takes(torch.zeros(2, 3))
         with pytest.raises(RuntimeError, match="there are no C functions"):
-            cpu_sampling.best_tokens(torch.zeros(2, 3))
+            cpu_sampling.choose_tokens(torch.zeros(2, 3), *greedy(2)[:-1])

@@ -43,7 +43,16 @@ from minillm.scheduling.policies import POLICIES
 from minillm.scheduling.record import Counters
 from minillm.scheduling.request import Request, Sequence
 from minillm.scheduling.scheduler import Scheduler
-from tests.scheduling.oracle import VOCABULARY, Broken, Expected, Runner, Sample, Slot, require, root
+from tests.scheduling.oracle import (
+    VOCABULARY,
+    Broken,
+    Expected,
+    Runner,
+    Sample,
+    Slot,
+    require,
+    root,
+)
 
 # ---- what a history is made of: simple values first, because Hypothesis shrinks to them ----------
 
@@ -388,6 +397,7 @@ class World:
     def _step(self, event: str | None, which: int, early: bool) -> None:
         before, had_work = self._before(), self.scheduler.has_work
         plan = self.scheduler.schedule()
+        self.runner.hear(plan, self.scheduler.sequences)
         self.num_steps += had_work
         self.coverage["steps"] += had_work
         self._expect(plan, event, which)
@@ -425,11 +435,15 @@ class World:
         # One from whom others read, if there is one; else any.
         some = [seq_id for seq_id in some if which and self._is_read(seq_id, plan)] or some
         self._broken[plan.step] = {some[which % len(some)]} if event == "break" and some else set()
-        self.coverage["read in its step"] += sum(self._is_read(row.seq_id, plan) for row in plan.rows)
+        self.coverage["read in its step"] += sum(
+            self._is_read(row.seq_id, plan) for row in plan.rows
+        )
 
     def _is_read(self, writer: int, plan: StepPlan) -> bool:
         """Whether another row of the plan reads a block that this row completes."""
-        tables = {row.seq_id: self.scheduler.in_flight[row.seq_id].table.blocks for row in plan.rows}
+        tables = {
+            row.seq_id: self.scheduler.in_flight[row.seq_id].table.blocks for row in plan.rows
+        }
         completed = self._coming[plan.step].keys() & tables.pop(writer)
         return any(not completed.isdisjoint(blocks) for blocks in tables.values())
 

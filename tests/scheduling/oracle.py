@@ -14,13 +14,13 @@ row reads must have been written by an earlier step or by a row before it. A row
 writes garbage, and a row that reads garbage, or a slot that was never written, is tainted.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
 
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
-from minillm.scheduling.request import Request
+from minillm.scheduling.request import Request, Sequence
 
 VOCABULARY = 5  # small, so that many sequences share the beginning of a block
 PRIME = 2**61 - 1
@@ -129,6 +129,7 @@ class Runner:
         self.device = [self._poison() for _ in range(num_blocks)]
         self.host = [self._poison() for _ in range(num_host_blocks)]
         self.rows: dict[int, RunnerRow] = {}
+        self.requests: dict[int, Request] = {}  # of new sequences: no plan tells of salts
         self.tainted: set[tuple[int, int]] = set()  # steps and sequences
         self._drawn: dict[int, list[Sample]] = {}
         self.order = ORDER  # looked up now, so that a test may change it
@@ -186,7 +187,15 @@ class Runner:
             require(row.start + row.num_tokens <= known, "runner", f"{row} has unknown tokens")
 
     def _row(self, new: NewSequence) -> RunnerRow:
-        return RunnerRow(new.request, new.sample_index, list(new.token_ids), [])
+        request = self.requests[new.seq_id]
+        prompt = new.token_ids[: new.num_prompt_tokens]
+        require(prompt == request.prompt_token_ids, "runner", "prompt of", new)
+        return RunnerRow(request, new.sample_index, list(new.token_ids), [])
+
+    def hear(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
+        """What tests know of the sequences that a plan brings."""
+        for new in plan.new:
+            self.requests[new.seq_id] = sequences[new.seq_id].request
 
     def _move(
         self,

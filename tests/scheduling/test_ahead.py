@@ -68,12 +68,14 @@ class AheadWorld(World):
         if not self.under_way:
             before = self._before()
             plan = self.scheduler.schedule()
+            self.runner.hear(plan, self.scheduler.sequences)
             self._expect(plan, event, which)
             self._check_plan(before, plan, had_work)
             self._cover(before, plan)
             self._launch(plan)
         following = self.scheduler.schedule_ahead()
         if following is not None:
+            self.runner.hear(following, self.scheduler.sequences)
             self._expect(following, event, which)
             self._check_ahead(following)
             self._launch(following)

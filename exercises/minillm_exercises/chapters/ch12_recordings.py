@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minillm import LLM
 from minillm.layers.batch import Batch
+from minillm.runner import runner_of
 from minillm.simulation import Simulation, linear
 from minillm_kernels import reference
 
@@ -70,7 +71,7 @@ def give_graphs(llm: LLM) -> LLM:
     Its cache then treats padding as our GPU kernels do: slot -1 is written nowhere, length 0 reads
     nothing.
     """
-    runner = llm.engine.runner
+    runner = runner_of(llm.engine.runner)
     runner.use_graphs(Again())
     kv = runner.kv
 

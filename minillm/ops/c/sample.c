@@ -28,14 +28,20 @@
 #define MOST_NOISE 22.875f /* of the word 0 it is 22.8738 */
 #define WORTH_THREADS 131072
 
-/* How to choose in one row. Python fills this in (`minillm/ops/cpu_sampling.py`): the fields stand
- * there in the same order. */
+/* How rows draw: one number of each kind per row. Python fills this in
+ * (`minillm/ops/cpu_sampling.py`): the fields stand there in the same order. */
 typedef struct {
-    double top_p; /* 1: off */
-    int64_t seed, sample_index;
-    int64_t top_k;     /* 0: off */
-    float temperature; /* 0: the best token */
-    float floor;       /* log(min_p); -infinity: off */
+    const float *temperature;           /* 0: the best token */
+    const float *min_p, *top_p;         /* 0 and 1: off */
+    const int32_t *top_k;               /* 0: off */
+    const int64_t *seed, *sample_index, *position;
+} pack;
+
+/* The same of one row. */
+typedef struct {
+    double top_p;
+    int64_t seed, sample_index, position, top_k;
+    float temperature, floor; /* log(min_p); -infinity: off */
 } request;
 
 /* A row of logits, and what is known of it. */
@@ -123,10 +129,10 @@ static ONCE void scale_block(const row *r, int64_t block, float *restrict out) {
 /* ---- the draw ------------------------------------------------------------------------------- */
 
 /* Philox4x32-10 (Salmon et al., 2011): the words of a block's tokens. */
-static inline void draw_words(const request *q, int64_t position, int64_t purpose, int64_t block,
+static inline void draw_words(const request *q, int64_t purpose, int64_t block,
                               uint32_t *restrict words) {
     for (int j = 0; j < BLOCK / 4; j++) {
-        uint32_t c0 = (uint32_t)(block * (BLOCK / 4)) + (uint32_t)j, c1 = (uint32_t)position;
+        uint32_t c0 = (uint32_t)(block * (BLOCK / 4)) + (uint32_t)j, c1 = (uint32_t)q->position;
         uint32_t c2 = (uint32_t)q->sample_index, c3 = (uint32_t)purpose;
         uint32_t k0 = (uint32_t)q->seed, k1 = (uint32_t)((uint64_t)q->seed >> 32);
 #pragma GCC unroll 10
@@ -176,7 +182,7 @@ static inline void draw_block(const row *r, int64_t block, const uint32_t *words
 }
 
 /* The best token and its block first: they bound what the others have to reach. */
-static int64_t draw(const row *r, const request *q, int64_t position, int64_t purpose) {
+static int64_t draw(const row *r, const request *q, int64_t purpose) {
     int64_t token = r->size, first = r->place / BLOCK;
     float total = -INFINITY;
     for (int64_t i = -1; i < r->blocks; i++) {
@@ -184,7 +190,7 @@ static int64_t draw(const row *r, const request *q, int64_t position, int64_t pu
         float peak = r->peaks[block];
         if (i == first || peak < r->edge || peak + MOST_NOISE < total) continue;
         uint32_t words[BLOCK];
-        draw_words(q, position, purpose, block, words);
+        draw_words(q, purpose, block, words);
         if (i < 0 && (r->edge < 0 || r->place <= r->last))
             token = r->place, total = noise(words[token % BLOCK]);
         draw_block(r, block, words, &total, &token);
@@ -347,30 +353,38 @@ static row row_of(const void *at, int64_t wide, int64_t size, float *peaks) {
     return r;
 }
 
-static int64_t choose_one(row *r, const request *q, int64_t position, int64_t purpose, list *l) {
+static request request_of(const pack *p, int64_t i) {
+    double min_p = (double)p->min_p[i];
+    return (request){
+        .top_p = (double)p->top_p[i], .seed = p->seed[i], .sample_index = p->sample_index[i],
+        .position = p->position[i], .top_k = p->top_k[i], .temperature = p->temperature[i],
+        .floor = min_p > 0 ? (float)log(min_p) : -INFINITY};
+}
+
+static int64_t choose_one(row *r, const request *q, int64_t purpose, list *l) {
     if (!(q->temperature > 0) || !isfinite(r->best)) return r->place;
     r->temperature = q->temperature;
     r->floor = q->floor;
     for (int64_t b = 0; b < r->blocks; b++) r->peaks[b] = scaled(r, r->peaks[b]);
     if (truncates(q)) truncate_row(r, q, l);
-    return draw(r, q, position, purpose);
+    return draw(r, q, purpose);
 }
 
 /* One token per row.
  *
  *   at [n]              each row's logits, side by side; float32 if `wide`, else bf16
- *   requests [n]        NULL: the best token of each row
- *   positions [n]       of the tokens that are chosen
+ *   p                   how each row draws
  *   best, tokens [n]    a row's largest logit, NaN if it has one; and its token, which is some
  *                       token of the vocabulary where the largest is not finite
  *
  * Returns 1 if there is no memory. */
-int64_t choose_tokens(const void *const *at, int64_t wide, const request *requests,
-                      const int64_t *positions, int64_t n, int64_t size, int64_t purpose,
-                      float *best, int64_t *tokens) {
+int64_t choose_tokens(const void *const *at, int64_t wide, const pack *p, int64_t n, int64_t size,
+                      int64_t purpose, float *best, int64_t *tokens) {
     int64_t blocks = (size + BLOCK - 1) / BLOCK, listed = 0;
-    for (int64_t i = 0; requests && i < n; i++)
-        if (truncates(requests + i)) listed = (blocks + 1) * BLOCK;
+    for (int64_t i = 0; i < n; i++) {
+        request q = request_of(p, i);
+        if (truncates(&q)) listed = (blocks + 1) * BLOCK;
+    }
     int64_t needed = blocks + 2 * listed;
     float *memory = malloc((size_t)(needed * omp_get_max_threads()) * sizeof(float));
     if (!memory) return 1;
@@ -379,9 +393,9 @@ int64_t choose_tokens(const void *const *at, int64_t wide, const request *reques
         float *own = memory + needed * omp_get_thread_num();
         list l = {own + blocks, own + blocks + listed, 0};
         row r = row_of(at[i], wide, size, own);
+        request q = request_of(p, i);
         best[i] = r.best;
-        tokens[i] = r.place;
-        if (requests) tokens[i] = choose_one(&r, requests + i, positions[i], purpose, &l);
+        tokens[i] = choose_one(&r, &q, purpose, &l);
     }
     free(memory);
     return 0;

@@ -1,0 +1,46 @@
+"""What an engine needs of whatever computes: the seam between deciding and computing.
+
+The engine decides with counts (`scheduling/`) and sends plans; an executor holds the model, the
+cache and the sampler, and answers with tokens. `runner.Runner` is one in this process. Plans and
+results are plain data (`wire.py`), so that another may be in other processes.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from minillm.flight import Flight
+from minillm.scheduling.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a scheduler may give out: blocks of the cache and of host memory, and rows."""
+
+    num_blocks: int
+    block_size: int
+    num_host_blocks: int
+    max_num_seqs: int
+
+
+class Executor(Protocol):
+    """Carries out plans, in the order in which they are launched."""
+
+    def capacity(self) -> Capacity:
+        """What there is; constant."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a step. At most one other may not have been collected."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all sequences; the next plan knows of none."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Bytes that are really allocated: weights, kv_cache, swap_space, activations, ..."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. Closing twice is fine."""
+        ...

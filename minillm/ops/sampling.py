@@ -1,0 +1,75 @@
+"""Choosing tokens: rows of logits and the parameters of each row to one token id per row.
+
+Three backends draw the same tokens: kernels on a GPU (`minillm_kernels.sampling`), C on a CPU
+(`cpu_sampling.py`), and the reference below, which says what the other two mean. The noise of a
+token is a function of (seed, sample index, position, token id), so no backend keeps a state.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minillm.ops import cpu_sampling
+from minillm.ops.dispatch import uses_kernels
+from minillm_kernels import reference
+
+
+class Pack(NamedTuple):
+    """How K rows draw: one number of each kind per row, on the device of the logits."""
+
+    temperature: Tensor  # float32 [K]; 0 is greedy
+    min_p: Tensor  # float32 [K]; 0 is off
+    top_p: Tensor  # float32 [K]; 1 is off
+    top_k: Tensor  # int32 [K]; 0 is off
+    seed: Tensor  # int64 [K]
+    sample_index: Tensor  # int64 [K]
+    position: Tensor  # int64 [K], of the token that is chosen
+    truncates: bool  # whether any row has a top-k or a top-p
+
+    def select(self, rows: Tensor) -> "Pack":
+        """The same of some rows, int64 [P]."""
+        temperature, min_p, top_p, top_k, seed, sample_index, position = (
+            column[rows] for column in self[:-1]
+        )
+        stream = seed, sample_index, position
+        return Pack(temperature, min_p, top_p, top_k, *stream, self.truncates)
+
+
+def choose(
+    logits: Tensor, pack: Pack, model_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token per row: temperature, min-p, top-k, top-p, and the largest noisy logit.
+
+    Args:
+        logits: [K, V] in any floating-point type; not changed.
+        model_dtype: of the model, where these are edited logits in float32.
+
+    Returns:
+        Tokens, int64 [K], and the largest logit of each row, float32 [K], NaN if the row has one.
+        A row whose largest logit is not finite gets some token of the vocabulary.
+    """
+    if cpu_sampling.takes(logits, model_dtype):
+        return cpu_sampling.choose_tokens(logits, *pack[:-1], model_dtype=model_dtype)
+    best = logits.amax(dim=-1).float() if len(logits) else logits.new_empty(0).float()
+    if not uses_kernels(logits):
+        return _choose_by_reference(logits, pack), best
+    from minillm_kernels import sampling
+
+    top_k, top_p = (pack.top_k, pack.top_p) if pack.truncates else (None, None)
+    stream = pack.seed, pack.sample_index, pack.position
+    return sampling.sample(logits, pack.temperature, top_k, top_p, pack.min_p, *stream), best
+
+
+def _choose_by_reference(logits: Tensor, pack: Pack) -> Tensor:
+    """Row by row: the bits of a row do not depend on the others, and one sort is in memory."""
+    tokens = logits.argmax(dim=-1)  # [K]
+    for index in (pack.temperature > 0).nonzero()[:, 0].tolist():
+        row = slice(index, index + 1)
+        scaled = reference.scale(logits[row], pack.temperature[row], pack.min_p[row])
+        if pack.truncates:
+            scaled = reference.truncate(scaled, pack.top_k[row], pack.top_p[row])
+        ones, off = torch.ones_like(pack.temperature[row]), torch.zeros_like(pack.min_p[row])
+        stream = pack.seed[row], pack.sample_index[row], pack.position[row]
+        tokens[row] = reference.gumbel_argmax(scaled, ones, off, *stream)
+    return tokens

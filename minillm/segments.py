@@ -1,0 +1,93 @@
+"""Numbers of some rows in flat columns on a device: a segment for each row, one after another.
+
+    owner    3 3 3 3 | 0 0 | 7 7 7
+    token    . . . . | . . | . . .        a column; all have the same segments
+
+One operation works on all rows, whatever their lengths, without padding. Rows come and go rarely:
+then the columns are put together anew, from pieces whose sizes the host knows.
+"""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class Segments:
+    """Columns of numbers, each [T] or [T, width], and the row that owns each of the T places."""
+
+    def __init__(self, num_rows: int, device: torch.device):
+        self.device = device
+        self._sizes: dict[int, int] = {}  # in the order of the segments
+        self._starts: dict[int, int] = {}
+        self._columns: dict[str, Tensor] = {}
+        self.owner = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._sizes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._columns[name]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all columns."""
+        return self.owner.nbytes + sum(column.nbytes for column in self._columns.values())
+
+    def start(self, row: int) -> int:
+        """Where the segment of a row begins."""
+        return self._starts[row]
+
+    def of(self, row: int, name: str) -> Tensor:
+        """The numbers of one row."""
+        start = self.start(row)
+        return self._columns[name][start : start + self._sizes[row]]
+
+    def put(self, row: int, **columns: Tensor) -> None:
+        """Give a row these numbers, in place of those it has. A column with several numbers per
+        place is padded with -1 on the left where others are wider."""
+        self.drop(row)
+        (size,) = {len(column) for column in columns.values()}
+        for name, column in columns.items():
+            old = self._columns.get(name)
+            new = column.to(self.device, non_blocking=True)
+            self._columns[name] = new if old is None else torch.cat(_as_wide(old, new))
+        self._sizes[row] = size
+        self._own()
+
+    def drop(self, row: int) -> None:
+        """Remove the numbers of a row, if it has any."""
+        if row not in self._sizes:
+            return
+        start = self.start(row)
+        end = start + self._sizes.pop(row)
+        for name, column in self._columns.items():
+            self._columns[name] = torch.cat((column[:start], column[end:]))
+        self._own()
+
+    def move(self, source: int, target: int) -> None:
+        """Another row owns the numbers."""
+        if source in self._sizes:
+            self._sizes = {
+                target if row == source else row: size for row, size in self._sizes.items()
+            }
+            self._own()
+
+    def _own(self) -> None:
+        starts = accumulate(self._sizes.values(), initial=0)
+        self._starts = dict(zip(self._sizes, starts, strict=False))
+        rows = torch.tensor(list(self._sizes), dtype=torch.int64)
+        sizes = torch.tensor(list(self._sizes.values()), dtype=torch.int64)
+        self.owner = rows.repeat_interleave(sizes).to(self.device, non_blocking=True)
+
+
+def _as_wide(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Two columns, the narrower padded to the width of the wider."""
+    if one.dim() == 1:
+        return one, other
+    width = max(one.shape[1], other.shape[1])
+    return (
+        pad(one, (width - one.shape[1], 0), value=-1),
+        pad(other, (width - other.shape[1], 0), value=-1),
+    )
