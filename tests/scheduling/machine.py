@@ -565,6 +565,8 @@ class World:
         free = [block for block in range(pool.num_blocks) if pool.is_free(block)]
         cached = [block for block in free if block in index]
         order = free_order(self.manager)
+        late = set(self.manager.coming.values()) - self._broken.keys()
+        require(not late, "books", "still coming from", late)
         require(sorted(order) == free, "books", "the free list is not the free blocks")
         require(len(free) == pool.num_free, "books", "free blocks")
         require(len(free) + len(holders) == pool.num_blocks, "books", "free + held", holders)
@@ -777,17 +779,16 @@ class World:
     ) -> None:
         """The whole blocks of the longest findable prefix, no less and no more. Blocks may be
         evicted during a step, so the truth is between what was findable before and after; and
-        prompts that were scheduled before this one are findable in any case."""
-        coming = next(reversed(self._coming.values()))
+        prompts that were scheduled before this one are findable, too."""
+        coming, index = next(reversed(self._coming.values())), self.manager.index
         admitted = self.scheduler.record.admitted
         behind = set(admitted[admitted.index(sequence.seq_id) :])
-        earlier: set[int] = set()
-        if self.setup.prefix_cache is not None:
-            for seq_id in rows.keys() - behind:
-                blocks = self.scheduler.sequences[seq_id].table.blocks
-                earlier |= {coming[block].value for block in blocks if block in coming}
+        tables = [self.scheduler.sequences[seq_id].table.blocks for seq_id in rows.keys() - behind]
+        blocks = {block for table in tables for block in table}
+        earlier = {coming[block].value for block in blocks & coming.keys() if block in index}
+        again = {self._end_of(block).value for block in blocks}  # offered again, maybe lost since
         now = self._findable() - {slot.value for slot in coming.values()}
-        least, most = now & then | earlier, now | then | earlier
+        least, most = now & then | earlier, now | then | again
         size, expected = self.setup.block_size, self.completions[name_of(sequence)].expected
         limit = sequence.num_tokens - 1
         request = sequence.request  # the logprobs of a prompt take one computation of all of it

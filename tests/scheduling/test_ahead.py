@@ -229,6 +229,24 @@ def tokens_stay_pending(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sequence, "advance", advanced)
 
 
+def void_sequences_are_planned_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        ahead, "is_predictable", lambda row, sequence: row.num_logits <= 1 and not row.num_forks
+    )
+
+
+def void_sequences_give_up_blocks_that_a_plan_uses(patch: pytest.MonkeyPatch) -> None:
+    commit = Scheduler.commit
+
+    def at_once(self: Scheduler, plan: StepPlan, sampled: Any) -> list[Sequence]:
+        for sequence in self.in_flight.values():
+            if sequence.is_void:
+                self.blocks.release(sequence.table)
+        return commit(self, plan, sampled)
+
+    patch.setattr(Scheduler, "commit", at_once)
+
+
 BREAKS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     each.__name__: each
     for each in (
@@ -237,6 +255,8 @@ BREAKS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
         the_last_token_is_computed,
         a_refusal_leaves_the_plan_as_carried_out,
         tokens_stay_pending,
+        void_sequences_are_planned_ahead,
+        void_sequences_give_up_blocks_that_a_plan_uses,
     )
 }
 
