@@ -143,8 +143,8 @@ def test_twenty_prompts_with_one_beginning_compute_it_once(folder, alone, settin
 def break_first(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The first request, the only one to compute the common beginning, goes wrong: its row raises
     in every pass, or its logits are NaN; with NaN its keys and values are NaN, too."""
-    runner, model = llm.engine.runner, llm.engine.runner.model
-    forward, layer = model.forward, getattr(model, "model", model).layers[0]
+    model = llm.engine.runner.model
+    layer = getattr(model, "model", model).layers[0]
     works = layer.forward
 
     def starts(batch: Any) -> bool:
