@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from minillm.llm import LLM
     from minillm.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
-    from minillm.sampling_params import SamplingParams
+    from minillm.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "MinillmError",
     "ModelNotFoundError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "ScoreOutput",
     "UnknownArgumentError",

@@ -34,7 +34,8 @@ class AsyncLLMEngine:
 
     One thread advances all requests; event loops, one or several, only read. On a CPU let no other
     thread of the process compute with torch: each would have threads of its own, and they would
-    wait for each other. Use it in an ``async with`` block, or call `shutdown`, to end it early.
+    wait for each other. Until its end the garbage collector looks at no object that there was at
+    the start (`gc.freeze`). Use it in an ``async with`` block, or call `shutdown`, to end it early.
     """
 
     def __init__(self, args: AsyncEngineArgs):
@@ -61,9 +62,10 @@ class AsyncLLMEngine:
         request_id: str,
         priority: int = 0,
     ) -> RequestStream:
-        """Continue one prompt; the stream has the output so far (cumulative), again and again.
+        """Continue one prompt; the stream has the output so far (cumulative), again and again, or
+        with ``output_kind=RequestOutputKind.DELTA`` what is new, with ``FINAL_ONLY`` the last one.
 
-        Outputs that nobody was waiting for are skipped, for the next one holds them. A prompt is
+        While no output is awaited none is made: the next one holds what came meanwhile. A prompt is
         what it is for `LLM.generate`; `sampling_params` None means the model's own defaults.
         `request_id` is free again when its request has ended. `priority` is for the scheduling
         policy "priority", the lowest first.
@@ -182,7 +184,7 @@ class AsyncLLMEngine:
         params = one_params(sampling_params)
         priority = one_priority(priority, self.args.scheduling_policy)
         make = partial(self._engine.make_request, request_id, text, ids, params, priority, salt)
-        ticket = Ticket(request_id, (priority, next(self._steps.arrivals)), params.n, text)
+        ticket = Ticket(request_id, (priority, next(self._steps.arrivals)), params, text)
         if is_long(text, ids):
             self._steps.enter(ticket)
             try:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minillm.layers.batch import Batch
+from minillm.ops.batch import Batch
 
 Numbers = NDArray[np.int64]
 
@@ -84,13 +84,14 @@ def upload(device: torch.device, *arrays: NDArray) -> list[Tensor]:
 
 
 def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
-    """Copy tensors towards the host now; the answer waits for them. On a CPU they are there."""
+    """Copy tensors towards the host now; the answer waits for them."""
     if tensors[0].device.type == "cpu":
-        return lambda: list(tensors)
+        copies = [each.clone() for each in tensors]
+        return lambda: copies
     pinned = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
     for here, there in zip(pinned, tensors, strict=True):
         here.copy_(there, non_blocking=True)
-    arrived = torch.cuda.Event()
+    arrived = torch.Event(tensors[0].device)
     arrived.record()
 
     def read() -> list[Tensor]:

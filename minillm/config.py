@@ -206,10 +206,3 @@ class ModelConfig:
         elif rope.rope_type == "yarn" and rope.original_max_position_embeddings:
             stretched = int(rope.original_max_position_embeddings * rope.factor)
         return max(self.max_position_embeddings, stretched)
-
-    @property
-    def kv_values_per_token(self) -> int:
-        """Cached values per token and layer: K and V of every KV head, or MLA's latent."""
-        if self.mla:
-            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
-        return 2 * self.num_kv_heads * self.head_dim

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
 
+from minillm.cache_spec import cache_spec
 from minillm.config import DTYPE_BYTES, ModelConfig
 from minillm.errors import ConfigError, did_you_mean
 from minillm.hardware import Hardware
@@ -45,7 +46,13 @@ def weight_bytes(config: ModelConfig, dtype: str | None = None) -> int:
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str | None = None) -> int:
     """Bytes that one token keeps in the cache, over all layers; for MLA the latent alone."""
-    return config.num_layers * config.kv_values_per_token * dtype_bytes(dtype or config.dtype)
+    return block_bytes(config, 1, dtype)
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: str | None = None) -> int:
+    """Bytes of a block of `block_size` tokens, over all layers."""
+    value_bytes = dtype_bytes(dtype or config.dtype)
+    return config.num_layers * cache_spec(config).block_bytes(block_size, value_bytes)
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,8 @@ def step_cost(
         linear_flops=2 * macs,
         attention_flops=2 * pairs * (query_width + output_width),
         weight_bytes=round(read * value_bytes),
-        kv_read_bytes=visible * config.kv_values_per_token * kv_bytes,
-        kv_write_bytes=tokens * config.num_layers * config.kv_values_per_token * kv_bytes,
+        kv_read_bytes=visible * cache_spec(config).block_bytes(1, kv_bytes),
+        kv_write_bytes=tokens * kv_bytes_per_token(config, kv_dtype or dtype),
         activation_bytes=moved * value_bytes,
         num_operations=len(products) + config.num_layers + (1 if logits else 0),
         dtype=dtype,
@@ -218,7 +225,7 @@ def activation_peak_bytes(
     """
     hidden, moe = config.hidden_size, config.moe
     query_width, output_width = _attention_widths(config)
-    inner = query_width + output_width + config.kv_values_per_token
+    inner = query_width + output_width + cache_spec(config).block_values(1)
     if config.mla:  # the query before its absorption
         inner += config.num_heads * (config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim)
     if moe is None or not all(config.is_moe_layer(i) for i in range(config.num_layers)):
@@ -281,6 +288,7 @@ class MemoryPlan:
     activation_bytes: int
     kv_cache_bytes: int
     kv_bytes_per_token: int
+    block_bytes: int  # of the KV cache, over all layers
     num_tokens: int
     shortfall_bytes: int
     combinations: tuple[BatchFit, ...]
@@ -332,10 +340,11 @@ def _plan(config: ModelConfig, memory_bytes: int, settings: PlanSettings) -> Mem
     activations = activation_peak_bytes(config, num_tokens, num_logits, settings.dtype)
     usable = int(memory_bytes * settings.gpu_memory_utilization)
     left = usable - weights - activations
-    block, per_token = settings.block_size, kv_bytes_per_token(config, settings.kv_dtype)
-    blocks = max(0, left // (block * per_token))
+    block = settings.block_size
+    each = block_bytes(config, block, settings.kv_dtype)
+    blocks = max(0, left // each)
     needed = ceil(settings.max_model_len / block)
-    missing = weights + activations + needed * block * per_token - usable
+    missing = weights + activations + needed * each - usable
     lengths = {1024 * 4**i for i in range(6)}
     contexts = {n for n in lengths if n < settings.max_model_len} | {settings.max_model_len}
     return MemoryPlan(
@@ -345,7 +354,8 @@ def _plan(config: ModelConfig, memory_bytes: int, settings: PlanSettings) -> Mem
         weight_bytes=weights,
         activation_bytes=activations,
         kv_cache_bytes=left,
-        kv_bytes_per_token=per_token,
+        kv_bytes_per_token=kv_bytes_per_token(config, settings.kv_dtype),
+        block_bytes=each,
         num_tokens=blocks * block,
         shortfall_bytes=max(0, ceil(missing / settings.gpu_memory_utilization)),
         combinations=tuple(BatchFit(n, blocks // ceil(n / block)) for n in sorted(contexts)),

@@ -5,7 +5,7 @@ A matrix product rounds differently for other numbers of rows, because its sums 
 a fixed number of rows, padded at the end, and a tile's bits can depend on nothing but each row's
 values and its place in the tile. That it does not depend on the place either is not believed but
 tried, when an engine starts. Attention and experts, whose shapes would follow from the neighbours,
-have operations of their own: `ops.tiled_attention` and `ops.tiled_moe_experts`.
+have arithmetic of their own: attention's mode "invariant", and `ops.tiled_moe_experts`.
 """
 
 import logging
@@ -13,20 +13,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minillm import ops
-from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import AttentionBackend, KVCache, cache_spec
-from minillm.layers.linear import Embedding
+from minillm.cache_spec import cache_spec
+from minillm.layers.kv_cache import AttentionBackend, KVCache
+from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, Router
-from minillm.linear_methods import PlainLinearMethod
+from minillm.linear_methods import Matrix
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TiledDecoder(nn.Module):
         self.model, self.config = model, model.config
         for layer in model.modules():
             if isinstance(layer, Experts):
-                layer.method = ops.tiled_moe_experts
+                layer.tiled = True
             elif isinstance(layer, MLP):
                 layer.activation = ops.invariant_silu_mul
         self.tiles = tuple(sorted(tiles)) or find_tiles(model)
@@ -65,6 +65,11 @@ class TiledDecoder(nn.Module):
     def embedding(self) -> Embedding:
         """The model's."""
         return self.model.embedding
+
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return self.model.device
 
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
         """N tokens -> hidden states [N, d]"""
@@ -142,7 +147,7 @@ def find_tiles(model: Decoder, candidates: Sequence[int] = TILES) -> tuple[int, 
     used side by side when they agree with each other. All are taken that agree with `PREFERRED`,
     or where that one fails with the nearest smaller one. A tile of one row cannot fail.
     """
-    with torch.accelerator.device_index(model.embedding.weight.device.index):
+    with torch.accelerator.device_index(model.device.index):
         results = {size: probe(model, size) for size in candidates}
     failed = [size for size, result in results.items() if result is None]
     right = {size: result for size, result in results.items() if result is not None}
@@ -170,15 +175,12 @@ def probe(model: Decoder, size: int) -> Tensor | None:
 
 def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
     """Hidden states and logits of a few tokens of one sequence, each `size` times in a tile."""
-    weight = model.embedding.weight
-    device, config = weight.device, model.config
+    device, config = model.device, model.config
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     # A small model has fewer sums in which a difference could show, so it gets more tokens.
     count = max(PROBE_TOKENS[0], min(PROBE_TOKENS[1], PROBE_WEIGHTS // num_weights))
     spec = cache_spec(config)
-    kv = KVCache(
-        spec, config.num_layers, 1, count, weight.dtype, device, attention=attention_of_first_row
-    )
+    kv = FirstRow(spec, config.num_layers, 1, count, model.dtype, device, "invariant")
     for position in range(count):
         place = torch.tensor([position], device=device)
         token = (place + 1) * 7919 % config.vocab_size
@@ -197,10 +199,16 @@ def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
         yield model.logits(hidden[:MOST_LOGITS])
 
 
-def attention_of_first_row(q: Tensor, *rest: Any) -> Tensor:
-    """`ops.tiled_attention` for the probe: padding rows, in which a kernel leaves anything, get a
-    copy of the only row that is a query, so that they differ by what is tried alone."""
-    return ops.tiled_attention(q, *rest)[:1].repeat(len(q), 1, 1)
+class FirstRow(KVCache):
+    """A cache for the probe: padding rows, in which a kernel leaves anything, get a copy of the
+    attention of the only row that is a query, so that they differ by what is tried alone."""
+
+    def attend(
+        self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
+    ) -> Tensor:
+        """[N, H, D] -> [N, H, Dv], N times the first"""
+        out = super().attend(layer, query, batch, scale, window)
+        return out[:1].repeat(len(query), 1, 1)
 
 
 def product_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
@@ -210,11 +218,13 @@ def product_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
     rounded. Here every one of them shows. The largest matrices are left out: they have enough sums
     for a difference to show in what the model gives.
     """
-    method = PlainLinearMethod()
     for shape, dtype in product_shapes(model):
-        weight, x = cancelling(shape, dtype, model.embedding.weight.device)
+        weight, x = cancelling(shape, dtype, model.device)
         if len(shape) == 2:
-            yield method.apply(x.repeat(size, 1), weight, None)
+            layer = Linear("", shape[1], {"": shape[0]})
+            layer.create(dtype, model.device)
+            layer.values().copy_(weight)
+            yield layer(x.repeat(size, 1))
         else:
             yield torch.einsum("nhd,hrd->nhr", x.repeat(size, 1, 1), weight)
 
@@ -222,13 +232,12 @@ def product_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
 def product_shapes(model: Decoder) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """[.., out, in] of every matrix, and of MLA's products per head."""
     shapes: dict[tuple[tuple[int, ...], torch.dtype], None] = {}
+    dtype = model.dtype
     for module in model.modules():
-        for weight in module.parameters(recurse=False):
-            if weight.dim() > 1:
-                dtype = torch.float32 if isinstance(module, Router) else weight.dtype
-                shapes[tuple(weight.shape[-2:]), dtype] = None
+        if isinstance(module, Matrix):
+            shapes[module.shape[-2:], torch.float32 if isinstance(module, Router) else dtype] = None
         if isinstance(module, MLAttention):
-            rank, heads, dtype = module.mla.kv_lora_rank, module.num_heads, weight.dtype
+            rank, heads = module.mla.kv_lora_rank, module.num_heads
             shapes[(heads, rank, module.mla.qk_nope_head_dim), dtype] = None
             shapes[(heads, module.mla.v_head_dim, rank), dtype] = None
     return [key for key in shapes if prod(key[0]) <= PROBE_PRODUCT]

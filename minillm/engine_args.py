@@ -80,7 +80,8 @@ class EngineArgs:
 
     On a GPU, decode steps are recorded as CUDA graphs when a batch size is first needed;
     `enforce_eager` runs every step operation by operation, on a CPU with plain torch.
-    `disable_log_stats` is checked and has no effect yet: no statistics are logged.
+    An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
+    "minillm.stat_logger") unless `disable_log_stats`.
 
     Raises:
         ConfigError: a value out of its range.

@@ -6,8 +6,9 @@ from math import ceil
 
 import torch
 
-from minillm import machine, ops
+from minillm import machine
 from minillm.cache.manager import BlockManager
+from minillm.cache_spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.cost import BatchFit, MemoryPlan, memory_plan
 from minillm.deterministic import PASS_ROWS, TiledDecoder
@@ -15,11 +16,12 @@ from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, ModelNotFoundError
 from minillm.executor import Capacity
 from minillm.graphs import capture_for
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES
 from minillm.models.packing import copied_weight_bytes, keep_plain, pack_weights
+from minillm.ops.batch import AttentionMode
 from minillm.runner import Runner
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.scheduler import Scheduler
@@ -159,7 +161,7 @@ def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
     )
     budget = f"only {usable:,} may be used ({settings.gpu_memory_utilization:g} of what is free)"
     needed = ceil(settings.max_model_len / settings.block_size)
-    block = settings.block_size * plan.kv_bytes_per_token
+    block = plan.block_bytes
     given = args.num_gpu_blocks_override or args.kv_cache_memory_bytes
     if given is None or left < needed * block:
         # The plan knows of options that this version's engine does not have yet.
@@ -198,7 +200,7 @@ def check_swap_space(args: EngineArgs, plan: MemoryPlan, device: torch.device) -
 def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int:
     """How much the KV cache takes: what was asked for, else on a GPU all that is left, on a CPU a
     share of it, and no more than `max_num_seqs` of the longest sequences could fill."""
-    block = plan.settings.block_size * plan.kv_bytes_per_token
+    block = plan.block_bytes
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override * block
     if args.kv_cache_memory_bytes is not None:
@@ -212,8 +214,7 @@ def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int
 
 def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
     """The same plan with a KV cache of a given size, which must hold a sequence and fit."""
-    size = plan.settings.block_size
-    block = size * plan.kv_bytes_per_token
+    size, block = plan.settings.block_size, plan.block_bytes
     needed = ceil(plan.settings.max_model_len / size) * block
     usable = plan.memory_bytes - plan.reserve_bytes
     excess = plan.weight_bytes + plan.activation_bytes + num_bytes - usable
@@ -254,12 +255,11 @@ def scheduler_config(args: EngineArgs) -> SchedulerConfig:
 
 def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
     """Blocks of host memory to which sequences are swapped out."""
-    block_bytes = plan.settings.block_size * plan.kv_bytes_per_token
-    count = int(args.swap_space * 2**30) // block_bytes
+    count = int(args.swap_space * 2**30) // plan.block_bytes
     if args.swap_space and not count:
         raise ConfigError(
             f"swap_space is {args.swap_space} GiB, which is less than one block of the KV cache "
-            f"({block_bytes:,} bytes)."
+            f"({plan.block_bytes:,} bytes)."
         )
     return count
 
@@ -278,26 +278,29 @@ def build_executor(
 ) -> Runner:
     """The runner with the tensors behind the blocks, and its graphs where there are any."""
     size, host_blocks = plan.settings.block_size, num_host_blocks(args, plan)
-    if packs(args, model.embedding.weight.device):
+    if packs(args, model.device):
         logger.info("Weights: %s.", pack_weights(model))
-    elif args.enforce_eager and model.embedding.weight.device.type == "cpu":
+    elif args.enforce_eager and model.device.type == "cpu":
         keep_plain(model)
-    weight, shape = model.embedding.weight, (cache_spec(model.config), model.config.num_layers)
-    attention = ops.tiled_attention if args.deterministic else None
+    shape = cache_spec(model.config), model.config.num_layers
+    mode: AttentionMode = "plain" if model.plain_torch else "fast"
+    if args.deterministic:
+        mode = "invariant"
     kv = KVCache(
         *shape,
         plan.num_tokens // size,
         size,
-        weight.dtype,
-        weight.device,
-        attention,
-        model.plain_torch,
+        model.dtype,
+        model.device,
+        mode,
     )
-    host = KVCache(*shape, host_blocks, size, weight.dtype) if host_blocks else None
+    host = None
+    if host_blocks:
+        host = KVCache(*shape, host_blocks, size, model.dtype, swap_space_of=model.device)
     runs = TiledDecoder(model) if args.deterministic else model
     seats = scheduler_config(args).max_num_seqs
     runner = Runner(runs, kv, host, seats, ceil(max_model_len / size))
-    capture = capture_for(weight.device, args.enforce_eager)
+    capture = capture_for(model.device, args.enforce_eager)
     if capture is not None:
         runner.use_graphs(capture)
     return runner

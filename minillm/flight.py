@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from minillm.logprobs import TokenLogprob
+from minillm.logprobs import NOT_FINITE, TokenLogprob
 from minillm.scheduling.plan import Row
 
 
@@ -17,8 +17,8 @@ class StepResult:
         logprobs: beside each token, what its request asked for.
         prompt_logprobs: the first position they predict, and one entry per position from there.
         errors: one sentence per failed sample; for a row that failed whole, only one.
-        suspect: rows whose keys and values may be wrong: the model failed, or its logits were not
-            finite. A request's own mask that leaves no token is no such failure.
+        suspect: rows whose keys and values may be wrong: the pass failed, or its logits are not
+            finite. A row that fails by its own mask has right ones.
         graph_rows: size of the graph that was replayed; 0 if none was.
         why_eager: why none was, where there are graphs.
     """
@@ -35,9 +35,15 @@ class StepResult:
 
     def fail(self, row: Row, error: object) -> None:
         """A whole row failed: all of its samples."""
-        self.suspect.add(row.seq_id)
         self.token_ids[row.seq_id] = [None] * row.num_samples
         self.errors[row.seq_id] = dict.fromkeys(range(max(row.num_samples, 1)), str(error))
+        self.suspect.add(row.seq_id)
+
+    def fail_samples(self, row: Row, errors: dict[int, str]) -> None:
+        """Some samples of a row failed, after a pass that went well."""
+        self.errors[row.seq_id] = errors
+        if NOT_FINITE in errors.values():
+            self.suspect.add(row.seq_id)
 
 
 @dataclass(slots=True)

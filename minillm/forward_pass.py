@@ -11,9 +11,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.cache_spec import cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,7 @@ class ForwardPass:
 
     def __init__(self, model: Decoder):
         self.model = model
-        weight = model.embedding.weight
-        self.dtype, self.device = weight.dtype, weight.device
+        self.dtype, self.device = model.dtype, model.device
 
     def allocate(self, num_sequences: int, num_positions: int) -> KVCache:
         """A cache for this many sequences of this many positions."""
@@ -43,7 +43,7 @@ class ForwardPass:
             num_positions,
             self.dtype,
             self.device,
-            plain_torch=self.model.plain_torch,
+            "plain" if self.model.plain_torch else "fast",
         )
 
     @torch.inference_mode()

@@ -27,9 +27,9 @@ import torch
 
 from minillm import ops
 from minillm.batches import DeviceRows, put
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +173,7 @@ class DecodeGraphs:
                     perf_counter() - began,
                     self.num_bytes / 1e6,
                 )
+                self.missing = self.missing or "no graph: recording was stopped"
                 break
             progress(size)
             try:

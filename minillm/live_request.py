@@ -16,6 +16,22 @@ class LiveRequest:
     `num_updates` grows whenever `output` would show something new.
     """
 
+    __slots__ = (
+        "_ended",
+        "_first_token",
+        "_last_token",
+        "_num_read",
+        "_prompt_token_ids",
+        "_scheduled",
+        "_tokenizer",
+        "completions",
+        "finished",
+        "num_updates",
+        "prompt_logprobs",
+        "request",
+        "sequences",
+    )
+
     def __init__(
         self,
         request: Request,
@@ -36,20 +52,18 @@ class LiveRequest:
             )
             for index in range(request.params.n)
         ]
+        self.finished = False  # all completions have ended
         self.num_updates = 0
         self.prompt_logprobs: list[Logprobs | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
+        self._prompt_token_ids: list[int] | None = None  # of the outputs, which share it
+        self._num_read = 0  # of prompt_logprobs, that a delta has shown
         self._tokenizer = tokenizer
         self._scheduled: float | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None
         self._ended: float | None = None  # when the latest completion ended
-
-    @property
-    def finished(self) -> bool:
-        """Whether all completions have ended."""
-        return all([completion.finish_reason for completion in self.completions])
 
     def schedule(self, time: float) -> None:
         """The request gets blocks; the first time counts."""
@@ -63,15 +77,20 @@ class LiveRequest:
         if it did."""
         completion = self.completions[index]
         self._last_token = time
-        self._first_token = self._first_token or time
+        if self._first_token is None:
+            self._first_token = time
         self.num_updates += 1
         try:
             completion.append(token_id, logprobs)
         except Exception as error:  # a text that cannot be written must not end the others
             completion.fail(f"The text of this completion failed: {in_one_line(error)}")
         if completion.finish_reason is not None:
-            self._ended = time
+            self._end_one(time)
         return completion.finish_reason
+
+    def _end_one(self, time: float) -> None:
+        self._ended = time
+        self.finished = all(each.finish_reason is not None for each in self.completions)
 
     def end(self, reason: FinishReason, time: float, error: str | None = None) -> None:
         """End what still runs."""
@@ -84,15 +103,15 @@ class LiveRequest:
     ) -> None:
         """End one completion; what was generated stays."""
         self.num_updates += 1
-        self._ended = time
         completion = self.completions[index]
         if error is not None:
             completion.fail(error)
-            return
-        try:
-            completion.finish(reason)
-        except Exception as failure:
-            completion.fail(f"The text of this completion failed: {in_one_line(failure)}")
+        else:
+            try:
+                completion.finish(reason)
+            except Exception as failure:
+                completion.fail(f"The text of this completion failed: {in_one_line(failure)}")
+        self._end_one(time)
 
     def add_prompt_logprobs(
         self, start: int, entries: list[dict[int, TokenLogprob]], time: float
@@ -106,34 +125,42 @@ class LiveRequest:
             self.end("error", time, f"The text of this prompt failed: {in_one_line(error)}")
         return not self.finished
 
-    def output(self) -> RequestOutput:
-        """What there is so far."""
-        request = self.request
+    def output(self, delta: bool = False) -> RequestOutput:
+        """What there is so far, or with `delta` what is new since the last output."""
+        request, logprobs = self.request, self.prompt_logprobs
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = list(request.prompt_token_ids)
+        if logprobs is not None:
+            start = self._num_read if delta else 0
+            self._num_read, logprobs = len(logprobs), logprobs[start:]
         return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
-            outputs=[completion.output() for completion in self.completions],
-            finished=self.finished,
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
-            metrics=self.metrics(),
+            request.request_id,
+            request.prompt,
+            self._prompt_token_ids,
+            [completion.output(delta) for completion in self.completions],
+            self.finished,
+            logprobs,
+            self.metrics(),
         )
 
     def metrics(self) -> RequestMetrics:
         """Times of the request up to its end or to now, and what the cache did for it."""
-        arrival = self.request.arrival
+        arrival, report = self.request.arrival, self.sequences[0].report
         end = self._ended if self.finished and self._ended is not None else perf_counter()
         first, last = self._first_token, self._last_token
-        steps = max(len(completion.token_ids) for completion in self.completions) - 1
-        report = self.sequences[0].report
-        sequences = self.sequences.values()
+        num_recomputed = num_preemptions = most = 0
+        for sequence in self.sequences.values():
+            num_recomputed += sequence.num_recomputed
+            num_preemptions += sequence.num_preemptions
+        for completion in self.completions:
+            most = max(most, len(completion.token_ids))
         return RequestMetrics(
-            queue_time=(self._scheduled or end) - arrival,
-            ttft=None if first is None else first - arrival,
-            tpot=(last - first) / steps if first and last and steps > 0 else None,
-            e2e=end - arrival,
-            num_cached_tokens=report.cached if report else 0,
-            num_recomputed_tokens=sum(sequence.num_recomputed for sequence in sequences),
-            num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
-            prefix=report,
+            (self._scheduled or end) - arrival,
+            None if first is None else first - arrival,
+            (last - first) / (most - 1) if first and last and most > 1 else None,
+            end - arrival,
+            report.cached if report else 0,
+            num_recomputed,
+            num_preemptions,
+            report,
         )

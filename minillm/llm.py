@@ -16,7 +16,7 @@ from minillm.errors import InvalidRequestError, UnknownArgumentError
 from minillm.live_request import LiveRequest
 from minillm.outputs import RequestOutput, ScoreOutput
 from minillm.prompts import Prompt, list_params, list_priorities, list_prompts, split_prompt
-from minillm.sampling_params import SamplingParams
+from minillm.sampling_params import RequestOutputKind, SamplingParams
 from minillm.scheduling.request import Request
 from minillm.text.tokenizer import Tokenizer
 from minillm.trace.recorder import Trace
@@ -90,7 +90,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt, yielding the output so far (cumulative) after every token."""
+        """Continue one prompt, yielding the output so far (cumulative) after every token, or with
+        ``output_kind=RequestOutputKind.DELTA`` what is new, with ``FINAL_ONLY`` the last one."""
         listed = list_prompts(prompt)
         if len(listed) != 1:
             raise InvalidRequestError(
@@ -224,14 +225,15 @@ class LLM:
             bar.update(len(done))
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        live, seen = self.engine.add(request), 0
+        kind, live, seen = request.params.output_kind, self.engine.add(request), 0
         try:
             while not live.finished or live.num_updates > seen:
-                if live.num_updates == seen:
+                final_only = kind is RequestOutputKind.FINAL_ONLY and not live.finished
+                if live.num_updates == seen or final_only:
                     self.engine.step()
                 else:
                     seen = live.num_updates
-                    yield live.output()
+                    yield live.output(kind is RequestOutputKind.DELTA)
         finally:
             self.engine.abort(request.request_id)  # of a stream that nobody reads to its end
 

@@ -1,12 +1,20 @@
-"""What a request gives back. Names are vLLM's."""
+"""What a request gives back. Names are vLLM's.
 
-from dataclasses import dataclass, field
-from typing import Literal
+Nothing here is frozen: making a frozen object takes six times as long, and three are made for each
+token of a stream. An output belongs to its consumer, and changing it changes nothing elsewhere,
+but for `RequestOutput.prompt_token_ids`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Logprob:
     """Log-probability (nats) of one token under the raw model distribution; rank 1 is the best."""
 
@@ -18,9 +26,50 @@ class Logprob:
 Logprobs = dict[int, Logprob]  # token id -> Logprob: the chosen token first, then the best
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One completion of a prompt, so far.
+class _Later:
+    """Around a dataclass some of whose values are made when they are first read."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = [item.name for item in fields(self)]  # type: ignore[arg-type]
+        return type(self), tuple(getattr(self, name) for name in names)
+
+
+class _TokensLater(_Later):
+    """What `CompletionOutput` does where its slot `token_ids` is still empty."""
+
+    __slots__ = ("_tokens",)
+    _tokens: tuple[list[int], int, int]
+
+    def __getattr__(self, name: str) -> list[int]:
+        if name != "token_ids":
+            raise AttributeError(f"CompletionOutput has no attribute {name!r}.")
+        token_ids, start, end = self._tokens
+        self.token_ids = taken = token_ids[start:end]  # type: ignore[misc]
+        return taken
+
+
+class _CountsLater(_Later):
+    """What `PrefixReport` does where the slot of a count is still empty."""
+
+    __slots__ = ("_explain",)
+    _explain: Callable[[], "PrefixReport"]
+
+    def __getattr__(self, name: str) -> int:
+        if name not in PrefixReport.__slots__:
+            raise AttributeError(f"PrefixReport has no attribute {name!r}.")
+        made = self._explain()
+        for slot in PrefixReport.__slots__:
+            setattr(self, slot, getattr(made, slot))
+        count: int = getattr(made, name)
+        return count
+
+
+@dataclass(slots=True)
+class CompletionOutput(_TokensLater):
+    """One completion of a prompt: all of it so far, or with `RequestOutputKind.DELTA` what is new
+    in `text`, `token_ids` and `logprobs` since the output before.
 
     `finish_reason` is None while it runs. `stop_reason` is the stop string or stop token id that
     ended it, None for the end-of-sequence token. `error` says what went wrong when
@@ -36,9 +85,21 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     error: str | None = None
 
+    @classmethod
+    def of(
+        cls, index: int, text: str, token_ids: list[int], start: int, end: int
+    ) -> "CompletionOutput":
+        """Of tokens `start` to `end` of a list that only grows: it is copied when that is read."""
+        output = cls.__new__(cls)
+        output.index, output.text = index, text
+        output._tokens = token_ids, start, end  # type: ignore[misc]
+        output.cumulative_logprob = output.logprobs = None
+        output.finish_reason = output.stop_reason = output.error = None
+        return output
+
 
 @dataclass(slots=True)
-class PrefixReport:
+class PrefixReport(_CountsLater):
     """Where the tokens of a prompt came from when it was first let in; adds up to its length.
 
     `salt` says what a cache salt hides from others. Offline the sender of a request and the reader
@@ -64,8 +125,15 @@ class PrefixReport:
     new: int = 0
     unread: int = 0
 
+    @classmethod
+    def when_asked(cls, cached: int, explain: Callable[[], "PrefixReport"]) -> "PrefixReport":
+        """A report whose other counts are made by `explain` when the first of them is read."""
+        report = cls.__new__(cls)
+        report.cached, report._explain = cached, explain
+        return report
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class RequestMetrics:
     """Where the time of a request went, in seconds, and what the cache did for it.
 
@@ -86,11 +154,14 @@ class RequestMetrics:
     prefix: PrefixReport | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """A prompt and its completions, so far.
 
+    `prompt_token_ids` is one list for all outputs of a request, because a copy of a long prompt
+    for each token would cost more than the token: do not change it. (The engine has its own.)
     `prompt_logprobs[i]` describes prompt token i given those before it; the first is None.
+    With `RequestOutputKind.DELTA` only those since the output before are there.
     """
 
     request_id: str
@@ -105,6 +176,26 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Prompt tokens read from the prefix cache, where vLLM has it."""
         return self.metrics.num_cached_tokens
+
+
+def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two outputs of what was new, one after the other, as one."""
+    outputs = [
+        replace(
+            after,
+            text=before.text + after.text,
+            token_ids=before.token_ids + after.token_ids,
+            logprobs=added(before.logprobs, after.logprobs),
+        )
+        for before, after in zip(first.outputs, second.outputs, strict=True)
+    ]
+    entries = added(first.prompt_logprobs, second.prompt_logprobs)
+    return replace(second, outputs=outputs, prompt_logprobs=entries)
+
+
+def added(before: list[T] | None, after: list[T] | None) -> list[T] | None:
+    """One list after the other, where there are any."""
+    return after if before is None or after is None else before + after
 
 
 @dataclass(frozen=True, slots=True)

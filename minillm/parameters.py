@@ -69,7 +69,7 @@ def _mla_products(config: ModelConfig) -> tuple[Product, ...]:
     return (
         *down,
         Product("attention", hidden if rank is None else rank, query),
-        Product("attention", hidden, config.kv_values_per_token, config.qkv_bias),
+        Product("attention", hidden, mla.kv_lora_rank + mla.qk_rope_head_dim, config.qkv_bias),
         Product("attention", mla.qk_nope_head_dim, mla.kv_lora_rank, copies=heads, used=heads),
         Product("attention", mla.kv_lora_rank, mla.v_head_dim, copies=heads, used=heads),
         Product("attention", heads * mla.v_head_dim, hidden, config.output_bias),

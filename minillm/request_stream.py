@@ -9,7 +9,7 @@ from minillm.step_thread import StepThread, Ticket
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """Cumulative outputs of one request; the last one is `finished`.
+    """Outputs of one request, as its `SamplingParams.output_kind` says; the last is `finished`.
 
     The request begins with the first step of the iteration. It is aborted when the iteration is
     left for good: the reading task is cancelled, `aclose` is called, or the stream is no longer
@@ -29,21 +29,23 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._over:
-            raise StopAsyncIteration
-        ticket = self._ticket or self._start()
-        if ticket.waiter is not None:
-            raise InvalidRequestError(
-                f"The stream of request {ticket.request_id!r} is already being read; one task "
-                "reads a stream, and others call generate for their own."
-            )
+        ticket = self._ticket
+        if ticket is None or ticket.waiter is not None or self._over:
+            ticket = self._checked()
         if ticket.loop is not asyncio.get_running_loop():
             raise InvalidRequestError(
                 f"The stream of request {ticket.request_id!r} began in another event loop, which "
                 "must read it to its end."
             )
         if ticket.result is None:
-            await self._wait(ticket)
+            ticket.wanted, ticket.waiter = True, ticket.loop.create_future()
+            try:
+                await ticket.waiter
+            except BaseException:  # cancelled, or thrown away in the middle
+                self._leave()
+                raise
+            finally:
+                ticket.waiter = None
         result, ticket.result = ticket.result, None
         self._over = ticket.ended
         if result is None:  # closed by another task
@@ -52,6 +54,18 @@ class RequestStream(AsyncIterator[RequestOutput]):
             raise result
         return result
 
+    def _checked(self) -> Ticket:
+        """The ticket of a stream that has one or may begin now."""
+        if self._over:
+            raise StopAsyncIteration
+        ticket = self._ticket or self._start()
+        if ticket.waiter is not None:
+            raise InvalidRequestError(
+                f"The stream of request {ticket.request_id!r} is already being read; one task "
+                "reads a stream, and others call generate for their own."
+            )
+        return ticket
+
     def _start(self) -> Ticket:
         try:
             self._ticket = self._begin()
@@ -59,16 +73,6 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._over = True
             raise
         return self._ticket
-
-    async def _wait(self, ticket: Ticket) -> None:
-        ticket.wanted, ticket.waiter = True, ticket.loop.create_future()
-        try:
-            await ticket.waiter
-        except BaseException:  # cancelled, or thrown away in the middle
-            self._leave()
-            raise
-        finally:
-            ticket.waiter = None
 
     async def aclose(self) -> None:
         """Abort the request if it is not finished. Twice is fine."""

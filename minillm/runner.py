@@ -14,7 +14,7 @@ each row stays on the device (`DeviceRows.last`), and so does what edits its log
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from math import inf, isfinite
+from math import isfinite
 from typing import TypeVar
 
 import numpy as np
@@ -27,10 +27,10 @@ from minillm.errors import ConfigError, MinillmError, in_one_line
 from minillm.executor import Capacity, Executor
 from minillm.flight import Flight, StepResult
 from minillm.graphs import Capture, DecodeGraphs
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
 from minillm.logprobs import Described, PromptLogprobs, describe, failure_of, token_logprobs
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 from minillm.sampler import Sampler
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.sequence_row import SequenceRow
@@ -63,6 +63,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self.reset()
 
+    @torch.inference_mode()
     def use_graphs(self, capture: Capture) -> None:
         """Record decode steps now, and replay them from now on. Tiles of rows are cut by the host,
         so a deterministic model has no graphs."""
@@ -334,9 +335,7 @@ class Runner:
             if wrong is not None and any(wrong[start:end]):
                 errors = {i: why for i, why in enumerate(wrong[start:end]) if why is not None}
                 given = [None if i in errors else token for i, token in enumerate(given)]
-                result.errors[row.seq_id] = errors
-                if not all(value == -inf for value in best[start:end] if not isfinite(value)):
-                    result.suspect.add(row.seq_id)
+                result.fail_samples(row, errors)
             result.token_ids[row.seq_id] = given
 
     def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor, flight: Flight) -> None:

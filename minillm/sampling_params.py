@@ -7,6 +7,7 @@ The limits are there because a value comes from a stranger and reaches the engin
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, FrozenInstanceError, dataclass, field, fields
+from enum import IntEnum
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -27,6 +28,15 @@ MAX_LOGIT_BIAS = 1024
 INT32_MAX = 2**31 - 1
 
 T = TypeVar("T")
+
+
+class RequestOutputKind(IntEnum):
+    """What the outputs of a stream hold: everything so far, what is new since the output before,
+    or everything in a single output at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 def refuse_unknown_arguments(cls: type[T]) -> type[T]:
@@ -161,6 +171,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of streams
     structured_outputs: Any = None  # a later version
 
     def __post_init__(self) -> None:
@@ -181,6 +192,7 @@ class SamplingParams:
             self._set("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             self._set("logit_bias", _bias(self.logit_bias))
+        self._set("output_kind", _output_kind(self.output_kind))
         self._check_combinations()
 
     @property
@@ -252,6 +264,16 @@ def validate_against_model(
                     f"{name} contains token id {token}; this model has ids from 0 to "
                     f"{logit_width - 1}."
                 )
+
+
+def _output_kind(value: object) -> RequestOutputKind:
+    """A member, or its number, as which it travels in JSON."""
+    if type(value) is int and value in list(RequestOutputKind):
+        return RequestOutputKind(value)
+    if not isinstance(value, RequestOutputKind):
+        names = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
+        raise InvalidRequestError(f"output_kind is {shown(value)}; it must be one of {names}.")
+    return value
 
 
 def _items(name: str, value: object, most: int) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
-from minillm.cost import kv_bytes_per_token, step_cost, step_time
+from minillm.cost import block_bytes, step_cost, step_time
 from minillm.engine_args import is_whole
 from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 from minillm.hardware import Hardware
@@ -68,11 +68,11 @@ def roofline(
     """
     if not link > 0:
         raise ConfigError(f"link is {link}; it must be above 0 bytes/s.")
-    block_bytes = block_size * kv_bytes_per_token(config, dtype)
+    swapped = block_bytes(config, block_size, dtype)
 
     def seconds(record: StepRecord) -> float:
         swaps = len(record.swap_out) + len(record.swap_in)
-        moved = swaps * block_bytes / link
+        moved = swaps * swapped / link
         if not record.rows:
             return moved
         tokens = [row.num_tokens for row in record.rows]

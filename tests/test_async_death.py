@@ -276,7 +276,7 @@ if (child := os.fork()) == 0:
     code = 1
     try:
         assert engine.errored and not engine.is_running
-        asyncio.run(asyncio.wait_for(one(engine), 20))
+        asyncio.run(asyncio.wait_for(one(engine), 200))
     except EngineDeadError as error:
         code = 0 if "was forked" in str(error) else 2
     finally:

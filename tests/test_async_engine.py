@@ -23,6 +23,7 @@ from minillm.errors import (
     UnsupportedFeatureError,
 )
 from minillm.live_request import LiveRequest
+from minillm.outputs import RequestOutput
 from minillm.request_stream import RequestStream
 from tests.async_small import (
     GREEDY,
@@ -305,12 +306,17 @@ def test_who_leaves_is_aborted_at_once_and_disturbs_nobody(engine, expected, lea
 
 
 def test_a_slow_reader_costs_one_output_and_delays_nobody(engine, expected, monkeypatch):
+    gate = Gate(engine, monkeypatch)
     made, output = [], LiveRequest.output
-    monkeypatch.setattr(
-        LiveRequest, "output", lambda live: made.append(live.request.request_id) or output(live)
-    )
+
+    def counted(live: LiveRequest, delta: bool = False) -> RequestOutput:
+        made.append(live.request.request_id)
+        return output(live, delta)
+
+    monkeypatch.setattr(LiveRequest, "output", counted)
 
     async def main() -> None:
+        gate.pace = asyncio.get_running_loop()
         slow = engine.generate(PROMPTS[0], LONG, "slow")
         first = await anext(slow)
         others = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[1:5])]
@@ -332,6 +338,7 @@ def test_a_reader_who_comes_back_gets_the_newest(engine, expected, monkeypatch):
     gate = Gate(engine, monkeypatch)
 
     async def main() -> None:
+        gate.pace = asyncio.get_running_loop()
         stream = engine.generate(PROMPTS[0], GREEDY, "a")
         await anext(stream)
         gate.shut()
@@ -758,16 +765,25 @@ def test_the_requests_of_a_closed_event_loop_are_aborted(folder, expected, monke
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def test_after_a_shutdown_everything_says_so(folder):
+def test_after_a_shutdown_everything_says_so(folder, monkeypatch):
     engine = make_async(folder, max_num_requests=1)
+    gate = Gate(engine, monkeypatch)
+
+    def open_later() -> None:
+        """No step is done before the engine is told to stop."""
+        while not engine._steps._stopping:
+            time.sleep(0.001)
+        gate.open()
 
     async def main() -> None:
+        gate.shut()
         streams = [engine.generate(PROMPTS[i], LONG, str(i)) for i in range(3)]
         tasks = [asyncio.create_task(last(stream)) for stream in streams]
         drain = asyncio.create_task(engine.drain())
-        await asyncio.sleep(0.01)
+        await gate.reached()
         assert engine.is_running
         assert engine.dead_error is None
+        threading.Thread(target=open_later).start()
         engine.shutdown()
         engine.shutdown()
         assert (engine.is_running, engine.errored) == (False, False)
@@ -822,6 +838,9 @@ def test_a_stream_keeps_its_engine(folder, expected):
     run(main())
 
 
+@pytest.mark.skipif(
+    not hasattr(time, "pthread_getcpuclockid"), reason="the system tells no time of a thread"
+)
 def test_idle_costs_no_time(engine):
     """The thread's own clock stands still."""
 

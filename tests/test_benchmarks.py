@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from minillm.benchmarks import deterministic
+from minillm.benchmarks import deterministic, outputs
 from minillm.benchmarks import scheduler as bench
 from minillm.benchmarks.deterministic import Cost, Sizes
 from minillm.benchmarks.scheduler import Series, Workload, blocked_line, statement
@@ -39,7 +39,9 @@ def test_every_policy_and_both_indices_are_measured(quick: tuple[str, dict]) -> 
 
 
 def test_the_json_has_what_was_measured_and_what_follows_from_it(quick: tuple[str, dict]) -> None:
-    assert list(quick[1]) == ["benchmark", "machine", "python", "block_size", "series", "statement"]
+    assert list(quick[1]) == [
+        "benchmark", "machine", "python", "block_size", "series", "engine", "statement"
+    ]  # fmt: skip
     for series in quick[1]["series"]:
         one = Series(
             series["name"], series["item"], tuple(series["sizes"]), tuple(series["microseconds"])
@@ -48,6 +50,20 @@ def test_the_json_has_what_was_measured_and_what_follows_from_it(quick: tuple[st
         assert len(one.sizes) == len(one.microseconds) >= 2
         assert list(one.sizes) == sorted(set(one.sizes))
         assert (series["growth"], series["per_item"]) == (one.growth(), one.per_item())
+
+
+def test_all_of_an_engine_but_its_model_is_measured_in_three_ways(quick: tuple[str, dict]) -> None:
+    text, result = quick
+    generate, keep_up, free = result["engine"]
+    assert generate["tokens_per_output"] == outputs.QUICK_LOAD.new_tokens
+    assert keep_up["tokens_per_output"] == pytest.approx(1)
+    assert 1 <= free["tokens_per_output"] <= outputs.QUICK_LOAD.new_tokens
+    for cost in result["engine"]:
+        assert cost["name"] in text
+        assert list(cost["parts"]) == list(outputs.PARTS)
+        for part in ("schedule", "commit", "texts"):
+            assert 0 < cost["parts"][part] < cost["processor"] * 10
+        assert cost["wall"] > 0
 
 
 def test_the_table_and_the_statement_are_printed(quick: tuple[str, dict]) -> None:

@@ -62,7 +62,7 @@ def write_model(folder: Path, chat: bool = False, **fields: Any) -> Path:
     model.initialize(std=0.4)
     write_folder(folder, byte_level(), **({"chat_template": CHATML} if chat else {}))
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: value.clone() for name, value in model.checkpoint_tensors().items()}
+    tensors = {name: each.target.clone() for name, each in model.checkpoint_tensors().items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -870,7 +870,7 @@ def test_ctrl_c_ends_a_running_process_cleanly(endless: list[Any]) -> None:
     assert process.stdout
     process.stdout.read(1)  # it writes
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=300)
     assert process.returncode in (130, -signal.SIGINT)  # a shell shows both as 130
     assert b"Traceback" not in error
     assert error.endswith(b"\n")
@@ -918,7 +918,7 @@ def test_a_reader_that_leaves_ends_it_silently(endless: list[Any]) -> None:
     process.stdout.read(1)
     process.stdout.close()
     error = process.stderr.read()
-    process.wait(timeout=120)
+    process.wait(timeout=300)
     process.stderr.close()
     assert process.returncode == 141
     assert re.sub(rb"Starting took [\d.]+ s\.\n", b"", error) == b""

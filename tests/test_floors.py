@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     **dict.fromkeys(["config", "sampling_params", "outputs", "errors", "hardware"], 0),
     **dict.fromkeys(["engine_args", "machine", "parameters", "cost", "decode_law", "presets"], 0),
+    **dict.fromkeys(["cache_spec"], 0),
     **dict.fromkeys(["prompts", "vllm_arguments", "async_engine_args"], 0),
     **dict.fromkeys(["ops", "linear_methods", "parallel"], 1),
     **dict.fromkeys(["layers"], 2),
@@ -25,8 +26,8 @@ FLOORS = {
     **dict.fromkeys(
         ["runner", "forward_pass", "sampler", "speculative", "graphs", "deterministic"], 5
     ),
-    **dict.fromkeys(["argmax", "batches", "logprobs", "device_sampler", "penalties"], 5),
-    **dict.fromkeys(["flight", "sequence_row"], 5),
+    **dict.fromkeys(["batches", "edits", "logprobs", "segments"], 5),
+    **dict.fromkeys(["executor", "flight", "sequence_row", "wire"], 5),
     **dict.fromkeys(["engine", "engine_setup", "engine_report", "completion", "live_request"], 6),
     **dict.fromkeys(["trace", "simulation"], 6),
     **dict.fromkeys(["llm", "async_engine", "request_stream", "step_thread"], 7),

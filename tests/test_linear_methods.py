@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from minillm.linear_methods import ROWS, PackedLinearMethod, packed, row_parts
+from minillm.layers.linear import Linear
+from minillm.linear_methods import ROWS, PackedLinearMethod, frozen, packed, row_parts
 
 COUNTS = (0, 1, 3, 15, 16, 17, 33, 100, 300)
 
@@ -32,6 +33,8 @@ def test_any_number_of_rows_gives_the_product(count, biased):
         stored = packed(weight)
         if stored is None:
             pytest.skip("oneDNN packs nothing here")
-        got = PackedLinearMethod().apply(x, stored, bias)
+        matrix = Linear("", 24, {"": 40})
+        matrix.weight = frozen(stored)
+        got = PackedLinearMethod().apply(matrix, x, bias)
     assert got.shape == (count, 40)
     torch.testing.assert_close(got, torch.nn.functional.linear(x, weight, bias))

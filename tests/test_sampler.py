@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.logprobs import token_logprobs
 from minillm.edits import Edits
+from minillm.logprobs import token_logprobs
 from minillm.ops import cpu_sampling
 from minillm.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from minillm.sampling_params import SamplingParams
@@ -529,7 +529,9 @@ def test_a_sampler_that_is_kept_chooses_as_one_that_is_made_anew():
             places[new] = free
             sampler.set_row(free, kept_request(new, []))
         members = [index for index in places if dice.random() < 0.8] or list(places)
-        logits = torch.from_numpy(dice.normal(size=(len(members), vocab)).astype(np.float32)).round()
+        logits = torch.from_numpy(
+            dice.normal(size=(len(members), vocab)).astype(np.float32)
+        ).round()
         rows = [places[index] for index in members]
         positions = [4 + len(outputs[index]) for index in members]
         tokens, _ = sampler.choose(logits, rows, positions)

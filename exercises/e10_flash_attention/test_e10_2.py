@@ -215,9 +215,9 @@ def test_large(impl: Any) -> None:
 def test_elements(impl: Any) -> None:
     """Long and narrow: a strip of scores is larger than all that one needs."""
     for lengths, blocks, window in (
-        ((64, 192), (8, 8), None),
-        ((1, 512), (16, 16), None),
-        ((96, 96), (8, 16), 20),
+        ((32, 96), (8, 8), None),
+        ((1, 256), (16, 16), None),
+        ((48, 48), (8, 16), 20),
     ):
         case = Case.random(100, lengths, blocks, window, (2, 1))
         outputs, _, counts = ask(impl, case)

@@ -24,6 +24,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ FAMILIES = (
     ("set", (set, frozenset)),
     ("map", (dict, OrderedDict, defaultdict, Counter)),
 )
+FAMILY_OF = MappingProxyType({id(kind): name for name, kinds in FAMILIES for kind in kinds})
 EXACT = 2**53  # the floats beyond are whole numbers with gaps between them
 
 
@@ -217,11 +219,11 @@ def plain(value: Any) -> object:
 def _family(value: object) -> str:
     """The family of a value by its exact type, or "" if it has none.
 
-    Nothing is asked of the value, nor of its class: `isinstance`, `==` and `in` would ask them.
+    Nothing is asked of the value, nor of its class: `isinstance`, `==`, `in` and a dictionary of
+    classes would ask them.
     """
-    for name, kinds in FAMILIES:
-        if any(type(value) is kind for kind in kinds):
-            return name
+    if name := FAMILY_OF.get(id(type(value))):
+        return name
     torch = sys.modules.get("torch")
     if torch is None:
         return ""

@@ -105,9 +105,8 @@ class _Printed(io.TextIOBase):
 class _Reporter:
     """The learner's process' end of the pipe; knows which check is running."""
 
-    def __init__(self, channel: Connection, word: bytes, file: Path, limits: Limits) -> None:
+    def __init__(self, channel: Connection, word: bytes, file: Path) -> None:
         self._channel, self._word, self._file = channel, word, str(file)
-        self._limits = limits
         self.running = LOADING
 
     def send(self, event: str, **details: Any) -> None:
@@ -116,19 +115,16 @@ class _Reporter:
 
     def out_of_time(self, signum: int, frame: FrameType | None) -> None:
         """Ends the process: an exception here could be caught by the submission."""
-        signal.setitimer(signal.ITIMER_PROF, 0)
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
-        kind = "cpu" if signum == getattr(signal, "SIGPROF", None) else "wall"
-        seconds = getattr(self._limits, kind)
         line = frame.f_lineno if frame else 0
 
         def finish(values: str) -> NoReturn:
-            self.send("timeout", kind=kind, line=line, values=values, seconds=seconds)
+            self.send("timeout", kind="loop", line=line, values=values)
             os._exit(0)
 
-        signal.signal(signal.SIGALRM, lambda *_: finish(""))
-        signal.alarm(1)  # a __repr__ of the submission may take as long as its loop
+        signal.signal(signal.SIGPROF, lambda *_: finish(""))
+        signal.setitimer(signal.ITIMER_PROF, 0.5)  # a __repr__ may take as long as the loop
         finish(_values_unseen(frame))
 
     def give_up(self, error: BaseException, kind: str) -> NoReturn:
@@ -140,7 +136,7 @@ class _Reporter:
 
 def run_job(channel: Connection, word: bytes, job: Job, checks: Mapping[str, Check]) -> NoReturn:
     """Run `job` in this process, which ends here."""
-    reporter = _Reporter(channel, word, job.file, job.limits)
+    reporter = _Reporter(channel, word, job.file)
     try:
         _isolate(channel, job)
         on_alarm(reporter.out_of_time)
@@ -172,6 +168,7 @@ def _isolate(channel: Connection, job: Job) -> None:
     faulthandler.enable(fault)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, fault)
+        faulthandler.register(signal.SIGXCPU, fault, all_threads=False, chain=True)  # then it ends
     job.folder.joinpath("cwd").mkdir()
     os.chdir(job.folder / "cwd")
     os.environ["MINILLM_GRADE_SEED"] = str(job.seed)

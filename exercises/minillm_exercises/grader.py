@@ -142,18 +142,20 @@ class Grader:
         *,
         checks: Sequence[str] = (),
         seed: int | None = None,
+        limits: Limits | None = None,
         stop: bool = False,
     ) -> Verdict:
-        """Run `source` without reading it first; only `checks`, if some are named."""
+        """Run `source` without reading it first; only `checks`, if some are named; within `limits`,
+        if they are not the grader's."""
         wanted = [c for c in self.checks if not checks or c.name in checks]
         outcome = self._runner.run(
             source,
             [check.name for check in wanted],
             seed=self._seed if seed is None else seed,
-            limits=self._limits,
+            limits=limits or self._limits,
             stop=stop,
         )
-        return _Reading(self.exercise, wanted, source, outcome, self._limits).verdict()
+        return _Reading(self.exercise, wanted, source, outcome).verdict()
 
     def _unrun(self, status: Status, message: str) -> Verdict:
         return Verdict(self.exercise.id, status, self.checks, message)
@@ -200,9 +202,9 @@ class _Reading:
         checks: Sequence[CheckResult],
         source: str,
         outcome: dict[str, Any],
-        limits: Limits,
     ) -> None:
-        self._exercise, self._checks, self._limits = exercise, checks, limits
+        self._exercise, self._checks = exercise, checks
+        self._limits = Limits(**outcome["limits"])
         self._lines = source.splitlines()
         self._outcome = outcome
         self._reports: list[dict[str, Any]] = outcome["reports"]

@@ -23,11 +23,12 @@ from typing import Any
 
 from minillm_exercises.checking import Check
 from minillm_exercises.child import MAX_PRINTED, Job, kill_group, new_word, run_job
-from minillm_exercises.limits import ON_GPU
+from minillm_exercises.limits import ON_GPU, processor_time
 
 MAX_REPORT = 64 * 2**20
 METHOD = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-GRACE = 2.0  # seconds a submission may be late before it is stopped from outside
+GRACE = 2.0  # seconds for what a process has to do by itself before it is killed
+PAUSE = 0.002  # seconds between two looks at it
 
 
 def load_checks(path: Path) -> dict[str, Check]:
@@ -56,11 +57,14 @@ def supervise(
     process = context.Process(target=target)
     process.start()
     sender.close()
-    reports = _receive(receiver, word, job)
+    reports = _receive(receiver, word, job, process.pid)
     if reports and reports[-1]["event"] == "silent":
-        _ask_where(process)
+        _ask_where(process, job)
     _end(process)
+    if hasattr(signal, "SIGXCPU") and process.exitcode == -signal.SIGXCPU:
+        reports.append({"event": "timeout", "check": _running(reports), "kind": "operation"})
     return {
+        "limits": vars(job.limits),
         "reports": reports,
         "exit": process.exitcode,
         "fault": _fault_line(job),
@@ -72,12 +76,13 @@ def _run_afresh(channel: Connection, word: bytes, job: Job, checks: Path) -> Non
     run_job(channel, word, job, load_checks(checks))
 
 
-def _receive(receiver: Connection, word: bytes, job: Job) -> list[dict[str, Any]]:
+def _receive(receiver: Connection, word: bytes, job: Job, process_id: int) -> list[dict[str, Any]]:
     """The reports until the process ends; the last is "silent" if it fell silent before."""
     reports: list[dict[str, Any]] = []
     while not reports or reports[-1]["event"] not in ("end", "crash", "timeout"):
-        if not receiver.poll(job.limits.wall + GRACE):
-            reports.append({"event": "silent", "check": _running(reports)})
+        if not _comes(receiver, process_id, job.limits.wall):
+            kind = "wait" if hasattr(signal, "setitimer") else "silent"
+            reports.append({"event": "silent", "check": _running(reports), "kind": kind})
             break
         try:
             message = receiver.recv_bytes(MAX_REPORT)
@@ -88,25 +93,40 @@ def _receive(receiver: Connection, word: bytes, job: Job) -> list[dict[str, Any]
     return reports
 
 
+def _comes(receiver: Connection, process_id: int, wall: float) -> bool:
+    """Whether there is a report, or the process has ended. It may take any time on the clock, as
+    long as the process computes: that ends by itself, when its processor time is used up."""
+    before = processor_time(process_id)
+    while not receiver.poll(wall):
+        now = processor_time(process_id)
+        if before is None or now is None or now - before < 0.01 * wall:
+            return False
+        before = now
+    return True
+
+
 def _running(reports: list[dict[str, Any]]) -> str:
     return reports[-1]["check"] if reports else "loading"
 
 
-def _ask_where(process: Any) -> None:
+def _ask_where(process: Any, job: Job) -> None:
     """Let Python write down the line it is at, which it can do inside one long operation."""
     if hasattr(signal, "SIGUSR1"):
         with contextlib.suppress(OSError):
             os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.2)
+        for _ in range(int(GRACE / PAUSE)):
+            if _fault_line(job):
+                break
+            time.sleep(PAUSE)
     process.kill()
 
 
 def _end(process: Any) -> None:
     """Wait for the process, which is ending by itself unless it closed the pipe and goes on."""
-    for _ in range(int(GRACE / 0.01)):
+    for _ in range(int(GRACE / PAUSE)):
         if process.exitcode is not None:
             break
-        time.sleep(0.01)
+        time.sleep(PAUSE)
     kill_group(process.pid)
     process.kill()
     process.join()
@@ -114,7 +134,7 @@ def _end(process: Any) -> None:
 
 def _fault_line(job: Job) -> int:
     """The deepest line of the submission in what Python wrote down at a signal; 0 if none."""
-    pattern = rf'File "{re.escape(str(job.file))}", line (\d+)'
+    pattern = rf'File "{re.escape(str(job.file))}", line (\d+) in'
     found = re.search(pattern, _read(job.fault, MAX_PRINTED))
     return int(found[1]) if found else 0
 

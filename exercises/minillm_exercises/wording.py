@@ -57,17 +57,14 @@ def _there(report: dict[str, Any]) -> str:
 def timeout_sentence(report: dict[str, Any], where: str, during: str, limits: Limits) -> str:
     """Which line did not come to an end."""
     place = f"{during} ({where})" if where else during
-    if report.get("kind") == "cpu":
-        return (
-            f"Still computing after {report.get('seconds', limits.cpu):g} s {place}. Does the loop "
-            f"end?{_there(report)}"
-            f" {_rest(report)}"
-        )
-    return (
-        f"No answer within {report.get('seconds', limits.wall):g} s {place}. Does it wait for "
-        f"something, or is one "
-        f"operation very large?{_there(report)} {_rest(report)}"
-    )
+    used = f"Used {limits.cpu:g} s of processor time"
+    said, question = {
+        "loop": (used, "Does the loop end?"),
+        "operation": (used, "Is this one operation very large, or without an end?"),
+        "wait": (f"Waited {limits.wall:g} s without computing", "For what does it wait?"),
+        "silent": (f"No answer within {limits.wall:g} s", "Does the loop end?"),
+    }[report["kind"]]
+    return f"{said} {place}. {question}{_there(report)} {_rest(report)}"
 
 
 def _rest(report: dict[str, Any]) -> str:

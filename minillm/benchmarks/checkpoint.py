@@ -72,7 +72,7 @@ def write_checkpoint(config: ModelConfig, folder: Path, dtype: str = "bfloat16")
 
     model = Decoder(config, DTYPES[dtype])
     model.initialize(seed=0)
-    tensors = {name: each.contiguous() for name, each in model.checkpoint_tensors().items()}
+    tensors = {name: each.target.contiguous() for name, each in model.checkpoint_tensors().items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     end = config.vocab_size - 1
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}

@@ -21,19 +21,20 @@ import torch
 from minillm.benchmarks.calm import Calm, calmest, calmly
 from minillm.benchmarks.checkpoint import ARCHITECTURES, huggingface_config, write_tokenizer
 from minillm.benchmarks.decode_steps import DecodeSteps, fill_with_numbers
+from minillm.cache_spec import cache_spec
 from minillm.config import ModelConfig, RopeConfig
 from minillm.cost import step_cost
 from minillm.decode_law import DecodeRates
 from minillm.engine_args import EngineArgs
 from minillm.engine_setup import CPU_BLOCK_SIZE
 from minillm.errors import UnsupportedFeatureError
-from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Linear
-from minillm.linear_methods import PackedLinearMethod, packed
+from minillm.linear_methods import PackedLinearMethod, frozen, packed
 from minillm.models.loader import DTYPES
-from minillm.models.packing import frozen, into_panels
+from minillm.models.packing import into_panels
 from minillm.ops import cpu
+from minillm.ops.batch import Batch
 from minillm.parameters import all_products
 
 MOST_BYTES = 2**28  # of weights in a probe: no cache keeps them, and it takes milliseconds
@@ -117,15 +118,15 @@ class Products:
         self._linears = [Linear("", inputs, {"": outputs}) for inputs, outputs in shapes]
         generator = torch.Generator().manual_seed(0)
         for each in self._linears:
-            weight = torch.empty(each.weight.shape, dtype=dtype).normal_(generator=generator)
-            each.weight = frozen(weight)
+            each.create(dtype, "cpu")
+            each.values().normal_(generator=generator)
         self._inputs = {
             (rows, each): torch.ones(rows, each.in_features, dtype=dtype)
             for rows in {1, batch}
             for each in self._linears
         }
         self._parameters = sum(inputs * outputs for inputs, outputs in shapes)
-        self.num_bytes = self._parameters * dtype.itemsize
+        self.num_bytes = sum(each.num_bytes for each in self._linears)
         pack(self._linears)
 
     def flops(self, rows: int) -> int:
@@ -140,11 +141,11 @@ class Products:
 
 def pack(linears: list[Linear]) -> None:
     """As `pack_weights` does with a model's."""
-    panels = [each for each in linears if cpu.takes_panels(each.weight)]
+    panels = [each for each in linears if cpu.takes_panels(each.values())]
     if panels:
         into_panels([*panels])
     for each in linears:
-        if each not in panels and (weight := packed(each.weight)) is not None:
+        if each not in panels and (weight := packed(each.values())) is not None:
             each.method, each.weight = PackedLinearMethod(), frozen(weight)
 
 
@@ -167,7 +168,7 @@ class Pages:
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         spec = cache_spec(config)
         columns = POSITIONS // CPU_BLOCK_SIZE
-        per_layer = SEQUENCES * POSITIONS * spec.bytes_per_token(dtype)
+        per_layer = SEQUENCES * POSITIONS * spec.block_bytes(1, dtype.itemsize)
         self._layers = max(1, PAGE_BYTES // per_layer)
         num_blocks = SEQUENCES * columns
         self._kv = KVCache(spec, self._layers, num_blocks, CPU_BLOCK_SIZE, dtype)

@@ -20,9 +20,9 @@ from torch import Tensor
 from minillm.engine import Engine
 from minillm.engine_args import EngineArgs
 from minillm.errors import MinillmError
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 from minillm.runner import Runner, runner_of
 from minillm.sampling_params import SamplingParams
 

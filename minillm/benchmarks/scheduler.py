@@ -1,4 +1,5 @@
-"""What deciding costs: microseconds per scheduling step, and per lookup in the prefix cache.
+"""What deciding costs: microseconds per scheduling step, and per lookup in the prefix cache; and
+what all of an engine costs beside its model (`outputs.py`).
 
 No model runs, and sampled tokens are made up, so that nothing is measured but the scheduler and the
 cache. How a time grows matters more than the time: a machine that is twice as fast hides a square
@@ -18,6 +19,7 @@ from statistics import median
 from time import process_time
 from typing import NamedTuple
 
+from minillm.benchmarks import outputs
 from minillm.benchmarks.report import benchmark_parser, write_result
 from minillm.cache.manager import BlockManager, BlockTable, make_index
 from minillm.cache.prefix import PrefixIndex
@@ -342,7 +344,7 @@ def table(series: Sequence[Series]) -> list[list[str]]:
     return rows
 
 
-def as_json(series: Sequence[Series]) -> dict[str, object]:
+def as_json(series: Sequence[Series], costs: Sequence[outputs.Cost]) -> dict[str, object]:
     """Everything measured and everything said."""
     return {
         "benchmark": "scheduler",
@@ -352,26 +354,35 @@ def as_json(series: Sequence[Series]) -> dict[str, object]:
         "series": [
             {**asdict(one), "per_item": one.per_item(), "growth": one.growth()} for one in series
         ],
-        "statement": statement(series),
+        "engine": [asdict(one) for one in costs],
+        "statement": [*statement(series), *outputs.statement(costs)],
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then print the table, what it says, and JSON."""
+    """Measure, then print the tables, what they say, and JSON."""
     parser = benchmark_parser("scheduler", __doc__, EXAMPLES)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     chosen, terminal = parser.parse_args(arguments), Terminal()
     sizes = QUICK if chosen.quick else Sizes()
+    load = outputs.QUICK_LOAD if chosen.quick else outputs.Load()
     steps = [task.run(terminal) for task in step_series(sizes)]
     prefixes = [task.run(terminal) for task in prefix_series(sizes)]
+    costs = []
+    for name in outputs.WAYS:
+        with terminal.progress(f"Measuring {name}"):
+            costs.append(outputs.measure(name, load))
     header = ["", "size", "microseconds", "per item", "growth"]
     terminal.heading("One step: schedule and commit")
     terminal.table(header, table(steps))
     terminal.heading("One prompt in the prefix cache")
     terminal.table(header, table(prefixes))
-    for line in statement([*steps, *prefixes]):
+    terminal.heading(f"All but the model: microseconds per row and step, {load.rows} rows")
+    terminal.table(outputs.HEADER, outputs.table(costs))
+    result = as_json([*steps, *prefixes], costs)
+    for line in (*statement([*steps, *prefixes]), *outputs.statement(costs)):
         terminal.paragraph(line)
-    write_result(as_json([*steps, *prefixes]), chosen.json, terminal)
+    write_result(result, chosen.json, terminal)
     return 0
 
 

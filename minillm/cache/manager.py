@@ -94,7 +94,7 @@ class BlockManager:
         known = num_cached
         if len(token_ids) - num_cached <= self.block_size:  # the limit may have cut the match
             known = max(known, self.match(token_ids, len(token_ids), salt).num_tokens)
-        return self._history.explain(token_ids, num_cached, known, salt)
+        return self._history.report(token_ids, num_cached, known, salt)
 
     def cost_of(self, match: Match, num_blocks: int) -> int:
         """Free blocks that a table of `num_blocks` takes if it begins so: a hit in a free block

@@ -106,13 +106,12 @@ def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
 
     from minillm.models.checkpoint import open_shard, shard_shapes
     from minillm.models.decoder import Decoder
-    from minillm.models.loader import check_tensors, copy_tensor
+    from minillm.models.loader import check_tensors
 
     wanted = Decoder(source.config, device="meta").checkpoint_tensors()
     shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
     check_tensors(source, wanted, shapes)
     stored: Counter[str] = Counter()
-    target = torch.empty(1, device="meta")
     for path in files:
         with open_shard(path) as file:
             for name in file.keys():  # noqa: SIM118
@@ -120,7 +119,7 @@ def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
                 dtype = STORED.get(part.get_dtype(), "uint8")
                 tensor = torch.empty(part.get_shape(), dtype=getattr(torch, dtype), device="meta")
                 if name in wanted:  # the loader's own check of what is stored
-                    copy_tensor(target, tensor.flatten()[:1], name)
+                    wanted[name].load(tensor[wanted[name].slice.index])
                 stored[dtype] += tensor.nbytes
     return stored
 

@@ -2,12 +2,11 @@
 
 from torch import Tensor, nn
 
-from minillm import ops
 from minillm.config import ModelConfig
-from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import AttentionBackend, KVCache
+from minillm.layers.kv_cache import AttentionBackend, write_qkv
 from minillm.layers.linear import Linear
 from minillm.layers.norm import RMSNorm
+from minillm.ops.batch import Batch, Prologue
 
 
 class Attention(nn.Module):
@@ -36,30 +35,13 @@ class Attention(nn.Module):
         """[N, d] -> [N, d]"""
         heads = self.num_heads + 2 * self.num_kv_heads
         qkv = self.qkv_proj(x).view(-1, heads, self.head_dim)  # [N, H + 2 Hkv, D]
-        if isinstance(kv, KVCache) and kv.fuses:
-            q = self._written_at_once(qkv, rope, batch, kv)
-        else:
-            q = self._written(qkv, rope, batch, kv)
+        q = write_qkv(kv, self.layer, qkv, self._prologue(), rope, batch)
         out = kv.attend(self.layer, q, batch, self.scale, self.window)  # [N, H, D]
         return self.o_proj(out.flatten(1))
 
-    def _written(
-        self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
-    ) -> Tensor:
-        """Norm, rotate, write: [N, H + 2 Hkv, D] -> query [N, H, D]"""
-        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = ops.rotate(q, *rope, self.interleaved)
-        k = ops.rotate(k, *rope, self.interleaved)
-        kv.write(self.layer, k, v, batch)
-        return q
-
-    def _written_at_once(
-        self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: KVCache
-    ) -> Tensor:
-        """The same in one launch, on a GPU."""
-        if self.q_norm is None or self.k_norm is None:
-            return kv.write_qkv(self.layer, qkv, None, 0.0, rope, self.interleaved, batch)
-        norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
-        return kv.write_qkv(self.layer, qkv, norms, eps, rope, self.interleaved, batch)
+    def _prologue(self) -> Prologue:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
+            return Prologue(self.num_kv_heads, None, None, 0.0, self.interleaved)
+        weights = q_norm.weight, k_norm.weight
+        return Prologue(self.num_kv_heads, *weights, q_norm.eps, self.interleaved)

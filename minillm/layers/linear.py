@@ -5,15 +5,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minillm.linear_methods import EmbeddingMethod, LinearMethod, PlainLinearMethod
+from minillm.linear_methods import CheckpointTensor, Matrix, WeightSlice, frozen, load_plain
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
     """An uninitialised, frozen parameter: the loader fills it, the trainer unfreezes it."""
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+    return frozen(torch.empty(*shape))
 
 
-class Linear(nn.Module):
+class Linear(Matrix):
     """y = x W^T + b, where W stacks the named outputs of several checkpoint matrices.
 
     `Linear("model.layers.0.self_attn.", 576, {"q_proj": 576, "k_proj": 192, "v_proj": 192})`
@@ -21,45 +21,45 @@ class Linear(nn.Module):
     """
 
     def __init__(self, prefix: str, in_features: int, outputs: dict[str, int], bias: bool = False):
-        super().__init__()
-        self.prefix = prefix
-        self.outputs, self.in_features = outputs, in_features
-        out_features = sum(outputs.values())
-        self.weight = empty_parameter(out_features, in_features)
-        self.bias = empty_parameter(out_features) if bias else None
-        self.method: LinearMethod = PlainLinearMethod()
+        super().__init__([
+            WeightSlice.whole(f"{prefix}{name}", size, in_features)
+            for name, size in outputs.items()
+        ])  # fmt: skip
+        self.is_biased = bias
+        self.register_parameter("bias", None)
+        self.bias: Tensor | None
+
+    def create(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        """The matrix by its method, and the bias, which is always plain."""
+        super().create(dtype, device)
+        if self.is_biased:
+            self.bias = frozen(torch.empty(self.out_features, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]"""
-        return self.method.apply(x, self.weight, self.bias)
+        return self.method.apply(self, x, self.bias)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each checkpoint name with the view of this layer that holds it."""
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+        """Every checkpoint tensor of which the layer holds a part."""
+        yield from super().checkpoint_tensors()
         start = 0
-        for name, size in self.outputs.items():
-            yield f"{self.prefix}{name}.weight", self.weight.data[start : start + size]
-            if self.bias is not None:
-                yield f"{self.prefix}{name}.bias", self.bias.data[start : start + size]
-            start += size
+        for part in self.parts if self.bias is not None else ():
+            stop = start + len(part.rows)
+            target = self.bias.data[start:stop]  # type: ignore[union-attr]
+            yield CheckpointTensor(f"{part.name}.bias", target, part.slice_of_rows, load_plain)
+            start = stop
 
 
-class Embedding(nn.Module):
+class Embedding(Matrix):
     """Token embedding, which may also serve as the output matrix (`as_output`)."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int):
-        super().__init__()
-        self.name, self.in_features = name, hidden_size
-        self.weight = empty_parameter(vocab_size, hidden_size)
-        self.method: EmbeddingMethod = PlainLinearMethod()
+        super().__init__([WeightSlice.whole(name, vocab_size, hidden_size)])
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[N] -> [N, d]"""
-        return self.method.lookup(input_ids, self.weight)
+        return self.method.lookup(self, input_ids)
 
     def as_output(self, x: Tensor) -> Tensor:
         """Logits with tied weights (Press and Wolf, 2017). [K, d] -> [K, V]"""
-        return self.method.apply(x, self.weight, None)
-
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each checkpoint name with the view of this layer that holds it."""
-        yield f"{self.name}.weight", self.weight.data
+        return self.method.apply(self, x, None)

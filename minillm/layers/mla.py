@@ -5,11 +5,11 @@ from torch import Tensor, nn
 
 from minillm import ops
 from minillm.config import MLAConfig, ModelConfig
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.layers.linear import Linear
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import yarn_temperature
+from minillm.ops.batch import Batch
 
 LATENT_NORM_EPS = 1e-6  # fixed in DeepSeek's own code, whatever rms_norm_eps says
 
@@ -54,8 +54,10 @@ class MLAttention(nn.Module):
     ) -> Tensor:
         """[N, d] -> [N, d]"""
         mla = self.mla
-        w_uk, w_uv = self.kv_b_proj.weight.view(self.num_heads, -1, mla.kv_lora_rank).split(
-            (mla.qk_nope_head_dim, mla.v_head_dim), dim=1
+        w_uk, w_uv = (
+            self.kv_b_proj.values()
+            .view(self.num_heads, -1, mla.kv_lora_rank)
+            .split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
         )  # [H, Dn, R], [H, Dv, R]
         q = self.q_proj(self._query_input(x)).view(len(x), self.num_heads, -1)  # [N, H, Dn + Dr]
         q_nope, q_rope = q.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)

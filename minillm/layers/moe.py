@@ -1,6 +1,6 @@
 """Mixture of experts: a router, stacked experts, and a shared MLP beside them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from minillm import ops
 from minillm.config import ModelConfig, MoEConfig
-from minillm.layers.linear import empty_parameter
 from minillm.layers.mlp import MLP
+from minillm.linear_methods import CheckpointTensor, Matrix, WeightSlice
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,12 @@ class ExpertNames:
     down: str = "down_proj"
 
 
-class Router(nn.Module):
+class Router(Matrix):
     """Scores every expert for every token in float32, and chooses."""
 
     def __init__(self, prefix: str, hidden_size: int, moe: MoEConfig):
-        super().__init__()
+        super().__init__([WeightSlice.whole(f"{prefix}gate", moe.num_experts, hidden_size)])
         self.prefix, self.moe = prefix, moe
-        self.weight = empty_parameter(moe.num_experts, hidden_size)
         # A checkpoint buffer, never trained by gradient and not zero in real models.
         bias = torch.empty(moe.num_experts, dtype=torch.float32) if moe.score_bias else None
         self.register_buffer("bias", bias)
@@ -38,7 +37,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, d] -> weights [N, k] and expert ids [N, k]"""
         moe = self.moe
-        logits = F.linear(x.float(), self.weight.float())  # [N, E]
+        logits = F.linear(x.float(), self.values().float())  # [N, E]
         scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
         weights, ids = ops.moe_route(
             scores,
@@ -51,39 +50,37 @@ class Router(nn.Module):
         )
         return weights * moe.routed_scaling_factor, ids
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each checkpoint name with the view of this layer that holds it."""
-        yield f"{self.prefix}gate.weight", self.weight.data
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+        """The matrix by its method, and the bias of the choice."""
+        yield from super().checkpoint_tensors()
         if self.bias is not None:
-            yield f"{self.prefix}gate.e_score_correction_bias", self.bias
-
-
-# x [N, d], gate_up, down, weights [N, k], ids [N, k] -> [N, d]
-ExpertsMethod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+            name = f"{self.prefix}gate.e_score_correction_bias"
+            yield CheckpointTensor.plain(name, self.bias)
 
 
 class Experts(nn.Module):
-    """All experts of a layer in two stacked tensors; `method` is how tokens pass through them."""
+    """All experts of a layer in two stacked matrices, [E, 2 I, d] and [E, d, I].
+
+    `tiled`: with bits for a token that do not depend on what is computed beside it.
+    """
 
     def __init__(self, prefix: str, hidden_size: int, moe: MoEConfig, names: ExpertNames):
         super().__init__()
-        self.prefix, self.names, size = prefix, names, moe.intermediate_size
-        self.gate_up = empty_parameter(moe.num_experts, 2 * size, hidden_size)
-        self.down = empty_parameter(moe.num_experts, hidden_size, size)
-        self.method: ExpertsMethod = ops.moe_experts
+        count, size = moe.num_experts, moe.intermediate_size
+        experts = [f"{prefix}experts.{expert}." for expert in range(count)]
+        gate_up = [
+            WeightSlice.whole(f"{expert}{name}", size, hidden_size)
+            for expert in experts
+            for name in (names.gate, names.up)
+        ]
+        down = [WeightSlice.whole(f"{expert}{names.down}", hidden_size, size) for expert in experts]
+        self.gate_up, self.down = Matrix(gate_up, count), Matrix(down, count)
+        self.tiled = False
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """[N, d], [N, k], [N, k] -> [N, d]"""
-        return self.method(x, self.gate_up, self.down, weights, ids)
-
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each checkpoint name with the view of this layer that holds it."""
-        size = self.down.shape[2]
-        for expert in range(len(self.down)):
-            prefix = f"{self.prefix}experts.{expert}."
-            yield f"{prefix}{self.names.gate}.weight", self.gate_up.data[expert, :size]
-            yield f"{prefix}{self.names.up}.weight", self.gate_up.data[expert, size:]
-            yield f"{prefix}{self.names.down}.weight", self.down.data[expert]
+        method = self.gate_up.method
+        return method.experts(self.gate_up, self.down, x, weights, ids, self.tiled)
 
 
 class MoE(nn.Module):

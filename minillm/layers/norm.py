@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from minillm import ops
 from minillm.layers.linear import empty_parameter
+from minillm.linear_methods import CheckpointTensor
 
 
 class RMSNorm(nn.Module):
@@ -28,6 +29,6 @@ class RMSNorm(nn.Module):
             return self(x), x
         return self.add_norm(x, residual, self.weight, self.eps)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each checkpoint name with the view of this layer that holds it."""
-        yield f"{self.name}.weight", self.weight.data
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+        """The weight, whole."""
+        yield CheckpointTensor.plain(f"{self.name}.weight", self.weight.data)

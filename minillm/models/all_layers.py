@@ -6,13 +6,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from minillm.layers.attention import Attention
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Linear
 from minillm.layers.mlp import MLP
 from minillm.linear_methods import PanelLinearMethod
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.ops import cpu
+from minillm.ops.batch import Batch
 from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
 
 
@@ -58,7 +58,7 @@ class AllLayers:
         )
 
     def _may(self, x: Tensor, kv: KVCache) -> bool:
-        if not kv.is_usual or x.dtype != kv.key.dtype or not cpu.takes(x):
+        if kv.mode != "fast" or x.dtype != kv.key.dtype or not cpu.takes(x):
             return False
         return not (any(self.hooks) or _has_any_global_hook())
 

@@ -23,6 +23,7 @@ from minillm.errors import (
     UnsupportedFeatureError,
     did_you_mean,
 )
+from minillm.linear_methods import TensorSlice
 from minillm.models.families import integer, parse_config
 from minillm.presets import PRESETS, preset
 from minillm.sampling_params import SamplingParams, shown
@@ -253,8 +254,17 @@ def shard_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, one in memory at a time."""
+def read_tensors(path: Path, slices: Mapping[str, TensorSlice]) -> Iterator[tuple[str, Tensor]]:
+    """Those tensors of a file, or the parts of them, that are named; one in memory at a time.
+
+    The file is mapped: of a part, only its own pages are read.
+    """
     with open_shard(path) as file:
         for name in file.keys():  # noqa: SIM118
-            yield name, file.get_tensor(name)
+            wanted = slices.get(name)
+            if wanted is None:
+                continue
+            if wanted == TensorSlice.whole(wanted.shape):
+                yield name, file.get_tensor(name)
+            else:
+                yield name, file.get_slice(name)[wanted.index]

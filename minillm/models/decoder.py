@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from minillm.config import ModelConfig
 from minillm.layers.attention import Attention
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
@@ -15,9 +14,13 @@ from minillm.layers.mlp import MLP
 from minillm.layers.moe import ExpertNames, MoE, Router
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import RotaryEmbedding
+from minillm.linear_methods import CheckpointTensor, LinearMethod, Matrix, frozen
+from minillm.ops.batch import Batch
 
 MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
 
+
+MethodOf = Callable[[Matrix], LinearMethod]  # how to store a matrix of the model
 
 # x [N, d], rope, batch, kv -> what the layers would return, or None where they must run one by one.
 LayersMethod = Callable[
@@ -67,9 +70,10 @@ class Decoder(nn.Module):
     """A decoder-only transformer over a flat batch.
 
     Parameters are uninitialised: `models/loader.py` fills them from a checkpoint, or
-    `initialize` at random. `max_model_len` fixes context-dependent RoPE schemes once.
-    `all_layers` is a faster way through the layers, where there is one. With `plain_torch` its
-    caches do not use our own functions either (`models/packing.py`).
+    `initialize` at random. `method_of` chooses how each matrix is stored. `max_model_len` fixes
+    context-dependent RoPE schemes once. `all_layers` is a faster way through the layers, where
+    there is one. With `plain_torch` its caches do not use our own functions either
+    (`models/packing.py`).
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_model_len: int | None = None,
+        method_of: MethodOf | None = None,
     ):
         super().__init__()
         self.config = config
@@ -96,7 +101,26 @@ class Decoder(nn.Module):
                 self.lm_head = Linear("", config.hidden_size, {"lm_head": config.vocab_size})
         self.all_layers: LayersMethod | None = None
         self.plain_torch = False
+        for each in self.modules():
+            if method_of is not None and isinstance(each, Matrix):
+                each.method = method_of(each)
         allocate(self, dtype, device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in, and caches, however its matrices are stored."""
+        return self.norm.weight.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights; a model on the meta device says what it would take."""
+        norms = sum(each.weight.nbytes for each in self.modules() if isinstance(each, RMSNorm))
+        return norms + sum(each.num_bytes for each in self.modules() if isinstance(each, Matrix))
 
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
         """Run the batch's tokens, extending the cache: N tokens -> hidden states [N, d]."""
@@ -114,20 +138,19 @@ class Decoder(nn.Module):
         """[K, d] -> [K, V], in the model's dtype."""
         return self.embedding.as_output(hidden) if self.lm_head is None else self.lm_head(hidden)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of a Hugging Face checkpoint of this model, as a view of its parameter."""
-        tensors: dict[str, Tensor] = {}
-        for layer in self.modules():
-            named = getattr(layer, "checkpoint_tensors", None)
-            if named is not None and layer is not self:
-                tensors.update(named())
-        return tensors
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """Every tensor of a Hugging Face checkpoint of which this model holds a part, by name."""
+        return {
+            tensor.name: tensor
+            for layer in self.modules()
+            if isinstance(layer, Matrix | RMSNorm)
+            for tensor in layer.checkpoint_tensors()
+        }
 
     @torch.no_grad()
     def initialize(self, std: float = 0.02, seed: int = 0) -> None:
         """Random weights: matrices normal with `std`, norms 1, biases 0."""
-        device = self.embedding.weight.device
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
@@ -141,15 +164,19 @@ class Decoder(nn.Module):
 
 
 def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a module built on the meta device its memory: parameters in `dtype`, buffers as built.
+    """Give a module built on the meta device its memory: matrices as their methods do, other
+    parameters in `dtype`, buffers as built.
 
     Building first and allocating after needs no global default dtype, so two engines can load
     in two threads.
     """
     for part in module.modules():
+        if isinstance(part, Matrix):
+            part.create(dtype, device)
         for name, parameter in part.named_parameters(recurse=False):
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
-            setattr(part, name, nn.Parameter(memory, requires_grad=False))
+            if not isinstance(part, Matrix):
+                memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+                setattr(part, name, frozen(memory))
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.is_meta:
                 setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))

@@ -1,7 +1,7 @@
 """Filling a `Decoder` from a checkpoint, shard by shard.
 
-The model lists every checkpoint tensor it wants as a view of its parameters; the headers of the
-files list what they have. The two lists must match exactly before a byte of weights is read.
+The model lists every checkpoint tensor of which it holds a part; the headers of the files list what
+they have. The two lists must match exactly before a byte of weights is read.
 """
 
 import re
@@ -14,8 +14,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm.errors import CheckpointError, ConfigError
+from minillm.linear_methods import CheckpointTensor
 from minillm.models.checkpoint import ModelSource, read_tensors, shard_shapes, weight_files
-from minillm.models.decoder import Decoder
+from minillm.models.decoder import Decoder, MethodOf
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,6 +35,7 @@ def load_model(
     max_model_len: int | None = None,
     load_format: str = "auto",
     seed: int = 0,
+    method_of: MethodOf | None = None,
 ) -> Decoder:
     """Build the model of `source` and fill it: from its files, or at random ("dummy").
 
@@ -41,7 +43,7 @@ def load_model(
     file is damaged, has a tensor too many or too few, or one of another shape.
     """
     if load_format == "dummy":
-        model = Decoder(source.config, dtype, device, max_model_len)
+        model = Decoder(source.config, dtype, device, max_model_len, method_of)
         model.initialize(seed=seed)
         return model.eval()
     if source.folder is None:
@@ -51,14 +53,17 @@ def load_model(
     files = weight_files(source)
     shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
     # Compared before memory is taken for sizes that the files may not have.
-    check_tensors(source, Decoder(source.config, device="meta").checkpoint_tensors(), shapes)
-    model = Decoder(source.config, dtype, device, max_model_len)
+    expected = Decoder(source.config, dtype, "meta", method_of=method_of).checkpoint_tensors()
+    check_tensors(source, expected, shapes)
+    model = Decoder(source.config, dtype, device, max_model_len, method_of)
     fill(model.checkpoint_tensors(), files)
     return model.eval()
 
 
 def check_tensors(
-    source: ModelSource, wanted: dict[str, Tensor], shapes: list[tuple[Path, str, tuple[int, ...]]]
+    source: ModelSource,
+    wanted: dict[str, CheckpointTensor],
+    shapes: list[tuple[Path, str, tuple[int, ...]]],
 ) -> None:
     """Every wanted tensor is in exactly one file with its shape, and no file has another."""
     found: dict[str, Path] = {}
@@ -75,10 +80,10 @@ def check_tensors(
                     f"{path.name} has a tensor {name} of shape {list(shape)} that the "
                     f"{source.config.family} model of config.json has no place for."
                 )
-        elif tuple(target.shape) != shape:
+        elif target.slice.shape != shape:
             raise CheckpointError(
                 f"{name} in {path.name} has shape {list(shape)}, but config.json describes "
-                f"{list(target.shape)}."
+                f"{list(target.slice.shape)}."
             )
     missing = sorted(wanted.keys() - found.keys())
     if missing:
@@ -96,21 +101,25 @@ def is_expected_extra(source: ModelSource, name: str) -> bool:
     return bool(layer) and source.config.num_layers <= int(layer[1]) < last  # type: ignore[index]
 
 
-def fill(wanted: dict[str, Tensor], files: list[Path]) -> None:
-    """Copy every tensor to its place, converting its dtype on the way."""
+def fill(wanted: dict[str, CheckpointTensor], files: list[Path]) -> None:
+    """Load every tensor, or the part that is held of it, as its layer's method does."""
+    slices = {name: tensor.slice for name, tensor in wanted.items()}
+    tied = OUTPUT not in wanted and INPUT in wanted
+    if tied:
+        slices[OUTPUT] = slices[INPUT]
     total = sum(path.stat().st_size for path in files)
     with tqdm(
         total=total, desc="Loading", unit="B", unit_scale=True, disable=total < PROGRESS_BYTES
     ) as progress:
         filled: set[str] = set()
         for path in files:
-            for name, tensor in read_tensors(path):
-                progress.update(tensor.nbytes)
-                place = INPUT if name == OUTPUT and OUTPUT not in wanted else name
+            for name, found in read_tensors(path, slices):
+                progress.update(found.nbytes)
+                place = INPUT if name == OUTPUT and tied else name
                 if place in filled:
-                    check_tied(wanted[place], tensor)
-                elif place in wanted:
-                    copy_tensor(wanted[place], tensor, name)
+                    check_tied(wanted[place].target, found)
+                else:
+                    wanted[place].load(found)
                     filled.add(place)
 
 
@@ -121,13 +130,3 @@ def check_tied(target: Tensor, tensor: Tensor) -> None:
             f"config.json ties {OUTPUT} to {INPUT}, but the file has two different tensors; "
             "set tie_word_embeddings to false in config.json."
         )
-
-
-def copy_tensor(target: Tensor, tensor: Tensor, name: str) -> None:
-    """One tensor to its place; only floating-point dtypes are plain weights."""
-    if tensor.dtype not in DTYPES.values():
-        raise CheckpointError(
-            f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}; "
-            f"plain weights are {', '.join(DTYPES)}."
-        )
-    target.copy_(tensor)

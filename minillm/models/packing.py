@@ -7,14 +7,19 @@ is as slow as its weight is read, and it is read fastest front to back, in the o
 import logging
 
 import torch
-from torch import Tensor, nn
 
 from minillm.config import ModelConfig
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.norm import RMSNorm
-from minillm.linear_methods import PackedLinearMethod, PanelLinearMethod, packed
+from minillm.linear_methods import (
+    PackedLinearMethod,
+    PanelLinearMethod,
+    PlainLinearMethod,
+    frozen,
+    packed,
+)
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu
@@ -31,7 +36,7 @@ def pack_weights(model: Decoder) -> str:
     saved. What no product reads as it is stays: experts, and the matrix that MLA absorbs.
     """
     matrices = packable(model)
-    chosen = [each for each in matrices if cpu.takes_panels(each.weight)]
+    chosen = [each for each in matrices if cpu.takes_panels(each.values())]
     if chosen:
         into_panels(chosen)
     model.all_layers = AllLayers.of(model)
@@ -65,45 +70,38 @@ def keep_plain(model: Decoder) -> None:
 def packable(model: Decoder) -> list[Linear | Embedding]:
     """The layers whose weight only their own product reads, the output matrix among them."""
     absorbed = {id(each.kv_b_proj) for each in model.modules() if isinstance(each, MLAttention)}
-    linears = [
+    kinds = Linear if model.lm_head is not None else Linear | Embedding
+    found = [
         each
         for each in model.modules()
-        if isinstance(each, Linear) and id(each) not in absorbed and each.weight.dim() == 2
+        if isinstance(each, kinds)
+        and isinstance(each.method, PlainLinearMethod)
+        and id(each) not in absorbed
     ]
-    tied = [model.embedding] if model.lm_head is None else []
-    return [*linears, *tied]
+    return sorted(found, key=lambda each: isinstance(each, Embedding))  # the output comes last
 
 
 def into_panels(layers: list[Linear | Embedding]) -> None:
     """Panels for all of these, one behind another in one piece of memory with large pages: with
     small ones the processor would look up an address every 4 KiB of a weight."""
-    shapes = [cpu.panels_shape(*layer.weight.shape) for layer in layers]
+    shapes = [cpu.panels_shape(*layer.shape) for layer in layers]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    memory = layers[0].weight.new_empty(sum(sizes))
+    memory = layers[0].values().new_empty(sum(sizes))
     c_library.use_large_pages(memory.data_ptr(), memory.nbytes)
     for layer, shape, part in zip(layers, shapes, memory.split(sizes), strict=True):
         panels = part.view(shape)
-        cpu.pack_panels(layer.weight, panels)
-        layer.method = PanelLinearMethod(len(layer.weight))
+        cpu.pack_panels(layer.values(), panels)
+        layer.method = PanelLinearMethod(layer.out_features)
         layer.weight = frozen(panels)
 
 
 def into_onednn(model: Decoder, layer: Linear | Embedding) -> bool:
     """Packed by oneDNN, if it does. An embedding keeps its rows, which oneDNN would hide, and a
     second matrix serves as the output."""
-    result = packed(layer.weight)
+    result = packed(layer.values())
     if result is None:
         return False
     if isinstance(layer, Embedding):
-        vocab_size, size = layer.weight.shape
-        with torch.device("meta"):
-            layer_of_output = Linear("", size, {"lm_head": vocab_size})
-        model.lm_head = layer_of_output
-        layer = layer_of_output
+        layer = model.lm_head = Linear("", layer.in_features, {"lm_head": layer.out_features})
     layer.method, layer.weight = PackedLinearMethod(), frozen(result)
     return True
-
-
-def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter that is not trained."""
-    return nn.Parameter(tensor, requires_grad=False)

@@ -9,7 +9,9 @@ from types import ModuleType
 
 from torch import Tensor
 
+from minillm.errors import UnsupportedFeatureError
 from minillm.ops import cpu
+from minillm.ops.batch import AttentionMode, Batch, Pages, Prologue
 from minillm.ops.dispatch import backend_of, uses_kernels
 from minillm_kernels import batch_invariant, reference
 from minillm_kernels.reference import causal_attention, moe_route
@@ -19,18 +21,16 @@ __all__ = [
     "backend_of",
     "causal_attention",
     "embedding",
-    "fuses_projections",
     "invariant_silu_mul",
     "linear",
     "moe_experts",
     "moe_route",
+    "norm_rope",
     "norm_rope_write",
     "paged_attention",
-    "plain_attention",
     "rms_norm",
     "rotate",
     "silu_mul",
-    "tiled_attention",
     "tiled_moe_experts",
     "uses_kernels",
     "write_cache",
@@ -84,38 +84,61 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     return _torch_rows(x).rotate(x, cos, sin, interleaved)
 
 
-def write_cache(
-    key: Tensor, value: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def write_cache(key: Tensor, value: Tensor | None, pages: Pages, slot_mapping: Tensor) -> None:
     """Keys [N, Hkv, D] and values [N, Hkv, Dv] to their slots; `value` is None with MLA."""
-    _torch_rows(key, value).write_cache(key, value, k_cache, v_cache, slot_mapping)
+    _refuse_scales(pages)
+    _torch_rows(key, value).write_cache(key, value, pages.key, pages.value, slot_mapping)
+
+
+def norm_rope(
+    qkv: Tensor, prologue: Prologue, rope: tuple[Tensor, Tensor], mode: AttentionMode = "fast"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, H + 2 Hkv, D] -> query [N, H, D], key and value [N, Hkv, D], normed and rotated."""
+    norm = reference.rms_norm if mode == "plain" else rms_norm
+    kv_heads = prologue.num_kv_heads
+    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if prologue.q_norm is not None and prologue.k_norm is not None:
+        q, k = norm(q, prologue.q_norm, prologue.eps), norm(k, prologue.k_norm, prologue.eps)
+    q = rotate(q, *rope, prologue.interleaved)
+    return q, rotate(k, *rope, prologue.interleaved), v
 
 
 def norm_rope_write(
     qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    prologue: Prologue,
+    rope: tuple[Tensor, Tensor],
+    pages: Pages,
     slot_mapping: Tensor,
+    mode: AttentionMode = "fast",
 ) -> Tensor:
-    """[N, H + 2 Hkv, D] -> query [N, H, D], with keys and values cached."""
-    return _rows(qkv, q_weight, k_weight).norm_rope_write(
-        qkv, q_weight, k_weight, eps, cos, sin, interleaved, k_cache, v_cache, slot_mapping
+    """`norm_rope`, with keys and values cached: [N, H + 2 Hkv, D] -> query [N, H, D].
+
+    One kernel, or one C function, where they take heads of this size.
+    """
+    _, q_norm, k_norm, eps, interleaved = prologue
+    rows = reference if mode == "plain" else _rows(qkv, q_norm, k_norm)
+    if rows is reference or not _takes_heads(rows, pages.key):
+        q, k, v = norm_rope(qkv, prologue, rope, mode)
+        write_cache(k, v, pages, slot_mapping)
+        return q
+    _refuse_scales(pages)
+    return rows.norm_rope_write(
+        qkv, q_norm, k_norm, eps, *rope, interleaved, pages.key, pages.value, slot_mapping
     )
 
 
-def fuses_projections(cache: Tensor) -> bool:
-    """Whether `norm_rope_write` is one kernel, or one C function, for heads of this cache."""
-    if not uses_kernels(cache):
+def _takes_heads(rows: ModuleType, cache: Tensor) -> bool:
+    """Whether `norm_rope_write` of this backend takes heads as wide as this cache's."""
+    if rows is cpu:
         return cpu.takes_heads(cache)
     from minillm.ops import triton
 
     return triton.takes_head_dims(cache)
+
+
+def _refuse_scales(pages: Pages) -> None:
+    if pages.key_scale is not None or pages.value_scale is not None:
+        raise UnsupportedFeatureError("No operation reads a quantised KV cache yet.")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -129,60 +152,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
+    pages: Pages,
+    batch: Batch,
     scale: float,
     window: int | None = None,
-    max_query_len: int | None = None,
+    mode: AttentionMode = "fast",
 ) -> Tensor:
-    """[N, H, D] -> [N, H, Dv]; `max_query_len` spares a GPU the kernel for longer queries."""
-    where = (query_start, seq_lens, block_tables, scale, window)
-    if not uses_kernels(q, k_cache, v_cache):
-        if scale > 0 and cpu.takes_attention(q, k_cache, v_cache):
-            return cpu.paged_attention(q, k_cache, v_cache, *where, max_query_len)
-        return reference.paged_attention(q, k_cache, v_cache, *where)
-    from minillm.ops import triton
+    """Causal attention of q [N, H, D] over the batch's sequences -> [N, H, Dv]."""
+    _refuse_scales(pages)
+    if mode != "plain" and uses_kernels(q, pages.key, pages.value):
+        from minillm.ops import triton
 
-    return triton.paged_attention(q, k_cache, v_cache, *where, max_query_len)
-
-
-def plain_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int | None = None,
-    max_query_len: int | None = None,
-) -> Tensor:
-    """`paged_attention` in plain torch, on every device."""
-    where = (query_start, seq_lens, block_tables, scale, window)
-    return reference.paged_attention(q, k_cache, v_cache, *where)
-
-
-def tiled_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int | None = None,
-    max_query_len: int | None = None,
-) -> Tensor:
-    """`paged_attention` whose bits for a token do not depend on what is computed beside it."""
-    where = (query_start, seq_lens, block_tables, scale, window)
-    if not uses_kernels(q, k_cache, v_cache):
-        return batch_invariant.tiled_attention(q, k_cache, v_cache, *where)
-    from minillm.ops import triton
-
-    return triton.paged_attention(q, k_cache, v_cache, *where, max_query_len, batch_invariant=True)
+        return triton.paged_attention(q, pages, batch, scale, window, mode == "invariant")
+    if mode == "fast" and scale > 0 and cpu.takes_attention(q, pages.key, pages.value):
+        return cpu.paged_attention(q, pages, batch, scale, window)
+    where = batch.query_start, batch.seq_lens, batch.block_tables, scale, window
+    if mode == "invariant":
+        return batch_invariant.tiled_attention(q, pages.key, pages.value, *where)
+    return reference.paged_attention(q, pages.key, pages.value, *where)
 
 
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

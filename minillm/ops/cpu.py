@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.ops.batch import Batch, Pages
 from minillm.ops.c_library import Element, NoLibrary, library
 
 ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
@@ -152,9 +153,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def takes_heads(cache: Tensor) -> bool:
-    """Whether `norm_rope_write` takes heads of this cache [blocks, Hkv, block_size, D]."""
+    """Whether `norm_rope_write` takes heads as wide as those of a cache [.., D]."""
     dim = cache.shape[-1]
-    return dim % 2 == 0 and dim <= MOST_HEAD_DIM and takes(cache)
+    return dim % 2 == 0 and dim <= MOST_HEAD_DIM
 
 
 def norm_rope_write(
@@ -236,18 +237,12 @@ def takes_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int | None = None,
-    max_query_len: int | None = None,
+    q: Tensor, pages: Pages, batch: Batch, scale: float, window: int | None = None
 ) -> Tensor:
     """[N, H, D] -> [N, H, Dv]; `max_query_len` 1 spares the look for longer queries."""
-    q, query_start, seq_lens = q.contiguous(), query_start.contiguous(), seq_lens.contiguous()
+    k_cache, v_cache, block_tables = pages.key, pages.value, batch.block_tables
+    query_start, seq_lens = batch.query_start.contiguous(), batch.seq_lens.contiguous()
+    q = q.contiguous()
     count, heads, d = q.shape
     num_blocks, kv_heads, block_size, dv = v_cache.shape
     sequences, columns = block_tables.shape
@@ -268,7 +263,7 @@ def paged_attention(
     )  # fmt: skip
     # The first call checks the tables for both.
     status = found.decode_attention(*arguments, count, num_blocks, columns)
-    if not status and max_query_len != 1:
+    if not status and batch.max_query_len != 1:
         status = found.prefill_attention(*arguments, 2)
     raise_for(status, k_cache, count)
     return out

@@ -22,21 +22,21 @@ from minillm.ops.philox import Purpose
 
 P, N = c_void_p, c_int64
 MOST_TOKENS = 2**31  # of a vocabulary; ids lie in 32 bits when log-probabilities are sorted
-COLUMNS = {
-    "temperature": torch.float32,
-    "min_p": torch.float32,
-    "top_p": torch.float32,
-    "top_k": torch.int32,
-    "seed": torch.int64,
-    "sample_index": torch.int64,
-    "position": torch.int64,
-}
+COLUMNS = (
+    ("temperature", torch.float32),
+    ("min_p", torch.float32),
+    ("top_p", torch.float32),
+    ("top_k", torch.int32),
+    ("seed", torch.int64),
+    ("sample_index", torch.int64),
+    ("position", torch.int64),
+)
 
 
 class _Pack(Structure):
     """Where the columns of a `sampling.Pack` lie: `pack` in `c/sample.c`, in the same order."""
 
-    _fields_ = tuple((name, c_void_p) for name in COLUMNS)
+    _fields_ = tuple((name, c_void_p) for name, _ in COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def choose_tokens(
     rows = Rows.of(logits)
     given = (temperature, min_p, top_p, top_k, seed, sample_index, position)
     columns = [column.contiguous() for column in given]
-    for (name, dtype), column in zip(COLUMNS.items(), columns, strict=True):
+    for (name, dtype), column in zip(COLUMNS, columns, strict=True):
         if column.shape != logits.shape[:1] or column.dtype != dtype:
             raise ValueError(
                 f"{name} is {list(column.shape)}, {column.dtype}, for {len(logits)} rows; "

@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from minillm.ops.batch import Batch, Pages
 from minillm_kernels import gemv, mla, reference
 from minillm_kernels import paged_attention as paged
 from minillm_kernels.batch_invariant import tiled_attention
@@ -32,19 +33,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
+    pages: Pages,
+    batch: Batch,
     scale: float,
     window: int | None,
-    max_query_len: int | None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """[N, H, D] -> [N, H, Dv]"""
-    where = (query_start, seq_lens, block_tables, scale, window)
-    options = Options(max_query_len=max_query_len, batch_invariant=batch_invariant)
+    k_cache, v_cache = pages.key, pages.value
+    where = (batch.query_start, batch.seq_lens, batch.block_tables, scale, window)
+    options = Options(max_query_len=batch.max_query_len, batch_invariant=batch_invariant)
     value_dim, rope_dim = v_cache.shape[-1], k_cache.shape[-1] - v_cache.shape[-1]
     if v_cache.data_ptr() == k_cache.data_ptr():  # MLA: a value is the first part of its key
         if value_dim <= MAX_VALUE_DIM and 0 < rope_dim <= MAX_ROPE_DIM:

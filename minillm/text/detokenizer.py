@@ -14,12 +14,15 @@ Only what may be part of an unfinished character waits:
 * A byte-level text that ends inside a character ends with one U+FFFD, for at most three bytes
   ("maximal subpart" replacement, Unicode standard section 3.9). That one character waits.
 * ``<0xXX>`` byte tokens (SentencePiece byte fallback) wait until they form a character.
+
+A byte-level tokenizer needs no window: its text is the bytes of its tokens, one after another, so
+that a table and a UTF-8 decoder do the same for a tenth of the time.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from minillm.text.tokenizer import Tokenizer
+from minillm.text.tokenizer import TokenBytes, Tokenizer
 
 _CONTEXT = 6
 """Tokens kept as context: four are needed to cover an unfinished character, and one before it."""
@@ -39,10 +42,12 @@ class IncrementalDetokenizer:
     and stay if a later byte of the run is invalid; only the bytes since then become U+FFFD.
 
     Args:
-        tokenizer: decodes the window.
+        tokenizer: has the bytes of each token, or decodes the window.
         prompt_token_ids: what precedes the output; only its end is looked at.
         skip_special_tokens: leave special tokens out of the text.
     """
+
+    __slots__ = ("_shown", "_skip", "_stream", "_tokenizer", "_utf8", "_window")
 
     def __init__(
         self,
@@ -52,15 +57,26 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._stream: ByteStream | None = None
+        if tokenizer.token_bytes is not None:
+            skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+            end = self._prompt_end(prompt_token_ids)
+            self._stream = ByteStream(tokenizer.token_bytes, skipped, end)
+            return
         self._window: list[int] = []
         self._shown = ""
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         for token_id in self._prompt_end(prompt_token_ids):
-            self.push(token_id)
+            self._push(token_id)
         self._shown = self._decode()
 
-    def push(self, token_id: int) -> str:
-        """Add one generated id (known to the tokenizer or not); return the newly stable text."""
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add generated ids (known to the tokenizer or not); return the newly stable text."""
+        if self._stream is not None:
+            return self._stream.push(token_ids)
+        return "".join([self._push(token_id) for token_id in token_ids])
+
+    def _push(self, token_id: int) -> str:
         if not self._tokenizer.has_text(token_id, self._skip):
             return ""
         self._window.append(token_id)
@@ -79,6 +95,11 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """Return what is left at the end of the output, an unfinished character as U+FFFD."""
+        if self._stream is not None:
+            return self._stream.flush()
+        return self._flush()
+
+    def _flush(self) -> str:
         text = self._decode()
         new = text[_common_length(self._shown, text) :]
         self._shown = text
@@ -90,7 +111,7 @@ class IncrementalDetokenizer:
                 return ""  # the character is not complete
         except UnicodeDecodeError:
             self._utf8.reset()  # it never will be
-        new = self.flush()
+        new = self._flush()
         # Another context, because the decoder would join the next byte to the ones just shown.
         anchor, self._shown = self._tokenizer.anchor
         self._window = [*anchor]
@@ -113,6 +134,49 @@ class IncrementalDetokenizer:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, self._skip)
+
+
+class ByteStream:
+    """The same for a byte-level tokenizer.
+
+    Args:
+        table: the bytes of each token.
+        skipped: ids that have no text here.
+        prompt_end: the last tokens of the prompt, at least four of them if it has so many.
+    """
+
+    __slots__ = ("_drops", "_held", "_rest", "_skipped", "_table")
+
+    def __init__(self, table: TokenBytes, skipped: Container[int], prompt_end: Sequence[int]):
+        self._table, self._skipped = table, skipped
+        self._held = ""  # a U+FFFD at the end waits for the next text
+        self._drops = False
+        self._rest = b"".join([table[token_id] for token_id in prompt_end])
+        self._decode()
+        # Where the prompt ends inside a character, the U+FFFD that comes of it is the prompt's.
+        self._drops = bool(self._rest)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add generated ids; return the newly stable text."""
+        table, skipped = self._table, self._skipped
+        self._rest += b"".join([table[each] for each in token_ids if each not in skipped])
+        text = self._held + self._decode()
+        waits = text.endswith(_REPLACEMENT) and not self._rest
+        self._held = _REPLACEMENT if waits else ""
+        return text[:-1] if waits else text
+
+    def flush(self) -> str:
+        """Return what is left."""
+        held, self._held = self._held, ""
+        return held + self._decode(final=True)
+
+    def _decode(self, final: bool = False) -> str:
+        """The whole characters, whose bytes are taken off, and U+FFFD for what never is one."""
+        text, used = codecs.utf_8_decode(self._rest, "replace", final)
+        self._rest = self._rest[used:]
+        if text and self._drops:
+            self._drops, text = False, text.removeprefix(_REPLACEMENT)
+        return text
 
 
 def _common_length(a: str, b: str) -> int:

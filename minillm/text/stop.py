@@ -29,6 +29,7 @@ class StopStrings:
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
+        self._firsts = frozenset(stop[0] for stop in self._stops)
         self._include = include_stop_str
         self._held = ""
         self.matched: str | None = None
@@ -44,6 +45,8 @@ class StopStrings:
         """
         if self.matched is not None or not text or not self._stops:
             return "" if self.matched is not None else text
+        if not any(self._states) and self._firsts.isdisjoint(text):
+            return text  # nothing has begun
         for position, char in enumerate(text):
             done = self._advance(char)
             if done is not None and may_stop:

@@ -38,6 +38,24 @@ BYTE_OF: Mapping[str, int] = _byte_alphabet()
 LONG_TEXT = 2_000  # characters, which take milliseconds
 
 
+class TokenBytes(dict[int, bytes]):
+    """UTF-8 bytes of each token of a byte-level tokenizer, looked up when first needed; none for
+    an id without an entry. A text is its tokens' bytes, one after another."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self._tokenizer.piece(token_id)
+        try:  # as the decoder does: one character beyond the alphabet, and all stay as they are
+            found = bytes([BYTE_OF[character] for character in piece])
+        except KeyError:
+            found = piece.encode()
+        self[token_id] = found
+        return found
+
+
 class Tokenizer:
     """A tokenizer of the ``tokenizers`` library with the rules of one checkpoint folder.
 
@@ -76,6 +94,10 @@ class Tokenizer:
         """Ids that ``skip_special_tokens`` leaves out of the text."""
         self.byte_fallback: dict[int, int] = _byte_fallback(backend)
         """Ids of the ``<0xXX>`` tokens, each with its byte; empty without a byte fallback."""
+        self.token_bytes: TokenBytes | None = None
+        """What ``decode`` joins, where that is bytes: a decoder that is ``ByteLevel`` alone."""
+        if backend.decoder is not None and _state(backend.decoder).get("type") == "ByteLevel":
+            self.token_bytes = TokenBytes(self)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
@@ -181,6 +203,11 @@ class Tokenizer:
         """Return the text of ``ids``; an id without an entry in the tokenizer has no text."""
         known = [i for i in ids if 0 <= i < self.vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token_id: int) -> str:
+        """A token as the vocabulary writes it, ``""`` for an id without an entry."""
+        known = 0 <= token_id < self.vocab_size
+        return (self._backend.id_to_token(token_id) or "") if known else ""
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether ``decode`` sees this id at all: known, and not a skipped special token."""
@@ -345,3 +372,8 @@ def _byte_fallback(backend: tokenizers.Tokenizer) -> dict[int, int]:
 
 def _has_decoder(backend: tokenizers.Tokenizer, name: str) -> bool:
     return backend.decoder is not None and name.encode() in backend.decoder.__getstate__()
+
+
+def _state(decoder: tokenizers.decoders.Decoder) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(decoder.__getstate__())
+    return state

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from minillm.config import ModelConfig
-from minillm.layers.batch import Batch
+from minillm.ops.batch import Batch
 
 BLOCK = 256  # queries per block: on a CPU 3.4 times faster than SDPA, backward included
 MAX_BLOCKS = 4  # more of them save few products and compile slowly

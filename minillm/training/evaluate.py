@@ -33,7 +33,7 @@ class BitsPerByte:
 @torch.no_grad()
 def logits_of(model: Decoder, ids: Sequence[int]) -> Tensor:
     """Logits [T, V] in float32 after each of the T tokens of one sequence."""
-    input_ids = torch.tensor(ids, device=model.embedding.weight.device)
+    input_ids = torch.tensor(ids, device=model.device)
     return model.logits(
         model(rows_batch(input_ids, len(ids)), causal_rows(model.config, len(ids)))
     ).float()

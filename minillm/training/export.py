@@ -67,7 +67,7 @@ def export(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     tensors = {
-        name: tensor.to(torch.bfloat16).contiguous()
+        name: tensor.target.to(torch.bfloat16).contiguous()
         for name, tensor in model.checkpoint_tensors().items()
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -79,5 +79,5 @@ def load_trained(checkpoint: Path, config: ModelConfig) -> Decoder:
     model = Decoder(config)
     tensors = load_file(checkpoint)
     for name, tensor in model.checkpoint_tensors().items():
-        tensor.copy_(tensors[f"model/{name}"])
+        tensor.target.copy_(tensors[f"model/{name}"])
     return model.eval()

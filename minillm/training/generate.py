@@ -9,8 +9,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm.config import ModelConfig
-from minillm.layers.batch import Batch
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 from minillm.training.trainer import rows_batch
 
 
@@ -55,7 +55,7 @@ class RowCache:
 def greedy_rows(model: Decoder, prompts: Tensor, new_tokens: int) -> Tensor:
     """Continue every row of `prompts` [B, T] greedily -> [B, T + new_tokens]."""
     num_rows, length = prompts.shape
-    cache = RowCache(model.config, num_rows, length + new_tokens, model.embedding.weight.dtype)
+    cache = RowCache(model.config, num_rows, length + new_tokens, model.dtype)
     rows, fresh = [prompts], prompts
     for _ in range(new_tokens):
         batch = rows_batch(fresh.flatten(), fresh.shape[1], first_position=cache.filled)

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError
-from minillm.layers.batch import Batch
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 from minillm.training.attention import causal_rows
 from minillm.training.data import TokenStreams, row
 from minillm.training.recipes import Recipe
@@ -224,7 +224,7 @@ class Trainer:
 
     def _state(self) -> dict[str, Tensor]:
         """Weights under their Hugging Face names, and each optimizer's tensors."""
-        tensors = {f"model/{k}": v for k, v in self.model.checkpoint_tensors().items()}
+        tensors = {f"model/{k}": v.target for k, v in self.model.checkpoint_tensors().items()}
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 for key, value in state.items():
@@ -249,8 +249,8 @@ class Trainer:
         self.step, self.seconds = checkpoint_progress(path, self.recipe.name)
         tensors = load_file(path, device=self.options.device)
         with torch.no_grad():
-            for name, tensor in self.model.checkpoint_tensors().items():
-                tensor.copy_(tensors[f"model/{name}"])
+            for name, weight in self.model.checkpoint_tensors().items():
+                weight.target.copy_(tensors[f"model/{name}"])
         states: dict[int, dict[int, dict[str, Tensor]]] = {0: {}, 1: {}}
         for name, tensor in tensors.items():
             if name.startswith("optimizer/"):

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tqdm import tqdm
 
 from minillm.config import MLAConfig, ModelConfig, RopeConfig
+from minillm.cost import kv_bytes_per_token
 from minillm.errors import ConfigError
 from minillm.machine import cpu_name
 from minillm.models.checkpoint import ASSETS
@@ -194,7 +195,7 @@ def run_record(name: str, seed: int, folder: Path) -> dict[str, Any]:
         "variant": name,
         "seed": seed,
         "parameters": sum(parameter.numel() for parameter in Decoder(config).parameters()),
-        "kv_bytes_per_token": config.kv_values_per_token * config.num_layers * 2,  # bfloat16
+        "kv_bytes_per_token": kv_bytes_per_token(config, "bfloat16"),
         "bits_per_byte": {text: round(s["bits_per_byte"], 5) for text, s in scores.items()},
         "curve": [
             {key: round(value, 4) for key, value in point.items()} for point in run_log(folder)

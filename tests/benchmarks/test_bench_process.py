@@ -34,7 +34,7 @@ def engine(tmp_path: Path) -> Iterator[Open]:
     """Starts a script as an engine."""
     opened = []
 
-    def start(script: str, timeout: float = 60.0) -> EngineProcess:
+    def start(script: str, timeout: float = 300.0) -> EngineProcess:
         command = [sys.executable, "-c", script]
         opened.append(EngineProcess("fake", command, os.environ, tmp_path / "fake.log", timeout))
         return opened[-1]
@@ -63,7 +63,7 @@ def test_an_answer_is_what_follows_ok(engine: Open) -> None:
     ],
 )
 def test_what_is_no_answer_is_a_sentence(engine: Open, script: str, sentence: str) -> None:
-    one = engine(script, timeout=0.5 if "sleep" in script else 60.0)
+    one = engine(script, timeout=0.5 if "sleep" in script else 300.0)
     with pytest.raises(EngineFailedError) as failed:
         one.ask({"do": "open"})
     assert str(failed.value).startswith("fake ")

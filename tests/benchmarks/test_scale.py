@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import minillm.runner
 from minillm.benchmarks import calm, decode_rates, scale
 from minillm.benchmarks.calm import Calm, calmest, calmly
 from minillm.benchmarks.ceiling import SUMS, Ceiling
@@ -45,7 +44,7 @@ from minillm.cost import step_cost
 from minillm.decode_law import DecodeRates, decode_time
 from minillm.engine_args import EngineArgs
 from minillm.errors import ConfigError, UnsupportedFeatureError
-from minillm.layers.batch import Batch
+from minillm.ops.batch import Batch
 from minillm.presets import preset
 
 CONFIG = replace(preset("smollm2-135m"), num_layers=3, vocab_size=640, intermediate_size=256)
@@ -109,11 +108,11 @@ def test_every_step_is_a_real_decode_step_behind_its_context(
 
 def test_the_engine_is_as_before_afterwards(steps: DecodeSteps) -> None:
     engine = steps.engine
-    model, config, sample = engine.runner.model, engine.scheduler.config, minillm.runner.sample
+    model, config = engine.runner.model, engine.scheduler.config
     steps.run(2, 100, 3)
     assert engine.runner.model is model
     assert engine.scheduler.config is engine.scheduler.admission.config is config
-    assert minillm.runner.sample is sample
+    assert "choose" not in vars(engine.runner.sampler)
     assert "forward" not in vars(model)
     assert "logits" not in vars(model)
     assert not engine.has_work

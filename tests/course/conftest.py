@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from minillm_exercises.grader import Grader
+from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise, load_manifest
 from minillm_exercises.results import Verdict
 
@@ -77,14 +78,19 @@ def graders(request: pytest.FixtureRequest) -> Iterator[dict[str, Grader]]:
 
 @pytest.fixture
 def graded(graders: dict[str, Grader], tmp_path: Path) -> Callable[..., Verdict]:
-    """The verdict on a program, or on our solution with some of its text replaced."""
+    """The verdict on a program, or on our solution with some of its text replaced; within `limits`
+    nothing but the verdict of the run: for programs that do not end."""
 
-    def grade(exercise_id: str, *swap: str, source: str = "") -> Verdict:
+    def grade(
+        exercise_id: str, *swap: str, source: str = "", limits: Limits | None = None
+    ) -> Verdict:
         solution = graders[exercise_id].exercise.answers / "solution.py"
         text = source or solution.read_text(encoding="utf-8")
         for old, new in zip(swap[::2], swap[1::2], strict=True):
             assert text.count(old) == 1, old
             text = text.replace(old, new)
+        if limits is not None:
+            return graders[exercise_id].run(text, limits=limits)
         path = tmp_path / "submission.py"
         path.write_text(text, encoding="utf-8")
         return graders[exercise_id].grade(path)

@@ -255,9 +255,10 @@ def test_dockerfile_copies_what_exists_and_fits_the_project():
 def test_the_guide_states_the_limits_that_hold():
     text = " ".join(text_of(GUIDE).split())
     gib = DEFAULT.memory // 2**30
-    assert f"{DEFAULT.cpu:.0f} seconds of processor time and {DEFAULT.wall:.0f} on the" in text
+    cpu = f"{DEFAULT.cpu:.0f} seconds of processor time per check"
+    assert f"{cpu} ({DEFAULT.wall:.0f} on the clock, if it waits" in text
     assert f"{gib} GiB of memory above what" in text
-    assert f"at most {DEFAULT.wall:.0f} seconds per check" in text
+    assert f"{cpu}, or {DEFAULT.wall:.0f} of waiting" in text
 
 
 def test_container_lines_fit_the_dockerfile():

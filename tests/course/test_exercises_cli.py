@@ -397,7 +397,7 @@ def command(words: str, work: Path, **environment: str) -> "subprocess.Completed
     """Run the real command on the real course, with a learner's folder of its own."""
     return subprocess.run(
         [sys.executable, "-m", "minillm_exercises", *words.split()],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
         env={**os.environ, "MINILLM_WORK": str(work), **environment},
     )  # fmt: skip
 

@@ -176,7 +176,7 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
         if line.startswith("Watching "):
             break
     watching.send_signal(signal.SIGINT)
-    out, error = watching.communicate(timeout=60)
+    out, error = watching.communicate(timeout=300)
     assert out.splitlines()[-1] == "Stopped watching e00.1."
     assert error == ""
     assert watching.returncode == 1
@@ -204,7 +204,7 @@ def test_keys_at_a_terminal(tmp_path: Path) -> None:
         assert "Hint 2" not in said
         os.write(ours, b"q")
         assert "Stopped watching e00.1." in _until(ours, "Stopped watching e00.1.")
-        assert watching.wait(timeout=60) == 1
+        assert watching.wait(timeout=300) == 1
         assert termios.tcgetattr(theirs) == before
     finally:
         watching.kill()
@@ -216,6 +216,6 @@ def test_keys_at_a_terminal(tmp_path: Path) -> None:
 def _until(terminal: int, text: str) -> str:
     """What a terminal shows until `text` is there."""
     shown = ""
-    while text not in shown and select.select([terminal], [], [], 20)[0]:
+    while text not in shown and select.select([terminal], [], [], 300)[0]:
         shown += os.read(terminal, 4096).decode("utf-8", "replace")
     return shown

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
-from minillm.cost import kv_bytes_per_token
-from minillm.layers.kv_cache import CacheSpec, KVCache, cache_spec
+from minillm.cache_spec import CacheSpec, cache_spec
+from minillm.cost import block_bytes, kv_bytes_per_token, memory_plan, step_cost
+from minillm.layers.kv_cache import KVCache
 from minillm.presets import preset
 from tests.engine.families import FAMILIES
 from tests.models.tiny import Tiny
@@ -74,8 +75,9 @@ def test_bytes_per_token_are_those_counted_by_hand(folder_of, family):
     config, runner = llm.engine.source.config, llm.engine.runner
     spec = cache_spec(config)
     assert spec == runner.kv.spec
-    assert spec.bytes_per_token(torch.float32) == layer
-    assert spec.bytes_per_token(torch.bfloat16) == layer // 2
+    assert [spec.block_bytes(size, 4) for size in (1, 8)] == [layer, 8 * layer]
+    assert spec.block_bytes(1, torch.bfloat16.itemsize) == layer // 2
+    assert llm.plan().block_bytes == block_bytes(config, 8, "float32") == 8 * token
     assert kv_bytes_per_token(config, "float32") == token == llm.plan().kv_bytes_per_token
     assert runner.kv.num_bytes == 50 * 8 * config.num_layers * layer == 50 * 8 * token
     assert storage_bytes([runner.kv.key, runner.kv.value]) == runner.kv.num_bytes
@@ -90,7 +92,7 @@ def test_bytes_per_token_of_real_models(name):
     config, expected = preset(name), PRESETS_BY_HAND[name]
     assert kv_bytes_per_token(config, "bfloat16") == expected
     spec = cache_spec(config)
-    assert spec.bytes_per_token(torch.bfloat16) * config.num_layers == expected
+    assert spec.block_bytes(1, torch.bfloat16.itemsize) * config.num_layers == expected
     kv = KVCache(spec, config.num_layers, 3, 16, torch.bfloat16, device="meta")
     assert kv.num_bytes == 3 * 16 * expected
 
@@ -175,3 +177,24 @@ def test_the_process_grows_by_what_was_planned(dtype):
     # A first step adds what the plan calls activations, which is an upper bound here: 800 of the
     # 2,048 tokens that it counts with.
     assert result["running"] < result["activations"]
+
+
+def test_a_part_of_a_block_is_counted_by_plan_cost_and_pool_alike(monkeypatch):
+    """As the scales of a quantised cache will be: two more bytes for each head and position."""
+    config, shapes = preset("qwen3-0.6b"), CacheSpec.block_shapes
+    before = KVCache(cache_spec(config), 28, 3, 16, torch.bfloat16, device="meta").num_bytes
+    costs = step_cost(config, [1], [100], dtype="bfloat16")
+
+    def with_scales(self, block_size):
+        return {**shapes(self, block_size), "scales": (self.num_kv_heads, block_size, 1)}
+
+    monkeypatch.setattr(CacheSpec, "block_shapes", with_scales)
+    scale = 28 * 8 * 2  # layers x KV heads x bytes, for each token
+    kv = KVCache(cache_spec(config), 28, 3, 16, torch.bfloat16, device="meta")
+    assert kv.num_bytes - before == 3 * 16 * scale
+    plan = memory_plan(config, 2**34, max_model_len=4096)
+    assert plan.block_bytes * 3 == kv.num_bytes
+    assert plan.num_tokens == plan.kv_cache_bytes // plan.block_bytes * 16
+    dearer = step_cost(config, [1], [100], dtype="bfloat16")
+    assert dearer.kv_read_bytes - costs.kv_read_bytes == 100 * scale
+    assert dearer.kv_write_bytes - costs.kv_write_bytes == scale

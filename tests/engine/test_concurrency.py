@@ -226,7 +226,8 @@ def test_the_lowest_priority_goes_first(folder, alone, monkeypatch):
 
     def watched() -> Any:
         plan = schedule()
-        admitted.extend(new.request.request_id for new in plan.new)
+        known = llm.engine.scheduler.sequences
+        admitted.extend(known[new.seq_id].request.request_id for new in plan.new)
         return plan
 
     monkeypatch.setattr(llm.engine.scheduler, "schedule", watched)

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, deterministic, logprobs, ops, runner, sampler
+from minillm import LLM, SamplingParams, deterministic, logprobs, ops, runner
 from minillm.cli.options import add_engine_options, engine_arguments
 from minillm.deterministic import (
     TILES,
@@ -31,6 +31,7 @@ from minillm.logprobs import token_logprobs
 from minillm.models.decoder import Decoder
 from minillm.ops import cpu_sampling
 from minillm.sampler import SamplingRow, sample
+from minillm_kernels import batch_invariant, reference
 from tests.engine.bitwise import (
     DTYPES,
     FAMILIES,
@@ -250,9 +251,9 @@ def test_a_row_is_drawn_and_described_as_if_alone():
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_the_runner_has_rows_drawn_one_by_one(mode, model_of, monkeypatch):
+def test_the_runner_has_rows_described_one_by_one(mode, model_of, monkeypatch):
     seen = []
-    for name in ("sample", "token_logprobs"):
+    for name in ("describe", "token_logprobs"):
         original = getattr(runner, name)
 
         def watched(*arguments, name=name, original=original, **named):
@@ -261,14 +262,14 @@ def test_the_runner_has_rows_drawn_one_by_one(mode, model_of, monkeypatch):
 
         monkeypatch.setattr(runner, name, watched)
     generate(open_engine(model_of("llama"), "float32", deterministic=mode), jobs()[5:6])
-    assert set(seen) == {("sample", mode), ("token_logprobs", mode)}
+    assert set(seen) == {("describe", mode), ("token_logprobs", mode)}
 
 
 @pytest.mark.parametrize("row_by_row", [True, False])
 def test_what_rounds_sees_one_row_at_a_time(row_by_row, monkeypatch):
     """With torch; the functions of C know single rows only."""
-    monkeypatch.setattr(cpu_sampling, "takes", lambda logits: False)
-    seen: dict[str, list[int]] = {"scale_logits": [], "describe": []}
+    monkeypatch.setattr(cpu_sampling, "takes", lambda *_: False)
+    seen: dict[str, list[int]] = {"scale": [], "_describe": []}
 
     def watch(module: ModuleType, name: str) -> None:
         original = getattr(module, name)
@@ -279,15 +280,14 @@ def test_what_rounds_sees_one_row_at_a_time(row_by_row, monkeypatch):
 
         monkeypatch.setattr(module, name, watched)
 
-    for module, name in ((sampler, "scale_logits"), (sampler, "describe"), (logprobs, "describe")):
-        watch(module, name)
+    watch(reference, "scale")
+    watch(logprobs, "_describe")
     logits = torch.randn(12, 50, generator=torch.Generator().manual_seed(0))
     sample(logits, sampling_rows(12), row_by_row)
     token_logprobs(lambda x: x, logits, torch.arange(12), 2, row_by_row=row_by_row)
-    assert (max(seen["scale_logits"]) == 1) == row_by_row
-    # Handed over all at once, then one by one.
-    first = [12, *[1] * 12]
-    assert seen["describe"] == ([*first, *first] if row_by_row else [12, 12])
+    assert set(seen["scale"]) == {1}
+    asked = sum(row.params.logprobs is not None for row in sampling_rows(12))
+    assert seen["_describe"] == ([1] * (asked + 12) if row_by_row else [asked, 12])
 
 
 # ---- the probe --------------------------------------------------------------------------------
@@ -304,7 +304,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
     """A product that is changed behind the model's back."""
     apply = PlainLinearMethod.apply
     monkeypatch.setattr(
-        PlainLinearMethod, "apply", lambda self, x, w, b: change(apply(self, x, w, b), x, w)
+        PlainLinearMethod,
+        "apply",
+        lambda self, matrix, x, b: change(apply(self, matrix, x, b), x, matrix.weight),
     )
 
 
@@ -399,7 +401,7 @@ def unpadded(num_rows, tiles):
 def untiled_attention(q, *others):
     """torch's attention, which knows nothing of padding."""
     count = int(others[2][-1])
-    out = ops.plain_attention(q[:count], *others)
+    out = reference.paged_attention(q[:count], *others)
     return torch.cat([out, out[-1:].expand(len(q) - count, -1, -1)])
 
 
@@ -413,7 +415,10 @@ PLANTED = {
         "llama",
         (TiledDecoder, "logits", lambda self, hidden: self.model.logits(hidden)),
     ),
-    "attention over what is there": ("llama", (ops, "tiled_attention", untiled_attention)),
+    "attention over what is there": (
+        "llama",
+        (batch_invariant, "tiled_attention", untiled_attention),
+    ),
     "experts over routed rows only": ("qwen3_moe", (ops, "tiled_moe_experts", routed_only)),
 }
 
@@ -435,14 +440,12 @@ def test_the_activation_does_not_depend_on_the_row(model_of):
 
 
 def test_every_expert_of_the_engine_s_model_is_tiled(model_of):
-    for mode, method in ((True, ops.tiled_moe_experts), (False, ops.moe_experts)):
+    for mode in (True, False):
         llm = open_engine(model_of("qwen3_moe"), "float32", deterministic=mode)
         experts = [m for m in decoder_of(llm).modules() if isinstance(m, Experts)]
         assert experts
-        assert all(each.method is method for each in experts)
-        assert llm.engine.runner.kv.attention is (
-            ops.tiled_attention if mode else ops.paged_attention
-        )
+        assert all(each.tiled is mode for each in experts)
+        assert llm.engine.runner.kv.mode == ("invariant" if mode else "fast")
         assert llm.engine.runner.row_by_row is mode
         assert isinstance(llm.engine.runner, runner.Runner)
 

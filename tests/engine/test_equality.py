@@ -18,7 +18,8 @@ import torch
 from minillm.cache.manager import BlockManager
 from minillm.errors import EngineDeadError
 from minillm.forward_pass import Chunk
-from minillm.runner import Runner, SequenceRow
+from minillm.runner import Runner
+from minillm.sampler import Sampler
 from minillm.scheduling.invariants import check_invariants
 from tests.engine.families import (
     AGAIN,
@@ -284,19 +285,29 @@ def cached_blocks_are_written_without_a_copy(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def the_draw_moves_on_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = SequenceRow.sampling_row
+    set_row, choose = Sampler.set_row, Sampler.choose
 
-    def broken(self, sample_index):
-        row = choose(self, sample_index)
-        came_back = len(self.new.token_ids) > len(self.new.request.prompt_token_ids)
-        return replace(row, position=row.position + (came_back and not self.new.sample_index))
+    def seen(self, row, request):
+        came_back = bool(request.output_token_ids) and not request.sample_index
+        self.__dict__.setdefault("came_back", {})[row] = came_back
+        set_row(self, row, request)
 
-    monkeypatch.setattr(SequenceRow, "sampling_row", broken)
+    def broken(self, logits, rows, positions, forks=()):
+        later = [at + self.came_back[row] for at, row in zip(positions, rows, strict=True)]
+        return choose(self, logits, rows, later, forks)
+
+    monkeypatch.setattr(Sampler, "set_row", seen)
+    monkeypatch.setattr(Sampler, "choose", broken)
 
 
 def forks_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = SequenceRow.sampling_row
-    monkeypatch.setattr(SequenceRow, "sampling_row", lambda self, _: choose(self, 0))
+    pack = Sampler._pack
+
+    def broken(self, *arguments):
+        right = pack(self, *arguments)
+        return right._replace(sample_index=torch.zeros_like(right.sample_index))
+
+    monkeypatch.setattr(Sampler, "_pack", broken)
 
 
 def preempted_blocks_stay_in_the_runners_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ cache is filled with NaN before, so that reading a slot that was never written c
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from minillm import LLM, SamplingParams, completion, live_request, runner
 from minillm.errors import EngineDeadError, InvalidRequestError
 from minillm.outputs import RequestOutput, ScoreOutput
 from minillm.runner import Runner, SequenceRow
-from minillm.sampler import NO_TOKEN
+from minillm.sampler import Sampler
 from minillm.scheduling.scheduler import Scheduler
 from minillm.text.detokenizer import IncrementalDetokenizer
 from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens, write_model
@@ -138,7 +138,21 @@ def state_of(llm: LLM, row: Any) -> SequenceRow:
 
 
 def of_victim(llm: LLM, row: Any) -> bool:
-    return is_marked(state_of(llm, row).new.request.prompt_token_ids)
+    return marked_state(state_of(llm, row))
+
+
+def marked_state(state: SequenceRow) -> bool:
+    return is_marked(state.new.token_ids[: state.new.num_prompt_tokens])
+
+
+def states_of(llm: LLM, places: Sequence[int]) -> list[SequenceRow]:
+    """The sequences in these persistent rows."""
+    known = {state.row: state for state in llm.engine.runner._rows.values()}
+    return [known[place] for place in places]
+
+
+def num_outputs(state: SequenceRow) -> int:
+    return len(state.token_ids) - state.new.num_prompt_tokens
 
 
 def in_batch(llm: LLM, patch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -151,7 +165,7 @@ def in_decode(llm: LLM, patch: pytest.MonkeyPatch, error: Exception) -> None:
     """Not before the fourth new token."""
 
     def late(rows: Any) -> bool:
-        return any(of_victim(llm, r) and len(state_of(llm, r).output_ids) > 3 for r in rows)
+        return any(of_victim(llm, r) and num_outputs(state_of(llm, r)) > 3 for r in rows)
 
     wrap(patch, llm.engine.runner, "batch", late, error)
 
@@ -164,10 +178,10 @@ def in_a_layer(llm: LLM, patch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 def in_sampling(llm: LLM, patch: pytest.MonkeyPatch, error: Exception) -> None:
-    def marked(logits: Any, rows: Any, *options: Any) -> bool:
-        return any(is_marked(row.prompt_token_ids) for row in rows)
+    def marked(logits: Any, places: Any, *options: Any) -> bool:
+        return any(map(marked_state, states_of(llm, places)))
 
-    wrap(patch, runner, "sample", marked, error)
+    wrap(patch, llm.engine.runner.sampler, "choose", marked, error)
 
 
 def in_text(method: str) -> Callable[[LLM, pytest.MonkeyPatch, Exception], None]:
@@ -275,7 +289,7 @@ def test_when_it_fails_for_all_all_fail_and_the_next_ones_do_not(
     owner, name = {
         "batch": (llm.engine.runner, "batch"),
         "layer": (llm.engine.runner.model.layers[0], "forward"),
-        "sampler": (runner, "sample"),
+        "sampler": (llm.engine.runner.sampler, "choose"),
     }[place]
     with monkeypatch.context() as patch:
         wrap(patch, owner, name, always, Planted("planted"))
@@ -297,7 +311,9 @@ def test_what_only_fails_for_several_rows_fails_for_nobody(
         several: Callable[..., bool] = lambda x, r, rope, batch, kv: len(batch.seq_lens) > 1  # noqa: E731
         wrap(monkeypatch, layer, "forward", several, Planted("too many"))
     else:
-        wrap(monkeypatch, runner, "sample", lambda x, rows, *_: len(rows) > 1, Planted("too many"))
+        sampler = llm.engine.runner.sampler
+        several = lambda x, rows, *_: len(rows) > 1  # noqa: E731
+        wrap(monkeypatch, sampler, "choose", several, Planted("too many"))
     assert list(map(tokens, llm.generate(PROMPTS, params, use_tqdm=False))) == expected(params)
     assert_idle(llm.engine)
 
@@ -308,19 +324,22 @@ def test_what_only_fails_for_several_rows_fails_for_nobody(
 def test_one_of_three_samples_fails(folder, expected, monkeypatch, setting, index, step):
     llm, params = engine(folder, monkeypatch, **SETTINGS[setting]), all_params(3)
     right = expected(params)
-    works = runner.sample
+    works = llm.engine.runner.sampler.choose
 
-    def sample(logits: Any, rows: Any, *options: Any) -> Any:
-        result = works(logits, rows, *options)
-        for place, row in enumerate(rows):
-            late = len(row.output_token_ids) == step - 1
-            if is_marked(row.prompt_token_ids) and row.sample_index == index and late:
-                result.token_ids[place] = NO_TOKEN
-                result.failed[place] = "Planted."
-        return result
+    def choose(logits: Any, places: Any, positions: Any, forks: Any) -> Any:
+        tokens, best = works(logits, places, positions, forks)
+        end = 0
+        for state, count in zip(states_of(llm, places), forks, strict=True):
+            start, end = end, end + 1 + count
+            place = start + index - state.new.sample_index
+            late = num_outputs(state) == step - 1
+            if marked_state(state) and late and start <= place < end:
+                best[place] = math.nan
+        return tokens, best
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "sample", sample)
+        patch.setattr(llm.engine.runner.sampler, "choose", choose)
+        patch.setattr(runner, "failure_of", lambda value: "Planted." if value != value else None)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for number, output in enumerate(outputs):
         for each in output.outputs:
@@ -347,7 +366,7 @@ def test_a_completion_that_fails_after_its_preemption_ends_alone(folder, monkeyp
     def recomputed(rows: Any) -> bool:
         for row in rows:
             new = state_of(llm, row).new
-            resumed = len(new.token_ids) > len(new.request.prompt_token_ids) + 1
+            resumed = len(new.token_ids) > new.num_prompt_tokens + 1
             if of_victim(llm, row) and resumed and new.sample_index == index:
                 hits.append(row.num_samples)
                 return True
@@ -497,7 +516,7 @@ def test_the_engine_stops_with_one_clear_error(folder, monkeypatch, setting, pla
 INTERRUPTED = ENGINE_DIES | {
     "batch": (Runner, "batch"),
     "layer": None,
-    "sampler": (runner, "sample"),
+    "sampler": (Sampler, "choose"),
     "text begins": (IncrementalDetokenizer, "__init__"),
     "text goes on": (IncrementalDetokenizer, "push"),
     "a completion grows": (completion.Completion, "append"),

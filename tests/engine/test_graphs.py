@@ -13,12 +13,19 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams, ops
-from minillm.graphs import bucket_of, bucket_sizes, capture_for
+from minillm.graphs import DecodeGraphs, bucket_of, bucket_sizes, capture_for
 from minillm.layers.kv_cache import KVCache
 from minillm.ops.dispatch import Backend
 from minillm.outputs import RequestOutput
-from minillm_kernels import reference
-from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens, write_model
+from tests.engine.small import (
+    assert_idle,
+    limit_steps,
+    make,
+    num_ahead,
+    reasons,
+    tokens,
+    write_model,
+)
 
 # ---- sizes ------------------------------------------------------------------------------------
 
@@ -60,8 +67,7 @@ def test_who_gets_graphs(monkeypatch):
 
 
 def test_more_rows_than_there_are():
-    with pytest.raises(StopIteration):
-        bucket_of(bucket_sizes(8), 9)
+    assert bucket_of(bucket_sizes(8), 9) is None
 
 
 # ---- an engine with recordings that are functions ------------------------------------------------
@@ -88,18 +94,11 @@ class Again:
         return replay
 
 
-def give_graphs(llm: LLM) -> Again:
+def give_graphs(llm: LLM, again: Again | None = None) -> Again:
     """What a GPU does with padding, on this machine's reference operations."""
-    runner, again = llm.engine.runner, Again()
+    runner, again = llm.engine.runner, again or Again()
+    runner.kv.mode = "plain"
     runner.use_graphs(again)
-    kv = runner.kv
-
-    def write(layer: int, key: Any, value: Any, batch: Any) -> None:
-        value_cache = None if value is None else kv.value[layer]
-        reference.write_cache(key, value, kv.key[layer], value_cache, batch.slot_mapping)
-
-    kv.write = write  # type: ignore[method-assign]
-    kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
     return again
 
 
@@ -165,9 +164,10 @@ def test_the_same_tokens_as_without(folder, expected, monkeypatch, setting):
     replayed = [record for record in llm.trace if record.graph_rows]
     assert again.replays == len(replayed) > 10
     for record in llm.trace:
+        assert record.why_eager == "several tokens of a sequence" or record.graph_rows
         assert bool(record.graph_rows) != bool(record.why_eager)
         if record.graph_rows:
-            assert all(row.num_tokens == row.num_samples == 1 for row in record.rows)
+            assert all(row.num_tokens == 1 for row in record.rows)
             sizes = llm.engine.runner.graphs.sizes
             held = record.num_running + len(record.preempted)  # whose rows the next plan drops
             least = bucket_of(sizes, len(record.rows))
@@ -203,7 +203,7 @@ def test_forks_and_their_seeds(folder):
 
 
 def test_a_row_that_sits_out_a_step_keeps_its_token(folder):
-    """Its row is padding there, and what padding chooses means nothing."""
+    """Its row is padding there, whose hidden states nobody reads."""
     llm = decoding(folder)
     engine = llm.engine
     plan = engine.scheduler.schedule()
@@ -212,7 +212,7 @@ def test_a_row_that_sits_out_a_step_keeps_its_token(folder):
     place = engine.runner._rows[left_out.seq_id].row
     before = int(engine.runner.rows.last[place])
     ours = engine.runner.execute(replace(plan, rows=others)).token_ids
-    assert before != int(engine.runner.rows.last[place])
+    assert before == int(engine.runner.rows.last[place])
     theirs = engine.runner.execute(replace(plan, rows=[left_out], new=[], dropped=[])).token_ids
     engine.scheduler.commit(plan, ours | theirs)
     right = make(folder)
@@ -223,31 +223,54 @@ def test_a_row_that_sits_out_a_step_keeps_its_token(folder):
         assert len(have) == 5
 
 
-WHY = {
+# ---- what one request asks of its tokens -------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
-    "masks, biases or penalties": {"presence_penalty": 0.5},
+    "chosen logprob": {"logprobs": 0},
+    "prompt logprobs": {"prompt_logprobs": 1},
+    "repetition": {"repetition_penalty": 1.05},
+    "presence": {"presence_penalty": 0.5},
+    "frequency": {"frequency_penalty": 0.5},
+    "bias": {"logit_bias": {5: 3.0}},
+    "min tokens": {"min_tokens": 9, "ignore_eos": False},
+    "bad words": {"bad_words": ["a", "bc", "def"]},
+    "allowed": {"allowed_token_ids": list(range(0, 250, 3))},
+    "top-k": {"temperature": 0.8, "seed": 3, "top_k": 4},
+    "top-p": {"temperature": 0.8, "seed": 3, "top_p": 0.7},
+    "min-p": {"temperature": 0.8, "seed": 3, "min_p": 0.1},
+    "stop string": {"stop": ["~~~~"]},
+    "three completions": {"n": 3, "temperature": 0.9, "seed": 4},
 }
 
 
-@pytest.mark.parametrize("why", WHY)
-def test_what_runs_without_a_graph_says_why(folder, why):
-    plain, llm = make(folder), make(folder)
-    again = give_graphs(llm)
-    have, want = run(llm, **WHY[why]), run(plain, **WHY[why])
-    assert list(map(tokens, have)) == list(map(tokens, want))
-    assert again.replays == 0
-    assert {record.why_eager for record in llm.trace} == {why, "several tokens of a sequence"}
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_option_of_one_request_takes_the_graph_from_seven_others(folder, option):
+    """Nor the launch ahead of the tokens: eight requests, one of which asks for something."""
+    prompts = [[20 + i, 30 + i, 40 + i] for i in range(8)]
 
+    def run_eight(llm: LLM) -> tuple[Any, int, int]:
+        params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 8
+        params[3] = replace(params[3], **OPTIONS[option])
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        texts = [(tokens(output), [one.logprobs for one in output.outputs]) for output in outputs]
+        return texts, sum(record.graph_rows > 0 for record in llm.trace), num_ahead(llm)
 
-def test_min_tokens_is_a_mask_for_a_while(folder):
-    plain, llm = make(folder), make(folder)
-    again = give_graphs(llm)
-    have, want = run(llm, min_tokens=3), run(plain, min_tokens=3)
-    assert list(map(tokens, have)) == list(map(tokens, want))
-    whys = [record.why_eager for record in llm.trace]
-    assert whys[1:3] == ["masks, biases or penalties"] * 2
-    assert not any(whys[3:])
-    assert again.replays == len(whys) - 3
+    room = {"enable_prefix_caching": False, "num_gpu_blocks_override": 200}
+    room |= {"max_num_seqs": 12, "max_num_batched_tokens": 64}
+    llm = make(folder, async_scheduling=True, **room)
+    give_graphs(llm)
+    poison(llm)
+    have, graphs, ahead = run_eight(llm)
+    want, _, _ = run_eight(make(folder, **room))
+    if option not in ("logprobs", "chosen logprob"):
+        assert have == want
+    assert [each for each, _ in have] == [each for each, _ in want]
+    # The prompt is one step, and each other token of a plain batch one more. Only completions that
+    # part have to wait: for the step in which they do.
+    extra = 1 if option == "three completions" else 0
+    assert graphs == 39 + extra
+    assert ahead >= 39 - extra
 
 
 def test_a_sequence_that_comes_back_from_an_eager_step(folder, expected):
@@ -296,31 +319,65 @@ def test_nan_fails_its_own_row(folder, monkeypatch):
     assert_idle(llm.engine)
 
 
-def test_a_recording_that_fails_is_told_once_and_served_without(folder, expected, caplog):
-    llm = make(folder)
-    again = give_graphs(llm)
+def test_a_size_that_cannot_be_recorded_has_no_graph_and_the_others_have(folder, expected, caplog):
+    llm = make(folder, max_num_seqs=9)
+    again, works, calls = Again(), Again().capture, []
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        calls.append(run)
+        if len(calls) == 3:  # 9, 8, 4
+            raise RuntimeError("out of memory")
+        return works(run)
+
+    again.capture = capture  # type: ignore[method-assign]
+    give_graphs(llm, again)
+    poison(llm)
+    assert llm.engine.runner.graphs.sizes == (1, 2, 8, 9)
+    assert caplog.text.count("Batches of 4 rows have no CUDA graph") == 1
+    assert list(map(tokens, run(llm))) == expected
+    whys = {record.why_eager for record in llm.trace if not record.graph_rows}
+    assert whys == {"several tokens of a sequence"}
+    assert {record.graph_rows for record in llm.trace if record.graph_rows} <= {1, 2, 8, 9}
+    assert_idle(llm.engine)
+
+
+def test_without_any_recording_the_steps_run_eagerly(folder, expected, caplog):
+    llm, again = make(folder, max_num_seqs=9), Again()
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     again.capture = capture  # type: ignore[method-assign]
+    give_graphs(llm, again)
     assert list(map(tokens, run(llm))) == expected
-    assert caplog.text.count("without CUDA graphs") == 1
-    whys = {record.why_eager for record in llm.trace}
-    assert any("not permitted" in why for why in whys)
+    assert any("not permitted" in record.why_eager for record in llm.trace)
     assert_idle(llm.engine)
 
 
-def test_all_sizes_can_be_recorded_before_anything_runs(folder, expected):
+def test_all_sizes_are_recorded_before_anything_runs(folder, expected):
     llm = make(folder, max_num_seqs=9)
     again = give_graphs(llm)
     graphs, seen = llm.engine.runner.graphs, []
-    poison(llm)
+    assert graphs.sizes == bucket_sizes(9)
     graphs.record_all(seen.append)
     assert seen == sorted(graphs.sizes, reverse=True)
-    assert graphs.num_bytes == 1000 * len(graphs.sizes)
+    assert graphs.num_bytes > again.num_bytes == 2000 * len(graphs.sizes)
+    poison(llm)
     assert list(map(tokens, run(llm))) == expected
     assert again.replays
+
+
+@pytest.mark.parametrize("limit", [{"max_seconds": -1.0}, {"max_bytes": 1}])
+def test_recording_ends_where_time_or_memory_do(folder, expected, caplog, limit):
+    llm = make(folder, max_num_seqs=9)
+    runner = llm.engine.runner
+    give_graphs(llm)
+    graphs = runner.graphs = DecodeGraphs(runner.model, runner.kv, runner.rows, Again())
+    graphs.record_all(**limit)
+    assert graphs.sizes == ()
+    assert "smaller batches are padded" in caplog.text
+    poison(llm)
+    assert list(map(tokens, run(llm))) == expected
 
 
 # ---- no waiting for the device -----------------------------------------------------------------
@@ -347,8 +404,8 @@ class Waits:
         self.paused = 0
         for name in WAITS:
             self.watch(patch, name)
-        kv = llm.engine.runner.kv
-        kv.write, kv.attend = self.pausing(kv.write), self.pausing(kv.attend)
+        for name in ("norm_rope_write", "paged_attention"):
+            patch.setattr(ops, name, self.pausing(getattr(ops, name)))
 
     def watch(self, patch: pytest.MonkeyPatch, name: str) -> None:
         works = getattr(torch.Tensor, name)
@@ -400,10 +457,10 @@ def test_a_decode_step_waits_for_nothing_before_its_tokens(folder, monkeypatch):
 def test_a_wait_would_be_found(folder, monkeypatch, planted):
     llm = decoding(folder)
     runner = llm.engine.runner
-    works = runner.sampler.bring_up_to_date
+    works = runner.sampler.append
 
-    def waiting() -> None:
-        works()
+    def waiting(*arguments: Any) -> None:
+        works(*arguments)
         if planted == "item":
             runner.rows.last.max().item()
         elif planted == "nonzero":
@@ -411,7 +468,7 @@ def test_a_wait_would_be_found(folder, monkeypatch, planted):
         elif bool((runner.rows.last > 0).all()):
             return
 
-    monkeypatch.setattr(runner.sampler, "bring_up_to_date", waiting)
+    monkeypatch.setattr(runner.sampler, "append", waiting)
     with monkeypatch.context() as patch:
         waits = Waits(patch, llm)
         runner.launch(llm.engine.scheduler.schedule())

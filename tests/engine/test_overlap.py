@@ -6,17 +6,21 @@ them where a GPU would, so all that the host may get wrong is real here. With gr
 """
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minillm import LLM, SamplingParams, runner
 from minillm.completion import Completion
 from minillm.errors import EngineDeadError
 from minillm.outputs import RequestOutput
 from minillm.runner import Runner
+from minillm.sampler import Sampler
 from minillm.scheduling.scheduler import Scheduler
+from minillm.sequence_row import SequenceRow
 from minillm.text.detokenizer import IncrementalDetokenizer
 from tests.engine.small import (
     EOS,
@@ -307,7 +311,7 @@ PLACES = {
 }
 INTERRUPTED = PLACES | {
     "batch": (Runner, "batch"),
-    "sampler": (runner, "sample"),
+    "sampler": (Sampler, "choose"),
     "text": (IncrementalDetokenizer, "push"),
     "a completion grows": (Completion, "append"),
     "tokens are given": (Runner, "_give"),
@@ -356,13 +360,24 @@ def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, set
     assert len(llm.trace) == llm.engine.scheduler.counters.num_steps
 
 
+def num_outputs(state: SequenceRow) -> int:
+    return len(state.token_ids) - state.new.num_prompt_tokens
+
+
+def failing(found: list[torch.Tensor], places: list[int]) -> list[torch.Tensor]:
+    """Tokens and best logits, some of which are NaN."""
+    tokens, best = (torch.tensor(each.tolist()) for each in found)
+    best[places] = math.nan
+    return [tokens, best]
+
+
 def test_a_last_sample_that_fails_has_its_own_time(folder, monkeypatch):
     """No step is planned behind it, and the one before was committed late."""
     llm, give = overlapped(folder, monkeypatch, False), Runner._give
 
-    def wrong_last(self: Runner, taken: Any, chosen: Any, wrong: Any, result: Any) -> None:
-        late = len(taken[0][1].output_ids) == 8
-        give(self, taken, chosen, ["Planted."] if late else wrong, result)
+    def wrong_last(self: Runner, taken: Any, read: Any, entries: Any, result: Any) -> None:
+        late = num_outputs(taken[0][1]) == 8
+        give(self, taken, (lambda: failing(read(), [0])) if late else read, entries, result)
 
     monkeypatch.setattr(Runner, "_give", wrong_last)
     (output,) = llm.generate([PROMPTS[5]], params_of(5, max_tokens=9), use_tqdm=False)
@@ -377,16 +392,17 @@ def test_a_sample_that_fails_ends_its_request_only(folder, expected, monkeypatch
     llm = overlapped(folder, monkeypatch, graphs)
     give, victims = Runner._give, [PROMPTS[5]]
 
-    def wrong_once(self: Runner, taken: Any, chosen: Any, wrong: Any, result: Any) -> None:
-        wrong = list(wrong)
+    def wrong_once(self: Runner, taken: Any, read: Any, entries: Any, result: Any) -> None:
+        found, wrong = read(), []
         for place, (_, state) in enumerate(taken):
-            late = len(state.output_ids) == step - 1
-            if list(state.new.request.prompt_token_ids) in victims and late:
-                wrong[place] = "Planted."
+            late = num_outputs(state) == step - 1
+            if list(state.new.token_ids[: state.new.num_prompt_tokens]) in victims and late:
+                wrong.append(place)
                 victims.clear()
-        give(self, taken, chosen, wrong, result)
+        give(self, taken, lambda: failing(found, wrong), entries, result)
 
     monkeypatch.setattr(Runner, "_give", wrong_once)
+    monkeypatch.setattr(runner, "failure_of", lambda value: "Planted." if value != value else None)
     outputs = llm.generate(PROMPTS, requests("as they are"), use_tqdm=False)
     for index, (output, right) in enumerate(zip(outputs, expected("as they are"), strict=True)):
         (have,), (want,) = tokens(output), right[0]

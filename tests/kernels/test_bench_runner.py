@@ -663,8 +663,8 @@ def process(script):
 
 def test_a_real_process_says_lines_and_ends():
     worker = process("import sys; print('{\"event\": 1}'); sys.exit('it is over')")
-    assert worker.next(60) == {"event": 1}
-    assert worker.next(60) is None
+    assert worker.next(300) == {"event": 1}
+    assert worker.next(300) is None
     assert worker.last_words() == "the process ended with exit code 1: it is over"
     worker.stop()
 
@@ -681,7 +681,7 @@ def test_a_real_process_that_hangs_is_stopped():
 def test_the_real_worker_says_why_it_cannot_work():
     pytest.importorskip("triton")
     worker = Process(JOB)
-    assert worker.next(120) is None
+    assert worker.next(300) is None
     assert "NoGpuError: The benchmark needs an NVIDIA GPU" in worker.last_words()
     worker.stop()
 

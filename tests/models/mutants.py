@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from minillm import ops
 from minillm.layers.attention import Attention
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
@@ -21,6 +20,7 @@ from minillm.layers.moe import Experts, MoE, Router
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import attention_factor, inverse_frequencies
 from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch, Prologue
 from minillm_kernels import reference
 
 Patch = pytest.MonkeyPatch
@@ -44,9 +44,10 @@ def replace_op(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any
     """A mutation that wraps an operation wherever the engine finds it."""
 
     def apply(patch: Patch, model: Decoder) -> None:
-        wrapped = make(getattr(reference, name))
+        original = getattr(reference, name)
+        wrapped = make(original)
         patch.setattr(reference, name, wrapped)
-        if hasattr(ops, name):
+        if getattr(ops, name, None) is original:
             patch.setattr(ops, name, wrapped)
 
     return apply
@@ -97,6 +98,22 @@ def drop_norm(suffix: str) -> Any:
             if norm.name.endswith(suffix):
                 patch.setattr(norm, "forward", lambda x: x)
                 patch.setattr(norm, "add", lambda x, past: (x if past is None else x + past,) * 2)
+
+    return apply
+
+
+def without_norm(of_query: bool) -> Any:
+    """Queries, or keys, that are not normed."""
+
+    def apply(patch: Patch, model: Decoder) -> None:
+        works = ops.norm_rope
+
+        def mutated(qkv: Tensor, prologue: Prologue, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = works(qkv, prologue, *args)
+            bare = works(qkv, prologue._replace(q_norm=None), *args)
+            return (bare[0], k, v) if of_query else (q, bare[1], v)
+
+        patch.setattr(ops, "norm_rope", mutated)
 
     return apply
 
@@ -305,7 +322,7 @@ MUTANTS = (
     Mutant(
         "gate and up swapped (experts)",
         "mixtral",
-        change(Experts, lambda experts: swap_halves(experts.gate_up, 1)),
+        change(Experts, lambda experts: swap_halves(experts.gate_up.weight, 1)),
     ),
     Mutant("gate without silu", "qwen2", change(MLP, no_silu)),
     Mutant(
@@ -341,8 +358,8 @@ MUTANTS = (
     Mutant("input norm missing", "llama", drop_norm("input_layernorm")),
     Mutant("MLP norm missing", "llama", drop_norm("post_attention_layernorm")),
     Mutant("final norm missing", "llama", drop_norm("model.norm")),
-    Mutant("q_norm missing", "qwen3", drop_norm("q_norm")),
-    Mutant("k_norm missing", "qwen3_moe", drop_norm("k_norm")),
+    Mutant("q_norm missing", "qwen3", without_norm(of_query=True)),
+    Mutant("k_norm missing", "qwen3_moe", without_norm(of_query=False)),
     Mutant("query latent's norm missing", "deepseek_v3", drop_norm("q_a_layernorm")),
     Mutant("KV latent's norm missing", "deepseek_v2", drop_norm("kv_a_layernorm")),
     Mutant(

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.cache_spec import cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
+from minillm.ops.batch import Batch
 from tests.models.tiny import Checkpoint, prompt
 
 TOLERANCE = 1e-4  # of logits relative to the largest, float32; the figure
@@ -28,7 +29,7 @@ class FlatRunner:
         self.model, self.block_size = model, block_size
         per_sequence = -(-max_len // block_size)
         num_blocks = per_sequence * num_sequences + 1  # one is never used
-        dtype = model.embedding.weight.dtype
+        dtype = model.dtype
         spec, layers = cache_spec(model.config), model.config.num_layers
         self.kv = KVCache(spec, layers, num_blocks, block_size, dtype)
         self.kv.key.fill_(torch.nan)

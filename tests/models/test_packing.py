@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from minillm import LLM, SamplingParams
+from minillm.cache_spec import cache_spec
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
-from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
 from minillm.linear_methods import PackedLinearMethod, PanelLinearMethod, PlainLinearMethod
 from minillm.models import packing
 from minillm.models.decoder import Decoder
 from minillm.ops import cpu
+from minillm.ops.batch import Batch
 
 BF16, F32 = torch.bfloat16, torch.float32
 BASE = ModelConfig(

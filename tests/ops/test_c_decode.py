@@ -202,8 +202,7 @@ def test_nothing_to_do(attend):
 
 
 def wrapped(batch: Batch) -> Tensor:
-    caches, lengths = (batch.k_cache, batch.v_cache), (batch.query_start, batch.seq_lens)
-    return cpu.paged_attention(batch.q, *caches, *lengths, batch.block_tables, batch.scale)
+    return cpu.paged_attention(batch.q, *batch.places(), batch.scale)
 
 
 def set_(name: str, index: tuple[int, ...], value: int):

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm import ops
+from minillm.cache_spec import cache_spec
 from minillm.config import ModelConfig, RopeConfig
-from minillm.layers.batch import Batch
-from minillm.layers.kv_cache import KVCache, cache_spec
+from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.models.packing import pack_weights
 from minillm.ops import cpu
+from minillm.ops.batch import Batch
 from minillm.ops.cpu_layers import Layers, LayerShape
 
 BF16 = torch.bfloat16
@@ -261,7 +261,7 @@ def test_watched_operations_are_torch_s(llama):
 
 def test_another_attention_is_asked(llama):
     spec = cache_spec(BASE)
-    aside(llama, KVCache(spec, 3, NUM_BLOCKS, BLOCK, BF16, attention=ops.tiled_attention))
+    aside(llama, KVCache(spec, 3, NUM_BLOCKS, BLOCK, BF16, mode="invariant"))
 
 
 def test_sizes_that_are_not_whole_vectors_are_not_taken():

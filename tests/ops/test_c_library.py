@@ -303,7 +303,7 @@ def test_a_forked_process_computes_with_one_thread():
     command = [sys.executable, "-c", FORK]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as running:
         try:
-            said, _ = running.communicate(timeout=120)
+            said, _ = running.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
             pytest.fail("the forked process waits for ever")

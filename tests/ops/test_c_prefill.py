@@ -11,6 +11,8 @@ from torch import Tensor
 
 from minillm import machine
 from minillm.ops import c_library, cpu
+from minillm.ops.batch import Batch as FlatBatch
+from minillm.ops.batch import Pages
 from minillm_kernels import reference
 
 NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
@@ -72,6 +74,13 @@ class Batch:
         q, k, v = (x.double() for x in (self.q, self.k_cache, self.v_cache))
         rest = self.query_start, self.seq_lens, self.block_tables, self.scale, self.window
         return reference.paged_attention(q, k, v, *rest)
+
+    def places(self) -> tuple[Pages, FlatBatch]:
+        """The same as the engine's operations take it; they read no other field."""
+        unread, lengths = self.query_start[:0].long(), (self.query_start, self.seq_lens)
+        longest = int(self.query_start.diff().max()) if len(self.seq_lens) else 0
+        flat = FlatBatch(unread, unread, unread, *lengths, self.block_tables, unread, longest)
+        return Pages(self.k_cache, self.v_cache), flat
 
     def last(self, counts: list[int]) -> "Batch":
         """The same sequences, of whose queries only the last `counts` are asked."""
@@ -294,9 +303,7 @@ def test_through_the_wrapper(dtype):
     batch = make_batch(dtype, [33, 90, 1, 200], [33, 12, 1, 1], block_size=32)
     if not cpu.takes_attention(batch.q, batch.k_cache, batch.v_cache):
         pytest.skip(cpu.describe(dtype))
-    caches = batch.k_cache, batch.v_cache
-    rest = batch.query_start, batch.seq_lens, batch.block_tables, batch.scale
-    got = cpu.paged_attention(batch.q, *caches, *rest)
+    got = cpu.paged_attention(batch.q, *batch.places(), batch.scale)
     torch.testing.assert_close(got.double(), batch.expected(), **TOLERANCE[dtype])
 
 

@@ -429,7 +429,7 @@ def test_what_c_would_read_wrongly_is_refused(c):
         for wrong in (torch.zeros(30, 2).T, logits.half(), logits.to("meta")):
             with pytest.raises(ValueError, match="logits are"):
                 cpu_sampling.choose_tokens(wrong, *columns, model_dtype=torch.float32)
-        for place, name in enumerate(cpu_sampling.COLUMNS):
+        for place, (name, _) in enumerate(cpu_sampling.COLUMNS):
             for wrong in (columns[place][:1], columns[place].to(torch.float64)):
                 with pytest.raises(ValueError, match=f"{name} is .* for 2 rows"):
                     cpu_sampling.choose_tokens(

@@ -36,10 +36,10 @@ def test_a_step_runs_on_the_model_s_device(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "device_index", Recorded)
     watched(Decoder, "forward")
     watched(Decoder, "logits")
-    watched(sampler, "first_best")
+    watched(sampler, "choose")
     generate(llm, max_tokens=2)
     passes = llm.engine.forward_pass
     passes.logits(passes.run([Chunk(0, 0, [5, 6])], passes.allocate(1, 4))[0])
     find_tiles(passes.model, (8,))
-    assert {name for name, _ in ran} == {"forward", "logits", "first_best"}
+    assert {name for name, _ in ran} == {"forward", "logits", "choose"}
     assert all(inside for _, inside in ran)

@@ -4,11 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from minillm import ops
 from minillm.cli import main
-from minillm.ops import dispatch
+from minillm.errors import UnsupportedFeatureError
+from minillm.ops import cpu, dispatch
+from minillm.ops.batch import Batch, Pages, Prologue
 from minillm.ops.dispatch import Backend
+from minillm_kernels import batch_invariant, reference
 
 CUDA = torch.device("cuda:0")
 
@@ -87,6 +91,12 @@ def test_autocast_is_torch_s_business(monkeypatch):
         assert not dispatch.uses_kernels(torch.zeros(2))
 
 
+def batch_of(query_start: Tensor, seq_lens: Tensor, tables: Tensor) -> Batch:
+    """What attention reads of a batch of single tokens; the other fields are empty."""
+    unread = tables.flatten()[:0]
+    return Batch(unread, unread, unread, query_start, seq_lens, tables, unread, 1)
+
+
 # D, Dv, block size, H, and whether values lie in the keys: what no attention kernel takes
 REFUSED = [
     (20, 20, 4, 2, False),
@@ -102,7 +112,7 @@ REFUSED = [
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(("dim", "value_dim", "block_size", "heads", "in_key"), REFUSED)
 def test_attention_that_no_kernel_takes_goes_to_torch(
-    dim, value_dim, block_size, heads, in_key, invariant, monkeypatch
+    dim, value_dim, block_size, heads, in_key, invariant
 ):
     pytest.importorskip("triton")
     from minillm.ops import triton
@@ -111,13 +121,12 @@ def test_attention_that_no_kernel_takes_goes_to_torch(
     value = key[..., :value_dim] if in_key else torch.randn(3, 1, block_size, value_dim)
     q = torch.randn(2, heads, dim)
     starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([3, 4])
-    where = (starts.int(), lengths.int(), torch.tensor([[0], [2]]), 0.2, None)
-    expected = ops.paged_attention(q, key, value, *where)
-    got = triton.paged_attention(q, key, value, *where, 1, batch_invariant=invariant)
+    where = Pages(key, value), batch_of(starts.int(), lengths.int(), torch.tensor([[0], [2]]))
+    expected = ops.paged_attention(q, *where, 0.2)
+    got = triton.paged_attention(q, *where, 0.2, None, batch_invariant=invariant)
     torch.testing.assert_close(got, expected)
     if not in_key:
-        monkeypatch.setattr(dispatch, "backend_of", lambda device: Backend("triton", ""))
-        assert ops.fuses_projections(key) == (dim == 16)
+        assert triton.takes_head_dims(key) == (dim == 16)
 
 
 def test_every_operation_of_the_engine_goes_through_the_choice(monkeypatch):
@@ -130,7 +139,10 @@ def test_every_operation_of_the_engine_goes_through_the_choice(monkeypatch):
     ids, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
     cache, angles = torch.zeros(2, 1, 4, 8), torch.zeros(2, 4)
     slots, lengths = torch.tensor([0, 4]), torch.tensor([1, 1], dtype=torch.int32)
-    where = torch.tensor([0, 1, 2], dtype=torch.int32), lengths, torch.tensor([[0], [1]])
+    bounds = torch.tensor([0, 1, 2], dtype=torch.int32)
+    batch = batch_of(bounds, lengths, torch.tensor([[0], [1]]))
+    pages, rope = Pages(cache, cache.clone()), (angles, angles)
+    prologue = Prologue(1, None, None, 0.0, interleaved=False)
     experts = torch.randn(2, 8, 8), torch.randn(2, 8, 4)
     calls = {
         "rms_norm": (x, w, 1e-5),
@@ -140,18 +152,85 @@ def test_every_operation_of_the_engine_goes_through_the_choice(monkeypatch):
         "embedding": (ids[:, 0], experts[0][0]),
         "linear": (x[:, 0], experts[0][0]),
         "rotate": (x, angles, angles),
-        "fuses_projections": (cache,),
-        "write_cache": (x, x, cache, cache, slots),
-        "norm_rope_write": (torch.randn(2, 3, 8), None, None, 0.0, angles, angles, False, cache,
-                            cache, slots),
-        "paged_attention": (x, cache, cache.clone(), *where, 0.3),
-        "tiled_attention": (x, cache, cache.clone(), *where, 0.3),
+        "write_cache": (x, x, pages, slots),
+        "norm_rope": (torch.randn(2, 3, 8), prologue, rope),
+        "norm_rope_write": (torch.randn(2, 3, 8), prologue, rope, pages, slots),
+        "paged_attention": (x, pages, batch, 0.3),
         "moe_experts": (x[:, 0], *experts, weights, ids),
         "tiled_moe_experts": (x[:, 0], *experts, weights, ids),
     }  # fmt: skip
-    single = {"backend_of", "uses_kernels", "causal_attention", "moe_route", "plain_attention"}
+    single = {"backend_of", "uses_kernels", "causal_attention", "moe_route"}
     assert {*calls} == {*ops.__all__} - single
     for name, arguments in calls.items():
         asked.clear()
         getattr(ops, name)(*arguments)
         assert asked, name
+
+
+def pages_of(*scales: Tensor) -> Pages:
+    """Two blocks of four positions of two heads."""
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(2, 2, 4, 16, generator=generator) for _ in range(2))
+    return Pages(key, value, *scales)
+
+
+def test_the_mode_of_attention_chooses_the_arithmetic(monkeypatch):
+    """One operation instead of three: what it calls is what it says."""
+    called = []
+    for owner, name in (
+        (cpu, "paged_attention"),
+        (reference, "paged_attention"),
+        (batch_invariant, "tiled_attention"),
+    ):
+        works, path = getattr(owner, name), f"{owner.__name__}.{name}".removeprefix("minillm.")
+
+        def seen(*arguments, works=works, path=path):
+            called.append(path)
+            return works(*arguments)
+
+        monkeypatch.setattr(owner, name, seen)
+    bounds, lengths = torch.tensor([0, 1, 2]).int(), torch.tensor([3, 7]).int()
+    batch, pages = batch_of(bounds, lengths, torch.tensor([[0, 1], [1, 0]])), pages_of()
+    q = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1))
+    outputs = [ops.paged_attention(q, pages, batch, 0.3, 5, mode)
+               for mode in ("fast", "plain", "invariant")]  # fmt: skip
+    fast = "ops.cpu" if cpu.takes(q) else "minillm_kernels.reference"
+    assert called == [
+        f"{fast}.paged_attention",
+        "minillm_kernels.reference.paged_attention",
+        "minillm_kernels.batch_invariant.tiled_attention",
+    ]
+    for other in outputs[1:]:
+        torch.testing.assert_close(other, outputs[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["fast", "plain"])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dim", [16, 18])
+def test_the_prologue_is_the_reference_s(mode, normed, dim):
+    """In one launch or in several, to the same slots."""
+    generator = torch.Generator().manual_seed(dim)
+    qkv = torch.randn(3, 4 + 2 * 2, dim, generator=generator)
+    norms = [torch.randn(dim, generator=generator) if normed else None for _ in range(2)]
+    rope = tuple(torch.randn(3, dim // 2, generator=generator) for _ in range(2))
+    slots = torch.tensor([6, -1, 0])
+    caches = [torch.zeros(2, 2, 4, dim) for _ in range(4)]
+    got = ops.norm_rope_write(qkv, Prologue(2, *norms, 1e-5, False), rope,
+                              Pages(*caches[:2]), slots, mode)  # fmt: skip
+    expected = reference.norm_rope_write(qkv, *norms, 1e-5, *rope, False, *caches[2:], slots)
+    for one, other in zip((got, *caches[:2]), (expected, *caches[2:]), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_pages_with_scales_are_refused_and_not_read_without_them():
+    pages = pages_of(torch.ones(2, 2, 4))
+    x, slots = torch.zeros(1, 2, 16), torch.tensor([0])
+    batch = batch_of(torch.tensor([0, 1]).int(), torch.tensor([1]).int(), torch.tensor([[0]]))
+    prologue, rope = Prologue(2, None, None, 0.0, False), (torch.zeros(1, 8), torch.zeros(1, 8))
+    for call in (
+        lambda: ops.paged_attention(x, pages, batch, 1.0),
+        lambda: ops.write_cache(x, x, pages, slots),
+        lambda: ops.norm_rope_write(torch.zeros(1, 6, 16), prologue, rope, pages, slots),
+    ):
+        with pytest.raises(UnsupportedFeatureError, match="quantised KV cache"):
+            call()

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minillm.ops.truncation import truncate_row
 from minillm.sampler import SamplingRow, sample
 from minillm.sampling_params import SamplingParams
 from minillm_kernels import reference
@@ -164,12 +163,24 @@ def test_truncate_keeps_everything_where_top_k_is_not_below_the_vocabulary():
     assert (got > -math.inf).sum(-1).tolist()[:3] == [10, 10, 10]
 
 
-def test_truncate_keeps_what_the_engine_keeps():
+def test_truncate_keeps_what_a_loop_in_float64_keeps():
+    """Token after token, the most probable first, of equal ones the smallest id."""
     logits = (normal(30, 300).float() * 4).round()  # many ties
     top_k = torch.arange(30, dtype=torch.int32) * 3 % 40
+    top_k[7] = 1000  # more than there are tokens: off
     top_p = torch.linspace(0.05, 1, 30)
     got = reference.truncate(logits, top_k, top_p)
-    for row, scaled in enumerate(logits - logits.amax(-1, keepdim=True)):
-        expected = truncate_row(scaled, int(top_k[row]), float(top_p[row]))
-        assert torch.equal(got[row] > -math.inf, expected > -math.inf), row
-        assert torch.equal(got[row], expected)
+    for row, scaled in enumerate((logits - logits.amax(-1, keepdim=True)).tolist()):
+        order = sorted(range(300), key=lambda token: (-scaled[token], token))
+        if 0 < top_k[row] < 300:
+            kth = scaled[order[int(top_k[row]) - 1]]
+            order = [token for token in order if scaled[token] >= kth]
+        total = math.fsum(math.exp(scaled[token]) for token in order)
+        kept, mass = set(), 0.0
+        for token in order:
+            if mass >= float(top_p[row]) * total and top_p[row] < 1:
+                break
+            kept.add(token)
+            mass += math.exp(scaled[token])
+        expected = [value if token in kept else -math.inf for token, value in enumerate(scaled)]
+        assert got[row].tolist() == expected, row

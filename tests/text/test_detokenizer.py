@@ -35,7 +35,7 @@ def draw_ids(data: st.DataObject, tokenizer: Tokenizer, max_size: int) -> list[i
 
 def stream(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool) -> str:
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip)
-    return "".join([detokenizer.push(i) for i in ids]) + detokenizer.flush()
+    return "".join([detokenizer.push([i]) for i in ids]) + detokenizer.flush()
 
 
 def reference(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
@@ -76,6 +76,44 @@ def test_pieces_join_to_the_decoded_whole(kind: str, data: st.DataObject, skip: 
     assert stream(tokenizer, prompt, ids, skip) == expected
 
 
+@given(data=st.data(), skip=st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_bytes_and_the_window_agree_after_every_token(data: st.DataObject, skip: bool) -> None:
+    """Also on when a character comes, for a stop string may end there; and in pieces of any
+    size."""
+    tokenizer = tokenizer_of("byte_level")
+    windowed = Tokenizer(tokenizer._backend)
+    windowed.token_bytes = None
+    assert tokenizer.token_bytes is not None
+    # Bytes of characters, whole and cut: the lead byte and those that may follow are frequent.
+    alphabet = bytes_to_unicode()
+    ids_of = {byte: tokenizer._backend.token_to_id(alphabet[byte]) for byte in range(256)}
+    byte = st.sampled_from([0xE4, 0xB8, 0xAD, 0xEF, 0xBF, 0xBD, 0xF0, 0x9F, 0xFF, 0xC3, 0x78])
+    some = st.lists(byte.map(ids_of.__getitem__), max_size=12)
+    prompt = draw_ids(data, tokenizer, 8) + data.draw(some)
+    ids = data.draw(some) + draw_ids(data, tokenizer, 12) + data.draw(some)
+    fast = IncrementalDetokenizer(tokenizer, prompt, skip)
+    slow = IncrementalDetokenizer(windowed, prompt, skip)
+    batched = IncrementalDetokenizer(tokenizer, prompt, skip)
+    pieces = [slow.push([each]) for each in ids]
+    assert [fast.push([each]) for each in ids] == pieces
+    cut = data.draw(st.integers(0, len(ids)))
+    assert batched.push(ids[:cut]) == "".join(pieces[:cut])
+    assert batched.push(ids[cut:]) == "".join(pieces[cut:])
+    assert fast.flush() == batched.flush() == slow.flush()
+    assert fast.flush() == slow.flush() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_used_where_the_decoder_has_nothing_else(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    assert (tokenizer.token_bytes is not None) == kind.startswith("byte_level")
+    if tokenizer.token_bytes is not None:
+        for token_id in range(-1, tokenizer.vocab_size + 2):
+            right = tokenizer.decode([token_id], skip_special_tokens=False)
+            assert tokenizer.token_bytes[token_id].decode(errors="replace") == right
+
+
 @pytest.mark.parametrize("kind", BYTE_FALLBACK)
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=120, deadline=None)
@@ -103,7 +141,7 @@ def test_text_is_shown_at_once_and_is_never_half_a_character(
     before = reference(tokenizer, prompt, skip=False)
     shown = ""
     for i, token_id in enumerate(ids):
-        shown += detokenizer.push(token_id)
+        shown += detokenizer.push([token_id])
         now = after(before, reference(tokenizer, prompt + ids[: i + 1], skip=False))
         assert now.startswith(shown)
         assert set(now[len(shown) :]) <= {"\ufffd"}
@@ -116,10 +154,10 @@ def test_an_emoji_comes_out_whole(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode("x🦜!", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(tokenizer)
-    pieces = [detokenizer.push(i) for i in ids]
+    pieces = [detokenizer.push([i]) for i in ids]
     assert [p for p in pieces if p][-2:] == ["🦜", "!"]
     detokenizer = IncrementalDetokenizer(tokenizer)
-    unfinished = "".join(detokenizer.push(i) for i in ids[:-2])
+    unfinished = "".join(detokenizer.push([i]) for i in ids[:-2])
     assert unfinished == "x"
     assert unfinished + detokenizer.flush() == tokenizer.decode(ids[:-2])
 
@@ -156,7 +194,7 @@ def test_the_newline_of_llama2_is_not_delayed() -> None:
     tokenizer = tokenizer_of("llama2")
     newline = tokenizer.encode("a\n", add_special_tokens=False)[-1]
     assert newline in tokenizer.byte_fallback
-    assert IncrementalDetokenizer(tokenizer, tokenizer.encode("a")).push(newline) == "\n"
+    assert IncrementalDetokenizer(tokenizer, tokenizer.encode("a")).push([newline]) == "\n"
 
 
 def test_a_token_costs_the_same_at_any_length() -> None:
@@ -174,5 +212,5 @@ def test_a_token_costs_the_same_at_any_length() -> None:
         assert tokenizer.decoded <= 14 * 40  # only the end of a prompt is read
         tokenizer.decoded = 0
         for token_id in ids:
-            detokenizer.push(token_id)
+            detokenizer.push([token_id])
         assert tokenizer.decoded <= 14 * len(ids)

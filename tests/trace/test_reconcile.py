@@ -20,6 +20,7 @@ from minillm.scheduling.request import Status
 from minillm.trace.recorder import Trace
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING
 from minillm.trace.timeline import timeline
+from tests.async_small import LIMIT, Gate
 from tests.engine.small import make, write_model
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
 
@@ -277,19 +278,23 @@ def test_a_request_that_ends_before_its_first_step_is_not_lost(folder: Path) -> 
         }
 
 
-def test_a_trace_is_read_while_another_thread_records(folder: Path) -> None:
-    """Whatever falls off meanwhile: who ended is whole, and so is what is drawn."""
+def test_a_trace_is_read_while_another_thread_records(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever falls off meanwhile: who ended is whole, and so is what is drawn. The event loop
+    has a turn in each step, so that it reads between steps, too, on any machine."""
 
     async def main() -> list[int]:
         args = AsyncEngineArgs(folder, dtype="float32", block_size=4, num_gpu_blocks_override=40)
         async with AsyncLLMEngine.from_engine_args(args) as front:
             front._engine.trace = Trace(front.trace.settings, capacity=15_000)
+            Gate(front, monkeypatch).pace = asyncio.get_running_loop()
             params = SamplingParams(max_tokens=30, n=2, ignore_eos=True)
             streams = [front.generate([each, 2], params, f"r{each}") for each in range(12)]
             tasks = [asyncio.create_task(read(stream)) for stream in streams]
             seen = []
             while not all(task.done() for task in tasks):
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
                 ends = {one.num_tokens for one in front.trace.requests()}
                 assert ends <= {(30, 30)}
                 assert len(front.trace.table(None).splitlines()) >= 1
@@ -302,5 +307,5 @@ def test_a_trace_is_read_while_another_thread_records(folder: Path) -> None:
             pass
 
     with contextlib.closing(asyncio.new_event_loop()) as loop:
-        seen = loop.run_until_complete(asyncio.wait_for(main(), 60))
+        seen = loop.run_until_complete(asyncio.wait_for(main(), LIMIT))
     assert len(set(seen)) > 1

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from minillm.cache_spec import cache_spec
 from minillm.errors import ConfigError
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
@@ -44,7 +45,9 @@ def test_they_are_of_one_size_and_differ_in_their_cache() -> None:
     assert min(sizes) >= 2_000_000
     assert max(sizes) <= 3_000_000
     assert max(sizes) / min(sizes) < 1.02
-    cached = {name: config.kv_values_per_token for name, config in variants.VARIANTS.items()}
+    cached = {
+        name: cache_spec(config).block_values(1) for name, config in variants.VARIANTS.items()
+    }
     assert cached == {"mha": 512, "gqa": 128, "mqa": 64, "mla": 128}
 
 
@@ -186,7 +189,9 @@ def test_the_committed_results_are_complete() -> None:
     for (name, _), run in runs.items():
         config = variants.VARIANTS[name]
         assert run["parameters"] == parameters(Decoder(config))
-        assert run["kv_bytes_per_token"] == 2 * config.num_layers * config.kv_values_per_token
+        assert run["kv_bytes_per_token"] == 2 * config.num_layers * cache_spec(config).block_values(
+            1
+        )
         assert run["curve"][-1]["step"] == record["steps"] == variants.STEPS
         assert 0.5 < run["bits_per_byte"]["stdlib"] < run["curve"][0]["held_out"]
     assert [run["variant"] for run in record["controls"]] == list(variants.CONTROLS)

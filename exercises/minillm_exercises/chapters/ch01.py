@@ -28,16 +28,20 @@ LONGEST = 2**20  # tokens: no machine's knee is near it
 LENGTHS = tuple(2**i for i in range(14))  # 1 to 8,192 tokens
 
 
+def ones(model: Decoder, *shape: int) -> Tensor:
+    """Activations of a model."""
+    return torch.ones(shape, dtype=model.dtype, device=model.device)
+
+
 def product_pass(model: Decoder, num_tokens: int, num_logits: int = 1) -> Callable[[], Tensor]:
     """A step that does all matrix products of `num_tokens`, and nothing between: those of a prompt
     with one row of logits, those of a batch of decoding sequences with as many as tokens.
 
     Every weight is read once, layer by layer as in a forward pass, so none is still in a cache.
     """
-    weight = model.embedding.weight
     layers = [part for part in model.layers.modules() if isinstance(part, Linear)]
     widths = {layer.in_features for layer in layers} | {model.embedding.in_features}
-    rows = {width: weight.new_ones(num_tokens, width) for width in widths}
+    rows = {width: ones(model, num_tokens, width) for width in widths}
 
     @torch.inference_mode()
     def step() -> Tensor:
@@ -50,9 +54,9 @@ def product_pass(model: Decoder, num_tokens: int, num_logits: int = 1) -> Callab
 
 def attention_pass(model: Decoder, num_tokens: int) -> Callable[[], Tensor]:
     """A step that does the attention of a prompt of `num_tokens` in every layer, nothing else."""
-    config, weight = model.config, model.embedding.weight
-    query = weight.new_ones(num_tokens, config.num_heads, config.head_dim)  # [T, H, D]
-    key = weight.new_ones(config.num_kv_heads, num_tokens, config.head_dim)  # [Hkv, T, D]
+    config = model.config
+    query = ones(model, num_tokens, config.num_heads, config.head_dim)  # [T, H, D]
+    key = ones(model, config.num_kv_heads, num_tokens, config.head_dim)  # [Hkv, T, D]
 
     @torch.inference_mode()
     def step() -> Tensor:

@@ -54,11 +54,14 @@ def candidates(logits: "Tensor", temperature: float, top_p: float) -> Candidates
             f"candidates() was given temperature={temperature}; it must be above 0 (at 0 only "
             f"the best token is left, and there is nothing to draw)."
         )
-    from minillm.ops.truncation import truncate_row
+    import torch
+
+    from minillm_kernels import reference
 
     scores = (logits - logits.max()) / temperature
     shares = scores.softmax(0).sort(descending=True).values
-    num_kept = int((truncate_row(scores, 0, top_p) > -math.inf).sum())
+    off, limit = torch.tensor([0]), torch.tensor([top_p])
+    num_kept = int((reference.truncate(scores[None], off, limit) > -math.inf).sum())
     return Candidates(int(scores.argmax()), tuple(shares.tolist()), num_kept)
 
 

@@ -166,7 +166,7 @@ def latent_weights(model: Decoder) -> LatentWeights:
     mla, heads = _latent_attention(model.config), model.config.num_heads
     tensors, prefix = model.checkpoint_tensors(), "model.layers.0.self_attn."
     q, down, norm, up, out = (
-        tensors[f"{prefix}{name}.weight"]
+        tensors[f"{prefix}{name}.weight"].target
         for name in ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
     )
     uk, uv = up.view(heads, -1, mla.kv_lora_rank).split(

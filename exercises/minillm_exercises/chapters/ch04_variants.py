@@ -55,7 +55,8 @@ def with_kv_heads(model: Decoder, kv_heads: int, pool: Callable[[Tensor, int], T
     tensors = model.checkpoint_tensors()
     for name, tensor in smaller.checkpoint_tensors().items():
         pooled = name.endswith(("k_proj.weight", "v_proj.weight"))
-        tensor.copy_(pool(tensors[name], kv_heads) if pooled else tensors[name])
+        weight = tensors[name].target
+        tensor.target.copy_(pool(weight, kv_heads) if pooled else weight)
     return smaller.eval()
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from minillm import LLM, SamplingParams
 from minillm.forward_pass import Chunk
-from minillm.layers.batch import Batch
+from minillm.ops.batch import Batch
 from minillm.outputs import RequestOutput
 from minillm_exercises.chapters.common import chosen
 from minillm_exercises.chapters.common import nearest as nearest

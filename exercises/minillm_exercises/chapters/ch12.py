@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from minillm import LLM, SamplingParams
 from minillm.forward_pass import Chunk
-from minillm.layers.batch import Batch
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu, cpu_layers
+from minillm.ops.batch import Batch
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
 from minillm_exercises.chapters.ch12_recordings import into
 from minillm_exercises.chapters.common import nearest as nearest
@@ -186,7 +186,7 @@ def rungs(model: str, **options: Any) -> Iterator[tuple[str, LLM]]:
         yield PACKED, LLM(model, **options)
     llm = LLM(model, **options)
     decoder = llm.engine.forward_pass.model
-    if cpu.functions(decoder.embedding.weight.dtype) is None:
+    if cpu.functions(decoder.dtype) is None:
         return
     layers, decoder.all_layers = decoder.all_layers, None
     yield FUSED, llm

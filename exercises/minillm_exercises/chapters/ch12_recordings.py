@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from minillm import LLM
-from minillm.layers.batch import Batch
 from minillm.runner import runner_of
 from minillm.simulation import Simulation, linear
-from minillm_kernels import reference
 
 
 def into(func: Any, args: Sequence[Any], out: Any) -> Callable[..., object] | None:
@@ -72,14 +70,8 @@ def give_graphs(llm: LLM) -> LLM:
     nothing.
     """
     runner = runner_of(llm.engine.runner)
+    runner.kv.mode = "plain"
     runner.use_graphs(Again())
-    kv = runner.kv
-
-    def write(layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
-        reference.write_cache(key, value, kv.key[layer], kv.value[layer], batch.slot_mapping)
-
-    kv.write = write  # type: ignore[method-assign]
-    kv.attention = lambda *arguments: reference.paged_attention(*arguments[:8])
     return llm
 
 

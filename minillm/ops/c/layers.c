@@ -27,7 +27,7 @@ typedef struct {
     float eps, qk_eps, scale;
 } shape;
 
-/* One step: the flat batch (`minillm/layers/batch.py`), and memory for what lies between. */
+/* One step: the flat batch (`minillm/ops/batch.py`), and memory for what lies between. */
 typedef struct {
     int64_t n, sequences, num_slots, columns, max_query_len;
     const float *cos, *sin;      /* [n, head_dim / 2] */

@@ -322,7 +322,7 @@ static int64_t last_of_edge(const row *r, double before, double goal) {
     return last;
 }
 
-/* Top-k, then top-p of what is left; ties as in `minillm/ops/truncation.py`. */
+/* Top-k, then top-p of what is left; ties as in `reference.truncate`. */
 static void truncate_row(row *r, const request *q, list *l) {
     double before = 0;
     if (q->top_k > 0 && q->top_k < r->size) {

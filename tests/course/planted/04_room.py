@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
-from minillm.layers import kv_cache
+from minillm import engine_setup, forward_pass
 
-right = kv_cache.cache_spec
+right = engine_setup.cache_spec
 
 
 def cache_spec(config):
     return right(config if config.mla else replace(config, num_kv_heads=config.num_heads))
 
 
-kv_cache.cache_spec = cache_spec
+for module in (engine_setup, forward_pass):
+    module.cache_spec = cache_spec

@@ -1,12 +1,12 @@
 """The price of a token forgets MLA's rotated key, which is cached beside the latent."""
 
-from minillm.config import ModelConfig
+from minillm.cache_spec import CacheSpec
 
-right = ModelConfig.kv_values_per_token.fget
-
-
-def kv_values_per_token(self):
-    return self.mla.kv_lora_rank if self.mla else right(self)
+right = CacheSpec.block_values
 
 
-ModelConfig.kv_values_per_token = property(kv_values_per_token)
+def block_values(self, block_size):
+    return block_size * self.value_dim if self.value_in_key else right(self, block_size)
+
+
+CacheSpec.block_values = block_values

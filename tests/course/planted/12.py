@@ -4,7 +4,7 @@ from minillm.linear_methods import PackedLinearMethod, PanelLinearMethod
 
 for method in (PackedLinearMethod, PanelLinearMethod):
 
-    def apply(self, x, weight, bias, right=method.apply):
-        return right(self, x * 1.5, weight, bias)
+    def apply(self, matrix, x, bias, right=method.apply):
+        return right(self, matrix, x * 1.5, bias)
 
     method.apply = apply

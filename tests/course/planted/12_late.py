@@ -1,4 +1,4 @@
-"""A step that was launched ahead reads the token before the last one."""
+"""A step that was launched ahead reads the token of another sequence."""
 
 from minillm.runner import Runner
 
@@ -6,7 +6,8 @@ _right = Runner._feed
 
 
 def _feed(self, taken, tokens):
-    _right(self, taken, tokens.roll(1) if self.reads_late else tokens)
+    ahead = any(state.num_unread for _, state in taken)
+    _right(self, taken, tokens.roll(1) if ahead else tokens)
 
 
 Runner._feed = _feed

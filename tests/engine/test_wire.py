@@ -1,0 +1,148 @@
+"""An executor behind bytes: plans go in and results come out as they would to another process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.errors import InvalidRequestError
+from minillm.executor import Capacity, Executor
+from minillm.flight import Flight, StepResult
+from minillm.logprobs import TokenLogprob
+from minillm.scheduling.plan import NewSequence, StepPlan
+from minillm.wire import (
+    params_from_plain,
+    params_to_plain,
+    plan_from_bytes,
+    plan_to_bytes,
+    result_from_bytes,
+    result_to_bytes,
+)
+from tests.engine.small import assert_idle, limit_steps, make, tokens, write_model
+
+
+class Remote:
+    """Knows nothing but bytes of the engine that drives it."""
+
+    def __init__(self, executor: Executor):
+        self.executor, self.sizes = executor, []
+
+    def __getattr__(self, name: str) -> Any:  # for the checks of the books
+        return getattr(self.executor, name)
+
+    def capacity(self) -> Capacity:
+        return self.executor.capacity()
+
+    def launch(self, plan: StepPlan) -> Flight:
+        data = plan_to_bytes(plan)
+        self.sizes.append(len(data))
+        received = plan_from_bytes(data)
+        assert received == plan
+        there, here = self.executor.launch(received), Flight()
+
+        def read() -> None:
+            data = result_to_bytes(there.collect())
+            result = result_from_bytes(data)
+            assert result == there.result
+            for name in StepResult.__dataclass_fields__:
+                setattr(here.result, name, getattr(result, name))
+
+        here.reads.append(read)
+        return here
+
+    def reset(self) -> None:
+        self.executor.reset()
+
+    def stats(self) -> dict[str, int]:
+        return self.executor.stats()
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+PROMPTS = [list(range(10 * i + 1, 10 * i + 5 + 2 * i)) for i in range(6)]
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 0.0},
+    "drawn": {"temperature": 0.8, "seed": -(2**62), "top_p": 0.9, "min_p": 0.01, "top_k": 30},
+    "edited": {
+        "logit_bias": {5: 3.0, 77: -100.0},
+        "bad_words": ["a", "bc"],
+        "repetition_penalty": 1.2,
+        "allowed_token_ids": list(range(200)),
+        "seed": 3,
+        "min_tokens": 3,
+        "stop_token_ids": [9],
+    },
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "seed": 4, "stop": ["~"]},
+    "forks": {"n": 3, "seed": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("byte-model"))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("setting", [{}, {"num_gpu_blocks_override": 20, "swap_space": 0.001}])
+def test_an_executor_behind_bytes_gives_the_same_outputs(folder, monkeypatch, overlap, setting):
+    def outputs(llm: LLM) -> list[Any]:
+        params = [
+            SamplingParams(**{"max_tokens": 12, "ignore_eos": True} | fields)
+            for fields in (*KINDS.values(), {"temperature": 0.0})
+        ]
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
+        return [
+            (tokens(one), [each.logprobs for each in one.outputs], one.prompt_logprobs)
+            for one in found
+        ]
+
+    llm = make(folder, async_scheduling=overlap, **setting)
+    limit_steps(llm, monkeypatch)
+    remote = llm.engine._runner = Remote(llm.engine.runner)
+    assert outputs(llm) == outputs(make(folder, async_scheduling=overlap, **setting))
+    assert_idle(llm.engine)
+    assert len(remote.sizes) > 10
+
+
+def test_a_decode_step_is_a_few_bytes_per_row(folder):
+    llm = make(folder, max_num_seqs=8, num_gpu_blocks_override=100)
+    remote = llm.engine._runner = Remote(llm.engine.runner)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    llm.generate([[i + 1] * 4 for i in range(8)], params, use_tqdm=False)
+    assert remote.sizes[-1] < 8 * 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_survive(kind):
+    params = SamplingParams(**KINDS[kind])
+    assert params_from_plain(params_to_plain(params)) == params
+
+
+def test_parameters_are_checked_when_they_are_read():
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        params_from_plain({"temperature": -1.0})
+
+
+def test_results_survive():
+    entry = {5: TokenLogprob(-0.5, 1), 9: TokenLogprob(-float("inf"), 3)}
+    result = StepResult(
+        {3: [5, 6, 7], 4: [None], 9: [1, None]},
+        {3: [entry, None]},
+        {4: (2, [entry, entry])},
+        {4: {0: "wrong"}, 9: {1: "also"}},
+        {4},
+        8,
+        "several tokens of a sequence",
+    )
+    assert result_from_bytes(result_to_bytes(result)) == result
+
+
+def test_a_plan_with_everything_survives():
+    params = SamplingParams(**KINDS["edited"])
+    new = NewSequence(1, 2, 3, (4, 5, 6, 7), params, 2**63 - 1, (8,), ((9, 10), (11,)))
+    plan = StepPlan(7, [1, 2], [new])
+    assert plan_from_bytes(plan_to_bytes(plan)) == plan
+    for moved in ("request", "prompt", "arrival"):
+        assert moved not in NewSequence._fields  # numbers and parameters, not a request

@@ -1,0 +1,377 @@
+"""The seam between layers and weights: what a layer holds of which tensor, and a method of its own.
+
+`Int8Rows` is a method that the engine does not know. It brings its memory, its checkpoint tensors
+and its product, for every matrix of a model, and no other file hears of it.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from minillm.config import MLAConfig, ModelConfig, MoEConfig
+from minillm.cost import weight_bytes
+from minillm.errors import CheckpointError
+from minillm.forward_pass import Chunk, ForwardPass
+from minillm.layers.linear import Embedding, Linear
+from minillm.layers.moe import ExpertNames, Experts
+from minillm.linear_methods import CheckpointTensor, LinearMethod, Matrix, WeightSlice
+from minillm.models import checkpoint
+from minillm.models.checkpoint import ModelSource, shard_shapes
+from minillm.models.decoder import Decoder
+from minillm.models.loader import check_tensors, fill, load_model
+from minillm.models.packing import pack_weights
+from minillm.presets import PRESETS
+
+F32 = torch.float32
+BASE = ModelConfig(
+    family="llama",
+    vocab_size=96,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=80,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+)
+MOE = MoEConfig(4, 2, 48, shared_intermediate_size=32, scoring="sigmoid", score_bias=True)
+MLA = MLAConfig(32, 16, 8, 12, q_lora_rank=24)
+MODELS = {
+    "tied": BASE,
+    "biases": replace(BASE, tie_word_embeddings=False, qkv_bias=True, mlp_bias=True),
+    "experts": replace(BASE, family="deepseek_v3", num_kv_heads=4, mla=MLA, moe=MOE),
+}
+
+
+# ---- what a layer holds -----------------------------------------------------------------------
+
+
+def saved(folder: Path, **shapes: tuple[int, ...]) -> tuple[Path, dict[str, Tensor]]:
+    """A file of tensors in which every number differs."""
+    generator = torch.Generator().manual_seed(0)
+    names = {name.replace("__", "."): shape for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors", tensors
+
+
+def loaded(path: Path, layer: nn.Module) -> nn.Module:
+    """The layer with its parts of the file, checked as the loader checks a model."""
+    for part in layer.modules():
+        if isinstance(part, Matrix):
+            part.create(F32, "cpu")
+    wanted = {
+        each.name: each
+        for part in layer.modules()
+        if isinstance(part, Matrix)
+        for each in part.checkpoint_tensors()
+    }
+    source = ModelSource("here", BASE, path.parent)
+    check_tensors(source, wanted, [(path, n, shape) for n, shape in shard_shapes(path).items()])
+    fill(wanted, [path])
+    return layer
+
+
+def narrowed(part: WeightSlice, rank: int, ranks: int, columns: bool = False) -> WeightSlice:
+    """What one of several ranks holds: rows, or columns."""
+    size = part.shape[int(columns)] // ranks
+    held = range(rank * size, (rank + 1) * size)
+    return replace(part, columns=held) if columns else replace(part, rows=held)
+
+
+QKV = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_stack_holds_the_rows_of_each_of_its_matrices(tmp_path, ranks):
+    """A shard of a stack is not a slice of it: each matrix is cut, with its own bias."""
+    shapes = {f"a__{name}__weight": (size, 6) for name, size in QKV.items()}
+    biases = {f"a__{name}__bias": (size,) for name, size in QKV.items()}
+    path, tensors = saved(tmp_path, **shapes, **biases)
+    for rank in range(ranks):
+        layer = Linear("a.", 6, QKV, bias=True)
+        layer.parts = tuple(narrowed(part, rank, ranks) for part in layer.parts)
+        loaded(path, layer)
+        assert layer.shape == (16 // ranks, 6)
+        for kind, got in (("weight", layer.values()), ("bias", layer.bias)):
+            cut = [tensors[f"a.{name}.{kind}"].chunk(ranks)[rank] for name in QKV]
+            assert torch.equal(got, torch.cat(cut)), kind
+        x = torch.randn(3, 6)
+        expected = nn.functional.linear(x, layer.values(), layer.bias)
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_columns_that_add_up_to_the_product(tmp_path):
+    """A row-parallel layer: each rank has the inputs that it computed itself."""
+    path, tensors = saved(tmp_path, b__o_proj__weight=(5, 12))
+    x, total = torch.randn(3, 12), torch.zeros(3, 5)
+    for rank in range(3):
+        layer = Linear("b.", 12, {"o_proj": 5})
+        layer.parts = tuple(narrowed(part, rank, 3, columns=True) for part in layer.parts)
+        loaded(path, layer)
+        assert layer.in_features == 4
+        assert torch.equal(layer.values(), tensors["b.o_proj.weight"][:, 4 * rank : 4 * rank + 4])
+        total += layer(x[:, 4 * rank : 4 * rank + 4])
+    torch.testing.assert_close(total, x @ tensors["b.o_proj.weight"].T)
+
+
+def test_rows_of_an_embedding(tmp_path):
+    path, tensors = saved(tmp_path, e__weight=(10, 4))
+    layer = Embedding("e", 10, 4)
+    layer.parts = (replace(layer.parts[0], rows=range(3, 8)),)
+    loaded(path, layer)
+    assert torch.equal(layer(torch.tensor([0, 4])), tensors["e.weight"][[3, 7]])
+
+
+def test_experts_are_cut_one_by_one(tmp_path):
+    """Half of the units of every expert, and of the down matrix the columns that belong to them."""
+    names = {f"m__experts__{e}__{n}__weight": (8, 6) for e in range(3) for n in ("g", "u")}
+    names |= {f"m__experts__{e}__d__weight": (6, 8) for e in range(3)}
+    path, tensors = saved(tmp_path, **names)
+    layer = Experts("m.", 6, MoEConfig(3, 1, 8), ExpertNames("", "g", "u", "d"))
+    layer.gate_up.parts = tuple(narrowed(part, 1, 2) for part in layer.gate_up.parts)
+    layer.down.parts = tuple(narrowed(part, 1, 2, columns=True) for part in layer.down.parts)
+    loaded(path, layer)
+    assert layer.gate_up.values().shape == (3, 8, 6)
+    assert layer.down.values().shape == (3, 6, 4)
+    for e in range(3):
+        gate, up, down = (tensors[f"m.experts.{e}.{n}.weight"] for n in "gud")
+        assert torch.equal(layer.gate_up.values()[e], torch.cat((gate[4:], up[4:])))
+        assert torch.equal(layer.down.values()[e], down[:, 4:])
+
+
+def test_a_shard_still_wants_the_whole_tensor_s_shape(tmp_path):
+    path, _ = saved(tmp_path, b__o_proj__weight=(5, 8))
+    layer = Linear("b.", 12, {"o_proj": 5})
+    layer.parts = tuple(narrowed(part, 0, 3, columns=True) for part in layer.parts)
+    with pytest.raises(CheckpointError, match=r"shape \[5, 8\], .* describes \[5, 12\]"):
+        loaded(path, layer)
+
+
+def test_a_part_of_another_shape_is_refused():
+    """One row would be copied to all of them without a word."""
+    layer = Linear("b.", 4, {"o_proj": 5})
+    layer.create(F32, "cpu")
+    (place,) = layer.checkpoint_tensors()
+    with pytest.raises(CheckpointError, match=r"b.o_proj.weight gave \[1, 4\] .* \[5, 4\]"):
+        place.load(torch.ones(1, 4))
+
+
+READ = """
+import re, sys, torch
+from dataclasses import replace
+from pathlib import Path
+from minillm.layers.linear import Linear
+from minillm.models.loader import fill
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+layer = Linear("b.", 4096, {"o_proj": 8192})
+layer.parts = (replace(layer.parts[0], rows=range(1024, 2048)),)
+layer.create(torch.float32, "cpu")
+before = peak()
+fill({each.name: each for each in layer.checkpoint_tensors()}, [Path(sys.argv[1])])
+print(peak() - before, layer.num_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
+def test_only_the_part_that_is_held_is_read(tmp_path):
+    """An eighth of 128 MiB: its pages of the file, and the memory that they are copied to."""
+    save_file({"b.o_proj.weight": torch.ones(8192, 4096)}, tmp_path / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(tmp_path / "model.safetensors")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    grown, held = map(int, done.stdout.split())
+    assert held == 1024 * 4096 * 4
+    assert held < grown < 2 * held + 2**23
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_model_s_bytes_are_those_of_the_cost_model(name):
+    """Counted on a device that has no memory."""
+    config = PRESETS[name]
+    if config.num_layers > 100:
+        config = replace(config, num_layers=2, moe_layers=(), sliding_windows=())
+    model = Decoder(config, torch.bfloat16, "meta")
+    # A router's bias is float32 in every checkpoint, and counted with two bytes.
+    biases = sum(2 * each.numel() for each in biases_of(model))
+    assert model.num_bytes - biases == weight_bytes(config, "bfloat16")
+
+
+# ---- a method of its own ------------------------------------------------------------------------
+
+
+class Int8Rows(LinearMethod):
+    """An int8 code per number and a float32 scale per row, as LLM.int8 stores them."""
+
+    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> None:
+        matrix.dtype = dtype
+        codes = torch.empty(matrix.shape, dtype=torch.int8, device=device)
+        matrix.register_buffer("codes", codes)
+        matrix.register_buffer("scales", torch.empty(matrix.shape[:-1], device=device))
+
+    def checkpoint_tensors(
+        self, matrix: Matrix, part: WeightSlice, start: int
+    ) -> Iterator[CheckpointTensor]:
+        rows = slice(start, start + len(part.rows))
+        codes, scales = matrix.codes.flatten(0, -2)[rows], matrix.scales.flatten()[rows]
+        yield CheckpointTensor(f"{part.name}.weight", codes, part.slice, self.load)
+        yield CheckpointTensor(f"{part.name}.SCB", scales, part.slice_of_rows, self.load)
+
+    def load(self, place: CheckpointTensor, found: Tensor) -> None:
+        assert found.dtype == place.target.dtype, place.name
+        place.target.copy_(found)
+
+    def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        out = x @ matrix.codes.T.to(x.dtype) * matrix.scales
+        return out if bias is None else out + bias
+
+    def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
+        return matrix.codes[ids].to(matrix.dtype) * matrix.scales[ids, None]
+
+    def values(self, matrix: Matrix) -> Tensor:
+        return matrix.codes.to(matrix.dtype) * matrix.scales[..., None]
+
+
+def written(config: ModelConfig, folder: Path) -> tuple[ModelSource, Decoder]:
+    """A checkpoint in int8, and the plain model that has the same numbers."""
+    plain = Decoder(config)
+    plain.initialize(std=0.2)
+    tensors: dict[str, Tensor] = {}
+    for name, place in plain.checkpoint_tensors().items():
+        if place.target.dim() < 2:
+            tensors[name] = place.target
+            continue
+        scales = place.target.abs().amax(1) / 127
+        codes = (place.target / scales[:, None]).round().to(torch.int8)
+        tensors |= {name: codes, f"{name.removesuffix('.weight')}.SCB": scales}
+        place.target.copy_(codes * scales[:, None])
+    save_file({name: each.contiguous() for name, each in tensors.items()},
+              folder / "model.safetensors")  # fmt: skip
+    return ModelSource("here", config, folder), plain
+
+
+def int8(matrix: Matrix) -> LinearMethod:
+    return Int8Rows()
+
+
+def outputs(model: Decoder) -> tuple[Tensor, Tensor]:
+    passes = ForwardPass(model)
+    hidden, _ = passes.run([Chunk(0, 0, [5, 3, 90, 7]), Chunk(1, 0, [1])], passes.allocate(2, 8))
+    return hidden, passes.logits(hidden)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_method_carries_every_matrix_of_a_model(name, tmp_path):
+    """Embedding, tied output, attention, latent attention, MLP, router, experts: not one of them
+    looks for a weight that is not there."""
+    source, plain = written(MODELS[name], tmp_path)
+    model = load_model(source, F32, method_of=int8)
+    assert not [n for n, p in model.named_parameters() if n.endswith("weight") and "norm" not in n]
+    for (path, one), (_, other) in zip(model.named_modules(), plain.named_modules(), strict=True):
+        if isinstance(one, Matrix):
+            assert torch.equal(one.values(), other.values()), path
+    for got, expected in zip(outputs(model), outputs(plain), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert (model.dtype, model.device) == (F32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_bytes_are_codes_and_scales(name):
+    model, plain = Decoder(MODELS[name], device="meta", method_of=int8), Decoder(MODELS[name])
+    saved = sum(
+        3 * each.values().numel() - 4 * each.values()[..., 0].numel()
+        for each in plain.modules()
+        if isinstance(each, Matrix)
+    )
+    assert model.num_bytes == plain.num_bytes - saved
+    assert plain.num_bytes == sum(p.nbytes for p in (*plain.parameters(), *biases_of(plain)))
+
+
+def biases_of(model: Decoder) -> list[Tensor]:
+    return [each for name, each in model.named_buffers() if name.endswith("router.bias")]
+
+
+def test_packing_leaves_it_alone(tmp_path):
+    source, _ = written(MODELS["biases"], tmp_path)
+    model = load_model(source, F32, method_of=int8)
+    before = outputs(model)
+    assert pack_weights(model) == ""
+    assert all(torch.equal(*pair) for pair in zip(outputs(model), before, strict=True))
+
+
+def test_a_shard_of_it_has_its_rows_scales(tmp_path):
+    shapes = {"a__q_proj": (8, 6), "a__k_proj": (4, 6)}
+    codes = {f"{n}__weight": torch.randint(-127, 128, s).to(torch.int8) for n, s in shapes.items()}
+    tensors = codes | {f"{n}__SCB": torch.rand(s[0]) for n, s in shapes.items()}
+    path = tmp_path / "model.safetensors"
+    save_file({name.replace("__", "."): each for name, each in tensors.items()}, path)
+    layer = Linear("a.", 6, {"q_proj": 8, "k_proj": 4})
+    layer.method, layer.parts = Int8Rows(), tuple(narrowed(part, 1, 2) for part in layer.parts)
+    loaded(path, layer)
+    expected = [
+        (tensors[f"{n}__weight"] * tensors[f"{n}__SCB"][:, None]).chunk(2)[1] for n in shapes
+    ]
+    assert torch.equal(layer.values(), torch.cat(expected))
+    assert layer.num_bytes == 6 * 6 + 6 * 4
+
+
+def test_what_a_method_does_not_find_is_said(tmp_path):
+    """Its tensors are wanted by name, as the plain ones are."""
+    source, _ = written(MODELS["tied"], tmp_path)
+    with pytest.raises(CheckpointError, match=r"SCB of shape .* has no place for"):
+        load_model(source, F32)
+    plain = Decoder(MODELS["tied"])
+    plain.initialize()
+    save_file({n: e.target.contiguous() for n, e in plain.checkpoint_tensors().items()},
+              tmp_path / "model.safetensors")  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"has no tensor .*\.SCB and \d+ more"):
+        load_model(source, F32, method_of=int8)
+
+
+def test_the_loader_opens_what_it_needs_and_no_more(tmp_path, monkeypatch):
+    """Whole tensors are mapped, not cut: that path has no copy."""
+    path, _ = saved(tmp_path, a__weight=(4, 4), b__weight=(4, 4), c__weight=(4, 4))
+    asked = []
+    opened = checkpoint.safe_open
+
+    class Watched:
+        def __init__(self, *arguments, **options):
+            self.file = opened(*arguments, **options)
+
+        def __enter__(self):
+            self.inner = self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def keys(self):
+            return self.inner.keys()
+
+        def get_tensor(self, name):
+            asked.append(("whole", name))
+            return self.inner.get_tensor(name)
+
+        def get_slice(self, name):
+            asked.append(("part", name))
+            return self.inner.get_slice(name)
+
+    monkeypatch.setattr(checkpoint, "safe_open", Watched)
+    whole, part = Embedding("a", 4, 4), Embedding("c", 4, 4)
+    part.parts = (replace(part.parts[0], rows=range(2)),)
+    for layer in (whole, part):
+        layer.create(F32, "cpu")
+    fill({e.name: e for layer in (whole, part) for e in layer.checkpoint_tensors()}, [path])
+    assert sorted(asked) == [("part", "c.weight"), ("whole", "a.weight")]
