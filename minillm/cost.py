@@ -251,6 +251,7 @@ class PlanSettings:
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     copied_weight_bytes: int = 0  # of weights that are kept twice, in two layouts
+    cuda_graphs: bool = False  # whether decode steps are recorded
 
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
@@ -286,6 +287,7 @@ class MemoryPlan:
     reserve_bytes: int
     weight_bytes: int
     activation_bytes: int
+    graph_bytes: int  # of these: what recorded decode steps keep for themselves
     kv_cache_bytes: int
     kv_bytes_per_token: int
     block_bytes: int  # of the KV cache, over all layers
@@ -312,9 +314,10 @@ def memory_plan(
     block_size: int = 16,
     gpu_memory_utilization: float = 0.9,
     copied_weight_bytes: int = 0,
+    cuda_graphs: bool = False,
 ) -> MemoryPlan:
     """Plan an engine that may use a share of `memory_bytes`; the rest is the reserve for what
-    cannot be counted (the runtime, workspaces, captured graphs). Every layer is taken to keep
+    cannot be counted (the runtime, workspaces, the nodes of graphs). Every layer is taken to keep
     every token: a sliding window limits what is read, not what is stored.
     """
     settings = PlanSettings(
@@ -326,6 +329,7 @@ def memory_plan(
         block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization,
         copied_weight_bytes=copied_weight_bytes,
+        cuda_graphs=cuda_graphs,
     )
     if memory_bytes < 1:
         raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")
@@ -338,6 +342,10 @@ def _plan(config: ModelConfig, memory_bytes: int, settings: PlanSettings) -> Mem
     num_tokens = settings.max_num_batched_tokens
     num_logits = min(settings.max_num_seqs, num_tokens)
     activations = activation_peak_bytes(config, num_tokens, num_logits, settings.dtype)
+    # All recordings share one pool, which the largest fills: a decode step without its logits.
+    graphs = activation_peak_bytes(config, settings.max_num_seqs, 0, settings.dtype)
+    graphs *= settings.cuda_graphs
+    activations += graphs
     usable = int(memory_bytes * settings.gpu_memory_utilization)
     left = usable - weights - activations
     block = settings.block_size
@@ -353,6 +361,7 @@ def _plan(config: ModelConfig, memory_bytes: int, settings: PlanSettings) -> Mem
         reserve_bytes=memory_bytes - usable,
         weight_bytes=weights,
         activation_bytes=activations,
+        graph_bytes=graphs,
         kv_cache_bytes=left,
         kv_bytes_per_token=kv_bytes_per_token(config, settings.kv_dtype),
         block_bytes=each,

@@ -12,7 +12,6 @@ With `async_scheduling` the next step is planned and launched before this one's 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from numbers import Integral
 from time import perf_counter
 
@@ -30,8 +29,8 @@ from minillm.engine_setup import (
     plan_memory,
 )
 from minillm.errors import EngineDeadError, InvalidRequestError, in_one_line
-from minillm.executor import Executor
-from minillm.flight import Flight, StepResult
+from minillm.executor import Executor, Step
+from minillm.flight import StepResult
 from minillm.forward_pass import ForwardPass
 from minillm.live_request import LiveRequest
 from minillm.models.checkpoint import open_model
@@ -40,25 +39,9 @@ from minillm.outputs import FinishReason
 from minillm.sampling_params import SamplingParams, validate_against_model
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
-from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.trace.recorder import Trace
-
-
-@dataclass(slots=True)
-class Step:
-    """One step, from its plan to its commit; no flight before it is launched."""
-
-    plan: StepPlan
-    record: StepRecord
-    flight: Flight | None = None
-
-    def launch(self, executor: Executor) -> Flight:
-        """Start it, unless it was started before."""
-        if self.flight is None:
-            self.flight = executor.launch(self.plan)
-        return self.flight
 
 
 class Engine:

@@ -15,7 +15,7 @@ from minillm.deterministic import PASS_ROWS, TiledDecoder
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, ModelNotFoundError
 from minillm.executor import Capacity
-from minillm.graphs import capture_for
+from minillm.graphs import CudaCapture, has_graphs
 from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
@@ -124,6 +124,7 @@ def plan_memory(
         copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype])
         if packs(args, device)
         else 0,
+        cuda_graphs=records(args, device),
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -239,6 +240,12 @@ def packs(args: EngineArgs, device: torch.device) -> bool:
     return device.type == "cpu" and not (args.deterministic or args.enforce_eager)
 
 
+def records(args: EngineArgs, device: torch.device) -> bool:
+    """Whether decode steps become CUDA graphs: only our kernels never ask the device for a number,
+    and a deterministic model is cut into tiles by the host."""
+    return has_graphs(device) and not (args.enforce_eager or args.deterministic)
+
+
 def scheduler_config(args: EngineArgs) -> SchedulerConfig:
     """The scheduler's part of the arguments; ConfigError where they contradict each other."""
     budget = args.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
@@ -300,7 +307,6 @@ def build_executor(
     runs = TiledDecoder(model) if args.deterministic else model
     seats = scheduler_config(args).max_num_seqs
     runner = Runner(runs, kv, host, seats, ceil(max_model_len / size))
-    capture = capture_for(model.device, args.enforce_eager)
-    if capture is not None:
-        runner.use_graphs(capture)
+    if records(args, model.device):
+        runner.use_graphs(CudaCapture(model.device), plan.graph_bytes + plan.reserve_bytes // 2)
     return runner

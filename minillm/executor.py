@@ -10,6 +10,7 @@ from typing import Protocol
 
 from minillm.flight import Flight
 from minillm.scheduling.plan import StepPlan
+from minillm.scheduling.record import StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +45,18 @@ class Executor(Protocol):
     def close(self) -> None:
         """Give the memory back. Closing twice is fine."""
         ...
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, from its plan to its commit; no flight before it is launched."""
+
+    plan: StepPlan
+    record: StepRecord
+    flight: Flight | None = None
+
+    def launch(self, executor: Executor) -> Flight:
+        """Start it, unless it was started before."""
+        if self.flight is None:
+            self.flight = executor.launch(self.plan)
+        return self.flight

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from minillm import ops
 from minillm.batches import DeviceRows, put
@@ -92,14 +93,9 @@ class CudaCapture:
         return graph.replay
 
 
-def capture_for(device: torch.device, enforce_eager: bool) -> Capture | None:
-    """What records graphs on this device; None where every step runs operation by operation.
-
-    Only our kernels never ask the device for a number.
-    """
-    if enforce_eager or ops.backend_of(device).name != "triton":
-        return None
-    return CudaCapture(device)
+def has_graphs(device: torch.device) -> bool:
+    """Whether decode steps can be recorded on this device: a GPU with our kernels."""
+    return ops.backend_of(device).name == "triton"
 
 
 class DecodeGraphs:
@@ -152,19 +148,14 @@ class DecodeGraphs:
         """Nothing but padding."""
         self._host[:2], self._host[2] = 0, -1
 
-    def record_all(
-        self,
-        progress: Callable[[int], None] = lambda size: None,
-        max_seconds: float = MAX_SECONDS,
-        max_bytes: int | None = None,
-    ) -> None:
+    def record_all(self, max_bytes: int | None = None, max_seconds: float = MAX_SECONDS) -> None:
         """Record the graphs of all sizes now, the largest first, whose memory the others share.
 
         A size that cannot be recorded has none, and its batches take the next larger graph. Where
         time or memory run out, the smaller sizes have none.
         """
-        began = perf_counter()
-        for size in reversed(bucket_sizes(self.rows.num_rows)):
+        began, sizes = perf_counter(), bucket_sizes(self.rows.num_rows)[::-1]
+        for size in tqdm(sizes, "Recording CUDA graphs", delay=2, disable=None):
             if perf_counter() - began > max_seconds or (max_bytes and self.num_bytes > max_bytes):
                 logger.warning(
                     "CUDA graphs were recorded for %d rows and more only: they took %.0f s and "
@@ -175,7 +166,6 @@ class DecodeGraphs:
                 )
                 self.missing = self.missing or "no graph: recording was stopped"
                 break
-            progress(size)
             try:
                 self._replay[size] = self._record(size)
             except Exception as error:

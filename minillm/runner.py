@@ -64,12 +64,11 @@ class Runner:
         self.reset()
 
     @torch.inference_mode()
-    def use_graphs(self, capture: Capture) -> None:
-        """Record decode steps now, and replay them from now on. Tiles of rows are cut by the host,
-        so a deterministic model has no graphs."""
+    def use_graphs(self, capture: Capture, max_bytes: int | None = None) -> None:
+        """Record decode steps now, in at most so much memory, and replay them from now on."""
         if isinstance(self.model, Decoder):
             self.graphs = DecodeGraphs(self.model, self.kv, self.rows, capture)
-            self.graphs.record_all()
+            self.graphs.record_all(max_bytes)
 
     # ---- the executor --------------------------------------------------------------------
 

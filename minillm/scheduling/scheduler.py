@@ -382,7 +382,7 @@ class Scheduler:
             self.counters.num_recomputed_tokens += again
             failed = self._append(sequence, own)  # first: an accepted draft may complete a block
             self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_certain)
-            children = self._split(sequence, others) if row.num_forks else []
+            children = [self._fork(sequence, index) for index, _ in enumerate(others, start=1)]
             self._end_by_count(sequence, failed)
             for child, token in zip(children, others, strict=True):
                 self._end_by_count(child, self._append(child, [token]))
@@ -404,19 +404,14 @@ class Scheduler:
         if failed or left <= 0:
             self.finish(sequence.seq_id, "error" if failed else "length")
 
-    def _split(self, sequence: Sequence, tokens: Sampled) -> list[Sequence]:
-        """The other completions of a request, one for each token."""
-        self.num_seats -= sequence.num_forks
-        sequence.num_forks = 0
-        return [self._fork(sequence, index) for index in range(1, len(tokens) + 1)]
-
     def _fork(self, parent: Sequence, index: int) -> Sequence:
-        """Another completion, over the blocks of the first until it writes."""
+        """Another completion, over the blocks of the first until it writes. It takes a seat that
+        was kept for it."""
+        parent.num_forks -= 1
         child = self._new_sequence(parent.request, index, parent.arrival, parent.key[:-1])
         child.table = self.blocks.fork(parent.table)
         child.restart(parent.num_certain)
         child.status, child.report = Status.RUNNING, parent.report  # later finds are no hits
-        self.num_seats += 1
         enter(self.running, child)
         self._requests[parent.request.request_id].append(child)
         self.record.forked.append(Forked(child.seq_id, parent.seq_id, index))

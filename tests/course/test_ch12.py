@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
 from minillm.cost import step_cost, step_time, weight_bytes
-from minillm.graphs import bucket_sizes, capture_for
+from minillm.graphs import bucket_sizes, has_graphs
 from minillm.hardware import DATASHEET
 from minillm.ops import c_library, cpu
 from minillm.presets import preset
@@ -230,7 +230,7 @@ def test_graphs_on_a_cpu_are_the_engines_own(tiny):
     def engine() -> LLM:
         return LLM("tiny", dtype="float32", device="cpu", enforce_eager=True, max_model_len=512)
 
-    assert capture_for(torch.device("cpu"), enforce_eager=False) is None
+    assert not has_graphs(torch.device("cpu"))
     llm = give_graphs(engine())
     llm.engine.runner.kv.key.fill_(math.nan)
     llm.engine.runner.kv.value.fill_(math.nan)
@@ -382,11 +382,11 @@ def test_n10_where_launches_are_hidden_a_graph_gains_nothing(model, launches, ru
 def test_n11_graphs_are_the_default_and_eager_is_asked_for(monkeypatch):
     from minillm import ops
     from minillm.engine_args import EngineArgs
+    from minillm.engine_setup import records
     from minillm.ops.dispatch import Backend
 
     monkeypatch.setattr(ops, "backend_of", lambda device: Backend("triton", ""))
-    monkeypatch.setattr("minillm.graphs.CudaCapture", lambda device: "graphs")
-    assert EngineArgs("tiny").enforce_eager is False
     gpu = torch.device("cuda")
-    assert capture_for(gpu, enforce_eager=False) == "graphs"
-    assert capture_for(gpu, enforce_eager=True) is None
+    assert EngineArgs("tiny").enforce_eager is False
+    assert records(EngineArgs("tiny"), gpu)
+    assert not records(EngineArgs("tiny", enforce_eager=True), gpu)

@@ -13,10 +13,14 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams, ops
-from minillm.graphs import DecodeGraphs, bucket_of, bucket_sizes, capture_for
+from minillm.cost import memory_plan
+from minillm.engine_args import EngineArgs
+from minillm.engine_setup import records
+from minillm.graphs import DecodeGraphs, bucket_of, bucket_sizes
 from minillm.layers.kv_cache import KVCache
 from minillm.ops.dispatch import Backend
 from minillm.outputs import RequestOutput
+from minillm.presets import preset
 from tests.engine.small import (
     assert_idle,
     limit_steps,
@@ -52,18 +56,27 @@ def test_how_many_rows_are_padding():
     assert sum(padding.values()) / sum(range(1, 257)) < 0.06
 
 
-def test_who_gets_graphs(monkeypatch):
-    """A GPU with our kernels, unless it is asked not to."""
-    monkeypatch.setattr("minillm.graphs.CudaCapture", lambda device: f"graphs on {device}")
+def test_which_engine_gets_graphs(monkeypatch):
+    """One on a GPU with our kernels, unless it is asked not to or is deterministic."""
     gpu, cpu = torch.device("cuda:1"), torch.device("cpu")
-    backend = Backend("triton", "")
+    args, backend = EngineArgs("tiny"), Backend("triton", "")
     monkeypatch.setattr(ops, "backend_of", lambda device: backend)
-    assert capture_for(gpu, enforce_eager=False) == "graphs on cuda:1"
-    assert capture_for(gpu, enforce_eager=True) is None
+    assert records(args, gpu)
+    assert not records(replace(args, enforce_eager=True), gpu)
+    assert not records(replace(args, deterministic=True), gpu)
     backend = Backend("reference", "")
-    assert capture_for(gpu, enforce_eager=False) is None
+    assert not records(args, gpu)
     backend = Backend("cpu", "")
-    assert capture_for(cpu, enforce_eager=False) is None
+    assert not records(args, cpu)
+
+
+def test_the_plan_keeps_memory_for_graphs():
+    config = preset("llama-3.1-8b")
+    with_graphs, without = (memory_plan(config, 80 * 2**30, cuda_graphs=on) for on in (True, False))
+    assert without.graph_bytes == 0
+    assert with_graphs.graph_bytes > 256 * config.hidden_size * 2
+    assert with_graphs.activation_bytes == without.activation_bytes + with_graphs.graph_bytes
+    assert with_graphs.kv_cache_bytes == without.kv_cache_bytes - with_graphs.graph_bytes
 
 
 def test_more_rows_than_there_are():
@@ -80,7 +93,6 @@ class Again:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.sizes: list[int] = []
         self.replays = 0
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -357,11 +369,10 @@ def test_without_any_recording_the_steps_run_eagerly(folder, expected, caplog):
 def test_all_sizes_are_recorded_before_anything_runs(folder, expected):
     llm = make(folder, max_num_seqs=9)
     again = give_graphs(llm)
-    graphs, seen = llm.engine.runner.graphs, []
+    graphs = llm.engine.runner.graphs
     assert graphs.sizes == bucket_sizes(9)
-    graphs.record_all(seen.append)
-    assert seen == sorted(graphs.sizes, reverse=True)
-    assert graphs.num_bytes > again.num_bytes == 2000 * len(graphs.sizes)
+    assert list(graphs._replay) == sorted(graphs.sizes, reverse=True)
+    assert graphs.num_bytes > again.num_bytes == 1000 * len(graphs.sizes)
     poison(llm)
     assert list(map(tokens, run(llm))) == expected
     assert again.replays

@@ -100,7 +100,7 @@ def no_budget(patch: Patch) -> None:
 @bug("seats of forks to come are not kept", r"seats")
 def forks_without_seats(patch: Patch) -> None:
     patch.setattr(Scheduler, "_start_running", without_forks(Scheduler._start_running))
-    patch.setattr(Scheduler, "_split", with_seats(Scheduler._split))
+    patch.setattr(Scheduler, "_fork", with_seats(Scheduler._fork))
 
 
 def without_forks(start: Any) -> Any:
@@ -111,10 +111,10 @@ def without_forks(start: Any) -> Any:
     return broken
 
 
-def with_seats(split: Any) -> Any:
-    def broken(self: Scheduler, sequence: Sequence, tokens: Any) -> Any:
-        self.num_seats += sequence.num_forks
-        return split(self, sequence, tokens)
+def with_seats(fork: Any) -> Any:
+    def broken(self: Scheduler, parent: Sequence, index: int) -> Any:
+        self.num_seats += 1
+        return fork(self, parent, index)
 
     return broken
 
