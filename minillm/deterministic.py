@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minillm import ops
 from minillm.cache_spec import cache_spec
 from minillm.layers.kv_cache import AttentionBackend, KVCache
-from minillm.layers.linear import Embedding, Linear
+from minillm.layers.linear import Linear
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, Router
@@ -60,11 +60,6 @@ class TiledDecoder(nn.Module):
                 layer.activation = ops.invariant_silu_mul
         self.tiles = tuple(sorted(tiles)) or find_tiles(model)
         self.logits_tiles = tuple(size for size in self.tiles if size <= MOST_LOGITS)
-
-    @property
-    def embedding(self) -> Embedding:
-        """The model's."""
-        return self.model.embedding
 
     @property
     def device(self) -> torch.device:

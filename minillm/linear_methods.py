@@ -229,7 +229,7 @@ class PlainLinearMethod(LinearMethod):
 
 
 class PanelLinearMethod(LinearMethod):
-    """bf16 on processors with AMX: panels of 32 outputs in the order in which they are read
+    """The weight in panels of 32 outputs, in the order in which a product reads them
     (`ops/c/linear.c`). The same bytes as before, and an embedding can still read its rows."""
 
     def __init__(self, out_features: int):

@@ -3,9 +3,9 @@
 from time import perf_counter
 
 from minillm.completion import Completion, with_text
+from minillm.errors import in_one_line
 from minillm.logprobs import TokenLogprob
 from minillm.outputs import FinishReason, Logprobs, RequestMetrics, RequestOutput
-from minillm.runner import in_one_line
 from minillm.scheduling.request import Request, Sequence
 from minillm.text.tokenizer import Tokenizer
 

@@ -136,10 +136,20 @@ def _describe(logits: Tensor, targets: Tensor, top_k: int) -> tuple[Tensor, Tens
     normaliser = total.log().float()  # [T, 1]
     value = logits.gather(1, targets[:, None])  # [T, 1]
     rank = (logits > value).sum(dim=-1, keepdim=True) + 1
-    best, ids = logits.topk(min(top_k, logits.shape[1]))
+    ids = _best(logits, min(top_k, logits.shape[1]))
+    best = logits.gather(1, ids)
     # Equal logits share a rank; everything better than a top token is in `best` too.
     ranks = (best[:, None, :] > best[:, :, None]).sum(dim=-1) + 1  # [T, top_k]
     ids = torch.cat([targets[:, None], ids], dim=1)
     ranks = torch.cat([rank, ranks], dim=1)
     logprobs = torch.cat([value, best], dim=1) - peak - normaliser
     return logprobs, ids, ranks
+
+
+def _best(logits: Tensor, count: int) -> Tensor:
+    """Ids of the largest float32 logits [T, V] in falling order, int64 [T, count]; of equals the
+    lowest id first, as in C. `topk` may take any of them, and others with another count."""
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the floats
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return ((order.long() << 32) - ids).topk(count).indices

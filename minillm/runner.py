@@ -57,7 +57,7 @@ class Runner:
         self.model, self.kv, self.host = model, kv, host
         # Deterministic mode: log-probabilities row by row, so that no batch changes their rounding.
         self.row_by_row = isinstance(model, TiledDecoder)
-        self.device = model.embedding.weight.device
+        self.device = model.device
         self.rows = DeviceRows(max_num_seqs, max_blocks, self.device)
         self.sampler = Sampler(max_num_seqs, model.config.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None

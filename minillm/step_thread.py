@@ -23,8 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from minillm.engine import Engine
-from minillm.errors import EngineDeadError, InvalidRequestError
-from minillm.runner import in_one_line
+from minillm.errors import EngineDeadError, InvalidRequestError, in_one_line
 from minillm.sampling_params import RequestOutputKind
 from minillm.scheduling.request import Request
 from minillm.stat_logger import StatLogger

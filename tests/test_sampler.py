@@ -15,7 +15,7 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.edits import Edits
-from minillm.logprobs import token_logprobs
+from minillm.logprobs import describe, token_logprobs
 from minillm.ops import cpu_sampling
 from minillm.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from minillm.sampling_params import SamplingParams
@@ -601,3 +601,13 @@ def test_allowed_ids_are_written_once(monkeypatch):
         assert int(tokens[0]) == int(logits[0, ::2].argmax()) * 2
         sampler.append([0], [position], tokens)
     assert uploads == [1]
+
+
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_of_equal_logits_the_lowest_ids_are_described(count):
+    """So that a row has the same entries with other rows, other counts, and in C."""
+    logits = random_logits(3, 40, 300, ties=True).half()  # a type for which there is no C
+    logits[0] = torch.tensor([-0.0, 0.0, -1.0]).repeat(100)
+    order = logits.float().sort(descending=True, stable=True).indices[:, :count]
+    described = describe(logits, order[:, 0], [count] * 40).read()
+    assert [list(entries) for entries in described] == order.tolist()

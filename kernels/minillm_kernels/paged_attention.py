@@ -3,14 +3,15 @@
 The keys and values of a sequence lie in blocks of 1 to 256 positions anywhere in one large cache
 [blocks, Hkv, block_size, D]; its block table says where. Because blocks are head-major, a page of
 one head is one contiguous piece, which Hopper's copy engine reads as a whole. A batch is flat: N
-query rows of B sequences, each a decode row (one query) or a chunk of a prompt (several). The host
-knows only shapes, so nothing here waits for the GPU, and grids are constant under CUDA graphs.
+query rows of B sequences, each decoding (one query, or a few drafted ones to verify) or a chunk of
+a prompt (many). The host knows only shapes, so nothing here waits for the GPU, and grids are
+constant under CUDA graphs.
 
 * **Decode** (paged_decode.py) reads each key and value once: 2 S Hkv D numbers per sequence of S
   positions, for 4 S H D operations: in half precision G = H / Hkv of them per byte. A GPU is bound
   by its matrix units from about 200 on, so memory is the bound. Llama-3.1-8B, 64 sequences of
   4,096 positions: 1.07 GB a layer. The partial results of splits are 4 (D + 2) bytes for each
-  row, head and split, written and read once.
+  row, head and split, written and read once. T queries of a sequence read its keys once, too.
 * **Prefill** (paged_prefill.py) of T rows behind P cached ones does 4 H D (T P + T^2 / 2)
   operations on 2 (P + T) Hkv D numbers: from a few hundred rows on the matrix units are the bound.
 * **Batch-invariant** calls use the second file's other kernel for every row; see `_invariant`.
@@ -50,8 +51,10 @@ from minillm_kernels.paged_config import Config, Tiles, choose, count_splits
 
 LOG2_E = 1.4426950408889634
 MAX_GROUP = 128  # query heads that share a KV head
+FEW = 16  # query rows of a sequence, at most, that are decoded together
 MAX_BLOCK_SIZE = 256
 MAX_GRID_Z = 65_535  # programs along a launch's third dimension
+MAX_WORKSPACE = 2**26  # numbers, in the batch-invariant mode, where a table decides the splits
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,13 @@ class _Call:
 
     def exponents(self) -> tuple[float, float, int]:
         """`scale`, `soft_cap` and `window` as the kernels take them (`log2_scores`)."""
-        window = min(self.window or 0, 2**31 - 1)  # positions are int32 numbers
+        window = min(self.window or 0, 2**31 - 1 - FEW)  # positions are int32 numbers
         if self.soft_cap is None:
             return self.scale * LOG2_E, 0.0, window
         return 2 * self.scale * LOG2_E / self.soft_cap, self.soft_cap * LOG2_E, window
 
-    def constants(self, tiles: Tiles) -> dict[str, Any]:
-        """What the attention kernels are compiled for."""
+    def constants(self, tiles: Tiles, wide: bool = False) -> dict[str, Any]:
+        """What the attention kernels are compiled for; `wide` tiles need the registers of more."""
         head_dim, value_dim = self.q.shape[2], self.v_cache.shape[3]
         return {
             "GROUP": self.group,
@@ -109,7 +112,7 @@ class _Call:
             "HAS_WINDOW": self.window is not None,
             "HAS_CAP": self.soft_cap is not None,
             "BULK": self.bulk(tiles),
-            "num_warps": tiles.num_warps,
+            "num_warps": max(tiles.num_warps, 8) if wide else tiles.num_warps,
             "num_stages": tiles.num_stages,
         }
 
@@ -155,58 +158,75 @@ class _Call:
             self.block_tables.stride(0),
         )
 
-    def workspace(self, splits: int) -> tuple[Tensor, Tensor]:
-        """Weighted values [B, H, splits, Dv]; maximum and sum of weights [B, H, splits, 2]."""
-        shape = (self.num_sequences, self.out.shape[1], splits)
+    def workspace(self, few: int, splits: int) -> tuple[Tensor, Tensor]:
+        """Weighted values [B, few, H, splits, Dv]; maximum and sum of weights [.., splits, 2]."""
+        shape = (self.num_sequences, few, self.out.shape[1], splits)
         return (
             self.q.new_empty((*shape, self.out.shape[2]), dtype=torch.float32),
             self.q.new_empty((*shape, 2), dtype=torch.float32),
         )
 
 
-def _decode(call: _Call) -> None:
-    """Every sequence with one row of queries."""
+def _decode(call: _Call, few: int, block_m: int) -> None:
+    """Every sequence with up to `few` rows of queries, in tiles of `block_m` rows and heads."""
     tiles, config = call.config.decode, call.config
-    programs = call.num_sequences * call.num_kv_heads
+    block_q = block_m // call.group
+    num_tiles = call.num_sequences * -(-few // block_q)
+    programs = num_tiles * call.num_kv_heads
     most_tiles = -(-call.most_positions // tiles.block_n)
     splits = config.splits or count_splits(
         programs, most_tiles, num_multiprocessors(call.q.device), config.min_split_tiles
     )
-    partial, stats = call.workspace(splits) if splits > 1 else (call.out, call.out)
+    partial, stats = call.workspace(few, splits) if splits > 1 else (call.out, call.out)
     scale, soft_cap, window = call.exponents()
-    paged_decode.decode_kernel[(call.num_sequences, call.num_kv_heads, splits)](
+    paged_decode.decode_kernel[(num_tiles, call.num_kv_heads, splits)](
         call.q, *call.caches(tiles), call.out, partial, stats, call.query_start, call.seq_lens,
-        call.block_tables, *call.strides(), scale, soft_cap, window, splits,
-        GROUP_PAD=padded(call.group, tiles.least_heads if tiles.swap else 16),
-        MIN_TILES=config.min_split_tiles, SWAP=tiles.swap, SPLIT=splits > 1,
-        **call.constants(tiles),
+        call.block_tables, *call.strides(), scale, soft_cap, window, few, splits,
+        BLOCK_M=block_m, BLOCK_Q=block_q, MIN_TILES=config.min_split_tiles, SWAP=tiles.swap,
+        SPLIT=splits > 1, SEVERAL=few > 1,
+        **call.constants(tiles, wide=few > 1 and block_m >= tiles.block_m),
     )  # fmt: skip
     if splits > 1:
         _combine(call, tiles, partial, stats, split_tiles=0, at_once=16)
+
+
+def _decode_rows(call: _Call, max_query_len: int | None) -> tuple[int, int]:
+    """Rows of a sequence that the decode kernel takes, and rows of its tile, heads counted.
+
+    A batch without chunks has tiles for all its queries; in another one they are those of a single
+    query, which have room for a few.
+    """
+    tiles = call.config.decode
+    least = tiles.least_heads if tiles.swap else 16
+    one = padded(call.group, least)
+    if max_query_len is None or max_query_len > FEW:
+        return min(one // call.group, FEW), one
+    rows = padded(call.group * max_query_len, least)
+    return max_query_len, max(one, min(rows, tiles.block_m))
 
 
 def _combine(
     call: _Call, tiles: Tiles, partial: Tensor, stats: Tensor, split_tiles: int, at_once: int
 ) -> None:
     """Merge the splits of every decode row."""
-    value_dim = call.out.shape[2]
-    paged_decode.combine_kernel[(call.num_sequences, call.q.shape[1])](
+    value_dim, (_, few, _, splits, _) = call.out.shape[2], stats.shape
+    paged_decode.combine_kernel[(call.num_sequences * few, call.q.shape[1])](
         partial, stats, call.out, call.query_start, call.seq_lens, call.out.stride()[:-1],
-        call.exponents()[2], stats.shape[2], VALUE_DIM=value_dim, BLOCK_DV=padded(value_dim),
+        call.exponents()[2], few, splits, VALUE_DIM=value_dim, BLOCK_DV=padded(value_dim),
         BLOCK_N=tiles.block_n, SPLIT_TILES=split_tiles, MIN_TILES=call.config.min_split_tiles,
         HAS_WINDOW=call.window is not None, BLOCK_S=at_once, num_warps=4,
     )  # fmt: skip
 
 
-def _prefill(call: _Call) -> None:
-    """Every sequence with several rows of queries."""
+def _prefill(call: _Call, few: int) -> None:
+    """Every sequence with more than `few` rows of queries."""
     tiles = call.config.prefill
     block_m = max(tiles.block_m, padded(call.group))
     block_q = block_m // call.group
     num_tiles = call.q.shape[0] // block_q + call.num_sequences
     paged_prefill.prefill_kernel[(num_tiles, call.num_kv_heads)](
         call.q, *call.caches(tiles), call.out, call.query_start, call.seq_lens, call.block_tables,
-        *call.strides(), *call.exponents(), call.num_sequences,
+        *call.strides(), *call.exponents(), call.num_sequences, few,
         BLOCK_M=block_m, BLOCK_Q=block_q, **call.constants(tiles),
     )  # fmt: skip
 
@@ -220,7 +240,8 @@ def _invariant(call: _Call, max_query_len: int | None) -> None:
       or block size. A tile that a row's neighbours need and the row does not see has weights 0:
       it adds 0 to the row's sums and multiplies them by exp2(0) = 1, both exact.
     * Splits are merged in ascending order by one function (`merge`) in explicit multiply-adds,
-      in registers or, where few decode rows would leave the GPU empty, by `combine_kernel`.
+      in registers or, where a few rows each of few sequences would leave the GPU empty, by
+      `combine_kernel`.
     """
     tiles, config = call.config.invariant, call.config
     block_m = max(tiles.block_m, padded(call.group))
@@ -228,14 +249,16 @@ def _invariant(call: _Call, max_query_len: int | None) -> None:
     num_tiles = call.q.shape[0] // block_q + call.num_sequences + 1
     splits = -(-call.most_positions // config.split_size)
     programs = call.num_sequences * call.num_kv_heads
-    few = programs < 2 * num_multiprocessors(call.q.device)
-    wanted = few if config.splits is None else config.splits > 1
-    apart = wanted and max_query_len == 1 and 1 < splits <= MAX_GRID_Z
-    partial, stats = call.workspace(splits if apart else 0)  # of one dtype: one machine code
+    idle = programs < 2 * num_multiprocessors(call.q.device)
+    wanted = idle if config.splits is None else config.splits > 1
+    few = max_query_len if max_query_len is not None and max_query_len <= FEW else 0
+    room = few * splits * call.num_sequences * math.prod(call.out.shape[1:])
+    apart = wanted and 0 < room <= MAX_WORKSPACE and 1 < splits <= MAX_GRID_Z
+    partial, stats = call.workspace(few, splits if apart else 0)  # of one dtype: one machine code
     paged_prefill.invariant_kernel[(num_tiles, call.num_kv_heads, splits if apart else 1)](
         call.q, *call.caches(tiles), call.out, partial, stats, call.query_start, call.seq_lens,
         call.block_tables, *call.strides(), *call.exponents(), call.num_sequences, call.q.shape[0],
-        splits, int(apart), BLOCK_M=block_m, BLOCK_Q=block_q,
+        splits, few if apart else 0, BLOCK_M=block_m, BLOCK_Q=block_q,
         SPLIT_TILES=config.split_size // tiles.block_n, **call.constants(tiles),
     )  # fmt: skip
     if apart:
@@ -326,9 +349,9 @@ def paged_attention(
 
     `q` [N, H, D]; caches [blocks, Hkv, block_size, D or Dv], any strides but the last;
     `query_start` [B + 1], `seq_lens` [B], `block_tables` [B, M] int32 or int64. `max_query_len`,
-    if the caller knows it, is the most query rows of a sequence: with 1, only the decode kernel is
-    launched. Returns [N, H, Dv], in `out` if that is given; padding rows are left as they were, or
-    0 with `batch_invariant`. KernelError where something does not fit.
+    if the caller knows it, is the most query rows of a sequence: up to 16, only the decode kernel
+    is launched. Returns [N, H, Dv], in `out` if that is given; padding rows are left as they were,
+    or 0 with `batch_invariant`. KernelError where something does not fit.
     """
     _check(q, k_cache, v_cache, query_start, seq_lens, block_tables)
     _check_numbers(scale, window, soft_cap, max_query_len)
@@ -348,8 +371,11 @@ def paged_attention(
     if batch_invariant:
         _invariant(call, max_query_len)
         return out
-    if max_query_len != 1:
-        _prefill(call)
-    if max_query_len is None or max_query_len == 1 or num_sequences > 1:
-        _decode(call)
+    few, block_m = _decode_rows(call, max_query_len)
+    if max_query_len is not None and max_query_len > few and num_sequences == 1:
+        few = 0  # nothing to decode
+    if max_query_len is None or max_query_len > few:
+        _prefill(call, few)
+    if few:
+        _decode(call, few, block_m)
     return out

@@ -17,7 +17,8 @@ class Tiles:
 
     Attributes:
         block_n: positions of a KV tile.
-        block_m: rows of a query tile (positions times heads of a group); decode has its own.
+        block_m: rows of a query tile (positions times heads of a group); of decode's, the most
+            (it takes fewer where fewer will do, and more for a larger group).
         swap: decode multiplies K by the queries and not the queries by K.
         bulk: read pages by descriptor, where a tile lies within one page of a contiguous cache.
         least_heads: heads of a group are padded to this power of two at least if `swap`: 16
@@ -70,7 +71,9 @@ def choose(capability: int, dtype: torch.dtype, head_dim: int) -> Config:
     large = head_dim > 128
     if capability < 90:
         return Config(
-            decode=Tiles(block_n=64, num_warps=4, num_stages=2 if large else 3),
+            decode=Tiles(
+                block_n=64, num_warps=4, num_stages=2 if large else 3, block_m=32 if large else 64
+            ),
             prefill=Tiles(
                 block_n=32 if large else 64, num_warps=8, num_stages=2,
                 block_m=128 if head_dim <= 64 else 64,
@@ -79,12 +82,14 @@ def choose(capability: int, dtype: torch.dtype, head_dim: int) -> Config:
         )  # fmt: skip
     bulk = capability < 100  # on Blackwell two accumulators and descriptors spill
     if large:
-        decode = Tiles(block_n=32, num_warps=4, num_stages=3, swap=True, bulk=True)
+        decode = Tiles(block_n=32, num_warps=4, num_stages=3, block_m=32, swap=True, bulk=True)
         prefill = Tiles(block_n=32, num_warps=8, num_stages=2, block_m=64, bulk=True)
         invariant = Tiles(block_n=32, num_warps=8, num_stages=2, block_m=32, bulk=bulk)
         return Config(decode, prefill, invariant)
     return Config(
-        decode=Tiles(block_n=64, num_warps=4, num_stages=3, swap=True, bulk=True, least_heads=16),
+        decode=Tiles(
+            block_n=64, num_warps=4, num_stages=3, block_m=64, swap=True, bulk=True, least_heads=16
+        ),
         prefill=Tiles(block_n=64, num_warps=8, num_stages=3, block_m=128, bulk=True),
         invariant=Tiles(block_n=64, num_warps=8, num_stages=2, block_m=64, bulk=bulk),
     )

@@ -1,21 +1,27 @@
-"""Paged decode: one query row per sequence, its keys read once, split over the whole GPU.
+"""Paged decode: a few query rows per sequence, its keys read once, split over the whole GPU.
 
 A decode step reads every key and value once and computes almost nothing with them (about G
 multiply-adds per number for a group of G query heads), so the one question is how to keep enough
 bytes on their way. Two kernels answer it (flash-decoding: Dao et al., 2023):
 
-1. `decode_kernel`, grid (B, Hkv, splits): each program attends to a part of one sequence's
+1. `decode_kernel`, grid (B * tiles, Hkv, splits): each program attends to a part of one sequence's
    positions with all G query heads that share the KV head, so that a key is read for G heads at
    once. It keeps the running maximum m, the sum of weights l and the weighted values of an online
    softmax (Milakov and Gimelshein, 2018) and leaves them in a float32 workspace.
-2. `combine_kernel`, grid (B, H): merges the parts in ascending order. No atomics, so that the same
-   step gives the same bits every time. With one split the first kernel writes the result itself.
+2. `combine_kernel`, grid (B * queries, H): merges the parts in ascending order. No atomics, so that
+   the same step gives the same bits every time. With one split the first kernel writes the result
+   itself.
+
+A sequence may have several queries (verification of drafted tokens: Leviathan et al., 2023): they
+count as further heads of the group, each with a causal mask by its own position, so that their keys
+are read once for all of them. A tile holds as many as fit its rows; mostly one tile is enough.
 
 The matrix units of Hopper multiply at least 64 rows. G query heads as rows (the textbook form,
 padded to 16) leave them to the older, slower instruction; `SWAP` computes the transposed product
 S^T = K Q^T instead: the rows are 64 positions and the G heads, padded to 16, are columns.
 
-The helpers here (`locate`, `load_rows`, `log2_scores`, `merge`) serve paged_prefill.py, too.
+The helpers here (`locate`, `load_rows`, `row_places`, `log2_scores`, `merge`) serve
+paged_prefill.py, too.
 """
 
 from minillm_kernels.launch import tl, triton
@@ -73,6 +79,22 @@ def load_rows(
     return rows
 
 
+@triton.jit
+def row_places(
+    row, count, kv_head, strides, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Offsets [BLOCK_M, BLOCK_DIM] and mask of `count` rows of G heads in q or in the output.
+
+    Row r of the matrix is head r % G of the position r // G.
+    """
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
+    tokens = row.to(tl.int64) + rows // GROUP
+    offsets = tokens * strides[0] + (kv_head * GROUP + rows % GROUP).to(tl.int64) * strides[1]
+    inside = (rows // GROUP < count)[:, None] & (dims < DIM)[None, :]
+    return offsets[:, None] + dims[None, :], inside
+
+
 # ---- the online softmax -----------------------------------------------------------------------
 
 
@@ -116,8 +138,9 @@ def splits_of(
     BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr, MIN_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """How a decode row's positions are cut: first tile, tiles per split, number of splits used.
+    """How a sequence's positions are cut: first tile, tiles per split, number of splits used.
 
+    `window` is that of all its queries together: what one sees, and a position for each further.
     With `SPLIT_TILES` the size of a split is fixed and its edges are at absolute positions (the
     batch-invariant mode). Otherwise every sequence is cut into `num_splits` equal parts, but none
     smaller than `MIN_TILES`; short sequences use fewer splits, an empty one none.
@@ -143,41 +166,52 @@ TABLES = ("query_start", "seq_lens", "block_tables")
 
 @triton.jit
 def attend_heads(
-    q, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table, begin, end, kv_head,
-    low, seq_len, scale, soft_cap,
+    q, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table, begin, end,
+    kv_head, low, high, window, scale, soft_cap,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_CAP: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr, MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr,
+    SEVERAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of a decode row's G heads over tiles [begin, end) of positions.
+    """The online softmax of a tile of rows over tiles [begin, end) of positions.
 
-    Scores are [heads, positions] and `acc` [heads, Dv], or both transposed (`SWAP`). `weights` is
+    Scores are [rows, positions] and `acc` [rows, Dv], or both transposed (`SWAP`). `weights` is
     a sum of the tiles' weights position by position: one sum over them, after the loop, will do.
+    One query sees all of [low, high); of `SEVERAL`, each sees what its own `position` lets it.
     """
     AXIS: tl.constexpr = 0 if SWAP else 1  # of the positions
     for tile in tl.range(begin, end):
-        positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        visible = (positions >= low) & (positions < seq_len)
-        block, place = locate(table, tile, low, seq_len, BLOCK_SIZE, BLOCK_N)
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = (keys >= low) & (keys < high)
+        block, place = locate(table, tile, low, high, BLOCK_SIZE, BLOCK_N)
         k = load_rows(
-            k_cache, k_strides, block, place, kv_head, visible,
+            k_cache, k_strides, block, place, kv_head, valid,
             NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, BULK, MASKED,
         )  # fmt: skip
         if SWAP:
-            products = tl.dot(k, q, input_precision="ieee")  # [BLOCK_N, heads]
+            products = tl.dot(k, q, input_precision="ieee")  # [BLOCK_N, rows]
         else:
-            products = tl.dot(q, tl.trans(k), input_precision="ieee")  # [heads, BLOCK_N]
+            products = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, BLOCK_N]
         scores, factor = log2_scores(products, scale, soft_cap, HAS_CAP)
         if MASKED:
-            scores = tl.where(tl.expand_dims(visible, 1 - AXIS), scores, float("-inf"))
+            visible = tl.expand_dims(valid, 1 - AXIS)
+            if SEVERAL:
+                each, own = tl.expand_dims(keys, 1 - AXIS), tl.expand_dims(position, AXIS)
+                visible = visible & (each <= own)
+                if HAS_WINDOW:
+                    visible = visible & (each > own - window)
+            scores = tl.where(visible, scores, float("-inf"))
         new_m = tl.maximum(m, tl.max(scores, AXIS) * factor)
-        p = tl.exp2(tl.fma(scores, factor, -tl.expand_dims(new_m, AXIS)))
+        finite = new_m
+        if MASKED and SEVERAL:  # a query that has seen nothing yet
+            finite = tl.where(new_m == float("-inf"), 0.0, new_m)
+        p = tl.exp2(tl.fma(scores, factor, -tl.expand_dims(finite, AXIS)))
         rescale = tl.expand_dims(
-            tl.exp2(m - new_m), AXIS
+            tl.exp2(m - finite), AXIS
         )  # of what was summed under the old maximum
         weights = tl.fma(weights, rescale, p)
         v = load_rows(
-            v_cache, v_strides, block, place, kv_head, visible,
+            v_cache, v_strides, block, place, kv_head, valid,
             NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, VALUE_DIM, BLOCK_DV, BULK, MASKED,
         )  # fmt: skip
         if SWAP:
@@ -188,105 +222,144 @@ def attend_heads(
     return m, weights, acc
 
 
-@triton.jit(do_not_specialize=[*TABLES, "table_stride", "window", "num_splits"])
+@triton.jit(do_not_specialize=[*TABLES, "table_stride", "window", "few", "num_splits"])
 def decode_kernel(
     q, k_cache, v_cache, out, partial, stats, query_start, seq_lens, block_tables,
     q_strides, k_strides, v_strides, out_strides, table_stride,
-    scale, soft_cap, window, num_splits,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    scale, soft_cap, window, few, num_splits,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, kv_head, split): G heads of one decode row over one part of its positions."""
+    """Program (b and tile, kv_head, split): BLOCK_Q queries of a sequence, G heads each, over one
+    part of its positions. Sequences with more than `few` are the other kernel's."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(query_start + sequence).to(tl.int64)
-    if tl.load(query_start + sequence + 1) - row != 1:
-        return  # a prefill chunk, or nothing: the other kernel's
+    row = 0  # the tile's first query, in its sequence
+    if SEVERAL:
+        tiles = (few + BLOCK_Q - 1) // BLOCK_Q
+        sequence, row = sequence // tiles, sequence % tiles * BLOCK_Q
+    start = tl.load(query_start + sequence).to(tl.int64)
+    query_len = (tl.load(query_start + sequence + 1) - start).to(tl.int32)
+    if (row >= query_len) | (query_len > few):
+        return  # nothing here, or a prefill chunk
+    count = tl.minimum(query_len - row, BLOCK_Q)
     seq_len = tl.load(seq_lens + sequence).to(tl.int32)
-    first, size, _ = splits_of(seq_len, window, num_splits, BLOCK_N, 0, MIN_TILES, HAS_WINDOW)
-    begin = first + split * size
-    end = tl.minimum(begin + size, (seq_len + BLOCK_N - 1) // BLOCK_N)
+    first, size, used = splits_of(
+        seq_len, window + query_len - 1, num_splits, BLOCK_N, 0, MIN_TILES, HAS_WINDOW
+    )
     if SPLIT:  # noqa: SIM102 (a constant and a number known only on the GPU)
-        if begin >= end:
+        if split >= used:
             return
+    first_position = seq_len - query_len + row
+    high = first_position + count  # behind the last position that any of the queries sees
+    begin = first + split * size
+    end = tl.minimum(begin + size, (tl.maximum(high, 0) + BLOCK_N - 1) // BLOCK_N)
     low = 0
-    full = tl.maximum(tl.minimum(end, seq_len // BLOCK_N), begin)
+    full = tl.maximum(tl.minimum(end, tl.maximum(first_position + 1, 0) // BLOCK_N), begin)
     if HAS_WINDOW:
-        low = tl.maximum(seq_len - window, 0)
+        low = tl.maximum(first_position + 1 - window, 0)
         full = begin  # few tiles: all of them take the masked loop
     AXIS: tl.constexpr = 0 if SWAP else 1
-    heads, dims = tl.arange(0, GROUP_PAD), tl.arange(0, BLOCK_D)
-    q_heads = row * q_strides[0] + (kv_head * GROUP + heads).to(tl.int64) * q_strides[1]
-    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    queries = tl.load(q + q_heads[:, None] + dims[None, :], mask=inside, other=0.0)
+    places, inside = row_places(
+        start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
+    )
+    rows = tl.load(q + places, mask=inside, other=0.0)
     if SWAP:
-        queries = tl.trans(queries)
-    m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    weights = tl.zeros([BLOCK_N, GROUP_PAD] if SWAP else [GROUP_PAD, BLOCK_N], tl.float32)
-    acc = tl.zeros([BLOCK_DV, GROUP_PAD] if SWAP else [GROUP_PAD, BLOCK_DV], tl.float32)
+        rows = tl.trans(rows)
+    position = first_position + tl.arange(0, BLOCK_M) // GROUP
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weights = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_DV, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_DV], tl.float32)
     table = block_tables + sequence.to(tl.int64) * table_stride
     m, weights, acc = attend_heads(
-        queries, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
-        begin, full, kv_head, low, seq_len, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
-        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_CAP, SWAP, BULK, False,
+        rows, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
+        begin, full, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
+        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, False,
     )  # fmt: skip
     m, weights, acc = attend_heads(
-        queries, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
-        full, end, kv_head, low, seq_len, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
-        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_CAP, SWAP, BULK, True,
+        rows, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
+        full, end, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
+        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, True,
     )  # fmt: skip
     total = tl.sum(weights, AXIS)
-    store_heads(
-        out, partial, stats, out_strides, sequence, row, kv_head, split, num_splits, m, total, acc,
-        GROUP, GROUP_PAD, NUM_KV_HEADS, VALUE_DIM, BLOCK_DV, AXIS, SPLIT,
-    )  # fmt: skip
+    if SPLIT:
+        store_part(
+            partial, stats, sequence * few + row, count, kv_head, split, num_splits, m, total,
+            acc, GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
+        )  # fmt: skip
+    else:
+        store_rows(
+            out, out_strides, start + row, count, kv_head, total, acc,
+            GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
+        )  # fmt: skip
 
 
 @triton.jit
-def store_heads(
-    out, partial, stats, out_strides, sequence, row, kv_head, split, num_splits, m, total, acc,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr, SPLIT: tl.constexpr,
+def store_rows(
+    out, out_strides, row, count, kv_head, total, acc,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of G heads; or, if `SPLIT`, what `combine_kernel` needs of this part."""
-    heads, dims = tl.arange(0, GROUP_PAD), tl.arange(0, BLOCK_DV)
-    head = (kv_head * GROUP + heads).to(tl.int64)
-    inside = tl.expand_dims(heads < GROUP, AXIS) & tl.expand_dims(dims < VALUE_DIM, 1 - AXIS)
-    if SPLIT:
-        part = (sequence.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
-        tl.store(stats + part * 2, m, mask=heads < GROUP)
-        tl.store(stats + part * 2 + 1, total, mask=heads < GROUP)
-        offsets = tl.expand_dims(part * VALUE_DIM, AXIS) + tl.expand_dims(dims, 1 - AXIS)
-        tl.store(partial + offsets, acc, mask=inside)
-    else:
-        starts = row * out_strides[0] + head * out_strides[1]
-        offsets = tl.expand_dims(starts, AXIS) + tl.expand_dims(dims, 1 - AXIS)
-        result = normalized(acc, total, AXIS)
-        tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
+    """Write the results of `count` rows of G heads; a row that sees nothing is 0.
+
+    `AXIS` is that of the values in `acc`: 1, or 0 in what was computed transposed.
+    """
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+    head = (kv_head * GROUP + rows % GROUP).to(tl.int64)
+    starts = (row.to(tl.int64) + rows // GROUP) * out_strides[0] + head * out_strides[1]
+    offsets = tl.expand_dims(starts, AXIS) + tl.expand_dims(dims, 1 - AXIS)
+    written = rows // GROUP < count
+    inside = tl.expand_dims(written, AXIS) & tl.expand_dims(dims < VALUE_DIM, 1 - AXIS)
+    result = normalized(acc, total, AXIS)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=[*TABLES, "window", "num_splits"])
+@triton.jit
+def store_part(
+    partial, stats, row, count, kv_head, split, num_splits, m, total, acc,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Leave one split of `count` rows of G heads in the workspace of `combine_kernel`, whose
+    rows are those of the first sequence, then of the next: as many for each."""
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+    token = row.to(tl.int64) + rows // GROUP
+    head = token * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
+    part = head * num_splits + split  # of [B, few, H, splits]
+    written = rows // GROUP < count
+    tl.store(stats + part * 2, m, mask=written)
+    tl.store(stats + part * 2 + 1, total, mask=written)
+    offsets = tl.expand_dims(part * VALUE_DIM, AXIS) + tl.expand_dims(dims, 1 - AXIS)
+    inside = tl.expand_dims(written, AXIS) & tl.expand_dims(dims < VALUE_DIM, 1 - AXIS)
+    tl.store(partial + offsets, acc, mask=inside)
+
+
+@triton.jit(do_not_specialize=[*TABLES, "window", "few", "num_splits"])
 def combine_kernel(
-    partial, stats, out, query_start, seq_lens, out_strides, window, num_splits,
+    partial, stats, out, query_start, seq_lens, out_strides, window, few, num_splits,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_TILES: tl.constexpr, MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, head): the result of one head of a decode row from its parts, BLOCK_S at once.
+    """Program (b and query, head): the result of one head of a row from its parts, BLOCK_S at once.
 
     Splits that the row did not use were never written and are never read. With BLOCK_S = 1 the
     parts are merged one after another, as the batch-invariant kernel does in its registers.
     """
-    sequence, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = tl.load(query_start + sequence).to(tl.int64)
-    if tl.load(query_start + sequence + 1) - row != 1:
+    place, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    sequence, query = place // few, place % few
+    first_row = tl.load(query_start + sequence).to(tl.int64)
+    query_len = (tl.load(query_start + sequence + 1) - first_row).to(tl.int32)
+    if (query >= query_len) | (query_len > few):
         return
     seq_len = tl.load(seq_lens + sequence).to(tl.int32)
-    _, _, used = splits_of(seq_len, window, num_splits, BLOCK_N, SPLIT_TILES, MIN_TILES, HAS_WINDOW)
+    _, _, used = splits_of(
+        seq_len, window + query_len - 1, num_splits, BLOCK_N, SPLIT_TILES, MIN_TILES, HAS_WINDOW
+    )
     dims = tl.arange(0, BLOCK_DV)
-    parts = (sequence.to(tl.int64) * tl.num_programs(1) + head) * num_splits
+    parts = (place.to(tl.int64) * tl.num_programs(1) + head) * num_splits
     m = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
@@ -304,6 +377,6 @@ def combine_kernel(
             part_total = tl.sum(part_total * weight, 0, keep_dims=True)
             part_acc = tl.sum(part_acc * weight[:, None], 0, keep_dims=True)
         m, total, acc = merge(m, total, acc, part_m, part_total, part_acc, 1)
-    pointers = out + row * out_strides[0] + head * out_strides[1] + dims[None, :]
+    pointers = out + (first_row + query) * out_strides[0] + head * out_strides[1] + dims[None, :]
     result = normalized(acc, total, 1).to(out.dtype.element_ty)
     tl.store(pointers, result, mask=(dims < VALUE_DIM)[None, :])

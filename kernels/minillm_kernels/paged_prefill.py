@@ -18,7 +18,10 @@ from minillm_kernels.paged_decode import (
     locate,
     log2_scores,
     merge,
-    normalized,
+    row_places,
+    splits_of,
+    store_part,
+    store_rows,
 )
 
 
@@ -38,22 +41,6 @@ def find_tile(query_start, index, num_sequences, BLOCK_Q: tl.constexpr):
     sequence = low - 1
     start = tl.load(query_start + sequence).to(tl.int32)
     return sequence, start, index - (start // BLOCK_Q + sequence)
-
-
-@triton.jit
-def row_places(
-    row, count, kv_head, strides, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Offsets [BLOCK_M, BLOCK_DIM] and mask of `count` rows of G heads in q or in the output.
-
-    Row r of the matrix is head r % G of the position r // G.
-    """
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
-    tokens = row.to(tl.int64) + rows // GROUP
-    offsets = tokens * strides[0] + (kv_head * GROUP + rows % GROUP).to(tl.int64) * strides[1]
-    inside = (rows // GROUP < count)[:, None] & (dims < DIM)[None, :]
-    return offsets[:, None] + dims[None, :], inside
 
 
 @triton.jit
@@ -100,24 +87,25 @@ def attend(
     return m, total, acc
 
 
-@triton.jit(do_not_specialize=[*TABLES, "table_stride", "window", "num_sequences"])
+@triton.jit(do_not_specialize=[*TABLES, "table_stride", "window", "num_sequences", "few"])
 def prefill_kernel(
     q, k_cache, v_cache, out, query_start, seq_lens, block_tables,
     q_strides, k_strides, v_strides, out_strides, table_stride,
-    scale, soft_cap, window, num_sequences,
+    scale, soft_cap, window, num_sequences, few,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv_head): BLOCK_Q rows of one chunk, all G heads. The last tiles go first:
-    they have the most keys, and the decode rows, for which there is nothing to do, come last."""
+    they have the most keys, and the decode rows come last. Sequences with up to `few` rows are
+    the decode kernel's."""
     index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence, start, number = find_tile(query_start, index, num_sequences, BLOCK_Q)
     query_len = tl.load(query_start + sequence + 1).to(tl.int32) - start
     row = number * BLOCK_Q  # the tile's first, in its sequence
-    if (row >= query_len) | (query_len == 1):
-        return  # nothing here, or a decode row
+    if (row >= query_len) | (query_len <= few):
+        return  # nothing here, or decode rows
     count = tl.minimum(query_len - row, BLOCK_Q)
     first = tl.load(seq_lens + sequence).to(tl.int32) - query_len + row  # the first row's position
     low, begin, inner, diagonal, end, high = tile_bounds(first, count, window, BLOCK_N, HAS_WINDOW)
@@ -148,7 +136,7 @@ def prefill_kernel(
     )  # fmt: skip
     store_rows(
         out, out_strides, start + row, count, kv_head, total, acc,
-        GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV,
+        GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, 1,
     )  # fmt: skip
 
 
@@ -171,29 +159,16 @@ def tile_bounds(first, count, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.cons
     return low, begin, inner, diagonal, end, high
 
 
-@triton.jit
-def store_rows(
-    out, out_strides, row, count, kv_head, total, acc,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Write the results of `count` rows of G heads; a row that sees nothing is 0."""
-    places, inside = row_places(
-        row, count, kv_head, out_strides, GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV
-    )
-    result = normalized(acc, total, 1)
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
-
-
 # ---- the batch-invariant mode -----------------------------------------------------------------
 
-NUMBERS = ("table_stride", "window", "num_sequences", "num_rows", "num_splits", "apart")
+NUMBERS = ("table_stride", "window", "num_sequences", "num_rows", "num_splits", "few")
 
 
 @triton.jit(do_not_specialize=[*TABLES, *NUMBERS])
 def invariant_kernel(
     q, k_cache, v_cache, out, partial, stats, query_start, seq_lens, block_tables,
     q_strides, k_strides, v_strides, out_strides, table_stride,
-    scale, soft_cap, window, num_sequences, num_rows, num_splits, apart,
+    scale, soft_cap, window, num_sequences, num_rows, num_splits, few,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -202,9 +177,9 @@ def invariant_kernel(
     """Program (tile, kv_head, split): as `prefill_kernel`, for every row, with one arithmetic.
 
     A row attends to each split (SPLIT_TILES tiles at absolute positions) from a fresh start, and
-    the splits are merged in ascending order. Either a program does that for all splits, or, if
-    `apart` (every sequence has one row), program `split` leaves its part to `combine_kernel`. Both
-    are the same machine code, since `apart` is a number and not a constant.
+    the splits are merged in ascending order. Either a program does that for all splits, or, where
+    a sequence has up to `few` rows, program `split` leaves its part of it to `combine_kernel`. Both
+    are the same machine code, since `few` is a number and not a constant.
     """
     index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence, start, number = find_tile(query_start, index, num_sequences + 1, BLOCK_Q)
@@ -218,11 +193,16 @@ def invariant_kernel(
     first = seq_len - query_len + row
     low, begin, _, _, end, high = tile_bounds(first, count, window, BLOCK_N, HAS_WINDOW)
     split_begin, split_end = begin // SPLIT_TILES, (end + SPLIT_TILES - 1) // SPLIT_TILES
-    if apart != 0:
-        split_begin = split_begin + tl.program_id(2)
-        split_end = tl.minimum(split_end, split_begin + 1)
-        if real & (split_begin >= split_end):
-            return  # a split that the row does not use; nobody reads it
+    apart = real & (query_len <= few)
+    used = 1
+    if apart:  # splits of the sequence, of which some rows may see nothing
+        start_tile, _, used = splits_of(
+            seq_len, window + query_len - 1, num_splits, BLOCK_N, SPLIT_TILES, 1, HAS_WINDOW
+        )
+        split_begin = start_tile // SPLIT_TILES + tl.program_id(2)
+        split_end = split_begin + 1
+    if tl.program_id(2) >= used:
+        return  # a split that the sequence does not use; nobody reads it
     position = first + tl.arange(0, BLOCK_M) // GROUP
     places, inside = row_places(
         start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
@@ -240,29 +220,13 @@ def invariant_kernel(
             BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, BULK, True,
         )  # fmt: skip
         m, total, acc = merge(m, total, acc, part_m, part_total, part_acc, 1)
-    if (apart != 0) & real:
+    if apart:
         store_part(
-            partial, stats, sequence, kv_head, tl.program_id(2), num_splits, m, total, acc,
-            GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV,
+            partial, stats, sequence * few + row, count, kv_head, tl.program_id(2), num_splits,
+            m, total, acc, GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, 1,
         )  # fmt: skip
     else:
         store_rows(
             out, out_strides, start + row, count, kv_head, total, acc,
-            GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV,
+            GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, 1,
         )  # fmt: skip
-
-
-@triton.jit
-def store_part(
-    partial, stats, sequence, kv_head, split, num_splits, m, total, acc,
-    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Leave one split of one decode row, G heads of it, in the workspace of `combine_kernel`."""
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
-    head = sequence.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows
-    part = head * num_splits + split  # of [B, H, splits]
-    tl.store(stats + part * 2, m, mask=rows < GROUP)
-    tl.store(stats + part * 2 + 1, total, mask=rows < GROUP)
-    inside = (rows < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
-    tl.store(partial + part[:, None] * VALUE_DIM + dims[None, :], acc, mask=inside)

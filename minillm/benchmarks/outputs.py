@@ -69,7 +69,6 @@ class FreeRunner:
     def __init__(self, corpus: list[int]):
         self._corpus = corpus
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.reads_late = False
         self.began: tuple[float, float] | None = None  # the first step without a prompt
         self.num_rows = 0  # computed since then
         self.wall = self.processor = 0.0  # seconds between then and `stop`
@@ -95,16 +94,11 @@ class FreeRunner:
             result.token_ids[row.seq_id] = [token]
         return Flight(result)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """The same, at once."""
-        return self.launch(plan).collect()
-
-    def needs_tokens(self, plan: StepPlan) -> bool:
-        """Never."""
-        return False
-
     def reset(self) -> None:
         """It knows nothing of sequences."""
+
+    def close(self) -> None:
+        """It has nothing."""
 
 
 def settle(loop: asyncio.AbstractEventLoop) -> None:

@@ -42,7 +42,7 @@ def pack_weights(model: Decoder) -> str:
     model.all_layers = AllLayers.of(model)
     count = sum(into_onednn(model, each) for each in matrices if each not in chosen)
     c_library.return_freed_memory()
-    parts = [(len(chosen), "in panels for AMX"), (count, "packed by oneDNN")]
+    parts = [(len(chosen), "in panels"), (count, "packed by oneDNN")]
     plain = len(matrices) - len(chosen) - count
     parts.append((plain, "as in the checkpoint"))
     return ", ".join(f"{number} matrices {how}" for number, how in parts if number)

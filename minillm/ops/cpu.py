@@ -4,6 +4,7 @@
 could make C read outside a tensor is checked here or there: a wrong argument is an exception.
 """
 
+import os
 from collections.abc import Callable
 from ctypes import CDLL, c_float, c_int64, c_void_p
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.errors import ConfigError
 from minillm.ops.batch import Batch, Pages
 from minillm.ops.c_library import Element, NoLibrary, library
 
@@ -22,9 +24,11 @@ ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
 )
 LANES = 16  # head dimensions are multiples of it
 MOST_HEAD_DIM = 512  # of norm_rope_write; as in common.h
-MOST_GROUP = 256  # query heads of a KV head, of which decode.c keeps 64 floats on a thread's stack
+MOST_GROUP = 256  # query heads of a KV head: decode.c keeps 64 floats of each row on a stack
 MOST_DIM = 4096  # of a head in attention; as many floats stand there, too
 PANEL_STEP = 32  # inputs of a weight in panels are a multiple of it
+PANELS = "MINILLM_PANELS"  # 1: weights in panels wherever there is C, 0: nowhere
+UNITS = ("plain C", "AVX-512 BF16", "AMX")  # what `panel_unit` of linear.c counts
 P, N, F = c_void_p, c_int64, c_float
 
 
@@ -37,10 +41,12 @@ class Functions:
     silu_mul: Callable[..., None]
     norm_rope_write: Callable[..., int]
     decode_attention: Callable[..., int]
+    decode_queries: Callable[..., int]
     prefill_attention: Callable[..., int]
-    pack_panels: Callable[..., None] | None  # None: a processor without AMX
-    panel_product: Callable[..., None] | None
-    panel_rows: Callable[..., int] | None
+    pack_panels: Callable[..., None]
+    panel_product: Callable[..., None]
+    panel_rows: Callable[..., int]
+    panel_unit: int  # in UNITS: what multiplies
 
 
 @cache
@@ -56,7 +62,6 @@ def functions(dtype: torch.dtype) -> Functions | None:
         function.restype, function.argtypes = result, arguments
         return function
 
-    panels = bool(bind("has_panels", N)())
     attention = (P, P, P, P, N, P, P, P, N, F, N, P, N, N, N, N, N)
     return Functions(
         bind("rms_norm", None, P, N, P, P, N, N, F),
@@ -64,10 +69,12 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("silu_mul", None, P, P, N, N),
         bind("norm_rope_write", N, P, P, P, F, P, P, N, P, P, N, N, N, P, N, P, N, N, N, N, N),
         bind("decode_attention", N, *attention, N, N, N),
+        bind("decode_queries", N, N),
         bind("prefill_attention", N, *attention, N),
-        bind("pack_panels", None, P, P, N, N) if panels else None,
-        bind("panel_product", None, P, P, P, P, N, N, N, N) if panels else None,
-        bind("panel_rows", N, P, P, P, N, N, N) if panels else None,
+        bind("pack_panels", None, P, P, N, N),
+        bind("panel_product", None, P, P, P, P, N, N, N, N),
+        bind("panel_rows", N, P, P, P, N, N, N),
+        bind("panel_unit", N)(),
     )
 
 
@@ -77,8 +84,9 @@ def describe(dtype: torch.dtype) -> str:
     if isinstance(built, NoLibrary):
         return f"plain torch: {built}"
     found = functions(dtype)
-    amx = found is not None and found.panel_product is not None
-    return "C functions of our own, AMX products" if amx else "C functions of our own"
+    if found is None or not panels_are_fast(dtype):
+        return "C functions of our own"
+    return f"C functions of our own, {UNITS[found.panel_unit]} products"
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
@@ -193,24 +201,11 @@ def norm_rope_write(
         qkv.data_ptr(),
         q_weight.data_ptr() if both and q_weight is not None else None,
         k_weight.data_ptr() if both and k_weight is not None else None,
-        eps,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        interleaved,
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        block_size,
-        slot_mapping.data_ptr(),
-        len(slot_mapping),
-        q.data_ptr(),
-        count,
-        heads,
-        kv_heads,
-        d,
-        num_blocks * block_size,
-    )
+        eps, cos.data_ptr(), sin.data_ptr(), interleaved,
+        k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), block_size,
+        slot_mapping.data_ptr(), len(slot_mapping),
+        q.data_ptr(), count, heads, kv_heads, d, num_blocks * block_size,
+    )  # fmt: skip
     raise_for(3 if wrong else 0, k_cache, count)
     return q
 
@@ -239,7 +234,7 @@ def takes_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def paged_attention(
     q: Tensor, pages: Pages, batch: Batch, scale: float, window: int | None = None
 ) -> Tensor:
-    """[N, H, D] -> [N, H, Dv]; `max_query_len` 1 spares the look for longer queries."""
+    """[N, H, D] -> [N, H, Dv]; a small `max_query_len` spares the look for longer queries."""
     k_cache, v_cache, block_tables = pages.key, pages.value, batch.block_tables
     query_start, seq_lens = batch.query_start.contiguous(), batch.seq_lens.contiguous()
     q = q.contiguous()
@@ -263,8 +258,9 @@ def paged_attention(
     )  # fmt: skip
     # The first call checks the tables for both.
     status = found.decode_attention(*arguments, count, num_blocks, columns)
-    if not status and batch.max_query_len != 1:
-        status = found.prefill_attention(*arguments, 2)
+    few = found.decode_queries(heads // kv_heads)
+    if not status and batch.max_query_len > few:
+        status = found.prefill_attention(*arguments, few + 1)
     raise_for(status, k_cache, count)
     return out
 
@@ -286,23 +282,35 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 # ---- weights in panels -------------------------------------------------------------------------
 
 
+def panels_are_fast(dtype: torch.dtype) -> bool:
+    """Whether weights of this type are kept in panels here: where the processor multiplies pairs of
+    bf16, in tiles or in vectors. Elsewhere oneDNN is faster. The environment may say otherwise.
+
+    Raises:
+        ConfigError: `MINILLM_PANELS` is neither 0 nor 1.
+    """
+    wish = os.environ.get(PANELS, "")
+    if wish not in ("", "0", "1"):
+        raise ConfigError(f"{PANELS} is {wish!r}; it must be 0 (never), 1 (always) or not set.")
+    found = functions(dtype)
+    return found is not None and (wish == "1" if wish else found.panel_unit > 0)
+
+
 def takes_panels(weight: Tensor) -> bool:
-    """Whether a weight [out, in] can be kept in panels here."""
-    found = functions(weight.dtype)
-    if found is None or found.panel_product is None or weight.device.type != "cpu":
-        return False
-    return weight.shape[1] > 0 and weight.shape[1] % PANEL_STEP == 0
+    """Whether a weight [out, in] is to be kept in panels here."""
+    fits = weight.shape[1] > 0 and weight.shape[1] % PANEL_STEP == 0
+    return fits and weight.device.type == "cpu" and panels_are_fast(weight.dtype)
 
 
 def pack_panels(weight: Tensor, panels: Tensor) -> None:
     """[out, in] -> [ceil(out / 32), in / 2, 32, 2], as `c/linear.c` describes them."""
-    pack = _functions(weight.dtype).pack_panels
-    if pack is None or not takes_panels(weight):
-        raise RuntimeError("This weight cannot be kept in panels here; ask `takes_panels` first.")
-    shape = panels_shape(*weight.shape)
+    size, shape = weight.shape[1], panels_shape(*weight.shape)
+    fits = size % PANEL_STEP == 0 and weight.device.type == "cpu"
+    _check(fits, "weight", weight, f"[.., a multiple of {PANEL_STEP}] on the CPU")
     right = panels.shape == shape and panels.dtype == weight.dtype and panels.is_contiguous()
     _check(right, "panels", panels, f"contiguous {list(shape)}, {weight.dtype}")
     weight = weight.contiguous()
+    pack = _functions(weight.dtype).pack_panels
     pack(weight.data_ptr(), panels.data_ptr(), *weight.shape)
 
 
@@ -319,11 +327,9 @@ def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     _check(x.dtype == panels.dtype, "x", x, f"{panels.dtype}")
     if bias is not None:
         _check_vector("bias", bias, out_features, x.dtype)
-    run = _functions(x.dtype).panel_product
-    if run is None:
-        raise RuntimeError("There are no products in panels here; ask `takes_panels` first.")
     out = x.new_empty(count, out_features)
     at = None if bias is None else bias.data_ptr()
+    run = _functions(x.dtype).panel_product
     run(x.data_ptr(), panels.data_ptr(), at, out.data_ptr(), count, size, out_features, 0)
     return out
 
@@ -339,7 +345,7 @@ def rows_of_panels(panels: Tensor, ids: Tensor, out_features: int) -> Tensor:
     out = panels.new_empty(len(ids), size)
     run = _functions(panels.dtype).panel_rows
     where = panels.data_ptr(), ids.data_ptr(), out.data_ptr()
-    if run is not None and run(*where, len(ids), size, out_features):
+    if run(*where, len(ids), size, out_features):
         raise IndexError(f"A token id is outside of 0 to {out_features - 1}.")
     return out
 

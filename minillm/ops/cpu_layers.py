@@ -1,10 +1,11 @@
-"""All layers of a decoder as one call of C (`c/layers.c`), for models whose weights are in panels.
+"""All layers of a decoder as one call of C (`c/layers.c`), for models whose weights are in panels;
+or half a layer after the other, where several ranks share each.
 
 What is the same in every step, the addresses of weights and cache, is written down once. A step
 fills in where its batch is, and takes one block of memory for all that lies between the layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,6 +17,7 @@ from minillm.ops import cpu
 from minillm.ops.c_library import library
 
 ALIGNMENT = 64  # bytes, a line of the cache
+ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,11 @@ class Layers:
         self.weights, self.shape = weights, shape  # also keeps the memory of the weights
         self.keys, self.values = keys, values
         self.dtype = weights[0].qkv.dtype
-        built = library("BF16")
+        built = library(dict(cpu.ELEMENTS)[self.dtype])
         self._run = built.run_layers  # type: ignore[union-attr]
         self._run.restype = c_int64
-        self._run.argtypes = (POINTER(_Layer), c_int64, POINTER(_Shape), POINTER(_Step))
+        which = c_int64, c_int64, c_int64
+        self._run.argtypes = (POINTER(_Layer), *which, POINTER(_Shape), POINTER(_Step))
         self._layers = (_Layer * len(weights))(
             *(_layer(each, keys[i], values[i]) for i, each in enumerate(weights))
         )
@@ -141,8 +144,14 @@ class Layers:
         seq_lens: Tensor,
         block_tables: Tensor,
         max_query_len: int,
+        all_reduce: Callable[[Tensor], object] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, d] -> the last MLP's output and the residual stream, both [N, d]."""
+        """Hidden states [N, d] -> the last MLP's output and the residual stream, both [N, d].
+
+        Where these layers are a rank's share, with some of the heads and some of each MLP, the
+        output of every half is a part of a sum: `all_reduce` is called with it [N, d], to add up
+        the parts of all ranks in place. Only one rank may have the biases of o and down.
+        """
         count = len(x)
         if block_tables.stride(1) != 1:
             block_tables = block_tables.contiguous()
@@ -169,13 +178,20 @@ class Layers:
             residual.data_ptr(),
             *self._parts(memory, count),
         )
-        cpu.raise_for(
-            self._run(self._layers, len(self._layers), byref(self._shape), byref(step)),
-            self.keys[0],
-            count,
-        )
+        for first, last, halves in self._calls(by_halves=all_reduce is not None):
+            status = self._run(self._layers, first, last, halves, byref(self._shape), byref(step))
+            cpu.raise_for(status, self.keys[0], count)
+            if all_reduce is not None:
+                all_reduce(x)
         self._spare = [memory]
         return x, residual
+
+    def _calls(self, by_halves: bool) -> list[tuple[int, int, int]]:
+        """From which layer to before which one each call goes, and which halves it runs."""
+        count = len(self.weights)
+        if not by_halves:
+            return [(0, count, ATTENTION | MLP)]
+        return [(i, i + 1, half) for i in range(count) for half in (ATTENTION, MLP)]
 
     def _take(self, count: int) -> Tensor:
         """Memory for what lies between the layers, which the step has for itself."""

@@ -1,6 +1,7 @@
 """The engine on the C functions: requests that are cut, cached, preempted, aborted and run together
 get what they get alone. The models are small, but their heads are whole vectors, so that C takes
-them, and with AMX all their layers in one call.
+them: all layers in one call where weights lie in panels, or else operation by operation. Both ways
+are taken on every processor.
 
 In float32 that is the same tokens as on the same path alone. In bf16 a sum depends on how many rows
 it is computed with, so every token of a run is put to plain torch in float32, with the same
@@ -43,7 +44,6 @@ from tests.engine.test_equality import (
 from tests.models.tiny import Tiny
 
 BF16 = torch.bfloat16
-IN_ONE_CALL = cpu.takes_panels(torch.zeros(32, 32, dtype=BF16))
 MODELS = {
     "llama": Tiny("llama", {"num_hidden_layers": 2}),
     "mistral": Tiny("mistral", {"num_hidden_layers": 2}, seed=3),  # a sliding window
@@ -100,21 +100,34 @@ def calls(monkeypatch) -> Counter[str]:
     return count
 
 
-def check_path(calls: Counter[str], least: int) -> None:
-    """All went the fastest way that this processor has."""
-    if IN_ONE_CALL:
+def take(panels: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers in one call, or not."""
+    if panels and cpu.functions(dtype) is None:
+        pytest.skip(cpu.describe(dtype))
+    monkeypatch.setenv(cpu.PANELS, str(int(panels)))
+
+
+def check_path(calls: Counter[str], least: int, panels: bool) -> None:
+    """All went the way that was asked for."""
+    if panels:
         assert calls["all layers"] > least
         assert calls["stepped aside"] == calls["paged_attention"] == 0
     elif cpu.functions(BF16) is not None:
         assert calls["paged_attention"] > least
+        assert calls["all layers"] == 0
 
 
 # ---- float32 -------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(cpu.functions(torch.float32) is None, reason="no C library")
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-def test_float32_tokens_are_those_that_a_request_gets_alone(name, folder_of, calls):
+@pytest.mark.parametrize(
+    ("name", "panels"), [("llama", False), ("mistral", True), ("qwen3", False), ("qwen3", True)]
+)
+def test_float32_tokens_are_those_that_a_request_gets_alone(
+    name, panels, folder_of, calls, monkeypatch
+):
+    take(panels, torch.float32, monkeypatch)
     folder = folder_of(name)
     for n in (1, 3):
         reference = Reference(folder, n)
@@ -126,7 +139,9 @@ def test_float32_tokens_are_those_that_a_request_gets_alone(name, folder_of, cal
             assert not found
             assert len(excused) <= 1
             assert calls.total() > before
-    assert all(calls[name] > 100 for name in ("norm_rope_write", "paged_attention", "silu_mul"))
+    assert (calls["all layers"] > 100) == panels
+    if not panels:
+        assert all(calls[name] > 100 for name in ("norm_rope_write", "paged_attention", "silu_mul"))
 
 
 # ---- bf16 ----------------------------------------------------------------------------------------
@@ -231,19 +246,21 @@ def check_cell(name: str, cell: Cell, overlaps: bool, folder_of, exact_of) -> No
     assert (num_ahead(run.llm) > 20) == overlaps
 
 
+WAYS = [(False, True), (True, True), (False, False), (True, False)] * 3  # overlaps, panels
 NAMED = [
-    pytest.param(name, cell, overlaps, id=f"{name}-{cell}{'-overlap' * overlaps}")
+    pytest.param(name, cell, *way, id=f"{name}-{cell}{'-overlap' * way[0]}{'-one call' * way[1]}")
     for name, cells in BF16_CELLS.items()
-    for overlaps, cell in zip([False, True] * 6, cells, strict=False)
+    for way, cell in zip(WAYS, cells, strict=False)
 ]
 
 
-@pytest.mark.parametrize(("name", "cell", "overlaps"), NAMED)
+@pytest.mark.parametrize(("name", "cell", "overlaps", "panels"), NAMED)
 def test_bf16_tokens_are_what_plain_torch_would_have_taken(
-    name, cell, overlaps, folder_of, exact_of, calls
+    name, cell, overlaps, panels, folder_of, exact_of, calls, monkeypatch
 ):
+    take(panels, BF16, monkeypatch)
     check_cell(name, cell, overlaps, folder_of, exact_of)
-    check_path(calls, 20)
+    check_path(calls, 20, panels)
 
 
 VICTIMS = (12, 2, 9, 6, 1, 13, 4)  # the long prompt first, while it is cut
@@ -253,8 +270,10 @@ MIDDLE = [Cell(7, "radix", "recompute", 3), Cell(64, "hash", "swap", 1), Cell(7,
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("cell", MIDDLE, ids=str)
 def test_who_is_aborted_in_the_middle_leaves_the_others_alone(
-    cell, overlaps, folder_of, exact_of, calls
+    cell, overlaps, folder_of, exact_of, calls, monkeypatch
 ):
+    panels = cell is not MIDDLE[-1]
+    take(panels, BF16, monkeypatch)
     exact = exact_of("mistral", cell.n)
     llm = cell.open(folder_of("mistral"), "bfloat16", async_scheduling=overlaps)
     engine = llm.engine
@@ -277,11 +296,11 @@ def test_who_is_aborted_in_the_middle_leaves_the_others_alone(
     exact.check(enumerate(outputs))
     check_invariants(engine.scheduler)
     assert engine.scheduler.blocks.pool.num_free == cell.num_blocks
-    check_path(calls, 20)
+    check_path(calls, 20, panels)
 
 
 def windows_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the call of all layers; only where it is used."""
+    """By the call of all layers."""
     init = Layers.__init__
 
     def broken(self, *arguments):
@@ -305,8 +324,7 @@ PLANTED = {
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_bug_shows_in_bf16(what, overlaps, folder_of, exact_of, monkeypatch):
     plant, cell = PLANTED[what]
-    if plant is windows_are_forgotten and not IN_ONE_CALL:
-        pytest.skip("a processor without AMX")
+    take(plant is windows_are_forgotten or overlaps, BF16, monkeypatch)
     exact = exact_of("mistral", cell.n)
     plant(monkeypatch)
     run = run_cell(cell, folder_of("mistral"), "bfloat16", async_scheduling=overlaps)

@@ -127,10 +127,15 @@ def test_paged_attention_is_compiled_once_for_all_batches():
 
     invariant, alone = {"batch_invariant": True}, {"max_query_len": 1}
     with compiling(80) as found:
-        for options in ({}, invariant, invariant | alone):
+        for options in ({}, {"max_query_len": 2}, invariant, invariant | alone):
             call(1, 1024, 1, 5, 0, **options)
             call(2, 2048, 16, 1, 0, **options)
             call(3, 1025, 33, 2**40, 1, **options)
+        for most in (2, 5, 16):
+            call(1, 1024, 1, 5, 0, **invariant, max_query_len=most)
+            call(20, 1024, 1, 5, 0, **invariant, max_query_len=most)
+        for most in (3, 4, 5, 8):  # of groups of 2: one tile of 16 rows
+            call(most, 1024, 1, 5, 0, max_query_len=most)
     kernels = {(kernel.metadata.name, kernel.hash) for kernel in found}
     names = Counter(name for name, _ in kernels)
     # One combination merges 16 splits at once, the batch-invariant one each after the other.

@@ -88,9 +88,27 @@ def methods(model: Decoder) -> dict[str, type]:
     return {n: type(m.method) for n, m in model.named_modules() if isinstance(m, kinds)}
 
 
-needs_panels = pytest.mark.skipif(
-    not cpu.takes_panels(torch.zeros(32, 32, dtype=BF16)), reason="a processor without AMX"
-)
+@pytest.fixture
+def panels(request, monkeypatch) -> None:
+    """Panels, on every processor that has C functions for the type."""
+    given = getattr(request.node, "callspec", None)
+    dtype = given.params.get("dtype", BF16) if given else BF16
+    if cpu.functions(dtype) is None:
+        pytest.skip(cpu.describe(dtype))
+    monkeypatch.setenv(cpu.PANELS, "1")
+
+
+@pytest.fixture
+def no_panels(monkeypatch) -> None:
+    monkeypatch.setenv(cpu.PANELS, "0")
+
+
+@pytest.fixture(params=["no_panels", "panels"])
+def either(request) -> None:
+    """Both ways to pack."""
+    request.getfixturevalue(request.param)
+
+
 needs_onednn = pytest.mark.skipif(
     packing.packed(torch.zeros(32, 32)) is None, reason="a torch without oneDNN"
 )
@@ -98,7 +116,7 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_before(name, dtype):
+def test_logits_are_those_of_before(name, dtype, either):
     model = build(MODELS[name], dtype)
     before = logits(model)
     packing.pack_weights(model)
@@ -106,9 +124,8 @@ def test_logits_are_those_of_before(name, dtype):
     assert error < (0.03 if dtype == BF16 else 1e-5)
 
 
-@needs_panels
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_is_as_near_to_float32_as_it_was(name):
+def test_bf16_is_as_near_to_float32_as_it_was(name, either):
     """Packing may not cost accuracy: the error against float32 stays what it was."""
     model, exact = build(MODELS[name], BF16), build(MODELS[name], F32)
     with torch.no_grad():
@@ -120,35 +137,37 @@ def test_bf16_is_as_near_to_float32_as_it_was(name):
     assert (after - expected).norm() < 1.2 * (before - expected).norm()
 
 
-@needs_panels
-def test_what_goes_into_panels():
-    model = build(MODELS["tied"], BF16)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_what_goes_into_panels(dtype, panels):
+    model = build(MODELS["tied"], dtype)
     said = packing.pack_weights(model)
-    assert said == "9 matrices in panels for AMX"
+    assert said == "9 matrices in panels"
     assert set(methods(model).values()) == {PanelLinearMethod}
     assert model.lm_head is None
     assert model.all_layers is not None
 
 
-@needs_panels
 @needs_onednn
-def test_what_does_not_fit_panels_goes_to_onednn():
+def test_what_does_not_fit_panels_goes_to_onednn(panels):
     model = build(MODELS["inner sizes without panels"], BF16)
     said = packing.pack_weights(model)
-    assert said == "7 matrices in panels for AMX, 2 matrices packed by oneDNN"
+    assert said == "7 matrices in panels, 2 matrices packed by oneDNN"
     assert methods(model)["layers.0.mlp.down_proj"] is PackedLinearMethod
     assert model.all_layers is None
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
 @needs_onednn
-def test_float32_is_packed_by_onednn():
-    model = build(MODELS["untied"], F32)
+def test_without_panels_everything_is_packed_by_onednn(dtype, no_panels):
+    if packing.packed(torch.zeros(32, 32, dtype=dtype)) is None:
+        pytest.skip(f"a oneDNN without {dtype}")
+    model = build(MODELS["untied"], dtype)
     assert packing.pack_weights(model) == "9 matrices packed by oneDNN"
     assert methods(model)["embedding"] is PlainLinearMethod
     assert model.all_layers is None
 
 
-def test_without_onednn_everything_stays(monkeypatch):
+def test_without_onednn_everything_stays(monkeypatch, no_panels):
     monkeypatch.setattr(packing, "packed", lambda weight: None)
     model = build(MODELS["tied"], F32)
     before = {name: each.clone() for name, each in model.state_dict().items()}
@@ -158,7 +177,7 @@ def test_without_onednn_everything_stays(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
-def test_what_is_not_a_product_of_its_own_stays(dtype):
+def test_what_is_not_a_product_of_its_own_stays(dtype, either):
     """Experts, and the matrix that latent attention absorbs into its queries."""
     for name in ("experts", "latent attention"):
         model, same = build(MODELS[name], dtype), build(MODELS[name], dtype)
@@ -173,7 +192,7 @@ def test_what_is_not_a_product_of_its_own_stays(dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_an_embedding_keeps_its_rows(name, dtype):
+def test_an_embedding_keeps_its_rows(name, dtype, either):
     model, ids = build(MODELS[name], dtype), torch.tensor([0, 99, 31, 32, 33, 64])
     rows = model.embedding(ids)
     packing.pack_weights(model)
@@ -182,7 +201,7 @@ def test_an_embedding_keeps_its_rows(name, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_checkpoint_s_weights_are_given_back(name, dtype):
+def test_the_checkpoint_s_weights_are_given_back(name, dtype, either):
     """What was packed is not kept as it was, too, but for an embedding that oneDNN would hide."""
     model = build(MODELS[name], dtype)
     kept = {id(each) for each in model.parameters()}
@@ -196,7 +215,7 @@ def test_the_checkpoint_s_weights_are_given_back(name, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("name", ["tied", "untied", "inner sizes without panels"])
-def test_bytes_are_those_that_the_plan_counts(name, dtype):
+def test_bytes_are_those_that_the_plan_counts(name, dtype, either):
     config = replace(MODELS[name], vocab_size=128)  # whole panels
     model = build(config, dtype)
     before = sum(each.nbytes for each in model.parameters())
@@ -216,7 +235,7 @@ def test_a_model_is_not_packed_unless_it_serves():
         assert model.all_layers is None
 
 
-def test_deterministic_mode_packs_nothing():
+def test_deterministic_mode_packs_nothing(panels):
     greedy = SamplingParams(temperature=0.0, max_tokens=4)
     found = {}
     for deterministic in (False, True):
@@ -227,8 +246,7 @@ def test_deterministic_mode_packs_nothing():
             found[deterministic] = set(methods(decoder).values())
             assert llm.generate("def f(", greedy, use_tqdm=False)[0].outputs[0].token_ids
     assert found[True] == {PlainLinearMethod}
-    if cpu.takes_panels(torch.zeros(32, 32, dtype=BF16)):
-        assert found[False] == {PanelLinearMethod}
+    assert found[False] == {PanelLinearMethod}
 
 
 PEAK = """
@@ -253,9 +271,8 @@ print((peak() - before) / size)
 """
 
 
-@needs_panels
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
-def test_packing_never_holds_a_model_twice():
+def test_packing_never_holds_a_model_twice(panels):
     """Every matrix goes as soon as its panels are there."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 0.4, done.stdout

@@ -25,6 +25,12 @@ PATHS = {
     "no pairs": (*NO_TILES, "-mno-avx512bf16"),
     "plain C": ("-march=x86-64-v3", "-mprefer-vector-width=256"),
 }
+PRODUCT_PATHS = PATHS | {  # of linear.c and layers.c
+    "tiles in C": (*NO_TILES, "-include", str(Path(__file__).with_name("tiles_in_c.h"))),
+    "baseline": ("-march=x86-64", "-mprefer-vector-width=128"),
+}
+NEEDS = {"no tiles": "avx512_bf16", "no pairs": "avx2", "plain C": "avx2"}  # an instruction set
+NEEDS |= {"tiles in C": "avx512_bf16", "baseline": "sse2"}
 ELEMENTS: dict[c_library.Element, torch.dtype] = {"BF16": torch.bfloat16, "F32": torch.float32}
 BAND = 64  # elements on each side
 MARK = 119.0
@@ -47,17 +53,27 @@ def bind(built: CDLL, dtype: torch.dtype) -> cpu.Functions:
     return found
 
 
+def skip_without_instructions(path: str) -> None:
+    """Skip a test of one of PRODUCT_PATHS that this processor cannot run."""
+    needed = NEEDS.get(path)
+    if needed is not None and needed not in machine.cpu_instructions().split():
+        pytest.skip(f"a processor without {needed}")
+
+
 @cache
-def functions(path: str, element: c_library.Element) -> cpu.Functions:
-    """The functions as compiled for one of PATHS; the test is skipped where that cannot be."""
-    instructions = machine.cpu_instructions().split()
-    if path != "native" and "avx2" not in instructions:
-        pytest.skip("a path of x86-64 processors")
+def built(path: str, element: c_library.Element) -> CDLL:
+    """The library as compiled for one of PRODUCT_PATHS; skips the test where that cannot be."""
+    skip_without_instructions(path)
     try:
-        file = c_library.find_or_build(element, PATHS[path], folder())
-        return bind(c_library.load(file), ELEMENTS[element])
+        return c_library.load(c_library.find_or_build(element, PRODUCT_PATHS[path], folder()))
     except c_library.NoLibrary as reason:
         pytest.skip(str(reason))
+
+
+@cache
+def functions(path: str, element: c_library.Element) -> cpu.Functions:
+    """Its functions."""
+    return bind(built(path, element), ELEMENTS[element])
 
 
 class Guarded:

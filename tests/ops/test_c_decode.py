@@ -1,8 +1,13 @@
-"""Decode attention in C against float64, on every path that this processor can run."""
+"""Decode attention in C against float64, on every path that this processor can run, with one query
+per sequence and with several: whose bits are those of each query alone."""
 
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_int64
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,9 +15,13 @@ from torch import Tensor
 
 from minillm.ops import cpu
 from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions
-from tests.ops.test_c_prefill import Batch, make_batch
+from tests.ops.test_c_prefill import Batch, bounds, make_batch
 
 NAN = float("nan")
+WRAPPED = {  # what prefill.c may be wrong by, too
+    torch.bfloat16: {"atol": 0.012, "rtol": 0.008},
+    torch.float32: {"atol": 3e-6, "rtol": 0},
+}
 TOLERANCE = {
     torch.bfloat16: {"atol": 0.004, "rtol": 0.006},
     torch.float32: {"atol": 2e-6, "rtol": 1e-6},
@@ -50,6 +59,25 @@ class Attend:
         out = Guarded((len(batch.q), batch.q.shape[1], batch.v_cache.shape[3]), batch.q.dtype)
         assert self.status(batch, out.inside) == 0
         return out.checked()
+
+    def most(self, group: int) -> int:
+        """Queries of a sequence that the function takes."""
+        return self.functions.decode_queries(group)
+
+    def alone(self, batch: Batch) -> Tensor:
+        """Each query of a batch in a call of its own."""
+        starts, lengths = batch.query_start.tolist(), batch.seq_lens.tolist()
+        rows = []
+        for b, (begin, end) in enumerate(pairwise(starts)):
+            for row in range(begin, end):
+                length = max(lengths[b] - (end - 1 - row), 0)
+                one = replace(
+                    batch, q=batch.q[row : row + 1], query_start=bounds([1]),
+                    seq_lens=torch.tensor([length], dtype=torch.int32),
+                    block_tables=batch.block_tables[b : b + 1],
+                )  # fmt: skip
+                rows.append(self(one))
+        return torch.cat(rows)
 
     def check(self, batch: Batch) -> None:
         got = self(batch).double()
@@ -105,16 +133,118 @@ def test_values_may_be_a_part_of_the_keys(attend, dims):
 @pytest.mark.parametrize("window", [None, 600])
 def test_few_heads_and_long_sequences_are_divided(attend, window, threads):
     """Parts of a sequence, of which a short one beside it has none."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with using(threads):
         batch = decode_batch(
             attend.dtype, [1500, 1, 3], kv_heads=1, group=5, d=32, window=window, block_size=64
         )
         batch.k_cache.mul_(2)  # steeper, so that maxima differ from part to part
         attend.check(batch)
+
+
+# ---- several queries of a sequence --------------------------------------------------------------
+
+
+def several(dtype: torch.dtype, seed: int, most: int) -> Batch:
+    """Sequences with 1 to `most` queries, around the edges of tiles and parts."""
+    choose = random.Random(seed)
+    group = choose.choice([group for group in (1, 2, 3, 4, 5, 8) if group * most <= 16])
+    near = choose.choice([16, 64, 128, 1024])
+    lengths = [
+        choose.choice([near - 1, near, near + 1, near + 5, choose.randrange(1, 1700)])
+        for _ in range(choose.choice([1, 2, 5]))
+    ]
+    return make_batch(
+        dtype,
+        lengths,
+        [min(choose.randrange(1, most + 1), length) for length in lengths],
+        kv_heads=choose.choice([1, 2]),
+        group=group,
+        d=choose.choice([16, 32, 48, 64, 96, 128]),
+        dv=choose.choice([None, None, 16, 80]),
+        block_size=choose.choice([1, 16, 17, 64, 256]),
+        window=choose.choice([None, None, 1, 7, 64, 100, 1000]),
+        seed=seed,
+    )
+
+
+@contextmanager
+def using(threads: int) -> Iterator[None]:
+    """As many threads, and afterwards what it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("most", [2, 5, 16])
+@pytest.mark.parametrize("seed", range(8))
+def test_several_queries_are_attention_and_each_what_it_is_alone(attend, seed, most):
+    batch = several(attend.dtype, seed, most)
+    attend.check(batch)
+    assert torch.equal(attend(batch), attend.alone(batch))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("length", [40, 130, 700, 1029, 2100])
+def test_bits_know_nothing_of_threads_queries_and_neighbours(attend, length, window):
+    """Alone, among five, and in a batch so large that no sequence is divided."""
+    counts = [5, *[1, 2, 3] * 6]
+    lengths = [length, *range(3, 21)]
+    batch = make_batch(attend.dtype, lengths, counts, kv_heads=2, group=3, window=window)
+    batch.k_cache.mul_(2)  # steeper, so that maxima differ from part to part
+    with using(1):
+        attend.check(batch)
+        wanted = attend.alone(batch)
+        assert torch.equal(attend(batch), wanted)
+    with using(3):
+        assert torch.equal(attend(batch), wanted)
+        first = replace(
+            batch, q=batch.q[:5], query_start=bounds([5]), seq_lens=batch.seq_lens[:1],
+            block_tables=batch.block_tables[:1],
+        )  # fmt: skip
+        assert torch.equal(attend(first), wanted[:5])
+
+
+def test_a_query_before_the_first_position_is_zero(attend):
+    """As the rows of a captured step that are not used."""
+    batch = make_batch(attend.dtype, [20, 9, 300], [4, 5, 5], group=2)
+    batch.seq_lens[1] = 2
+    got = attend(batch)
+    assert got[4:7].eq(0).all()
+    assert not got.isnan().any()
+    assert torch.equal(got, attend.alone(batch))
+
+
+def test_how_many_queries_are_taken(attend):
+    taken = [attend.most(group) for group in (1, 2, 3, 4, 8, 9, 256)]
+    floats = attend.dtype == torch.float32
+    assert taken == ([16, 12, 8, 6, 3, 2, 1] if floats else [16, 8, 5, 4, 2, 1, 1])
+    for group in (1, 3, 16):
+        most = attend.most(group)
+        batch = make_batch(attend.dtype, [50, 60], [most, most + 1], group=group)
+        got = attend(batch)
+        assert not got[:most].isnan().any()
+        assert got[most:].isnan().all()
+
+
+@pytest.mark.parametrize("count", [2, 5, 9])
+@pytest.mark.parametrize("dtype", ELEMENTS.values())
+def test_the_wrapper_chooses(dtype, count):
+    """By the number of queries: five of groups of 3 are decoded, nine are a prompt's part."""
+    batch = make_batch(dtype, [50, 90, 33], [1, count, 33], group=3)
+    if not cpu.takes_attention(batch.q, batch.k_cache, batch.v_cache):
+        pytest.skip(cpu.describe(dtype))
+    found = cpu.functions(dtype)
+    assert found is not None
+    got = wrapped(batch)
+    torch.testing.assert_close(got.double(), batch.expected(), **WRAPPED[dtype])
+    decoded = Attend(found, dtype)(batch)
+    few = count <= found.decode_queries(3)
+    assert torch.equal(got[: 1 + count], decoded[: 1 + count]) == few
+    without = make_batch(dtype, [50, 90], [1, count], group=3)  # nothing is a prompt's part, if few
+    torch.testing.assert_close(wrapped(without).double(), without.expected(), **WRAPPED[dtype])
 
 
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 63, 64, 65, 199, 200, 201])
@@ -135,7 +265,7 @@ def test_the_maximum_is_carried_from_tile_to_tile(attend):
     for factors in (rising, rising.flip(0), rising[torch.arange(256) * 77 % 256]):
         lengths = [256] + [1] * 63
         batch = decode_batch(attend.dtype, lengths, kv_heads=1, group=2, d=16, block_size=256)
-        batch.q.fill_(4)
+        batch.q.fill_(16)
         page = batch.k_cache[batch.block_tables[0, 0], 0]
         page.copy_(factors[:, None].to(attend.dtype).expand(256, 16))
         attend.check(batch)
@@ -179,10 +309,10 @@ def test_rows_of_length_zero_are_zero(attend):
 
 
 def test_sequences_with_other_numbers_of_queries_are_left_alone(attend):
-    batch = make_batch(attend.dtype, [50, 60, 7, 70], [1, 3, 0, 1])
+    batch = make_batch(attend.dtype, [50, 60, 7, 70], [1, 9, 0, 1])
     got = attend(batch)
-    assert got[1:4].isnan().all()
-    assert not got[[0, 4]].isnan().any()
+    assert got[1:10].isnan().all()
+    assert not got[[0, 10]].isnan().any()
 
 
 def test_nothing_to_do(attend):

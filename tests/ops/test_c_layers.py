@@ -1,147 +1,64 @@
 """All layers in one call of C against the same decoder layer by layer.
 
 Both use the same functions for the same rows, so their bits are the same. Layer by layer is
-compared with transformers, and each function with float64, in other tests.
+compared with transformers, and each function with float64, in other tests. Weights are in panels
+here on every processor, as `MINILLM_PANELS=1` has it.
 """
 
 import gc
 import threading
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.cache_spec import cache_spec
-from minillm.config import ModelConfig, RopeConfig
 from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
-from minillm.models.packing import pack_weights
-from minillm.ops import cpu
-from minillm.ops.batch import Batch
+from minillm.ops import cpu, cpu_layers
 from minillm.ops.cpu_layers import Layers, LayerShape
-
-BF16 = torch.bfloat16
-BASE = ModelConfig(
-    family="llama",
-    vocab_size=96,
-    hidden_size=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=96,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-3,
-)
-CONFIGS = {
-    "llama": BASE,
-    "tied": replace(BASE, tie_word_embeddings=True),
-    "mistral, with a window": replace(BASE, family="mistral", sliding_windows=(20, 20, 20)),
-    "a window in some layers": replace(BASE, sliding_windows=(None, 7, None)),
-    "qwen2, with biases": replace(BASE, family="qwen2", qkv_bias=True),
-    "biases everywhere": replace(BASE, qkv_bias=True, output_bias=True, mlp_bias=True),
-    "qwen3, with norms of heads": replace(BASE, family="qwen3", qk_norm=True, head_dim=32),
-    "a wide MLP": replace(BASE, intermediate_size=320),
-    "wide heads": replace(BASE, head_dim=96, num_heads=6, num_kv_heads=1),
-    "interleaved": replace(BASE, rope=RopeConfig(interleaved=True)),
-}
-BLOCK, NUM_BLOCKS = 4, 60
-
-pytestmark = pytest.mark.skipif(
-    not cpu.takes_panels(torch.zeros(32, 32, dtype=BF16)), reason="a processor without AMX"
+from tests.ops.c_variants import ELEMENTS, built, functions
+from tests.ops.small_decoders import (
+    BASE,
+    BF16,
+    BLOCK,
+    CONFIGS,
+    F32,
+    NUM_BLOCKS,
+    bits,
+    build,
+    check_near,
+    exact_steps,
+    forward,
+    new_cache,
+    steps,
 )
 
 
-def build(config: ModelConfig, seed: int = 0) -> Decoder:
-    """A packed model in which every parameter counts."""
-    model = Decoder(config, BF16)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            mean, std = (1.0, 0.3) if name.endswith("norm.weight") else (0.0, 0.15)
-            parameter.normal_(mean, std, generator=generator)
-    pack_weights(model)
-    return model
+@pytest.fixture(autouse=True)
+def panels(monkeypatch):
+    """On every processor that has C functions."""
+    if cpu.functions(F32) is None:
+        pytest.skip(cpu.describe(F32))
+    monkeypatch.setenv(cpu.PANELS, "1")
+
+
+@pytest.fixture(params=[BF16, F32], ids=["bf16", "float32"])
+def dtype(request) -> torch.dtype:
+    return request.param
 
 
 @pytest.fixture(params=CONFIGS)
-def model(request) -> Decoder:
-    return build(CONFIGS[request.param])
+def model(request, dtype) -> Decoder:
+    return build(CONFIGS[request.param], dtype=dtype)
 
 
 @pytest.fixture
 def llama() -> Decoder:
-    return build(BASE)
-
-
-def new_cache(model: Decoder) -> KVCache:
-    """A cache full of NaN: what is read before it is written shows."""
-    kv = KVCache(cache_spec(model.config), model.config.num_layers, NUM_BLOCKS, BLOCK, BF16)
-    kv.key.fill_(float("nan"))
-    kv.value.fill_(float("nan"))
-    return kv
-
-
-@dataclass
-class Sequence:
-    """Tokens, of which some are computed, and blocks for all."""
-
-    ids: Tensor
-    blocks: Tensor
-    done: int = 0
-
-
-def sequences(lengths: list[int], seed: int = 0) -> list[Sequence]:
-    generator = torch.Generator().manual_seed(seed)
-    order, made = torch.randperm(NUM_BLOCKS, generator=generator), []
-    for length in lengths:
-        count = -(-length // BLOCK)
-        ids = torch.randint(96, (length,), generator=generator)
-        made.append(Sequence(ids, order[:count]))
-        order = order[count:]
-    return made
-
-
-def next_batch(rows: list[tuple[Sequence, int]], padding: int = 0, unmapped: int = 0) -> Batch:
-    """The next tokens of some sequences; then padded rows of length 0, and rows of nobody."""
-    ids, positions, slots, counts, lengths = [], [], [], [], []
-    width = max(len(each.blocks) for each, _ in rows) + 1
-    tables = torch.full((len(rows) + padding, width), 2**40)
-    for row, (each, count) in enumerate(rows):
-        at = torch.arange(each.done, each.done + count)
-        ids.append(each.ids[at])
-        positions.append(at)
-        slots.append(each.blocks[at // BLOCK] * BLOCK + at % BLOCK)
-        each.done += count
-        counts.append(count)
-        lengths.append(each.done)
-        tables[row, : len(each.blocks)] = each.blocks
-    zeros = torch.zeros(padding + unmapped, dtype=torch.int64)
-    start = torch.tensor([0, *counts, *[1] * padding]).cumsum(0).int()
-    return Batch(
-        input_ids=torch.cat((*ids, zeros)),
-        positions=torch.cat((*positions, zeros)),
-        slot_mapping=torch.cat((*slots, zeros[:padding] - 1)),
-        query_start=start,
-        seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
-        block_tables=tables,
-        logits_indices=start[1:].long() - 1,
-        max_query_len=max(counts),
-    )
-
-
-def steps(padded: bool = True) -> list[Batch]:
-    """Whole prompts, chunks, single tokens and all of them at once."""
-    a, b, c = sequences([60, 41, 50])
-    made = [next_batch([(a, 33), (b, 7)]), next_batch([(a, 1), (b, 1)])]
-    made.append(next_batch([(a, 1), (b, 20), (c, 3)], unmapped=2 if padded else 0))
-    made.append(next_batch([(a, 1), (b, 1), (c, 1)], padding=3 if padded else 0))
-    made.append(next_batch([(a, 1), (b, 5), (c, 40)], padding=1 if padded else 0))
-    return [*made, *(next_batch([(a, 1), (b, 1), (c, 1)]) for _ in range(3))]
+    return build(BASE, dtype=BF16 if cpu.functions(BF16) is not None else F32)
 
 
 class Spy:
@@ -158,17 +75,6 @@ class Spy:
         return result
 
 
-@torch.inference_mode()
-def forward(model: Decoder, batch: Batch, kv: KVCache, at_once: bool = True) -> Tensor:
-    """Hidden states of the rows that belong to somebody."""
-    kept = model.all_layers
-    try:
-        model.all_layers = kept if at_once else None
-        return model(batch, kv)[: int(batch.query_start[-1])]
-    finally:
-        model.all_layers = kept
-
-
 def test_one_call_is_the_layers_one_by_one(model):
     spy, mine, theirs = Spy(model), new_cache(model), new_cache(model)
     for batch in steps():
@@ -176,25 +82,32 @@ def test_one_call_is_the_layers_one_by_one(model):
         assert torch.equal(got, expected)
         assert not got[: int(batch.query_start[len(batch.seq_lens.nonzero())])].isnan().any()
         for one, other in ((mine.key, theirs.key), (mine.value, theirs.value)):
-            assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+            assert torch.equal(bits(one), bits(other))
     assert spy.answers == [True] * len(steps())
 
 
-def test_one_call_is_near_to_float32(model):
-    """The same weights in float32, unpacked: nothing is left out on both paths alike."""
-    plain = Decoder(model.config, torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            mean, std = (1.0, 0.3) if name.endswith("norm.weight") else (0.0, 0.15)
-            drawn = torch.empty(parameter.shape, dtype=BF16)
-            parameter.copy_(drawn.normal_(mean, std, generator=generator))
-    kv, shape = new_cache(model), (model.config.num_layers, NUM_BLOCKS, BLOCK, torch.float32)
-    exact = KVCache(cache_spec(model.config), *shape)
-    for batch in steps(padded=False):
-        got, expected = forward(model, batch, kv).float(), forward(plain, batch, exact)
-        error = (got - expected).norm() / expected.norm()
-        assert error < 0.03
+def test_one_call_is_near_to_float64(model):
+    """Nothing is left out on both paths alike."""
+    kv = new_cache(model)
+    for batch, exact in zip(steps(padded=False), exact_steps(model.config), strict=True):
+        check_near(forward(model, batch, kv), exact)
+
+
+BUILDS = [("tiles in C", "BF16"), ("no tiles", "BF16"), ("no pairs", "BF16"), ("plain C", "BF16")]
+BUILDS += [("plain C", "F32"), ("baseline", "F32")]
+
+
+@pytest.mark.parametrize(("path", "element"), BUILDS)
+def test_every_kind_of_processor(path, element, monkeypatch):
+    """Products, attention and all else as compiled for it."""
+    found = functions(path, element)
+    usual = cpu.functions  # of float64 there are none
+    monkeypatch.setattr(cpu, "functions", lambda dtype: found if usual(dtype) else None)
+    monkeypatch.setattr(cpu_layers, "library", lambda element: built(path, element))
+    for name in ("biases everywhere", "qwen3, with norms of heads"):
+        model = build(CONFIGS[name], dtype=ELEMENTS[element])
+        test_one_call_is_the_layers_one_by_one(model)
+        test_one_call_is_near_to_float64(model)
 
 
 def test_two_caches_in_turn(llama):
@@ -203,7 +116,7 @@ def test_two_caches_in_turn(llama):
         expected = forward(llama, batch, caches[2], at_once=False)
         for kv in caches[:2]:
             assert torch.equal(forward(llama, batch, kv), expected)
-    assert torch.equal(caches[0].key.view(torch.int16), caches[2].key.view(torch.int16))
+    assert torch.equal(bits(caches[0].key), bits(caches[2].key))
     assert all(spy.answers)
 
 
@@ -261,7 +174,8 @@ def test_watched_operations_are_torch_s(llama):
 
 def test_another_attention_is_asked(llama):
     spec = cache_spec(BASE)
-    aside(llama, KVCache(spec, 3, NUM_BLOCKS, BLOCK, BF16, mode="invariant"))
+    dtype = llama.norm.weight.dtype
+    aside(llama, KVCache(spec, 3, NUM_BLOCKS, BLOCK, dtype, mode="invariant"))
 
 
 def test_sizes_that_are_not_whole_vectors_are_not_taken():

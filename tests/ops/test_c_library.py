@@ -25,6 +25,13 @@ exec {compiler} "$@"
 SOURCE = "int answer(void) {{ return {number}; }}\n"
 
 
+@pytest.fixture(autouse=True)
+def nothing_switched_off(monkeypatch) -> None:
+    """Whatever the environment of this test run leaves alone."""
+    for name in (c_library.SWITCH, "ATEN_CPU_CAPABILITY"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def sources(tmp_path, monkeypatch) -> Path:
     """Sources of one line, which compile at once."""

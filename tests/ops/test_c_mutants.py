@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm.ops import c_library, cpu
+from minillm.ops import c_library, cpu, cpu_layers
+from tests.ops import c_variants, small_decoders
 from tests.ops import test_c_decode as decode
+from tests.ops import test_c_halves as halves
+from tests.ops import test_c_layers as layers
 from tests.ops import test_c_linear as linear
 from tests.ops import test_c_rows as rows
 from tests.ops.c_variants import ELEMENTS, functions
@@ -30,6 +33,7 @@ class Mutant:
     found_by: Callable
     function: str
     element: c_library.Element = "F32"
+    path: str = "native"  # of PRODUCT_PATHS, where not all of them come this way
 
     @property
     def file(self) -> str:
@@ -90,19 +94,19 @@ def outside(c):
 
 
 def products(c):
-    linear.test_products(c[0], 96, 33, biased=True)
+    linear.test_products(linear.Panels(*c), 96, 33, biased=True)
 
 
 def gates(c):
-    linear.test_a_gated_product_is_the_product_and_then_the_gate(c[0], 32, biased=False)
+    linear.test_a_gated_product_is_the_product_and_then_the_gate(linear.Panels(*c), 32, biased=True)
 
 
 def embedded(c):
-    linear.test_an_embedding_s_rows(c[0])
+    linear.test_an_embedding_s_rows(linear.Panels(*c))
 
 
 def chunks(c):
-    linear.test_rows_in_several_chunks(c[0], 150, 8192, 40)
+    linear.test_rows_in_several_chunks(linear.Panels(*c), 150, 8192, 40)
 
 
 N, A, S, W, D, L = (
@@ -176,69 +180,111 @@ MUTANTS = {
     ),
     "exp of -infinity": Mutant(r"x < -87\.f \? -87\.f : x", "x", maxima, D),
     "what is behind a tile's end counts": Mutant(
-        r"TILE \+ i\] = -INFINITY", "TILE + i] = 0", tiles, D
+        r"(seen.end; i % LANES; i\+\+\) scores\[i\]) = -INFINITY", r"\1 = 0", tiles, D
     ),
-    "keys of a run's first position": Mutant(r"key \+ j \* k\.row", "key", tiles, D),
-    "values of a run's first position": Mutant(r"value \+ j \* v\.row", "value", tiles, D),
+    "keys of a run's first position": Mutant(r"key \+ j \* p->k\.row", "key", tiles, D),
+    "values of a run's first position": Mutant(r"value \+ j \* p->v\.row", "value", tiles, D),
     "columns behind the first 32": Mutant(r"first \+ j, 1, sums", "first, 1, sums", groups, D),
-    "the first head's keys": Mutant(r"\+ i, head \* k\.head, d", "+ i, 0, d", tiles, D),
-    "the first head's values": Mutant(r"count, head \* v\.head, dv", "count, 0, dv", tiles, D),
-    "a window of one less": Mutant(r"length - window : 0", "length - window + 1 : 0", windows, D),
-    "more than 4 heads": Mutant(r"TOGETHER, weights \+ g \* TILE", "TOGETHER, weights", groups, D),
-    "parts are not weighted": Mutant(r"state\[dim \+ 1\] \* weight", "state[dim + 1]", parts, D),
+    "the first head's keys": Mutant(
+        r"1, q \+ r, at, head \* p->k\.head", "1, q + r, at, 0", tiles, D
+    ),
+    "the first head's values": Mutant(r"begin, head \* p->v\.head, dv", "begin, 0, dv", tiles, D),
+    "a window of one less": Mutant(r"end - p->window : 0", "end - p->window + 1 : 0", windows, D),
+    "more than 4 heads": Mutant(r"weights \+ g \* TILE \+ seen", "weights + seen", groups, D),
+    "parts are not weighted": Mutant(r"\+ part\[dim \+ 1\] \* new", "+ part[dim + 1]", parts, D),
     "parts overlap": Mutant(
-        r"\(part \+ 1\) / parts;", "(part + 1) / parts + (part == 0);", parts, D
+        r"end = part_begin\(part \+ 1\)", "end = part_begin(part + 1) + (part == 0)", parts, D
     ),
     "rows of length 0 are left": Mutant(
-        r"if \(seq_lens\[b\] == 0\) memset", "if (0) memset", empty, D
+        r"if \(seen_by\(p, query\)\.end == 0\)", "if (0)", empty, D
     ),
-    "negative lengths": Mutant(r"seq_lens\[b\] < 0 \|\| used", "used", outside, D),
+    "negative lengths": Mutant(r"length < 0 \|\| used", "used", outside, D),
     "the last panel is whole": Mutant(
-        r"gated \|\| out - first > PANEL \? PANEL : out - first", "PANEL", products, L, "BF16"
+        r"gated \|\| out - first > PANEL \? PANEL : out - first", "PANEL", products, L
     ),
     "the bias is forgotten": Mutant(
-        r"floats\[j\] = load\(bias\[j\]\)", "floats[j] = 0", products, L, "BF16"
+        r"floats\[j\] = load\(bias\[j\]\)", "floats[j] = 0", products, L
     ),
-    "pairs are swapped": Mutant(
-        r"j \* 2 \+ k % 2\]", "j * 2 + 1 - k % 2]", products, "pack_panels", "BF16"
+    "the first panel's bias for both": Mutant(
+        r"i \? other : p\) \* PANEL", "p) * PANEL", products, L
     ),
-    "the second tile has the first's rows": Mutant(
-        r"x \+ 16 \* in \+ k, ", "x + k, ", products, L, "BF16"
+    "neighbouring pairs are swapped": Mutant(
+        r"j \* 2, line \+ i,", "j * 2, line + (i ^ 2),", products, "pack_panels"
     ),
-    "a gate is its own partner": Mutant(r"p \+ num_panels : p", "p : p", gates, L, "BF16"),
-    "gate for up, with more rows": Mutant(r"panel \+ out \* in, in", "panel, in", gates, L, "BF16"),
-    "the other panel of a pair is not written": Mutant(
-        r"i <= other - p", "i <= 0", products, L, "BF16"
+    "a gate is its own partner": Mutant(r"p \+ num_panels : p", "p : p", gates, L),
+    "gate for up, with more rows": Mutant(r"panel \+ out \* in, in", "panel, in", gates, L),
+    "the other panel of a pair is not written": Mutant(r"i <= other - p", "i <= 0", products, L),
+    "the panel before": Mutant(
+        r"\*panel = panels \+ p \* in", "*panel = panels + (p ? p - 1 : 0) * in", products, L
     ),
     "the row beside the embedding's": Mutant(
-        r"ids\[row\] % PANEL \* 2", "ids[row] % PANEL", embedded, "panel_rows", "BF16"
+        r"ids\[row\] % PANEL \* 2", "ids[row] % PANEL", embedded, "panel_rows"
     ),
-    "chunks begin at 0": Mutant(r"task / num_panels \* chunk, p", "0, p", chunks, L, "BF16"),
+    "chunks begin at 0": Mutant(r"task / num_panels \* chunk, p", "0, p", chunks, L),
+    "the second tile has the first's rows": Mutant(
+        r"x \+ 16 \* in \+ k, ", "x + k, ", products, L, "BF16", "tiles in C"
+    ),
+    "tiles of fewer rows": Mutant(
+        r"rows > 16 \? rows - 16 : 1", "1", products, L, "BF16", "tiles in C"
+    ),
+    "the same panel twice": Mutant(
+        r"_tile_loadd\(6, c, ", "_tile_loadd(6, b, ", products, L, "BF16", "tiles in C"
+    ),
+    "the second vector has the first's outputs": Mutant(
+        r"two = load_pairs\(b \+ 2 \* LANES\)",
+        "two = load_pairs(b)",
+        products,
+        L,
+        "BF16",
+        "no tiles",
+    ),
+    "one row for all": Mutant(
+        r"x \+ r \* in \+ k, two", "x + k, two", products, L, "BF16", "no tiles"
+    ),
+    "a row is left out": Mutant(
+        r"rows_by_panel\(3, x", "rows_by_panel(2, x", products, L, "BF16", "no tiles"
+    ),
+    "the second half of a panel is not computed": Mutant(
+        r"first < PANEL; first", "first < 2 * LANES; first", products, L, "BF16", "plain C"
+    ),
+    "the upper half of a word comes first": Mutant(
+        r"both & 0xffff0000", "both << 16", products, L, "BF16", "plain C"
+    ),
+    "odd inputs are left out": Mutant(
+        r"sum \+ b\.odd \* load\(x\[1\]\)", "sum", products, L, "BF16", "plain C"
+    ),
+    "even weights twice": Mutant(r"b\[2 \* i \+ 1\]", "b[2 * i]", products, L, "F32", "plain C"),
 }
 
 
 def mutated(mutant: Mutant, folder: Path) -> Path:
     """A library of the one file that matters, with the mistake."""
+    options = [*c_variants.PRODUCT_PATHS[mutant.path], f"-DELEMENT_{mutant.element}"]
+    names = mutant.file, "common.h"
+    return build_with(names, mutant.pattern, mutant.mistake, options, folder)
+
+
+def build_with(
+    names: tuple[str, ...], pattern: str, mistake: str, options: list[str], folder: Path
+) -> Path:
+    """The first of some files, where a pattern that they have once is replaced, as a library."""
     shutil.copytree(c_library.SOURCES, folder / "c")
     count = 0
-    for file in (folder / "c").iterdir():
-        if file.name in (mutant.file, "common.h"):
-            text, changes = re.subn(mutant.pattern, mutant.mistake, file.read_text())
-            file.write_text(text)
-            count += changes
-    assert count == 1, f"{mutant.pattern} is there {count} times"
-    options = [*c_library.FLAGS, *c_library.wide_vectors(), QUICKLY, f"-DELEMENT_{mutant.element}"]
-    command = [str(c_library.find_compiler()), *options]
-    c_library.build(command, [folder / "c" / mutant.file], folder / "mutant.so")
+    for name in names:
+        file = folder / "c" / name
+        text, changes = re.subn(pattern, mistake, file.read_text())
+        file.write_text(text)
+        count += changes
+    assert count == 1, f"{pattern} is there {count} times"
+    command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.wide_vectors(), QUICKLY]
+    c_library.build([*command, *options], [folder / "c" / names[0]], folder / "mutant.so")
     return folder / "mutant.so"
 
 
 def with_mistake(mutant: Mutant, folder: Path) -> cpu.Functions:
-    """The native functions, one of which is mistaken."""
-    right = functions("native", mutant.element)
+    """The functions of its path, one of which is mistaken."""
+    right = functions(mutant.path, mutant.element)
     model = getattr(right, mutant.function)
-    if model is None:
-        pytest.skip("a processor without AMX")
     wrong = getattr(c_library.load(mutated(mutant, folder)), mutant.function)
     wrong.restype, wrong.argtypes = model.restype, model.argtypes
     return replace(right, **{mutant.function: wrong})
@@ -249,8 +295,65 @@ def test_a_mistake_is_found(name, tmp_path):
     mutant = MUTANTS[name]
     dtype = ELEMENTS[mutant.element]
     threads = torch.get_num_threads()
-    mutant.found_by((functions("native", mutant.element), dtype))
+    mutant.found_by((functions(mutant.path, mutant.element), dtype))
     wrong = with_mistake(mutant, tmp_path)  # outside: a pattern that is not there is no finding
     with pytest.raises(AssertionError):
         mutant.found_by((wrong, dtype))
     assert torch.get_num_threads() == threads
+
+
+# ---- layers.c ------------------------------------------------------------------------------------
+
+
+def one_call():
+    config = small_decoders.CONFIGS["biases everywhere"]
+    layers.test_one_call_is_the_layers_one_by_one(small_decoders.build(config, dtype=F32))
+
+
+def by_halves():
+    config = small_decoders.CONFIGS["biases everywhere"]
+    halves.test_halves_are_the_outputs_of_attention_and_mlp(small_decoders.build(config, dtype=F32))
+
+
+def windowed():
+    config = small_decoders.CONFIGS["a window in some layers"]
+    layers.test_one_call_is_the_layers_one_by_one(small_decoders.build(config, dtype=F32))
+
+
+F32 = torch.float32
+LAYER_MUTANTS = {  # pattern, mistake, and who notices
+    "the output's bias is dropped": (r"l->o, l->o_bias", "l->o, 0", one_call),
+    "the MLP's bias is dropped": (r"l->down, l->down_bias", "l->down, 0", one_call),
+    "the other norm": (r"now->residual, l->mlp_norm", "now->residual, l->input_norm", one_call),
+    "the residual takes up x twice": (
+        r"now->x, now->residual, l->mlp_norm", "now->x, now->x, l->mlp_norm", one_call
+    ),
+    "the sum goes nowhere": (
+        r"l->mlp_norm, now->normed, now->residual", "l->mlp_norm, now->normed, now->wide", one_call
+    ),
+    "the residual does not begin": (r"if \(is_first\)", "if (is_first && 0)", one_call),
+    "no rotation": (r"now->cos, now->sin", "now->cos, now->cos", one_call),
+    "decoding sees everything": (r"stride, s->scale, l->window", "stride, s->scale, 0", windowed),
+    "the last layer is left out": (r"i < last; i\+\+", "i + 1 < last; i++", one_call),
+    "the first layer again": (r"&layers\[i\], s, now\);", "&layers[0], s, now);", one_call),
+    "every layer is the first": (r"now, i == 0", "now, i == first", by_halves),
+    "attention in both halves": (r"halves & ATTENTION", "halves", by_halves),
+    "the MLP in both halves": (r"halves & MLP", "halves", by_halves),
+    "the halves change places": (r"ATTENTION = 1, MLP = 2", "ATTENTION = 2, MLP = 1", by_halves),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYER_MUTANTS)
+def test_a_mistake_in_the_layers_is_found(name, tmp_path, monkeypatch):
+    """The other functions are the right ones, with which the mistaken file is linked."""
+    pattern, mistake, found_by = LAYER_MUTANTS[name]
+    monkeypatch.setenv(cpu.PANELS, "1")
+    if cpu.functions(F32) is None:
+        pytest.skip(cpu.describe(F32))
+    found_by()
+    others = "-Wl,--no-as-needed", str(c_library.find_or_build("F32"))
+    options = ["-DELEMENT_F32", *others]
+    wrong = c_library.load(build_with(("layers.c",), pattern, mistake, options, tmp_path))
+    monkeypatch.setattr(cpu_layers, "library", lambda element: wrong)
+    with pytest.raises(AssertionError):
+        found_by()

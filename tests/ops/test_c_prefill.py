@@ -1,5 +1,5 @@
 """The C function for prompts against the definition in float64, on every path that the processor
-and the compiler offer: tiles, pairs of bf16, wide vectors, and plain C."""
+and the compiler offer: tiles (real, or written in C), pairs of bf16, wide vectors, and plain C."""
 
 import random
 from ctypes import CDLL, c_float, c_int64, c_void_p
@@ -9,19 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm import machine
 from minillm.ops import c_library, cpu
 from minillm.ops.batch import Batch as FlatBatch
 from minillm.ops.batch import Pages
 from minillm_kernels import reference
+from tests.ops.c_variants import PRODUCT_PATHS, skip_without_instructions
 
-NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
-PATHS = {
-    "native": (),
-    "no tiles": NO_TILES,
-    "no pairs": (*NO_TILES, "-mno-avx512bf16"),
-    "plain C": ("-march=x86-64-v3",),
-}
+PATHS = PRODUCT_PATHS
 ELEMENTS = {"BF16": torch.bfloat16, "F32": torch.float32}
 TOLERANCE = {
     torch.bfloat16: {"atol": 0.012, "rtol": 0.008},
@@ -31,9 +25,7 @@ TOLERANCE = {
 
 @pytest.fixture(scope="module", params=PATHS)
 def path(request) -> str:
-    instructions = machine.cpu_instructions().split()
-    if request.param != "native" and "avx2" not in instructions:
-        pytest.skip("a path of x86-64 processors")
+    skip_without_instructions(request.param)
     return request.param
 
 

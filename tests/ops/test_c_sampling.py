@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from minillm.logprobs import describe
-from minillm.ops import c_library, cpu_sampling
+from minillm.ops import c_library, cpu, cpu_sampling
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
 from minillm.sampler import NO_TOKEN, SamplingRow, sample
@@ -43,8 +43,12 @@ EVERY_KIND = (
 
 @contextmanager
 def using(found: cpu_sampling.Functions | None):
-    """The sampler with these functions; with None it is torch."""
-    with patch.object(cpu_sampling, "functions", lambda dtype: found):
+    """The sampler with these functions, whether or not the engine has any here; with None it is
+    torch."""
+    with (
+        patch.object(cpu_sampling, "functions", lambda dtype: found),
+        patch.object(cpu, "functions", lambda dtype: found),
+    ):
         yield
 
 

@@ -74,6 +74,11 @@ SIZES = (
     Size("decode 1 x 32k, pages of 16", LONG, target=0.78),
     Size("decode 1 x 32k, pages of 64", LONG, block_size=64, target=0.78),
     Size("decode 1 x 2k, pages of 64", SHORT, block_size=64, bound="latency", target=6.0),
+    Size("verify 5 of 1 x 32k", ((5, 32768),), block_size=64, target=0.75, peers=("SDPA",)),
+    Size("verify 5 of 64 x 4k", ((5, 4096),) * 64, block_size=64, target=0.9, peers=("SDPA",)),
+    Size("verify 16 of 1 x 32k", ((16, 32768),), block_size=64, target=0.7, peers=("SDPA",)),
+    Size("verify 5 of 1 x 32k, batch-invariant", ((5, 32768),), block_size=64,
+         batch_invariant=True, peers=("usual",), peer_targets=FAST),
     Size("decode 64 x 4k, Qwen3-0.6B", MANY, num_heads=16, block_size=64, target=0.93),
     Size("prefill 1 x 2k", ((2048, 2048),), block_size=64, bound="matmul"),
     Size("prefill 2k behind 14k", ((2048, 16384),), block_size=64, bound="matmul"),
@@ -93,6 +98,7 @@ TOY: Mapping[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 TINY = (
     Size("toy decode", ((1, 40), (1, 9)), **TOY, target=0.93, peers=("SDPA",)),
     Size("toy decode, heads as rows", ((1, 40),), **TOY, tiles={"swap": False}, peers=()),
+    Size("toy verification", ((5, 40), (5, 40)), **TOY, peers=("SDPA",)),
     Size("toy mixed", ((1, 40), (5, 20)), **TOY, peers=("apart", "SDPA")),
     Size("toy batch-invariant", ((1, 40),), **TOY, batch_invariant=True, peers=("usual",)),
 )

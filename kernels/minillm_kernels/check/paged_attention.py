@@ -52,14 +52,8 @@ class Case:
         """The tiles of `form`, None for the launcher's own."""
         if self.form == "chosen":
             return None
-        tiles = Tiles(
-            block_n=BLOCK_N,
-            num_warps=4,
-            num_stages=2,
-            block_m=32,
-            swap=self.form in ("swap", "bulk"),
-            bulk=self.form == "bulk",
-        )
+        swap, bulk = self.form in ("swap", "bulk"), self.form == "bulk"
+        tiles = Tiles(BLOCK_N, num_warps=4, num_stages=2, block_m=32, swap=swap, bulk=bulk)
         return Config(tiles, tiles, tiles, self.splits, min_split_tiles=2, split_size=2 * BLOCK_N)
 
     @property
@@ -89,6 +83,17 @@ CASES = (
     Case(((1, 333), (2, 333)), num_kv_heads=1, form="swap", splits=4, dtype=BRAIN, block_size=256,
          seed=11),
     Case(((1, 300),), 8, 1, max_query_len=1, dtype=HALF, seed=12),
+    # Several queries of a sequence, 1 to 16 mixed; a graph's rows, of which some are not used.
+    Case(((5, 37), (1, 70), (3, 3), (2, 0), (0, 9)), max_query_len=5, splits=3, form="rows",
+         padding=2, seed=27),
+    Case(((5, 37), (16, 100), (4, 64)), 2, 1, 64, 32, max_query_len=16, splits=2, form="bulk",
+         dtype=BRAIN, seed=28),
+    Case(((9, 70), (1, 33), (16, 16)), 8, 1, 96, max_query_len=16, splits=3, form="swap",
+         dtype=HALF, block_size=5, seed=29),
+    Case(((16, 150), (7, 40)), 3, 3, 16, max_query_len=16, window=20, splits=4, form="rows",
+         soft_cap=4.0, seed=30),
+    Case(((5, 90), (2, 31)), 40, 1, 24, max_query_len=5, window=3, form="swap", seed=31),
+    Case(((3, 80), (30, 60), (1, 50)), 4, 2, form="rows", splits=2, seed=33),  # beside a chunk
     # Windows inside a tile, over pages, wider than the sequence; soft caps; logits of 1e4.
     Case(((1, 200), (40, 150)), 2, 1, window=33, form="rows", splits=3, seed=13),
     Case(((1, 90), (9, 90)), 2, 1, window=1, form="swap", block_size=5, dtype=HALF, seed=14),
@@ -106,6 +111,10 @@ CASES = (
     Case(((1, 150), (1, 40)), 8, 1, 16, 32, form="bulk", splits=2, window=50, dtype=HALF,
          batch_invariant=True, max_query_len=1, seed=23),
     Case(((1, 90), (30, 70)), batch_invariant=True, dtype=BRAIN, window=20, soft_cap=5.0, seed=24),
+    Case(((5, 150), (1, 40), (16, 70)), 4, 1, 16, form="rows", splits=2, dtype=HALF, padding=3,
+         batch_invariant=True, max_query_len=16, seed=34),
+    Case(((5, 150), (9, 9)), 3, 1, form="bulk", splits=2, window=40, block_size=32,
+         batch_invariant=True, max_query_len=9, seed=35),
     # Sizes of Llama-3.1-8B (a quarter of its heads) and Qwen3-0.6B (an eighth).
     Case(((1, 300), (20, 120)), 8, 2, 128, dtype=BRAIN, seed=25),
     Case(((1, 300), (70, 70)), 2, 1, 128, dtype=HALF, block_size=64, seed=26),
@@ -119,9 +128,10 @@ def random_case(rng: random.Random) -> Case:
     sequences = []
     for _ in range(rng.randint(1, 4)):
         seq_len = rng.choice((0, 1, *edges, rng.randint(2, 40), rng.randint(41, 250)))
-        most = min(seq_len, rng.choice((12, 90))) if seq_len else 3
+        most = min(seq_len, rng.choice((16, 90))) if seq_len else 3
         sequences.append((rng.choice((1, 1, rng.randint(0, most))), seq_len))
-    only_decode = all(query_len <= 1 for query_len, _ in sequences)
+    longest = max(query_len for query_len, _ in sequences)
+    room = rng.choice((max(longest, 1), paged_attention.FEW))  # of a graph, which may be more
     num_kv_heads = rng.choice((1, 1, 2))
     return Case(
         sequences=tuple(sequences),
@@ -136,7 +146,7 @@ def random_case(rng: random.Random) -> Case:
         form=rng.choice(FORMS),
         splits=rng.choice((None, 2, 5)),
         batch_invariant=rng.random() < 0.3,
-        max_query_len=1 if only_decode and rng.random() < 0.7 else None,
+        max_query_len=room if longest <= room and rng.random() < 0.7 else None,
         strided=rng.random() < 0.2,
         seed=rng.randrange(2**31),
     )
@@ -239,9 +249,9 @@ def verify(case: Case, device: str = "cpu", kernels: Any = paged_attention) -> N
 def verify_invariant(case: Case, device: str = "cpu", kernels: Any = paged_attention) -> None:
     """Mismatch if a row's bits depend on more than its query, its position and its keys.
 
-    The rows of the case together; each of its sequences alone, in chunks of 1 (splits in registers
-    and apart), of 7, and as a whole; in other block sizes, with wider tables and with
-    padding behind.
+    The rows of the case together; each of its sequences alone, in chunks of 1 and of 7 (splits in
+    registers and apart) and as a whole; in other block sizes, with wider tables and with padding
+    behind.
     """
     case = replace(case, batch_invariant=True, max_query_len=None)
     given = inputs(case, device)
@@ -269,7 +279,7 @@ def _in_chunks(
 ) -> Tensor:
     """The rows of one sequence, `chunk` at a time, from a cache of another block size.
 
-    Chunks of one row are one batch of decode rows, sequences which share their blocks.
+    Chunks of a few rows are one batch of decode rows, sequences which share their blocks.
     """
     seq_len = case.sequences[row][1]
     first = seq_len - (rows.stop - rows.start)  # position of the first query
@@ -294,13 +304,14 @@ def _in_chunks(
         rows.stop - rows.start,
         given.scale,
     )
-    if chunk > 1:
+    longest = max(query_lens)
+    if longest > paged_attention.FEW:
         return alone.run(case, kernels)
     config = case.config
     apart = None if config is None else replace(config, splits=2)
     inside = None if config is None else replace(config, splits=1)
-    out = alone.run(case, kernels, max_query_len=1, config=apart)
-    same = alone.run(case, kernels, max_query_len=1, config=inside)
+    out = alone.run(case, kernels, max_query_len=longest, config=apart)
+    same = alone.run(case, kernels, max_query_len=longest, config=inside)
     _same_bits(out, same, f"sequence {row} with splits apart")
     return out
 
@@ -344,18 +355,20 @@ def _launches() -> Iterator[Launch]:
     old_and_new = (80, 90, 100)
     forms: dict[str, dict[str, Any]] = {
         "decode": {"max_query_len": 1},
+        "verify 5": {"query_len": 5, "max_query_len": 5},
         "prefill": {"query_len": 2048, "num_sequences": 1, "max_query_len": 2048},
         "batch-invariant": {"batch_invariant": True},
     }
     cap = {"soft_cap": 50.0}
+    longest: dict[str, Any] = {"query_len": 16, "max_query_len": 16}
     models: tuple[tuple[str, tuple[int, int, int], tuple[int, ...], str, dict[str, Any]], ...] = (
-        ("Llama-3.1-8B", (32, 8, 128), (16, 64), "dpb", {}),
-        ("Llama-3.2-1B", (32, 8, 64), (16,), "dpb", {}),
-        ("Gemma-2-2b", (8, 4, 256), (16, 64), "dpb", cap),
+        ("Llama-3.1-8B", (32, 8, 128), (16, 64), "dvpb", {}),
+        ("Llama-3.2-1B", (32, 8, 64), (16,), "dvpb", {}),
+        ("Gemma-2-2b", (8, 4, 256), (16, 64), "dvpb", cap),
         ("Qwen3-0.6B", (16, 8, 128), (64,), "d", {}),
-        ("Qwen2.5-3B, groups of 8", (16, 2, 128), (16,), "dp", {}),
-        ("ChatGLM3-6B, groups of 16", (32, 2, 128), (64,), "dp", {}),
-        ("Phi-3-mini, no groups", (32, 32, 96), (64,), "dpb", {}),
+        ("Qwen2.5-3B, groups of 8", (16, 2, 128), (16,), "dvp", {}),
+        ("ChatGLM3-6B, groups of 16", (32, 2, 128), (64,), "dvp", {}),
+        ("Phi-3-mini, no groups", (32, 32, 96), (64,), "dvpb", {}),
     )
     for model, sizes, block_sizes, letters, options in models:
         for block_size in block_sizes:
@@ -369,6 +382,13 @@ def _launches() -> Iterator[Launch]:
                     yield Launch(name, partial(call, **more), old_and_new, copies)
     llama = partial(_launch, 32, 8, 128, 16, HALF)
     yield Launch("mixed with a window", partial(llama, query_len=32, window=4096), old_and_new)
+    many = partial(_launch, 32, 8, 128, 64, BRAIN, num_sequences=1, **longest)
+    yield Launch("verify 16 with a window", partial(llama, window=4096, **longest), old_and_new)
+    yield Launch("verify 16 of one long row", many, old_and_new, (90, 100))
+    large = partial(_launch, 8, 4, 256, 64, BRAIN, num_sequences=1, **longest | cap)
+    yield Launch("verify 16 of one long row, 256", large, old_and_new, (90, 100))
+    together = partial(many, batch_invariant=True)
+    yield Launch("verify 16 of one long row, batch-invariant", together, old_and_new, (90,))
     one = partial(llama, num_sequences=1, max_query_len=1)
     yield Launch("one long row", one, old_and_new)
     yield Launch("one long row, batch-invariant", partial(one, batch_invariant=True), old_and_new)

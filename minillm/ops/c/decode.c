@@ -1,80 +1,37 @@
-/* Attention of one new token per sequence over its pages, read in place (Kwon et al., 2023).
+/* Attention of a few new tokens per sequence over its pages, read in place (Kwon et al., 2023): one
+ * that is decoded, or some drafted ones to verify, which count as further query heads.
  *
  * A step reads every cached key and value once and does little with them, so what counts is that
  * they come at the speed of memory: no copy, rows asked for a tile ahead, and the query heads of a
  * KV head share each row. The softmax is online (Milakov and Gimelshein, 2018), a tile at a time.
  * A core waits for a dozen lines of memory at once, and that alone would be half its speed; where
- * it sees somebody walk through 4 KB, it fetches ahead by itself. So the next tile is asked for in
- * many places at once: a position of every head, then the next position.
+ * a program walks through 4 KB, it fetches ahead by itself. So the next tile is asked for in many
+ * places at once: a position of every head, then the next position.
  *
- * A task is a sequence, or a part of its positions where there are fewer sequences than threads
- * would like; parts are joined afterwards (Flash-Decoding, Dao et al., 2023).
+ * Positions are cut into parts, and parts into tiles, at fixed places; each part begins with empty
+ * sums, and parts are joined in ascending order (Flash-Decoding, Dao et al., 2023). A task is a
+ * sequence, or a part where there are fewer sequences than threads would like. So the bits of a
+ * query's result depend on its position, its keys and its window, but not on the batch, on other
+ * queries of its sequence or on the number of threads.
  */
 #include <omp.h>
 #include <stdlib.h>
-#include "common.h"
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "lanes.h"
 
-#define LANES 16
 #define TILE 64         /* positions between two looks at the maximum, at most */
 #define TILE_BYTES 4096 /* of a head's keys in a tile, at most */
-#define LEAST_PART 128  /* positions that are worth a task of their own */
+#define PART 128        /* positions of a part: worth a task of their own */
+#define FIRST_PARTS 8   /* so many are that short; */
+#define LATER_PART 512  /* those behind them are longer, for each part has sums to be joined */
 #define TASKS 4         /* per thread, so that none waits long for the last */
-#define TOGETHER 4    /* query heads whose sums are kept in registers together */
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t lanes __attribute__((vector_size(4 * LANES)));
-
-static inline vec load_floats(const float *p) {
-    vec v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-static inline vec load_elements(const element *p) {
-#if defined(ELEMENT_BF16) && defined(__AVX512F__)
-    __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
-    return (vec)_mm512_slli_epi32(words, 16);
-#elif defined(ELEMENT_BF16)
-    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-    typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-    halves h;
-    memcpy(&h, p, sizeof h);
-    return (vec)(__builtin_convertvector(h, words) << 16);
+#define TOGETHER 4      /* query heads whose sums are kept in registers together */
+#define MOST_QUERIES 16 /* of a sequence; and with all heads of a group, */
+#if defined(ELEMENT_BF16)
+#define MOST_ROWS 16 /* above which prefill.c is as fast, as measured with AVX-512 */
 #else
-    return load_floats(p);
+#define MOST_ROWS 24
 #endif
-}
-
-/* Sixteen lanes of a and b by their numbers; 0 to 15 are a's. */
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lanes){__VA_ARGS__})
-#endif
-#define LANES_OF(...) __VA_ARGS__
-
-/* One step of `sum_each`: halves every group of lanes of a and b, whose groups alternate. */
-#define JOIN(a, b, low, high) \
-    (SHUFFLE(a, b, LANES_OF low) + SHUFFLE(a, b, LANES_OF high))
-
-/* Lane i of the result is the sum of a[i]: 15 additions of vectors, where one sum after another
- * would take 64. */
-static inline vec sum_each(vec *a) {
-    for (int i = 0; i < 8; i++)
-        a[i] = JOIN(a[i], a[i + 8], (0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-                    (8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-    for (int i = 0; i < 4; i++)
-        a[i] = JOIN(a[i], a[i + 4], (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-                    (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
-    for (int i = 0; i < 2; i++)
-        a[i] = JOIN(a[i], a[i + 2], (0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-                    (2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
-    return JOIN(a[0], a[1], (0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-                (1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
-}
+#define ROUND_UP(n, step) (((n) + (step) - 1) / (step) * (step))
 
 /* Pages of keys or of values: [blocks, kv_heads, block_size, dim], strides in elements. */
 typedef struct {
@@ -82,26 +39,65 @@ typedef struct {
     int64_t block, head, row;
 } pages;
 
+/* A sequence and its queries, of which the last one stands at the last position. */
+typedef struct {
+    const element *q; /* [queries, kv_heads, group, d] */
+    pages k, v;
+    const int64_t *table;
+    int64_t block_size, length, queries, window, kv_heads, group, d, dv;
+    float scale;
+} problem;
+
+/* Some positions. */
+typedef struct {
+    int64_t begin, end;
+} range;
+
+/* Which positions a query sees; none if it stands before the first. */
+static inline range seen_by(const problem *p, int64_t query) {
+    int64_t end = p->length - p->queries + query + 1;
+    end = end > 0 ? end : 0;
+    return (range){p->window && end > p->window ? end - p->window : 0, end};
+}
+
+static inline int64_t part_begin(int64_t part) {
+    int64_t later = part - FIRST_PARTS;
+    return later < 0 ? part * PART : FIRST_PARTS * PART + later * LATER_PART;
+}
+
+static inline int64_t part_of(int64_t position) {
+    int64_t later = position - FIRST_PARTS * PART;
+    return later < 0 ? position / PART : FIRST_PARTS + later / LATER_PART;
+}
+
+/* The parts that the queries of a sequence see. */
+static inline range parts_of(const problem *p) {
+    return (range){part_of(seen_by(p, 0).begin), part_of(p->length - 1) + 1};
+}
+
 /* The rows of the first head at some positions; behind the last one, that one's again. */
 typedef struct {
     const element *keys[TILE], *values[TILE];
     int64_t begin, count;
 } tile;
 
+static inline int64_t tile_size(const problem *p) {
+    int64_t most = TILE_BYTES / (p->d * (int64_t)sizeof(element)) / LANES * LANES;
+    return most < LANES ? LANES : most < TILE ? most : TILE;
+}
+
 /* The tile that begins at a position, and ends before `end`. */
-static void find_tile(pages k, pages v, const int64_t *table, int64_t block_size, int64_t begin,
-                      int64_t end, int64_t d, tile *t) {
-    int64_t most = TILE_BYTES / (d * (int64_t)sizeof(element)) / LANES * LANES, i = 0;
-    most = most < LANES ? LANES : most < TILE ? most : TILE;
+static void find_tile(const problem *p, int64_t begin, int64_t end, tile *t) {
+    int64_t most = tile_size(p), i = 0, size = p->block_size;
     t->begin = begin;
     t->count = end - begin < most ? end - begin : most;
     while (i < t->count) {
-        int64_t block = table[(begin + i) / block_size], offset = (begin + i) % block_size;
-        const element *key = k.data + block * k.block + offset * k.row;
-        const element *value = v.data + block * v.block + offset * v.row;
-        int64_t run = block_size - offset < t->count - i ? block_size - offset : t->count - i;
-        for (int64_t j = 0; j < run; j++) t->keys[i + j] = key + j * k.row;
-        for (int64_t j = 0; j < run; j++) t->values[i + j] = value + j * v.row;
+        int64_t block = p->table[(begin + i) / size], offset = (begin + i) % size;
+        const element *key = p->k.data + block * p->k.block + offset * p->k.row;
+        const element *value = p->v.data + block * p->v.block + offset * p->v.row;
+        int64_t run = size - offset < t->count - i ? size - offset : t->count - i;
+        for (int64_t j = 0; j < run; j++) t->keys[i + j] = key + j * p->k.row;
+        for (int64_t j = 0; j < run; j++) t->values[i + j] = value + j * p->v.row;
         i += run;
     }
     for (; i % LANES; i++) t->keys[i] = t->keys[i - 1], t->values[i] = t->values[i - 1];
@@ -125,25 +121,38 @@ static inline void ask(wishes *w) {
     w->count--;
 }
 
-/* q . k of one query head for 16 keys, which begin `first` elements behind `rows`. */
-static inline vec score(const element *q, const element *const *rows, int64_t first, int64_t d) {
-    vec sums[LANES] = {0};
-    int64_t j = 0;
+/* q . k of one or two query heads for 16 keys, which begin `first` elements behind `rows`; eight at
+ * a time, so that their addresses and the sums of both heads are kept in registers. */
+static inline __attribute__((always_inline)) void score(
+    const int heads, const element *const *q, const element *const *rows, int64_t first, int64_t d,
+    float scale, float *scores) {
+    vec sums[2][LANES];
+    for (int half = 0; half < LANES; half += 8) {
+        vec sum[2][8] = {0};
+        int64_t j = 0;
 #if defined(ELEMENT_BF16) && defined(__AVX512BF16__)
-    for (; j + 2 * LANES <= d; j += 2 * LANES) { /* 32 products, by pairs, at once */
-        __m512bh part = (__m512bh)_mm512_loadu_si512(q + j);
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            sums[i] = (vec)_mm512_dpbf16_ps((__m512)sums[i], part,
-                                            (__m512bh)_mm512_loadu_si512(rows[i] + first + j));
-    }
+        for (; j + 2 * LANES <= d; j += 2 * LANES) /* 32 products, by pairs, at once */
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                __m512bh key = (__m512bh)_mm512_loadu_si512(rows[half + i] + first + j);
+                for (int h = 0; h < heads; h++)
+                    sum[h][i] = (vec)_mm512_dpbf16_ps((__m512)sum[h][i], key,
+                                                      (__m512bh)_mm512_loadu_si512(q[h] + j));
+            }
 #endif
-    for (; j < d; j += LANES) {
-        vec part = load_elements(q + j);
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) sums[i] += load_elements(rows[i] + first + j) * part;
+        for (; j < d; j += LANES)
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                vec key = load_elements(rows[half + i] + first + j);
+                for (int h = 0; h < heads; h++) sum[h][i] += key * load_elements(q[h] + j);
+            }
+        for (int h = 0; h < heads; h++)
+            for (int i = 0; i < 8; i++) sums[h][half + i] = sum[h][i];
     }
-    return sum_each(sums);
+    for (int h = 0; h < heads; h++) {
+        vec each = sum_each(sums[h]) * scale;
+        memcpy(scores + h * TILE, &each, sizeof each);
+    }
 }
 
 /* sums[g] += sum over positions of weights[g] * value, for `group` heads whose sums are `stride`
@@ -152,7 +161,7 @@ static inline vec score(const element *q, const element *const *rows, int64_t fi
 static inline __attribute__((always_inline)) void add_values(
     const int group, const float *weights, const element *const *rows, wishes *later,
     int64_t count, int64_t column, const int columns, float *sums, int64_t stride) {
-    vec sum[group][2];
+    vec sum[TOGETHER][2]; /* of a fixed size, or they would not be kept in registers */
     for (int g = 0; g < group; g++)
         for (int c = 0; c < columns; c++)
             sum[g][c] = load_floats(sums + g * stride + c * LANES);
@@ -189,31 +198,6 @@ static inline void add_all_values(int64_t group, const float *weights, const ele
 /* The state of one query head: the weighted values, the largest score, the sum of weights. */
 #define STATE(dim) ((dim) + 2)
 
-static inline vec larger(vec a, vec b) {
-    lanes chosen = a > b; /* all bits of a lane, or none */
-    return (vec)((chosen & (lanes)a) | (~chosen & (lanes)b));
-}
-
-/* The lanes of a vector, each exchanged with the one that many places on. */
-#define SWAP_8(a) SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
-#define SWAP_4(a) SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
-#define SWAP_2(a) SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
-#define SWAP_1(a) SHUFFLE(a, a, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
-
-static inline float largest(vec a) {
-    a = larger(a, SWAP_8(a));
-    a = larger(a, SWAP_4(a));
-    a = larger(a, SWAP_2(a));
-    return larger(a, SWAP_1(a))[0];
-}
-
-static inline float sum_of(vec a) {
-    a += SWAP_8(a);
-    a += SWAP_4(a);
-    a += SWAP_2(a);
-    return (a + SWAP_1(a))[0];
-}
-
 /* Scores of a tile, behind `count` -inf, become weights; what was summed before shrinks with the
  * new maximum. */
 static inline void reweigh(float *scores, int64_t count, float *state, int64_t dim) {
@@ -226,78 +210,187 @@ static inline void reweigh(float *scores, int64_t count, float *state, int64_t d
         for (int64_t j = i; j < i + LANES; j++) scores[j] = fast_exp(scores[j] - origin);
         sums += load_floats(scores + i);
     }
-    float shrink = fast_exp(state[dim] - origin);
+    float shrink = best == state[dim] ? 1.f : fast_exp(state[dim] - origin); /* mostly 1 */
     state[dim] = best;
     state[dim + 1] = state[dim + 1] * shrink + sum_of(sums);
     if (shrink != 1.f)
         for (int64_t j = 0; j < dim; j++) state[j] *= shrink;
 }
 
-/* Attention of all heads of q over positions begin .. end, into their states. */
-static void attend(const element *q, pages k, pages v, const int64_t *table, int64_t block_size,
-                   int64_t begin, int64_t end, float scale, int64_t kv_heads, int64_t group,
-                   int64_t d, int64_t dv, float *states) {
-    float weights[group * TILE];
-    tile tiles[2], *now = &tiles[0], *next = &tiles[1];
-    for (int64_t g = 0; g < kv_heads * group; g++) {
-        memset(states + g * STATE(dv), 0, (size_t)dv * sizeof(float));
-        states[g * STATE(dv) + dv] = -INFINITY;
-        states[g * STATE(dv) + dv + 1] = 0;
-    }
-    find_tile(k, v, table, block_size, begin, end, d, now);
-    while (now->count > 0) {
-        int64_t count = now->count;
-        find_tile(k, v, table, block_size, now->begin + count, end, d, next);
-        wishes keys = {next->keys, next->count, kv_heads, k.head, d, 0};
-        wishes values = {next->values, next->count, kv_heads, v.head, dv, 0};
-        for (int64_t head = 0; head < kv_heads; head++) {
-            const element *mine = q + head * group * d;
-            float *sums = states + head * group * STATE(dv);
-            for (int64_t i = 0; i < count; i += LANES)
-                for (int64_t g = 0; g < group; g++) {
-                    for (int64_t r = g; r < LANES; r += group) ask(&keys);
-                    vec scores = score(mine + g * d, now->keys + i, head * k.head, d);
-                    scores *= scale;
-                    memcpy(weights + g * TILE + i, &scores, sizeof scores);
-                }
-            for (int64_t g = 0; g < group; g++) {
-                for (int64_t i = count; i % LANES; i++) weights[g * TILE + i] = -INFINITY;
-                reweigh(weights + g * TILE, count, sums + g * STATE(dv), dv);
-            }
-            for (int64_t g = 0; g < group; g += TOGETHER)
-                add_all_values(group - g < TOGETHER ? group - g : TOGETHER, weights + g * TILE,
-                               now->values, g ? 0 : &values, count, head * v.head, dv,
-                               sums + g * STATE(dv), STATE(dv));
+/* The positions of a tile that a query sees, from the tile's first on. */
+static inline range seen_in(const problem *p, int64_t query, const tile *t) {
+    range seen = seen_by(p, query);
+    int64_t begin = seen.begin - t->begin, end = seen.end - t->begin;
+    return (range){begin > 0 ? begin : 0, end < t->count ? end : t->count};
+}
+
+/* One KV head of a tile: scores of all rows, their weights, and the values into the states. */
+static inline __attribute__((always_inline)) void meet(const problem *p, const tile *t,
+                                                       int64_t head, float *restrict weights,
+                                                       wishes *keys, wishes *values,
+                                                       float *states) {
+    int64_t group = p->group, rows = p->queries * group, dv = p->dv, count = t->count;
+    const element *q[rows];
+    for (int64_t query = 0, r = 0; query < p->queries; query++)
+        for (int64_t g = 0; g < group; g++, r++)
+            q[r] = p->q + ((query * p->kv_heads + head) * group + g) * p->d;
+    for (int64_t i = 0; i < count; i += LANES)
+        for (int64_t r = 0; r < rows; r += 2) {
+            for (int64_t a = r; a < LANES; a += ROUND_UP(rows, 2)) ask(keys), ask(keys);
+            float *scores = weights + r * TILE + i;
+            const element *const *at = t->keys + i;
+            if (r + 1 < rows) score(2, q + r, at, head * p->k.head, p->d, p->scale, scores);
+            else score(1, q + r, at, head * p->k.head, p->d, p->scale, scores);
         }
+    int whole = seen_in(p, p->queries - 1, t).begin == 0 && seen_in(p, 0, t).end == count;
+    for (int64_t r = 0, last; r < rows; r = last) { /* rows that see the same together */
+        range seen = seen_in(p, r / group, t);
+        last = whole ? rows : r + group;
+        if (seen.begin >= seen.end) continue;
+        int64_t first = seen.begin / LANES * LANES;
+        for (int64_t g = r; g < last; g++) {
+            float *scores = weights + g * TILE;
+            for (int64_t i = first; i < seen.begin; i++) scores[i] = -INFINITY;
+            for (int64_t i = seen.end; i % LANES; i++) scores[i] = -INFINITY;
+            reweigh(scores + first, seen.end - first, states + g * STATE(dv), dv);
+        }
+        for (int64_t g = r; g < last; g += TOGETHER)
+            add_all_values(last - g < TOGETHER ? last - g : TOGETHER,
+                           weights + g * TILE + seen.begin, t->values + seen.begin,
+                           g ? 0 : values, seen.end - seen.begin, head * p->v.head, dv,
+                           states + g * STATE(dv), STATE(dv));
+    }
+}
+
+/* Attention of all queries to a part, into states [kv_heads, queries, group]. Tiles begin at the
+ * part's begin, or a multiple of their size behind it. */
+static void attend(const problem *p, int64_t part, float *states) {
+    int64_t rows = p->queries * p->group, begin = part_begin(part), end = part_begin(part + 1);
+    int64_t first = seen_by(p, 0).begin - begin, size = tile_size(p);
+    float weights[rows * TILE];
+    tile tiles[2], *now = &tiles[0], *next = &tiles[1];
+    for (int64_t r = 0; r < p->kv_heads * rows; r++) {
+        float *state = states + r * STATE(p->dv);
+        memset(state, 0, (size_t)p->dv * sizeof(float));
+        state[p->dv] = -INFINITY;
+        state[p->dv + 1] = 0;
+    }
+    end = end < p->length ? end : p->length;
+    find_tile(p, first > 0 ? begin + first / size * size : begin, end, now);
+    while (now->count > 0) {
+        find_tile(p, now->begin + now->count, end, next);
+        wishes keys = {next->keys, next->count, p->kv_heads, p->k.head, p->d, 0};
+        wishes values = {next->values, next->count, p->kv_heads, p->v.head, p->dv, 0};
+        for (int64_t head = 0; head < p->kv_heads; head++)
+            meet(p, now, head, weights, &keys, &values, states + head * rows * STATE(p->dv));
         tile *done = now;
         now = next;
         next = done;
     }
 }
 
-/* Join the parts of one query head and write its output. */
-static void finish(const float *states, int64_t parts, int64_t stride, int64_t dim, element *out) {
-    float best = -INFINITY, total = 0, sums[dim];
-    memset(sums, 0, sizeof sums);
-    for (int64_t i = 0; i < parts; i++) {
-        float largest = states[i * stride + dim];
-        best = largest > best ? largest : best;
-    }
-    for (int64_t i = 0; i < parts; i++) {
-        const float *state = states + i * stride;
-        float weight = state[dim] == -INFINITY ? 0.f : fast_exp(state[dim] - best);
-        total += state[dim + 1] * weight;
-        for (int64_t j = 0; j < dim; j++) sums[j] += state[j] * weight;
-    }
-    for (int64_t j = 0; j < dim; j++) out[j] = store(sums[j] / total);
+/* Join a row's state with that of the next part. */
+static void join(float *state, const float *part, int64_t dim) {
+    float best = part[dim] > state[dim] ? part[dim] : state[dim];
+    float old = state[dim] == -INFINITY ? 0.f : fast_exp(state[dim] - best);
+    float new = part[dim] == -INFINITY ? 0.f : fast_exp(part[dim] - best);
+    for (int64_t j = 0; j < dim; j++) state[j] = state[j] * old + part[j] * new;
+    state[dim] = best;
+    state[dim + 1] = state[dim + 1] * old + part[dim + 1] * new;
 }
 
-/* For every sequence with exactly one query (others are left to prefill.c):
+/* The output of the rows of a KV head, from their states: [queries, heads, dv]. */
+static void finish(const problem *p, int64_t head, const float *states, element *out) {
+    int64_t dv = p->dv;
+    for (int64_t query = 0; query < p->queries; query++) {
+        element *to = out + (query * p->kv_heads + head) * p->group * dv;
+        if (seen_by(p, query).end == 0) {
+            memset(to, 0, (size_t)(p->group * dv) * sizeof(element));
+            continue;
+        }
+        for (int64_t g = 0; g < p->group; g++, to += dv) {
+            const float *state = states + (query * p->group + g) * STATE(dv);
+            for (int64_t j = 0; j < dv; j++) to[j] = store(state[j] / state[dv + 1]);
+        }
+    }
+}
+
+/* A whole sequence, with memory for two states of all its rows. */
+static void attend_all(const problem *p, float *states, element *out) {
+    int64_t rows = p->kv_heads * p->queries * p->group, size = STATE(p->dv);
+    range parts = parts_of(p);
+    for (int64_t part = parts.begin; part < parts.end; part++) {
+        float *mine = part == parts.begin ? states : states + rows * size;
+        attend(p, part, mine);
+        for (int64_t r = 0; mine != states && r < rows; r++)
+            join(states + r * size, mine + r * size, p->dv);
+    }
+    for (int64_t head = 0; head < p->kv_heads; head++)
+        finish(p, head, states + head * p->queries * p->group * size, out);
+}
+
+/* A KV head of a sequence whose parts have states of `stride` floats each. */
+static void join_all(const problem *p, int64_t head, float *states, int64_t stride, element *out) {
+    int64_t rows = p->queries * p->group, size = STATE(p->dv);
+    range parts = parts_of(p);
+    float *first = states + head * rows * size;
+    for (int64_t i = 1; i < parts.end - parts.begin; i++)
+        for (int64_t r = 0; r < rows; r++)
+            join(first + r * size, first + i * stride + r * size, p->dv);
+    finish(p, head, first, out);
+}
+
+/* The most queries of a sequence that `decode_attention` takes. */
+int64_t decode_queries(int64_t group) {
+    int64_t most = MOST_ROWS / group;
+    return most < 1 ? 1 : most < MOST_QUERIES ? most : MOST_QUERIES;
+}
+
+/* A flat batch: the arguments of `decode_attention`. */
+typedef struct {
+    const element *q;
+    element *out;
+    const int32_t *query_start, *seq_lens;
+    const int64_t *tables;
+    int64_t table_stride;
+} batch;
+
+/* Sequence b of a batch; without queries where it has too many. */
+static problem sequence(const problem *all, const batch *given, int64_t b) {
+    problem p = *all;
+    int64_t row = given->query_start[b], queries = given->query_start[b + 1] - row;
+    p.q = given->q + row * p.kv_heads * p.group * p.d;
+    p.table = given->tables + b * given->table_stride;
+    p.length = given->seq_lens[b];
+    p.queries = queries > decode_queries(p.group) ? 0 : queries;
+    return p;
+}
+
+/* Where the output of its first query goes. */
+static element *result(const problem *p, const batch *given, int64_t b) {
+    return given->out + given->query_start[b] * p->kv_heads * p->group * p->dv;
+}
+
+static int points_outside(const problem *p, const batch *given, int64_t sequences, int64_t n,
+                          int64_t num_blocks, int64_t columns) {
+    for (int64_t b = 0; b < sequences; b++) {
+        int64_t begin = given->query_start[b], end = given->query_start[b + 1];
+        int64_t length = given->seq_lens[b], used = (length + p->block_size - 1) / p->block_size;
+        if (length < 0 || used > columns || begin < 0 || begin > end || end > n) return 1;
+        for (int64_t i = 0; i < used; i++)
+            if ((uint64_t)given->tables[b * given->table_stride + i] >= (uint64_t)num_blocks)
+                return 1;
+    }
+    return 0;
+}
+
+/* For every sequence with 1 to `decode_queries` queries (others are left to prefill.c), causal: the
+ * last query of a sequence stands at its last position.
  *
  *   q [n, heads, d], out [n, heads, dv]
  *   strides[6]                   of blocks, heads and rows of k_cache, then of v_cache
  *   query_start [sequences + 1]  the row of each sequence's first query
- *   seq_lens [sequences]         its positions, the new one included; 0: the output is 0
+ *   seq_lens [sequences]         its positions, the new ones included; 0: the output is 0
  *   tables [sequences, columns]  its blocks, rows `table_stride` apart
  *   window                       how many of the latest positions are seen; 0: all
  *
@@ -310,49 +403,52 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
                          float scale, int64_t window, element *out, int64_t sequences,
                          int64_t heads, int64_t kv_heads, int64_t d, int64_t dv, int64_t n,
                          int64_t num_blocks, int64_t columns) {
-    pages k = {k_cache, strides[0], strides[1], strides[2]};
-    pages v = {v_cache, strides[3], strides[4], strides[5]};
-    int64_t group = heads / kv_heads, longest = 0;
-    if (sequences == 0) return 0;
+    problem all = {
+        .k = {k_cache, strides[0], strides[1], strides[2]},
+        .v = {v_cache, strides[3], strides[4], strides[5]},
+        .block_size = block_size,
+        .window = window,
+        .kv_heads = kv_heads,
+        .group = heads / kv_heads,
+        .d = d,
+        .dv = dv,
+        .scale = scale,
+    };
+    batch given = {q, out, query_start, seq_lens, tables, table_stride};
+    if (points_outside(&all, &given, sequences, n, num_blocks, columns)) return 2;
+    int64_t rows = 0, most = 0, work = 0, threads = omp_get_max_threads();
     for (int64_t b = 0; b < sequences; b++) {
-        int64_t used = (seq_lens[b] + block_size - 1) / block_size;
-        if (seq_lens[b] < 0 || used > columns) return 2;
-        if (query_start[b] < 0 || query_start[b] > query_start[b + 1]) return 2;
-        if (query_start[b + 1] > n) return 2;
-        for (int64_t i = 0; i < used; i++)
-            if ((uint64_t)tables[b * table_stride + i] >= (uint64_t)num_blocks) return 2;
-        if (seq_lens[b] > longest) longest = seq_lens[b];
+        problem p = sequence(&all, &given, b);
+        range parts = parts_of(&p);
+        if (p.queries == 0) continue;
+        rows = p.queries * heads > rows ? p.queries * heads : rows;
+        most = parts.end - parts.begin > most ? parts.end - parts.begin : most;
+        work += p.queries * p.length;
     }
-    if (window && longest > window) longest = window;
-    int64_t wanted = TASKS * omp_get_max_threads();
-    int64_t most = longest / LEAST_PART, parts = (wanted + sequences - 1) / sequences;
-    parts = parts < most ? parts : most;
-    if (parts < 1) parts = 1;
-    int64_t size = heads * STATE(dv);
-    float *states = malloc((size_t)(sequences * parts * size) * sizeof(float));
+    if (rows == 0) return 0;
+    int64_t divided = most > 1 && threads > 1 && sequences < TASKS * threads;
+    int64_t each = divided ? most : 1, size = rows * STATE(dv);
+    int64_t places = divided ? sequences * most : 2 * threads;
+    float *states = malloc((size_t)(places * size) * sizeof(float));
     if (!states) return 1;
-#pragma omp parallel for schedule(dynamic) if (sequences * longest > LEAST_PART)
-    for (int64_t task = 0; task < sequences * parts; task++) {
-        int64_t b = task / parts, part = task % parts;
-        int64_t row = query_start[b], length = seq_lens[b];
-        if (query_start[b + 1] - row != 1 || length == 0) continue;
-        int64_t first = window && length > window ? length - window : 0;
-        int64_t begin = first + (length - first) * part / parts;
-        int64_t end = first + (length - first) * (part + 1) / parts;
-        float *mine = states + task * size;
-        attend(q + row * heads * d, k, v, tables + b * table_stride, block_size, begin, end, scale,
-               kv_heads, group, d, dv, mine);
-        if (parts == 1)
-            for (int64_t h = 0; h < heads; h++)
-                finish(mine + h * STATE(dv), 1, size, dv, out + (row * heads + h) * dv);
-    }
-    for (int64_t b = 0; b < sequences; b++) {
-        if (query_start[b + 1] - query_start[b] != 1) continue;
-        element *rows = out + query_start[b] * heads * dv;
-        if (seq_lens[b] == 0) memset(rows, 0, (size_t)(heads * dv) * sizeof(element));
-        else if (parts > 1)
-            for (int64_t h = 0; h < heads; h++)
-                finish(states + b * parts * size + h * STATE(dv), parts, size, dv, rows + h * dv);
+#pragma omp parallel if (work > PART)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < sequences * each; task++) {
+            int64_t b = task / each, i = each - 1 - task % each; /* long parts first */
+            problem p = sequence(&all, &given, b);
+            range parts = parts_of(&p);
+            if (p.queries == 0 || i >= parts.end - parts.begin) continue;
+            if (divided) attend(&p, parts.begin + i, states + (b * most + i) * size);
+            else attend_all(&p, states + omp_get_thread_num() * 2 * size, result(&p, &given, b));
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < (divided ? sequences * kv_heads : 0); task++) {
+            int64_t b = task / kv_heads;
+            problem p = sequence(&all, &given, b);
+            if (p.queries == 0) continue;
+            join_all(&p, task % kv_heads, states + b * most * size, size, result(&p, &given, b));
+        }
     }
     free(states);
     return 0;

@@ -1,11 +1,17 @@
-/* All layers of a dense decoder in one call.
+/* All layers of a dense decoder in one call, or half a layer.
  *
  * A decode step of a small model is some three hundred operations of ten to a hundred microseconds,
  * and Python needs several for each before it begins. What does not change from step to step, the
  * weights and their order, is written down once; a step then only says where its rows are. A CUDA
  * graph does the same for a GPU.
+ *
+ * A layer is two halves, attention and MLP. Where several processes share a layer, each with some
+ * of its heads and some of its MLP, `x` is a part of a sum after each half: they add up their parts
+ * and go on (tensor parallelism; Shoeybi et al., 2019).
  */
 #include "common.h"
+
+enum { ATTENTION = 1, MLP = 2 }; /* the halves of a layer */
 
 /* Weights and cache of one layer; pointers that may be NULL are marked so. Python fills this in
  * (`minillm/ops/cpu_layers.py`): the fields stand there in the same order. */
@@ -13,7 +19,7 @@ typedef struct {
     const element *input_norm, *mlp_norm;
     const element *qkv, *qkv_bias;       /* panels [.., hidden]; bias: NULL */
     const element *q_norm, *k_norm;      /* NULL */
-    const element *o, *o_bias;           /* bias: NULL */
+    const element *o, *o_bias;           /* bias: NULL; of several processes one has it */
     const element *gate_up, *gate_up_bias;
     const element *down, *down_bias;
     element *k_cache, *v_cache;          /* [blocks, kv_heads, block_size, head_dim] */
@@ -52,6 +58,7 @@ int64_t decode_attention(const element *, const element *, const element *, cons
                          int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t, float,
                          int64_t, element *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
+int64_t decode_queries(int64_t);
 int64_t prefill_attention(const element *, const element *, const element *, const int64_t *,
                           int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t,
                           float, int64_t, element *, int64_t, int64_t, int64_t, int64_t, int64_t,
@@ -59,49 +66,64 @@ int64_t prefill_attention(const element *, const element *, const element *, con
 void panel_product(const element *, const element *, const element *, element *, int64_t, int64_t,
                    int64_t, int64_t);
 
-static int64_t attention(const layer *l, const shape *s, const step *now) {
+static int64_t attend(const layer *l, const shape *s, const step *now) {
     int64_t d = s->head_dim;
     int64_t status = decode_attention(
         now->narrow, l->k_cache, l->v_cache, s->cache_strides, s->block_size, now->query_start,
         now->seq_lens, now->tables, now->table_stride, s->scale, l->window, now->attended,
         now->sequences, s->heads, s->kv_heads, d, d, now->n, s->num_blocks, now->columns);
-    if (status || now->max_query_len == 1) return status;
+    int64_t few = decode_queries(s->heads / s->kv_heads);
+    if (status || now->max_query_len <= few) return status;
     return prefill_attention(now->narrow, l->k_cache, l->v_cache, s->cache_strides, s->block_size,
                              now->query_start, now->seq_lens, now->tables, now->table_stride,
                              s->scale, l->window, now->attended, now->sequences, s->heads,
-                             s->kv_heads, d, d, 2);
+                             s->kv_heads, d, d, few + 1);
 }
 
-/* x [n, hidden] through all layers. In the end `residual` is the sum of everything but the last
- * MLP's output, which is in `x`. Returns 0, or what went wrong: 1 and 2 as decode_attention, 3 a
- * slot outside the cache. */
-int64_t run_layers(const layer *layers, int64_t count, const shape *s, const step *now) {
+/* x, which the residual takes up -> the attention of its norm, in x. The first layer begins the
+ * residual. */
+static int64_t attention_half(const layer *l, const shape *s, const step *now, int64_t is_first) {
     int64_t n = now->n, hidden = s->hidden;
     int64_t qkv = (s->heads + 2 * s->kv_heads) * s->head_dim;
-    for (int64_t i = 0; i < count; i++) {
-        const layer *l = &layers[i];
-        if (i == 0) {
-            memcpy(now->residual, now->x, (size_t)(n * hidden) * sizeof(element));
-            rms_norm(now->x, hidden, l->input_norm, now->normed, n, hidden, s->eps);
-        } else {
-            add_rms_norm(now->x, now->residual, l->input_norm, now->normed, now->residual, n,
-                         hidden, s->eps);
-        }
-        panel_product(now->normed, l->qkv, l->qkv_bias, now->wide, n, hidden, qkv, 0);
-        if (norm_rope_write(now->wide, l->q_norm, l->k_norm, s->qk_eps, now->cos, now->sin,
-                            s->interleaved, l->k_cache, l->v_cache, s->cache_strides[0],
-                            s->cache_strides[1], s->block_size, now->slots, now->num_slots,
-                            now->narrow, n, s->heads, s->kv_heads, s->head_dim,
-                            s->num_blocks * s->block_size))
-            return 3;
-        int64_t status = attention(l, s, now);
-        if (status) return status;
-        panel_product(now->attended, l->o, l->o_bias, now->x, n, s->heads * s->head_dim, hidden, 0);
-        add_rms_norm(now->x, now->residual, l->mlp_norm, now->normed, now->residual, n, hidden,
+    if (is_first) {
+        memcpy(now->residual, now->x, (size_t)(n * hidden) * sizeof(element));
+        rms_norm(now->x, hidden, l->input_norm, now->normed, n, hidden, s->eps);
+    } else {
+        add_rms_norm(now->x, now->residual, l->input_norm, now->normed, now->residual, n, hidden,
                      s->eps);
-        panel_product(now->normed, l->gate_up, l->gate_up_bias, now->narrow, n, hidden,
-                      s->intermediate, 1);
-        panel_product(now->narrow, l->down, l->down_bias, now->x, n, s->intermediate, hidden, 0);
+    }
+    panel_product(now->normed, l->qkv, l->qkv_bias, now->wide, n, hidden, qkv, 0);
+    if (norm_rope_write(now->wide, l->q_norm, l->k_norm, s->qk_eps, now->cos, now->sin,
+                        s->interleaved, l->k_cache, l->v_cache, s->cache_strides[0],
+                        s->cache_strides[1], s->block_size, now->slots, now->num_slots, now->narrow,
+                        n, s->heads, s->kv_heads, s->head_dim, s->num_blocks * s->block_size))
+        return 3;
+    int64_t status = attend(l, s, now);
+    if (status) return status;
+    panel_product(now->attended, l->o, l->o_bias, now->x, n, s->heads * s->head_dim, hidden, 0);
+    return 0;
+}
+
+/* x, which the residual takes up -> the MLP of its norm, in x. */
+static void mlp_half(const layer *l, const shape *s, const step *now) {
+    int64_t n = now->n, hidden = s->hidden;
+    add_rms_norm(now->x, now->residual, l->mlp_norm, now->normed, now->residual, n, hidden, s->eps);
+    panel_product(now->normed, l->gate_up, l->gate_up_bias, now->narrow, n, hidden, s->intermediate,
+                  1);
+    panel_product(now->narrow, l->down, l->down_bias, now->x, n, s->intermediate, hidden, 0);
+}
+
+/* x [n, hidden] through the halves `halves` of the layers from `first` to before `last`. In the end
+ * `residual` is the sum of everything but the last half's output, which is in `x`. Returns 0, or
+ * what went wrong: 1 and 2 as decode_attention, 3 a slot outside the cache. */
+int64_t run_layers(const layer *layers, int64_t first, int64_t last, int64_t halves, const shape *s,
+                   const step *now) {
+    for (int64_t i = first; i < last; i++) {
+        if (halves & ATTENTION) {
+            int64_t status = attention_half(&layers[i], s, now, i == 0);
+            if (status) return status;
+        }
+        if (halves & MLP) mlp_half(&layers[i], s, now);
     }
     return 0;
 }

@@ -1,65 +1,59 @@
-/* y = x W^T + b in bf16 on processors with AMX (Intel, from Sapphire Rapids on).
+/* y = x W^T + b with a weight that is stored once and for all in the order in which it is read.
  *
- * AMX multiplies tiles: A, 16 rows of 32 bf16, by B, 16 rows of 16 pairs, into 16 x 16 float32. A
- * pair is two neighbours along the inner dimension, so a weight is stored once and for all as B
- * wants it, in panels of 32 outputs (two tiles beside each other):
+ * Both AMX and AVX-512 multiply pairs of bf16, neighbours along the inner dimension. So a weight
+ * lies in panels of 32 outputs, two tiles or two vectors, and in a panel pair behind pair:
  *
  *   W [out, in]  ->  panels [out / 32, in / 2, 32, 2]     panels[p, k, j, e] = W[32 p + j, 2 k + e]
  *
  * A thread walks its panels from front to back, so that a decode step reads each weight once, in
  * one stream, which it asks for ahead of time: with one row the product is as fast as memory.
+ *
+ * Rows of x by a panel are multiplied by tiles, where the processor has them and Linux lends them,
+ * or else by vectors. All that is around it is the same for both.
  */
-#if defined(ELEMENT_BF16) && defined(__AMX_BF16__) && defined(__linux__)
-#include <immintrin.h>
 #include <omp.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#include "common.h"
+#include "vectors.h"
 
 #define PANEL 32          /* outputs */
-#define STEP 32           /* inputs that one tile instruction takes */
+#define STEP 32           /* inputs that one tile instruction takes; `in` is a multiple */
 #define ROWS 32           /* rows of x that are worked on together: two tiles */
+#define FEW 16            /* rows up to which panels are taken by pairs: one tile */
 #define AHEAD 2048        /* bytes from where a weight is used to where the next is asked for */
 #define CHUNK_BYTES 1048576 /* of x, half of a large L2: each panel comes once per chunk */
 
-/* Linux hands the tile registers out on demand (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
-int64_t has_panels(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+/* Whether Linux lends tiles; it is asked once. */
+static int with_tiles(void) {
+    static int known; /* 0: not asked yet; threads that ask at once get the same answer */
+    if (!known) known = find_tiles() ? 1 : -1;
+    return known > 0;
+}
 
+/* What multiplies here: 2 tiles, 1 vectors of bf16 pairs, 0 float32. */
+int64_t panel_unit(void) { return with_tiles() ? 2 : PAIR == 2; }
+
+/* W -> panels, a line of memory (of bf16) of each row at a time; rows behind the last are 0. */
 void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
 #pragma omp parallel for
     for (int64_t p = 0; p < (out + PANEL - 1) / PANEL; p++)
-        for (int64_t j = 0; j < PANEL; j++)
-            for (int64_t k = 0; k < in; k++) {
-                int64_t row = p * PANEL + j; /* rows behind the last are 0 */
-                panels[(p * (in / 2) + k / 2) * PANEL * 2 + j * 2 + k % 2] =
-                    row < out ? w[row * in + k] : 0;
+        for (int64_t k = 0; k < in; k += STEP) {
+            element *to = panels + (p * in + k) * PANEL;
+            for (int64_t j = 0; j < PANEL; j++) {
+                element line[STEP] = {0};
+                int64_t row = p * PANEL + j;
+                if (row < out) memcpy(line, w + row * in + k, sizeof line);
+                for (int64_t i = 0; i < STEP; i += 2)
+                    memcpy(to + i * PANEL + j * 2, line + i, 2 * sizeof(element));
             }
+        }
 }
 
-/* Tiles 0 to 3 are sums, 4 and 5 rows of x, `first` and `second` of them, 6 and 7 the halves of a
- * panel. */
-static void shape_tiles(int64_t first, int64_t second) {
-    struct {
-        uint8_t palette, start_row, unused[14];
-        uint16_t bytes_per_row[16];
-        uint8_t rows[16];
-    } tiles = {.palette = 1};
-    uint8_t one = (uint8_t)first, two = (uint8_t)second;
-    uint8_t counts[8] = {one, one, two, two, one, two, 16, 16};
-    memcpy(tiles.rows, counts, 8);
-    for (int i = 0; i < 8; i++) tiles.bytes_per_row[i] = 64;
-    __asm__ volatile("" ::"r"(&tiles) : "memory"); /* GCC takes these stores for useless */
-    _tile_loadconfig(&tiles);
-}
-
-/* All that tiles will read is stored; GCC does not know that they do. */
-#define FENCE __asm__ volatile("" ::: "memory")
-
+#if defined(AMX)
 /* Up to 32 rows of x [.., in] by one panel, into sums [rows, 32]. */
-static inline __attribute__((always_inline)) void multiply(const int two, const int prefetch,
-                                                           const element *x, const element *panel,
-                                                           int64_t in, float *sums) {
-    FENCE;
+static inline __attribute__((always_inline)) void tiles_by_panel(const int two, const int prefetch,
+                                                                 const element *x,
+                                                                 const element *panel, int64_t in,
+                                                                 float *sums) {
+    ALL_STORED;
     _tile_zero(0);
     _tile_zero(1);
     if (two) {
@@ -92,9 +86,9 @@ static inline __attribute__((always_inline)) void multiply(const int two, const 
 
 /* Up to 16 rows by two panels at once, into sums and others [rows, 32]: two streams of memory, and
  * half as many loads of x. */
-static void multiply_pair(const element *x, const element *panel, const element *other, int64_t in,
+static void tiles_by_pair(const element *x, const element *panel, const element *other, int64_t in,
                           float *sums, float *others) {
-    FENCE;
+    ALL_STORED;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -119,6 +113,126 @@ static void multiply_pair(const element *x, const element *panel, const element 
     _tile_stored(1, sums + 16, PANEL * 4);
     _tile_stored(2, others, PANEL * 4);
     _tile_stored(3, others + 16, PANEL * 4);
+}
+
+
+/* Up to 32 rows by one panel, with tiles of the right shape; the rows they have now are `shaped`. */
+static inline void tiles_of_rows(const element *x, const element *panel, int64_t in, int64_t rows,
+                                 int first, int64_t *shaped, float *sums) {
+    if (rows != *shaped) shape_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 1);
+    *shaped = rows;
+    if (rows <= 16) tiles_by_panel(0, first, x, panel, in, sums);
+    else if (first) tiles_by_panel(1, 1, x, panel, in, sums);
+    else tiles_by_panel(1, 0, x, panel, in, sums);
+}
+#endif
+
+#if PAIR == 2
+typedef vec pairs; /* LANES pairs of bf16 */
+
+static inline pairs load_pairs(const element *b) { return load_vec(b); }
+
+/* sum + a pair of inputs times the pairs of LANES outputs. */
+static inline vec add_pair(vec sum, const element *x, pairs b) {
+    word both;
+    memcpy(&both, x, sizeof both);
+    return multiply_add(sum, both, b);
+}
+#else
+typedef struct {
+    vec even, odd;
+} pairs;
+
+static inline pairs load_pairs(const element *b) {
+    pairs p;
+#if defined(ELEMENT_BF16)
+    words both;
+    memcpy(&both, b, sizeof both);
+    p.even = (vec)(both << 16); /* the lower half of a word is the first of its pair */
+    p.odd = (vec)(both & 0xffff0000);
+#else
+    float even[LANES], odd[LANES];
+    for (int i = 0; i < LANES; i++) even[i] = b[2 * i], odd[i] = b[2 * i + 1];
+    p.even = load_vec(even), p.odd = load_vec(odd);
+#endif
+    return p;
+}
+
+static inline vec add_pair(vec sum, const element *x, pairs b) {
+    sum += b.even * load(x[0]);
+    return sum + b.odd * load(x[1]);
+}
+#endif
+
+/* `rows` rows of x [.., in] by one panel, into sums [rows, 32]. */
+static inline __attribute__((always_inline)) void rows_by_panel(const int rows, const element *x,
+                                                                const element *panel, int64_t in,
+                                                                float *sums) {
+    for (int first = 0; first < PANEL; first += 2 * LANES) {
+        vec left[8] = {0}, right[8] = {0};
+        const element *b = panel + 2 * first;
+        for (int64_t k = 0; k < in; k += 2, b += 2 * PANEL) {
+            __builtin_prefetch((const char *)b + AHEAD);
+            __builtin_prefetch((const char *)b + AHEAD + 64);
+            pairs one = load_pairs(b), two = load_pairs(b + 2 * LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                left[r] = add_pair(left[r], x + r * in + k, one);
+                right[r] = add_pair(right[r], x + r * in + k, two);
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            store_vec(sums + r * PANEL + first, left[r]);
+            store_vec(sums + r * PANEL + first + LANES, right[r]);
+        }
+    }
+}
+
+/* The same for any number of rows: M_STEP at a time stay in registers. */
+static void vectors_by_panel(const element *x, const element *panel, int64_t in, int64_t rows,
+                             float *sums) {
+    for (; rows > 0; rows -= M_STEP, x += M_STEP * in, sums += M_STEP * PANEL)
+        switch (rows < M_STEP ? rows : M_STEP) {
+            case 1: rows_by_panel(1, x, panel, in, sums); break;
+            case 2: rows_by_panel(2, x, panel, in, sums); break;
+            case 3: rows_by_panel(3, x, panel, in, sums); break;
+#if M_STEP > 4
+            case 4: rows_by_panel(4, x, panel, in, sums); break;
+            case 5: rows_by_panel(5, x, panel, in, sums); break;
+            case 6: rows_by_panel(6, x, panel, in, sums); break;
+            case 7: rows_by_panel(7, x, panel, in, sums); break;
+#endif
+            default: rows_by_panel(M_STEP, x, panel, in, sums);
+        }
+}
+
+/* Up to 16 rows by two panels, which may be the same, into sums and others [rows, 32]. */
+static inline void multiply_pair(int amx, const element *x, const element *panel,
+                                 const element *other, int64_t in, int64_t rows, float *sums,
+                                 float *others) {
+#if defined(AMX)
+    if (amx) {
+        tiles_by_pair(x, panel, other, in, sums, others);
+        return;
+    }
+#endif
+    (void)amx;
+    vectors_by_panel(x, panel, in, rows, sums);
+    if (other != panel) vectors_by_panel(x, other, in, rows, others);
+}
+
+/* Up to 32 rows by one panel. Only tiles care whether it is the first time for this panel, and for
+ * how many rows they are shaped. */
+static inline void multiply_rows(int amx, const element *x, const element *panel, int64_t in,
+                                 int64_t rows, int first, int64_t *shaped, float *sums) {
+#if defined(AMX)
+    if (amx) {
+        tiles_of_rows(x, panel, in, rows, first, shaped, sums);
+        return;
+    }
+#endif
+    (void)amx, (void)first, (void)shaped;
+    vectors_by_panel(x, panel, in, rows, sums);
 }
 
 /* The biases of a panel's outputs, 0 where there are none. Not read where they are added: GCC would
@@ -158,16 +272,17 @@ static inline int64_t columns_of(int64_t first, int64_t out, int64_t gated) {
 static void few_rows(const element *x, const element *panels, const element *bias, element *y,
                      int64_t n, int64_t in, int64_t out, int64_t gated) {
     int64_t num_panels = (out + PANEL - 1) / PANEL;
+    int amx = with_tiles();
 #pragma omp parallel
     {
-        float sums[2][16 * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
+        float sums[2][FEW * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
         int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
         int64_t end = num_panels * (thread + 1) / threads;
-        shape_tiles(n, n);
+        take_tiles(amx, n, n);
         for (int64_t p = num_panels * thread / threads; p < end; p += gated ? 1 : 2) {
             int64_t other = gated ? p + num_panels : p + 1 < end ? p + 1 : p;
-            multiply_pair(x, panels + p * PANEL * in, panels + other * PANEL * in, in, sums[0],
-                          sums[1]);
+            multiply_pair(amx, x, panels + p * PANEL * in, panels + other * PANEL * in, in, n,
+                          sums[0], sums[1]);
             for (int64_t i = 0; i < 2; i++) {
                 int64_t first = (i ? other : p) * PANEL;
                 read_bias(bias ? bias + first : 0, columns_of(first, out, gated), biases[i]);
@@ -180,18 +295,8 @@ static void few_rows(const element *x, const element *panels, const element *bia
                 write_rows(sums[i], biases[i], y + (p + i) * PANEL, n,
                            columns_of((p + i) * PANEL, out, 0), out);
         }
-        _tile_release();
+        give_tiles_back(amx);
     }
-}
-
-/* Up to 32 rows of x by one panel, with tiles of the right shape. */
-static inline void multiply_rows(const element *x, const element *panel, int64_t in, int64_t rows,
-                                 int first, int64_t *shaped, float *sums) {
-    if (rows != *shaped) shape_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 1);
-    *shaped = rows;
-    if (rows <= 16) multiply(0, first, x, panel, in, sums);
-    else if (first) multiply(1, 1, x, panel, in, sums);
-    else multiply(1, 0, x, panel, in, sums);
 }
 
 /* x [n, in], panels, bias [out] or NULL -> y [n, out]; `in` is a multiple of 32. If `gated`, the
@@ -202,8 +307,9 @@ static inline void multiply_rows(const element *x, const element *panel, int64_t
 void panel_product(const element *x, const element *panels, const element *bias, element *y,
                    int64_t n, int64_t in, int64_t out, int64_t gated) {
     if (n <= 0) return;
-    if (n <= 16) return few_rows(x, panels, bias, y, n, in, out, gated);
+    if (n <= FEW) return few_rows(x, panels, bias, y, n, in, out, gated);
     int64_t num_panels = (out + PANEL - 1) / PANEL;
+    int amx = with_tiles();
     int64_t chunk = CHUNK_BYTES / (in * 2) / ROWS * ROWS;
     if (chunk < ROWS) chunk = ROWS;
     int64_t tasks = num_panels * ((n + chunk - 1) / chunk);
@@ -225,16 +331,17 @@ void panel_product(const element *x, const element *panels, const element *bias,
                 int64_t rows = end - row < ROWS ? end - row : ROWS;
                 const element *part = x + row * in;
                 element *to = y + row * out + p * PANEL;
-                multiply_rows(part, panel, in, rows, row == begin, &shaped, sums[0]);
+                multiply_rows(amx, part, panel, in, rows, row == begin, &shaped, sums[0]);
                 if (gated) {
-                    multiply_rows(part, panel + out * in, in, rows, row == begin, &shaped, sums[1]);
+                    multiply_rows(amx, part, panel + out * in, in, rows, row == begin, &shaped,
+                                  sums[1]);
                     write_gated(sums[0], sums[1], biases[0], biases[1], to, rows, out);
                 } else {
                     write_rows(sums[0], biases[0], to, rows, columns, out);
                 }
             }
         }
-        _tile_release();
+        give_tiles_back(amx);
     }
 }
 
@@ -255,19 +362,3 @@ int64_t panel_rows(const element *panels, const int64_t *ids, element *y, int64_
     }
     return wrong;
 }
-#else
-#include "common.h"
-int64_t has_panels(void) { return 0; }
-void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
-    (void)w, (void)panels, (void)out, (void)in;
-}
-void panel_product(const element *x, const element *panels, const element *bias, element *y,
-                   int64_t n, int64_t in, int64_t out, int64_t gated) {
-    (void)x, (void)panels, (void)bias, (void)y, (void)n, (void)in, (void)out, (void)gated;
-}
-int64_t panel_rows(const element *panels, const int64_t *ids, element *y, int64_t n, int64_t in,
-                   int64_t out) {
-    (void)panels, (void)ids, (void)y, (void)in, (void)out;
-    return n;
-}
-#endif

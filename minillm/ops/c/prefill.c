@@ -338,7 +338,7 @@ int64_t prefill_attention(const element *q, const element *k_cache, const elemen
 #pragma omp parallel private(w)
         {
             divide(&p, columns, (uintptr_t)(memory + omp_get_thread_num() * size), &w);
-            take_tiles(p.amx);
+            take_tiles(p.amx, 16, 16);
 #pragma omp for schedule(dynamic)
             for (int64_t i = 0; i < count; i++) attend(&p, &tasks[i], &w);
             give_tiles_back(p.amx);

@@ -1,46 +1,12 @@
-/* Vectors, and the one product that prefill.c needs, for three kinds of processor.
+/* The one product that prefill.c needs, and what else it does with vectors.
  *
  *   C [m, 32] float32  (+)=  A [m, k] words  x  B [k, 32] words
- *
- * A word is what one step of the inner product takes: a float32, or, where the processor multiplies
- * bf16, a pair of neighbours along k, which is how both AMX and AVX512_BF16 want A and B.
  */
 #pragma once
-#include "common.h"
+#include "vectors.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-#include <immintrin.h>
-#define WIDE
-#define LANES 16
-#define M_STEP 8 /* rows of C in registers, two vectors of each */
-#else
-#define LANES 8
-#define M_STEP 4
-#endif
-#if defined(ELEMENT_BF16) && defined(WIDE) && defined(__AVX512BF16__)
-#define PAIR 2 /* elements of a word */
-#else
-#define PAIR 1
-#endif
-#if PAIR == 2 && defined(__AMX_BF16__) && defined(__linux__)
-#define AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 #define COLUMNS 32 /* of B and C: two AMX tiles, or two vectors of 16 */
 #define ROUND_UP(x, to) (((x) + (to) - 1) / (to) * (to))
-
-typedef uint32_t word;
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-
-static inline vec load_vec(const void *p) {
-    vec v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-static inline void store_vec(void *p, vec v) { memcpy(p, &v, sizeof v); }
 
 /* The larger in each lane; b where one is NaN. */
 static inline vec larger(vec a, vec b) {
@@ -119,17 +85,6 @@ static inline void store_words(word *to, vec even, vec odd) {
 #endif
 }
 
-/* sum + a b for one word of A and a vector of words of B. */
-static inline vec multiply_add(vec sum, word a, vec b) {
-#if PAIR == 2
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
-#else
-    float f;
-    memcpy(&f, &a, 4);
-    return sum + b * f;
-#endif
-}
-
 /* C = A B, or C += A B if `add`; rows of A are `a_stride` apart, m is a multiple of M_STEP. */
 static __attribute__((noinline)) void multiply_vectors(float *c, const word *a, int64_t a_stride,
                                                        const word *b, int64_t m, int64_t k,
@@ -160,24 +115,6 @@ static __attribute__((noinline)) void multiply_vectors(float *c, const word *a, 
 }
 
 #if defined(AMX)
-/* Linux hands the tile registers out on demand (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
-static int has_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
-/* The compiler does not know what tile instructions read: it must not put off a store to it. */
-#define ALL_STORED __asm__ volatile("" ::: "memory")
-
-static void shape_tiles(void) {
-    struct {
-        uint8_t palette, start_row, unused[14];
-        uint16_t bytes_per_row[16];
-        uint8_t rows[16];
-    } tiles = {.palette = 1};
-    for (int i = 0; i < 8; i++) tiles.bytes_per_row[i] = 64;
-    for (int i = 0; i < 8; i++) tiles.rows[i] = 16;
-    __asm__ volatile("" ::"r"(&tiles) : "memory");
-    _tile_loadconfig(&tiles);
-}
-
 /* The same in tiles of 16 words by 16 rows; m is a multiple of 32, k of 16. */
 static __attribute__((noinline)) void multiply_tiles(float *c, const word *a, int64_t a_stride,
                                                      const word *b, int64_t m, int64_t k, int add) {
@@ -218,29 +155,6 @@ static __attribute__((noinline)) void multiply_tiles(float *c, const word *a, in
 static inline void keep_awake(int amx) {
 #if defined(AMX)
     if (amx) _tile_dpbf16ps(0, 4, 6); /* nobody reads these sums */
-#endif
-    (void)amx;
-}
-
-/* Whether there are tiles. Every thread takes them before it multiplies and gives them back. */
-static inline int find_tiles(void) {
-#if defined(AMX)
-    return has_tiles();
-#else
-    return 0;
-#endif
-}
-
-static inline void take_tiles(int amx) {
-#if defined(AMX)
-    if (amx) shape_tiles();
-#endif
-    (void)amx;
-}
-
-static inline void give_tiles_back(int amx) {
-#if defined(AMX)
-    if (amx) _tile_release();
 #endif
     (void)amx;
 }

@@ -227,8 +227,8 @@ def test_unused_splits_are_not_written() -> None:
     workspace: list[torch.Tensor] = []
 
     class Remembered(paged_attention._Call):
-        def workspace(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-            partial, stats = super().workspace(splits)
+        def workspace(self, few: int, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+            partial, stats = super().workspace(few, splits)
             workspace.extend((partial.fill_(torch.nan), stats.fill_(torch.nan)))
             return partial, stats
 
@@ -237,8 +237,66 @@ def test_unused_splits_are_not_written() -> None:
         patch.setattr(paged_attention, "_Call", Remembered)
         verify(case)
     for part in workspace:
-        assert part[0, :, 1:].isnan().all()
-        assert not part[1].isnan()[:, :4].any()
+        assert part[0, 0, :, 1:].isnan().all()
+        assert not part[1, 0].isnan()[:, :4].any()
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "query_lens", "max_query_len", "grids"),
+    [  # of the decode kernel and of the prefill kernel; 132 multiprocessors, tables of 4,096
+        (32, 8, (1,), 1, [(1, 8, 42)]),
+        (32, 8, (5,), 5, [(1, 8, 42)]),  # 20 rows
+        (32, 8, (16,), 16, [(1, 8, 42)]),  # 64 rows
+        (16, 1, (16,), 16, [(4, 1, 55)]),  # 256 rows
+        (32, 8, (5, 3, 1), 5, [(3, 8, 15)]),
+        (32, 8, (17,), 17, [(2, 8)]),
+        (32, 8, (17, 1), 17, [(3, 8), (2, 8, 21)]),
+        (32, 8, (17, 1), None, [(3, 8), (2, 8, 21)]),
+    ],
+)
+def test_a_few_queries_are_split_over_the_gpu(
+    num_heads: int, num_kv_heads: int, query_lens: tuple[int, ...], max_query_len: int | None,
+    grids: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By shapes alone, which is what a CUDA graph keeps."""
+    launches = Launches()
+    monkeypatch.setattr(paged_prefill, "prefill_kernel", launches)
+    monkeypatch.setattr(paged_decode, "decode_kernel", launches)
+    monkeypatch.setattr(paged_decode, "combine_kernel", Launches())
+    rows, count = sum(query_lens), len(query_lens)
+    paged_attention.paged_attention(
+        torch.zeros(rows, num_heads, 64), *[torch.zeros(1, num_kv_heads, 16, 64)] * 2,
+        torch.tensor([0, *query_lens]).cumsum(0).int(), torch.zeros(count, dtype=torch.int32),
+        torch.zeros(count, 256, dtype=torch.int32), 0.1, max_query_len=max_query_len,
+    )  # fmt: skip
+    assert [grid for grid, _ in launches.seen] == grids
+
+
+def test_a_workspace_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the batch-invariant mode a table of a long context has many splits."""
+    launches = Launches()
+    monkeypatch.setattr(paged_prefill, "invariant_kernel", launches)
+    monkeypatch.setattr(paged_decode, "combine_kernel", Launches())
+    case = Case(((5, 70), (3, 20)), batch_invariant=True, form="rows", splits=2, max_query_len=5)
+    for limit, splits in ((2**26, 2), (2000, 1)):
+        monkeypatch.setattr(paged_attention, "MAX_WORKSPACE", limit)
+        inputs(case, "cpu").run(case, paged_attention)
+        assert launches.seen.pop()[0][2] == splits
+    monkeypatch.undo()
+    monkeypatch.setattr(paged_attention, "MAX_WORKSPACE", 2000)
+    verify(case)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_more_queries_than_said_write_nothing_else(batch_invariant: bool) -> None:
+    """A sequence longer than `max_query_len` has no place in the workspace."""
+    case = Case(((9, 150), (2, 70)), form="rows", splits=2, batch_invariant=batch_invariant)
+    given_ = inputs(case, "cpu")
+    wanted = given_.run(case, paged_attention)
+    got = given_.run(case, paged_attention, max_query_len=2)
+    torch.testing.assert_close(got[9:], wanted[9:])
+    if batch_invariant:
+        torch.testing.assert_close(got, wanted)
 
 
 def test_heads_may_lie_far_apart() -> None:
@@ -313,7 +371,12 @@ SWAPPED = "acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * rescale,"
 POSITION = "position = first + tl.arange(0, BLOCK_M) // GROUP"
 USED = """for start in tl.range(0, used, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)"""
-NOT_ONE = "if tl.load(query_start + sequence + 1) - row != 1:\n        return  # a"
+SEVERAL = Case(((5, 37), (3, 70)), 4, 2, form="rows", max_query_len=5, splits=3, padding=2)
+SEEN = "visible = visible & (each <= own)"
+WINDOW = "visible = visible & (each > own - window)"
+WINDOWS = replace(SEVERAL, sequences=((5, 137), (3, 70)), window=20)
+TILES = replace(SEVERAL, sequences=((9, 80), (16, 150)), num_heads=8, max_query_len=16)
+APART = replace(SEVERAL, batch_invariant=True, sequences=((5, 150), (3, 70)), padding=0)
 BUGS: tuple[tuple[str, str, str, Case], ...] = (
     ("no rescale of values", "p.to(v.dtype), v, acc * rescale, input",
      "p.to(v.dtype), v, acc, input", DECODE),
@@ -337,24 +400,24 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
     ("a row sees the next one", POSITION, POSITION.replace("first +", "first + 1 +"), CHUNKS),
     ("window of a chunk too wide", "keys[None, :] > position[:, None] - window",
      "keys[None, :] >= position[:, None] - window", replace(CHUNKS, window=20)),
-    ("window of a row too wide", "low = tl.maximum(seq_len - window, 0)\n        full",
-     "low = tl.maximum(seq_len - window - 1, 0)\n        full", replace(DECODE, window=20)),
+    ("window of a row too wide", "low = tl.maximum(first_position + 1 - window, 0)\n        full",
+     "low = tl.maximum(first_position - window, 0)\n        full", replace(DECODE, window=20)),
     ("window's edge without a mask", "diagonal = tl.maximum(tl.maximum(first + 1",
      "inner = begin\n    diagonal = tl.maximum(tl.maximum(first + 1",
      replace(CHUNKS, sequences=((20, 150),), window=70)),
     ("diagonal without a mask", "tl.maximum(first + 1, 0) // BLOCK_N, inner)",
      "tl.maximum(first + BLOCK_N, 0) // BLOCK_N, inner)", CHUNKS),
-    ("tail one too long", "(positions >= low) & (positions < seq_len)",
-     "(positions >= low) & (positions <= seq_len)", DECODE),
-    ("tail without a mask", "tl.minimum(end, seq_len // BLOCK_N), begin)", "end, begin)",
-     replace(DECODE, block_size=64)),
+    ("tail one too long", "high = first_position + count  #", "high = seq_len + 1  #", DECODE),
+    ("tail without a mask", "tl.minimum(end, tl.maximum(first_position + 1, 0) // BLOCK_N), begin)",
+     "end, begin)", replace(DECODE, block_size=64)),
     ("NaN behind the end meets a weight of 0", "rows = tl.where(valid[:, None], rows, 0.0)",
      "pass", replace(DECODE, form="bulk", block_size=64)),
-    ("query heads of another group", "(kv_head * GROUP + heads).to(tl.int64) * q",
-     "(kv_head + heads * NUM_KV_HEADS).to(tl.int64) * q", HEADS),
-    ("results of another group", "head = (kv_head * GROUP + heads)",
-     "head = (kv_head + heads * NUM_KV_HEADS)", HEADS),
-    ("heads of a chunk", "kv_head * GROUP + rows % GROUP)", "kv_head * GROUP + rows * 0)", CHUNKS),
+    ("query heads of another group", "(kv_head * GROUP + rows % GROUP).to(tl.int64) * strides",
+     "(kv_head + rows % GROUP * 2).to(tl.int64) * strides", HEADS),
+    ("results of another group", "head = (kv_head * GROUP + rows % GROUP)",
+     "head = (kv_head + rows % GROUP * 2)", HEADS),
+    ("heads of a chunk", "(kv_head * GROUP + rows % GROUP).to(tl.int64) * strides",
+     "(kv_head * GROUP + rows * 0).to(tl.int64) * strides", CHUNKS),
     ("next column of the table", "table + positions // BLOCK_SIZE",
      "table + positions // BLOCK_SIZE + 1", replace(DECODE, block_size=5)),
     ("next column, one page", "table + first // BLOCK_SIZE", "table + first // BLOCK_SIZE + 1",
@@ -365,14 +428,56 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
      replace(DECODE, block_size=64)),
     ("table read behind its end", "mask=needed, other=0)", "mask=positions >= 0, other=0)",
      replace(DECODE, sequences=((1, 37),), block_size=3)),
-    ("chunks taken for decode rows", NOT_ONE, NOT_ONE.replace("!= 1", "< 1"),
-     replace(CHUNKS, splits=1)),
-    ("decode rows beside chunks left out", "max_query_len == 1 or num_sequences > 1:",
-     "max_query_len == 1:", CHUNKS),
+    ("chunks joined as decode rows", "(query >= query_len) | (query_len > few)",
+     "query >= query_len", replace(CHUNKS, splits=2)),
+    ("decode rows beside chunks left out", "if few:", "if max_query_len == few:", CHUNKS),
+    ("nobody takes a single chunk", "        few = 0  # nothing to decode", "        return out",
+     replace(CHUNKS, sequences=((40, 80),))),
     ("rows of the first tile again", "- query_len + row", "- query_len", LATER),
     ("tile of a wrong sequence", "// BLOCK_Q + middle", "// BLOCK_Q", LATER),
     ("too few tiles", "call.q.shape[0] // block_q + call.num_sequences\n",
      "call.q.shape[0] // block_q\n", LATER),
+    # Several queries of a sequence.
+    ("a query does not see itself", SEEN, SEEN.replace("<=", "<"), SEVERAL),
+    ("a query sees the next one", SEEN, SEEN.replace("own", "own + 1"), SEVERAL),
+    ("all queries see what the last one does", SEEN, "pass", SEVERAL),
+    ("a query's window is too wide", WINDOW, WINDOW.replace(">", ">="), WINDOWS),
+    ("a query's window is too narrow", WINDOW, WINDOW.replace("window", "window + 1"), WINDOWS),
+    ("the first query's window for all", WINDOW, "pass", WINDOWS),
+    ("the last query's window for all", "low = tl.maximum(first_position + 1 - window",
+     "low = tl.maximum(seq_len - window", WINDOWS),
+    ("a query of the group next door", "position = first_position + tl.arange(0, BLOCK_M) // GROUP",
+     "position = first_position + tl.arange(0, BLOCK_M) % GROUP", SEVERAL),
+    ("heads for queries", "tokens = row.to(tl.int64) + rows // GROUP",
+     "tokens = row.to(tl.int64) + rows % GROUP", SEVERAL),
+    ("the first query's results for all", "(row.to(tl.int64) + rows // GROUP) * out_strides[0]",
+     "(row.to(tl.int64) + rows * 0) * out_strides[0]", replace(SEVERAL, splits=1)),
+    ("parts of all queries in one place", "token = row.to(tl.int64) + rows // GROUP",
+     "token = row.to(tl.int64) + rows * 0", SEVERAL),
+    ("diagonal of several without a mask", "tl.maximum(first_position + 1, 0) // BLOCK_N), begin)",
+     "tl.maximum(high, 0) // BLOCK_N), begin)", replace(SEVERAL, sequences=((5, 64),))),
+    ("less nothing from nothing", "finite = tl.where(new_m == float(\"-inf\"), 0.0, new_m)\n"
+     "        p = tl.exp2(tl.fma(scores, factor, -tl.expand", "p = tl.exp2(tl.fma(scores, factor, "
+     "-tl.expand", replace(SEVERAL, sequences=((5, 66), (3, 70)), splits=4)),
+    ("splits of one query's window", "seq_len, window + query_len - 1, num_splits, BLOCK_N, 0",
+     "seq_len, window, num_splits, BLOCK_N, 0", replace(WINDOWS, sequences=((5, 84), (3, 70)))),
+    ("another cut where parts are joined", "window + query_len - 1, num_splits, BLOCK_N, SPLIT_T",
+     "window, num_splits, BLOCK_N, SPLIT_T",
+     replace(WINDOWS, sequences=((5, 93), (3, 70)), window=60)),
+    ("the first tile's queries again", "sequence % tiles * BLOCK_Q", "sequence % tiles * 0", TILES),
+    ("a tile too few", "num_tiles = call.num_sequences * -(-few // block_q)",
+     "num_tiles = call.num_sequences", TILES),
+    ("the first query's result for all", "out + (first_row + query) * out_strides",
+     "out + first_row * out_strides", SEVERAL),
+    ("queries that are not there are written", "(query >= query_len) | (query_len > few)",
+     "query_len > few", replace(APART, padding=2)),
+    ("several: a sequence's parts in its neighbour's place", "sequence * few + row, count, kv_head,"
+     " split,", "sequence + row, count, kv_head, split,", SEVERAL),
+    ("several: invariant parts in a neighbour's place", "sequence * few + row, count, kv_head, tl.",
+     "sequence + row, count, kv_head, tl.", APART),
+    ("several: splits begin where one row's do", "used = splits_of(\n            seq_len, window + "
+     "query_len - 1,", "used = splits_of(\n            seq_len, window,",
+     replace(APART, sequences=((5, 150), (5, 84)), window=20)),
     ("nothing seen", "tl.where(total == 0.0, 1.0, total)", "total", Case(((1, 0),), 2, 1)),
     ("padding not cleared", "// block_q + call.num_sequences + 1",
      "// block_q + call.num_sequences", replace(INVARIANT, sequences=((16, 20),), padding=17)),

@@ -1,0 +1,101 @@
+/* Vectors and tiles: what linear.c and prefill.c multiply with, on four kinds of processor.
+ *
+ *   AMX                    tiles of 16 rows by 16 pairs of bf16
+ *   AVX-512 with bf16      vectors of 16 pairs of bf16
+ *   AVX-512                vectors of 16 float32
+ *   any other              vectors of 8 float32, which the compiler divides if it must
+ *
+ * A word is what one step of the inner product takes: a float32, or, where the processor multiplies
+ * bf16, a pair of neighbours along the inner dimension.
+ */
+#pragma once
+#include "common.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+#define WIDE
+#define LANES 16
+#define M_STEP 8 /* rows of a product in registers, two vectors of each */
+#else
+#define LANES 8
+#define M_STEP 4
+#endif
+#if defined(ELEMENT_BF16) && defined(WIDE) && defined(__AVX512BF16__)
+#define PAIR 2 /* elements of a word */
+#else
+#define PAIR 1
+#endif
+#if PAIR == 2 && defined(__AMX_BF16__) && defined(__linux__)
+#define AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+typedef uint32_t word;
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+static inline vec load_vec(const void *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store_vec(void *p, vec v) { memcpy(p, &v, sizeof v); }
+
+/* sum + a b for one word of A and a vector of words of B. */
+static inline vec multiply_add(vec sum, word a, vec b) {
+#if PAIR == 2
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#else
+    float f;
+    memcpy(&f, &a, 4);
+    return sum + b * f;
+#endif
+}
+
+#if defined(AMX)
+/* Linux hands the tile registers out on demand (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+static inline int has_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+/* The compiler does not know what tile instructions read: it must not put off a store to it. */
+#define ALL_STORED __asm__ volatile("" ::: "memory")
+
+/* Tiles 0 to 3 are sums, 4 and 5 rows of A, `first` and `second` of them, 6 and 7 halves of B. */
+static inline void shape_tiles(int64_t first, int64_t second) {
+    struct {
+        uint8_t palette, start_row, unused[14];
+        uint16_t bytes_per_row[16];
+        uint8_t rows[16];
+    } tiles = {.palette = 1};
+    uint8_t one = (uint8_t)first, two = (uint8_t)second;
+    uint8_t counts[8] = {one, one, two, two, one, two, 16, 16};
+    memcpy(tiles.rows, counts, 8);
+    for (int i = 0; i < 8; i++) tiles.bytes_per_row[i] = 64;
+    __asm__ volatile("" ::"r"(&tiles) : "memory"); /* GCC takes these stores for useless */
+    _tile_loadconfig(&tiles);
+}
+#endif
+
+/* Whether there are tiles. Every thread takes them before it multiplies and gives them back. */
+static inline int find_tiles(void) {
+#if defined(AMX)
+    return has_tiles();
+#else
+    return 0;
+#endif
+}
+
+static inline void take_tiles(int amx, int64_t first, int64_t second) {
+#if defined(AMX)
+    if (amx) shape_tiles(first, second);
+#endif
+    (void)amx, (void)first, (void)second;
+}
+
+static inline void give_tiles_back(int amx) {
+#if defined(AMX)
+    if (amx) _tile_release();
+#endif
+    (void)amx;
+}

@@ -1,0 +1,118 @@
+"""Deliberate mistakes in decode.c about several queries of a sequence, parts and tiles. A test must
+find each; none reads or writes far outside."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops import test_c_decode as decode
+from tests.ops.c_variants import ELEMENTS, functions
+from tests.ops.test_c_mutants import Mutant, with_mistake
+
+
+def random(c) -> None:
+    for seed in range(8):
+        decode.test_several_queries_are_attention_and_each_what_it_is_alone(
+            decode.Attend(*c), seed, 5
+        )
+
+
+def windows(c) -> None:
+    decode.test_bits_know_nothing_of_threads_queries_and_neighbours(decode.Attend(*c), 700, 100)
+
+
+def parts(c) -> None:
+    for length in (700, 2100):
+        decode.test_bits_know_nothing_of_threads_queries_and_neighbours(
+            decode.Attend(*c), length, None
+        )
+
+
+def unused(c) -> None:
+    decode.test_a_query_before_the_first_position_is_zero(decode.Attend(*c))
+
+
+def limits(c) -> None:
+    decode.test_how_many_queries_are_taken(decode.Attend(*c))
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A pattern that decode.c has once, and what takes its place."""
+
+    pattern: str
+    mistake: str
+    found_by: Callable = random
+
+
+MISTAKES = {
+    "a query sees the next one": Mistake(r"p->queries \+ query \+ 1;", "p->queries + query + 2;"),
+    "a query does not see itself": Mistake(r"p->queries \+ query \+ 1;", "p->queries + query;"),
+    "all see what the last one sees": Mistake(r"p->length - p->queries \+ query \+ 1", "p->length"),
+    "a query's window is too wide": Mistake(
+        r"end > p->window \? end - p->window", "end > p->window ? end - p->window - 1", windows
+    ),
+    "heads of the query before": Mistake(r"q\[r\] = p->q \+ \(\(query \*", "q[r] = p->q + ((0 *"),
+    "queries in the heads' order": Mistake(
+        r"\(\(query \* p->kv_heads \+ head\) \* group \+ g\)",
+        "((g % p->queries * p->kv_heads + head) * group + g)",
+    ),
+    "results in the first query's place": Mistake(
+        r"\(query \* p->kv_heads \+ head\) \* p->group \* dv", "head * p->group * dv"
+    ),
+    "states of the first query": Mistake(r"\(query \* p->group \+ g\) \* STATE", "g * STATE"),
+    "edges are those of all rows": Mistake(r"int whole = .*;", "int whole = 1;"),
+    "the first query's edge is not looked at": Mistake(r" && seen_in\(p, 0, t\)\.end == count", ""),
+    "the last query's window is not looked at": Mistake(
+        r"seen_in\(p, p->queries - 1, t\)\.begin == 0 && ", "", windows
+    ),
+    "values from the tile's first position": Mistake(
+        r"t->values \+ seen\.begin", "t->values", windows
+    ),
+    "what is before a window counts": Mistake(
+        r"(i < seen\.begin; i\+\+\) scores\[i\]) = -INFINITY", r"\1 = 0", windows
+    ),
+    "tiles begin at the window": Mistake(
+        r"begin \+ first / size \* size", "begin + first", windows
+    ),
+    "a part begins where the last one ended, less one": Mistake(
+        r"part - FIRST_PARTS;", "part - FIRST_PARTS - (part > FIRST_PARTS);", parts
+    ),
+    "a part too few": Mistake(r"position / PART :", "position / PART - (position > 600) :", parts),
+    "parts are joined as they are": Mistake(r"\+ part\[j\] \* new", "+ part[j]", parts),
+    "the joined part does not shrink": Mistake(r"state\[j\] \* old", "state[j]", parts),
+    "nothing is weighed": Mistake(
+        r"part\[dim\] == -INFINITY \? 0\.f : fast_exp\(part\[dim\] - best\)", "1.f", parts
+    ),
+    "the last part is not joined": Mistake(
+        r"i < parts\.end - parts\.begin; i\+\+", "i < parts.end - parts.begin - 1; i++", parts
+    ),
+    "undivided sequences are one part": Mistake(
+        r"(static void attend_all[^}]*?)part < parts\.end;", r"\1part < parts.begin + 1;", parts
+    ),
+    "a query without positions": Mistake(r"end = end > 0 \? end : 0;", "", unused),
+    "one query too many": Mistake(
+        r"queries > decode_queries\(p\.group\)", "queries > 1 + decode_queries(p.group)", limits
+    ),
+    "a second head's scores in the first one's place": Mistake(r"scores \+ h \* TILE", "scores"),
+    "a second head's query is the first one's": Mistake(
+        r"_mm512_loadu_si512\(q\[h\] \+ j\)", "_mm512_loadu_si512(q[0] + j)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name: str, tmp_path: Path) -> None:
+    found = MISTAKES[name]
+    element = "BF16" if "_mm512" in found.pattern else "F32"
+    given = functions("native", element), ELEMENTS[element]
+    if "_mm512" in found.pattern and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("a processor without instructions for pairs of bf16")
+    mutant = Mutant(found.pattern, found.mistake, found.found_by, "decode_attention", element)
+    found.found_by(given)
+    wrong = with_mistake(mutant, tmp_path)
+    with pytest.raises(AssertionError):
+        found.found_by((wrong, given[1]))
