@@ -107,7 +107,7 @@ class Executioner:
         self.loop = asyncio.get_running_loop()
         self.hits: Counter[tuple[str, str]] = Counter()
         inner, steps = engine._engine, engine._steps
-        take, step, execute = steps._take_commands, inner.step, inner.runner.execute
+        take, step, launch = steps._take_commands, inner.step, inner.runner.launch
 
         def between(wait: bool) -> None:
             check_invariants(inner.scheduler)
@@ -121,13 +121,13 @@ class Executioner:
             return stepped
 
         def executing(plan: Any) -> Any:
-            result = execute(plan)
+            flight = launch(plan)
             self.strike("while the model runs")
-            return result
+            return flight
 
         patch.setattr(steps, "_take_commands", between)
         patch.setattr(inner, "step", stepping)
-        patch.setattr(inner.runner, "execute", executing)
+        patch.setattr(inner.runner, "launch", executing)
 
     def strike(self, moment: str) -> None:
         """In the step thread: the event loop cancels those whose time has come, and says so."""

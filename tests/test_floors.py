@@ -31,6 +31,7 @@ FLOORS = {
     **dict.fromkeys(["engine", "engine_setup", "engine_report", "completion", "live_request"], 6),
     **dict.fromkeys(["trace", "simulation"], 6),
     **dict.fromkeys(["llm", "async_engine", "request_stream", "step_thread"], 7),
+    **dict.fromkeys(["ticket", "stat_logger"], 7),
     **dict.fromkeys(["cli", "__main__", "serving"], 8),
     "": 9,  # minillm/__init__.py, which offers the names of every floor
 }

@@ -8,9 +8,8 @@ bytes on their way. Two kernels answer it (flash-decoding: Dao et al., 2023):
    positions with all G query heads that share the KV head, so that a key is read for G heads at
    once. It keeps the running maximum m, the sum of weights l and the weighted values of an online
    softmax (Milakov and Gimelshein, 2018) and leaves them in a float32 workspace.
-2. `combine_kernel`, grid (B * queries, H): merges the parts in ascending order. No atomics, so that
-   the same step gives the same bits every time. With one split the first kernel writes the result
-   itself.
+2. `combine_kernel`, grid (B * queries, H): merges the parts in ascending order, without atomics, so
+   with the same bits every time. With one split the first kernel writes the result itself.
 
 A sequence may have several queries (verification of drafted tokens: Leviathan et al., 2023): they
 count as further heads of the group, each with a causal mask by its own position, so that their keys
@@ -19,9 +18,6 @@ are read once for all of them. A tile holds as many as fit its rows; mostly one 
 The matrix units of Hopper multiply at least 64 rows. G query heads as rows (the textbook form,
 padded to 16) leave them to the older, slower instruction; `SWAP` computes the transposed product
 S^T = K Q^T instead: the rows are 64 positions and the G heads, padded to 16, are columns.
-
-The helpers here (`locate`, `load_rows`, `row_places`, `log2_scores`, `merge`) serve
-paged_prefill.py, too.
 """
 
 from minillm_kernels.launch import tl, triton
@@ -206,9 +202,7 @@ def attend_heads(
         if MASKED and SEVERAL:  # a query that has seen nothing yet
             finite = tl.where(new_m == float("-inf"), 0.0, new_m)
         p = tl.exp2(tl.fma(scores, factor, -tl.expand_dims(finite, AXIS)))
-        rescale = tl.expand_dims(
-            tl.exp2(m - finite), AXIS
-        )  # of what was summed under the old maximum
+        rescale = tl.expand_dims(tl.exp2(m - finite), AXIS)  # of what was summed before
         weights = tl.fma(weights, rescale, p)
         v = load_rows(
             v_cache, v_strides, block, place, kv_head, valid,
@@ -253,21 +247,15 @@ def decode_kernel(
         if split >= used:
             return
     first_position = seq_len - query_len + row
-    high = first_position + count  # behind the last position that any of the queries sees
     begin = first + split * size
-    end = tl.minimum(begin + size, (tl.maximum(high, 0) + BLOCK_N - 1) // BLOCK_N)
-    low = 0
-    full = tl.maximum(tl.minimum(end, tl.maximum(first_position + 1, 0) // BLOCK_N), begin)
-    if HAS_WINDOW:
-        low = tl.maximum(first_position + 1 - window, 0)
-        full = begin  # few tiles: all of them take the masked loop
-    AXIS: tl.constexpr = 0 if SWAP else 1
+    full, end, low, high = split_bounds(
+        begin, size, first_position, count, window, BLOCK_N, HAS_WINDOW
+    )
     places, inside = row_places(
         start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
     )
     rows = tl.load(q + places, mask=inside, other=0.0)
-    if SWAP:
-        rows = tl.trans(rows)
+    rows = tl.trans(rows) if SWAP else rows
     position = first_position + tl.arange(0, BLOCK_M) // GROUP
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
@@ -283,15 +271,48 @@ def decode_kernel(
         full, end, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
         HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, True,
     )  # fmt: skip
-    total = tl.sum(weights, AXIS)
-    if SPLIT:
+    total = tl.sum(weights, 0 if SWAP else 1)
+    store_tile(
+        SPLIT, partial, stats, kv_head, split, sequence * few + row, num_splits, out, out_strides,
+        start + row, count, m, total, acc,
+        GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, 0 if SWAP else 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def split_bounds(
+    begin, size, first_position, count, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """What `count` queries see in `size` tiles from `begin` on: full, end, low, high.
+
+    Tiles [begin, full) need no mask, [full, end) do; no query sees a key outside of [low, high).
+    """
+    high = first_position + count  # behind the last position that any of the queries sees
+    end = tl.minimum(begin + size, (tl.maximum(high, 0) + BLOCK_N - 1) // BLOCK_N)
+    low = 0
+    full = tl.maximum(tl.minimum(end, tl.maximum(first_position + 1, 0) // BLOCK_N), begin)
+    if HAS_WINDOW:
+        low = tl.maximum(first_position + 1 - window, 0)
+        full = begin  # few tiles: all of them take the masked loop
+    return full, end, low, high
+
+
+@triton.jit
+def store_tile(
+    apart, partial, stats, kv_head, split, place, num_splits, out, out_strides, row, count,
+    m, total, acc,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's results from `row` on; or, if `apart`, a part of them to the workspace."""
+    if apart:
         store_part(
-            partial, stats, sequence * few + row, count, kv_head, split, num_splits, m, total,
-            acc, GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
+            partial, stats, place, count, kv_head, split, num_splits, m, total, acc,
+            GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
         )  # fmt: skip
     else:
         store_rows(
-            out, out_strides, start + row, count, kv_head, total, acc,
+            out, out_strides, row, count, kv_head, total, acc,
             GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
         )  # fmt: skip
 
@@ -302,10 +323,8 @@ def store_rows(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of `count` rows of G heads; a row that sees nothing is 0.
-
-    `AXIS` is that of the values in `acc`: 1, or 0 in what was computed transposed.
-    """
+    """Write the results of `count` rows of G heads; a row that sees nothing is 0. `AXIS` is that of
+    the values in `acc`: 1, or 0 in what was computed transposed."""
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
     head = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     starts = (row.to(tl.int64) + rows // GROUP) * out_strides[0] + head * out_strides[1]
@@ -322,8 +341,7 @@ def store_part(
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Leave one split of `count` rows of G heads in the workspace of `combine_kernel`, whose
-    rows are those of the first sequence, then of the next: as many for each."""
+    """Leave a split of `count` rows of G heads to `combine_kernel`: `few` rows each sequence."""
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
     token = row.to(tl.int64) + rows // GROUP
     head = token * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP

@@ -20,8 +20,8 @@ from minillm_kernels.paged_decode import (
     merge,
     row_places,
     splits_of,
-    store_part,
     store_rows,
+    store_tile,
 )
 
 
@@ -220,13 +220,8 @@ def invariant_kernel(
             BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, BULK, True,
         )  # fmt: skip
         m, total, acc = merge(m, total, acc, part_m, part_total, part_acc, 1)
-    if apart:
-        store_part(
-            partial, stats, sequence * few + row, count, kv_head, tl.program_id(2), num_splits,
-            m, total, acc, GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, 1,
-        )  # fmt: skip
-    else:
-        store_rows(
-            out, out_strides, start + row, count, kv_head, total, acc,
-            GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, 1,
-        )  # fmt: skip
+    store_tile(
+        apart, partial, stats, kv_head, tl.program_id(2), sequence * few + row, num_splits, out,
+        out_strides, start + row, count, m, total, acc,
+        GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, 1,
+    )  # fmt: skip

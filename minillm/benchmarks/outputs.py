@@ -10,13 +10,14 @@ other at once, so that an output often holds several tokens.
 import asyncio
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time, thread_time
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -33,8 +34,8 @@ from minillm.text.tokenizer import Tokenizer
 
 PROMPT = 16  # tokens of a request
 TARGET = 12.0  # microseconds per row and step, streams included
-HEADER = ["", "wall", "processor", "tokens an output", "parts: schedule", "run", "commit",
-          "texts", "outputs", "streams"]  # fmt: skip
+HEADER = ("", "wall", "processor", "tokens an output", "parts: schedule", "run", "commit",
+          "texts", "outputs", "streams")  # fmt: skip
 PARTS = ("schedule", "run", "commit", "texts", "outputs", "streams")
 
 
@@ -202,11 +203,13 @@ async def read_all(engine: AsyncLLMEngine, load: Load, paced: bool) -> tuple[Fre
     return runner, load.rows * load.new_tokens / sum(counts)
 
 
-WAYS: dict[str, Callable[[Load], tuple[FreeRunner, float]]] = {
-    "LLM.generate": offline,
-    "streams that keep up": partial(streams, paced=True),
-    "streams that do not wait": partial(streams, paced=False),
-}
+WAYS: Mapping[str, Callable[[Load], tuple[FreeRunner, float]]] = MappingProxyType(
+    {
+        "LLM.generate": offline,
+        "streams that keep up": partial(streams, paced=True),
+        "streams that do not wait": partial(streams, paced=False),
+    }
+)
 
 
 # ---- measuring --------------------------------------------------------------------------------

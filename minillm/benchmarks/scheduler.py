@@ -378,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.heading("One prompt in the prefix cache")
     terminal.table(header, table(prefixes))
     terminal.heading(f"All but the model: microseconds per row and step, {load.rows} rows")
-    terminal.table(outputs.HEADER, outputs.table(costs))
+    terminal.table([*outputs.HEADER], outputs.table(costs))
     result = as_json([*steps, *prefixes], costs)
     for line in (*statement([*steps, *prefixes]), *outputs.statement(costs)):
         terminal.paragraph(line)

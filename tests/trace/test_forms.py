@@ -274,17 +274,17 @@ def test_what_follows_a_cleared_step_is_known(folder: Path) -> None:
         core, params = llm.engine, SamplingParams(max_tokens=8, n=2, ignore_eos=True)
         for name in "ab":
             core.add(core.make_request(name, None, [1, 2, 3], params))
-        execute = core.runner.execute
+        launch = core.runner.launch
 
         def clearing(plan: object) -> object:
             llm.trace.clear()
-            return execute(plan)
+            return launch(plan)
 
-        core.runner.execute = clearing
+        core.runner.launch = clearing
         core.step()
         core.abort("a")
         core.step()
-        del core.runner.execute
+        del core.runner.launch
         while core.has_work:
             core.step()
         replay, records = llm.trace.snapshot()

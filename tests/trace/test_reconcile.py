@@ -194,7 +194,7 @@ def test_a_failed_step_and_ctrl_c_are_in_the_trace(
         def interrupt(plan: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(core.runner, "execute", interrupt)
+        monkeypatch.setattr(core.runner, "launch", interrupt)
         core.add(core.make_request("a", None, [1, 2, 3], SamplingParams(max_tokens=3)))
         with pytest.raises(KeyboardInterrupt):
             core.step()
