@@ -34,7 +34,8 @@ class BlockTable:
 
     The first `num_adopted` were computed by others and found in the prefix cache. `cursor`,
     `num_indexed` and `name` say how far its full blocks are in the prefix index. `epoch` counts
-    the resets of the prefix cache before its first block: an older one is not indexed any more.
+    the resets of the prefix cache before its first block: an older one is not indexed any more,
+    and neither is one with -1, whose contents are in doubt.
     """
 
     salt: str = ""
@@ -72,6 +73,11 @@ class BlockManager:
         self.coming: dict[int, int] = {}  # findable blocks, with the step that will write them
         self.prefix_cache = prefix_cache
         self._history = PrefixHistory(block_size, num_blocks)
+
+    def emptied(self) -> "BlockManager":
+        """One of the same size, in which nothing is held or cached."""
+        pool, host = self.pool, self.host
+        return BlockManager(pool.num_blocks, self.block_size, self.prefix_cache, host.num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
@@ -207,8 +213,9 @@ class BlockManager:
     # ---- letting go ----------------------------------------------------------------------
 
     def forget(self, table: BlockTable) -> None:
-        """What this sequence computed may be wrong, and must not be found; the blocks that it
-        adopted are as right as before."""
+        """What this sequence computed may be wrong, and is not found any more, nor offered again;
+        the blocks that it adopted are as right as before."""
+        table.epoch = -1
         for block in table.blocks[table.num_adopted :]:
             if block in self.index:
                 self.index.forget(block)

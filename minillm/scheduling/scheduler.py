@@ -22,12 +22,11 @@ from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.doubt import distrust
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
-from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord
-from minillm.scheduling.request import Key, Request, Sequence, Status, described
-
-Sampled = list[int | None]  # tokens of one row; None is a sample that failed
+from minillm.scheduling.request import Key, Request, Sequence, Status
+from minillm.scheduling.rows import Sampled, accept, next_row
 
 
 class Scheduler:
@@ -119,11 +118,7 @@ class Scheduler:
     def restarted(self) -> "Scheduler":
         """One with the same limits, for when this one's books may be torn: it knows of no block
         and no request. Numbers and counters go on, so that a trace tells the two apart."""
-        old = self.blocks
-        blocks = BlockManager(
-            old.pool.num_blocks, old.block_size, old.prefix_cache, old.host.num_blocks
-        )
-        scheduler = Scheduler(self.config, blocks, self.policy)
+        scheduler = Scheduler(self.config, self.blocks.emptied(), self.policy)
         scheduler.log, scheduler.counters = self.log, self.counters
         scheduler._num_sequences, scheduler._num_arrivals = self._num_sequences, self._num_arrivals
         return scheduler
@@ -308,27 +303,12 @@ class Scheduler:
             sequence.num_sent = None
 
     def _add_row(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
-        """Get the blocks for the next `num_tokens` of a sequence and put it into the plan."""
-        start, table = sequence.num_computed, sequence.table
-        kept = sequence.num_sent
-        copy = self.blocks.grow(table, start, start + num_tokens)
-        if kept is None:
-            kept = 0
-            plan.new.append(described(sequence))
-        if copy is not None:
-            plan.copies.append(copy)
-            kept = min(kept, start // self.blocks.block_size)
-        prompt = len(sequence.request.prompt_token_ids)
-        if start < prompt:  # the rows behind this one may read its blocks
-            end = min(start + num_tokens, prompt)
-            self.blocks.index_blocks(table, sequence.token_ids, end, plan.step)
-        sequence.num_sent = len(table.blocks)
-        reaches_end = num_tokens == sequence.num_uncomputed and sequence.request.max_tokens > 0
-        wanted = (1, sequence.num_forks) if reaches_end else (0, 0)
-        blocks = tuple(table.blocks[kept:]) if kept < len(table.blocks) else ()
-        plan.rows.append(Row(sequence.seq_id, start, num_tokens, *wanted, kept, blocks))
+        """Put the next `num_tokens` of a sequence into the plan."""
+        row = next_row(plan, sequence, num_tokens, self.blocks)
+        plan.rows.append(row)
         self._flights.enter(sequence)
-        if start >= prompt and sequence.num_uncomputed == 1:
+        decodes = row.start >= len(sequence.request.prompt_token_ids)
+        if decodes and sequence.num_uncomputed == 1:
             self.record.num_decode_tokens += 1
         else:
             self.record.num_prefill_tokens += num_tokens
@@ -349,7 +329,7 @@ class Scheduler:
         """Before the commit of a plan, of which some rows may have computed something wrong."""
         distrust(plan.rows, suspect, self.in_flight, self.blocks)
 
-    def commit(self, plan: StepPlan, sampled: Mapping[int, list[int | None]]) -> list[Sequence]:
+    def commit(self, plan: StepPlan, sampled: Mapping[int, Sampled]) -> list[Sequence]:
         """The plan was carried out: sequences grow by what was sampled. Returns new forks.
 
         `sampled` has, for each row with logits, the accepted tokens: one as a rule, up to
@@ -380,21 +360,14 @@ class Scheduler:
             again = sequence.advance(row.start, row.end_after(len(own)))
             record.num_recomputed_tokens += again
             self.counters.num_recomputed_tokens += again
-            failed = self._append(sequence, own)  # first: an accepted draft may complete a block
+            failed = accept(sequence, own)  # first: an accepted draft may complete a block
             self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_certain)
             children = [self._fork(sequence, index) for index, _ in enumerate(others, start=1)]
             self._end_by_count(sequence, failed)
             for child, token in zip(children, others, strict=True):
-                self._end_by_count(child, self._append(child, [token]))
+                self._end_by_count(child, accept(child, [token]))
             forks += children
         return forks
-
-    def _append(self, sequence: Sequence, tokens: Sampled) -> bool:
-        """Add accepted tokens, as many as there is room for; returns whether a sample failed."""
-        room = end_of(sequence) - len(sequence.token_ids)
-        accepted = [token for token in tokens[:room] if token is not None]
-        sequence.token_ids += accepted
-        return len(accepted) < len(tokens[:room])
 
     def _end_by_count(self, sequence: Sequence, failed: bool) -> None:
         """End a sequence whose sample failed, or that has all its tokens; one that samples nothing

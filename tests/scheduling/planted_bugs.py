@@ -20,6 +20,7 @@ from minillm.scheduling import doubt
 from minillm.scheduling.admission import Admission
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.request import Sequence, Status
+from minillm.scheduling.rows import accept
 from minillm.scheduling.scheduler import Scheduler
 from tests.scheduling import oracle
 
@@ -259,13 +260,11 @@ def last_block_only(patch: Patch) -> None:
 
 @bug("a failed sample ends nothing", r"Broken: (accounting|oracle: tokens of)")
 def failure_goes_on(patch: Patch) -> None:
-    append = Scheduler._append
-
-    def repeat(self: Scheduler, sequence: Sequence, tokens: Any) -> Any:
+    def repeat(sequence: Sequence, tokens: Any) -> bool:
         again = sequence.token_ids[-1]
-        return append(self, sequence, [again if token is None else token for token in tokens])
+        return accept(sequence, [again if token is None else token for token in tokens])
 
-    patch.setattr(Scheduler, "_append", repeat)
+    patch.setattr("minillm.scheduling.scheduler.accept", repeat)
 
 
 # ---- blocks --------------------------------------------------------------------------------------

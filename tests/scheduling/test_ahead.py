@@ -116,6 +116,8 @@ class AheadWorld(World):
         require(not record.preempted and not plan.swap_out, "order", "preempted ahead", record)
         self._check_limits({row.seq_id: row for row in plan.rows})
         for row in plan.rows:
+            void = self.scheduler.sequences[row.seq_id].is_void
+            require(not void, "order", "a void sequence is planned ahead", row)
             if row.seq_id in record.admitted:
                 self.furthest[row.seq_id] = max(self.furthest.get(row.seq_id, 0), row.start)
             most = self.scheduler.sequences[row.seq_id].request.max_computed
@@ -229,12 +231,6 @@ def tokens_stay_pending(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sequence, "advance", advanced)
 
 
-def void_sequences_are_planned_ahead(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        ahead, "is_predictable", lambda row, sequence: row.num_logits <= 1 and not row.num_forks
-    )
-
-
 def void_sequences_give_up_blocks_that_a_plan_uses(patch: pytest.MonkeyPatch) -> None:
     commit = Scheduler.commit
 
@@ -255,7 +251,6 @@ BREAKS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
         the_last_token_is_computed,
         a_refusal_leaves_the_plan_as_carried_out,
         tokens_stay_pending,
-        void_sequences_are_planned_ahead,
         void_sequences_give_up_blocks_that_a_plan_uses,
     )
 }

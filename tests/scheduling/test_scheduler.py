@@ -323,6 +323,35 @@ def test_a_reader_keeps_its_blocks_until_the_plan_behind_is_committed() -> None:
     drain(engine)
 
 
+def test_a_reader_in_chunks_is_not_planned_ahead_once_it_is_void() -> None:
+    engine = scheduler(16, "hash", max_num_batched_tokens=16)
+    writer = engine.add(request("a", prompt=range(9), max_tokens=5))
+    reader = engine.add(request("b", prompt=[*range(8), *range(100, 140)], max_tokens=5))
+    plan = planned(engine)
+    behind = engine.schedule_ahead()
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 9), (8, 7)]
+    assert [(row.start, row.num_tokens) for row in behind.rows] == [(9, 1), (15, 15)]
+    engine.distrust(plan, {writer.seq_id})
+    engine.finish(writer.seq_id, "error")
+    engine.commit(plan, made_up(plan))
+    assert engine.schedule_ahead() is None
+    engine.commit(behind, made_up(behind))
+    assert engine.waiting == [reader]
+    drain(engine)
+
+
+def test_blocks_in_doubt_are_not_offered_again_by_a_row_that_goes_on() -> None:
+    """One of several accepted tokens may be wrong, and the sequence ends only at the commit."""
+    engine = scheduler(16, "hash")
+    sequence = engine.add(request("a", prompt=range(13), max_tokens=5))
+    plan = planned(engine)
+    engine.distrust(plan, {sequence.seq_id})
+    engine.commit(plan, made_up(plan))
+    assert len(engine.blocks.index) == 0
+    drain(engine)
+    assert len(engine.blocks.index) == 0
+
+
 @pytest.mark.parametrize("cache", ["hash", "radix"])
 @pytest.mark.parametrize("length", [1, 3, 4, 8, 9])
 def test_a_fully_cached_prompt_still_computes_its_last_token(length: int, cache: str) -> None:
