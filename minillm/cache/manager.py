@@ -136,7 +136,10 @@ class BlockManager:
             cursor = self.index.insert(table.cursor, tokens, block)
             if step and block in self.index:
                 self.coming[block] = step
-            if cursor is None:
+            if cursor is None:  # a block before it was forgotten
+                if not all(each in self.index for each in table.adopted):
+                    table.epoch = -1  # what it adopted is in doubt, and not its own to offer
+                    break
                 table.num_indexed = 0
                 continue
             table.cursor = cursor
@@ -246,7 +249,7 @@ class BlockManager:
         moves = list(map(BlockCopy, table.host_blocks, table.blocks))
         self.host.release(table.host_blocks)
         table.host_blocks = []
-        table.num_indexed = 0  # these are other blocks; offer them from the start
+        table.num_adopted = table.num_indexed = 0  # its own copies; offer them from the start
         return moves
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
