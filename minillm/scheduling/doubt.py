@@ -7,7 +7,9 @@ of the plan behind it, may read what the row writes:
     reader   [ block 0 ][ block 1 ][ own ...       its row is void: it is computed again
 
 A void row is neither delivered nor counted. Its sequence gives up its blocks once no plan uses them
-any more, and waits at its old place in line, as after a preemption.
+any more, and waits at its old place in line, as after a preemption. A chunk in the middle of a
+prompt has no logits, so NaN in it is noticed only at the end of the prompt: sequences that adopted
+its blocks in an earlier step are not void, and fail by their own logits.
 """
 
 from collections.abc import Collection, Iterable, Mapping
