@@ -326,13 +326,15 @@ class Engine:
         """Tell the scheduler and the requests what came out of a step; `now` is its time for all,
         so that metrics and trace agree."""
         scheduler = self.scheduler
+        if result.suspect:
+            scheduler.distrust(plan, result.suspect)
         rows = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
         # A completion may have ended at the step before, while others of its request go on.
-        owners = [(row, one) for row, one in rows if one.status is not Status.FINISHED]
-        for row, sequence in owners if result.errors else ():
+        owners = [
+            (row, one) for row, one in rows if one.status is not Status.FINISHED and not one.is_void
+        ]
+        for row, _ in owners if result.errors else ():
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
-                if row.seq_id in result.suspect:  # before the commit, which would offer it
-                    scheduler.blocks.forget(sequence.table)
                 scheduler.finish(row.seq_id, "error", now if self.overlaps else None)
         for fork in scheduler.commit(plan, result.token_ids):
             self._live[fork.request.request_id].sequences[fork.index] = fork

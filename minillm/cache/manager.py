@@ -34,7 +34,8 @@ class BlockTable:
 
     The first `num_adopted` were computed by others and found in the prefix cache. `cursor`,
     `num_indexed` and `name` say how far its full blocks are in the prefix index. `epoch` counts
-    the resets of the prefix cache before its first block: an older one is not indexed any more.
+    the resets of the prefix cache before its first block: an older one is not indexed any more,
+    and neither is one with -1, whose contents are in doubt.
     """
 
     salt: str = ""
@@ -45,6 +46,11 @@ class BlockTable:
     num_indexed: int = 0
     name: int = 0
     epoch: int = 0
+
+    @property
+    def adopted(self) -> list[int]:
+        """Blocks that others computed."""
+        return self.blocks[: self.num_adopted]
 
 
 class BlockManager:
@@ -64,8 +70,14 @@ class BlockManager:
         self.host = BlockPool(num_host_blocks, NoPrefixCache())
         self.num_copies = 0
         self.epoch = 0
+        self.coming: dict[int, int] = {}  # findable blocks, with the step that will write them
         self.prefix_cache = prefix_cache
         self._history = PrefixHistory(block_size, num_blocks)
+
+    def emptied(self) -> "BlockManager":
+        """One of the same size, in which nothing is held or cached."""
+        pool, host = self.pool, self.host
+        return BlockManager(pool.num_blocks, self.block_size, self.prefix_cache, host.num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
@@ -74,8 +86,10 @@ class BlockManager:
     # ---- prefixes ------------------------------------------------------------------------
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
-        """The longest cached start of `token_ids`, at most `limit` tokens."""
-        return self.index.match(token_ids, limit, salt)
+        """The longest cached start of `token_ids`, at most `limit` tokens. A block that is still to
+        be written can be shared, but not copied: a step copies before it computes."""
+        match = self.index.match(token_ids, limit, salt)
+        return self.whole(match) if match.partial in self.coming else match
 
     def report(
         self, token_ids: Sequence[int], num_cached: int, salt: str, reads: bool = True
@@ -85,7 +99,7 @@ class BlockManager:
             return PrefixReport(unread=len(token_ids))
         known = num_cached
         if len(token_ids) - num_cached <= self.block_size:  # the limit may have cut the match
-            known = max(known, self.index.match(token_ids, len(token_ids), salt).num_tokens)
+            known = max(known, self.match(token_ids, len(token_ids), salt).num_tokens)
         return self._history.report(token_ids, num_cached, known, salt)
 
     def cost_of(self, match: Match, num_blocks: int) -> int:
@@ -106,8 +120,11 @@ class BlockManager:
         table.cursor, table.epoch = match.cursor, self.epoch
         table.name = self._history.name(token_ids, len(match.blocks))
 
-    def index_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Make the blocks findable that are full now. Only tokens that are certain may be here."""
+    def index_blocks(
+        self, table: BlockTable, token_ids: Sequence[int], num_computed: int, step: int = 0
+    ) -> None:
+        """Make the blocks findable that are full now, or once plan `step` is carried out. Only
+        tokens that are certain may be here."""
         if self.prefix_cache is None or table.epoch != self.epoch:
             return
         size = self.block_size
@@ -115,14 +132,28 @@ class BlockManager:
             if table.num_indexed == 0:
                 table.cursor, table.name = self.index.start(table.salt), 0
             tokens = tuple(token_ids[end - size : end])
-            cursor = self.index.insert(table.cursor, tokens, table.blocks[table.num_indexed])
-            if cursor is None:
+            block = table.blocks[table.num_indexed]
+            cursor = self.index.insert(table.cursor, tokens, block)
+            if step and block in self.index:
+                self.coming[block] = step
+            if cursor is None:  # a block before it was forgotten
+                if not all(each in self.index for each in table.adopted):
+                    table.epoch = -1  # what it adopted is in doubt, and not its own to offer
+                    break
                 table.num_indexed = 0
                 continue
             table.cursor = cursor
             table.name = self._history.record(table.name, tokens, table.salt)
             table.num_indexed += 1
         self.pool.use_lost_first()
+
+    def comes_with(self, step: int, match: Match) -> bool:
+        """Whether plan `step` writes some of these blocks: the last of them, then."""
+        return bool(match.blocks) and self.coming.get(match.blocks[-1]) == step
+
+    def settle(self, step: int) -> None:
+        """The plan was carried out: what it wrote is there."""
+        self.coming = {block: when for block, when in self.coming.items() if when > step}
 
     def reset_prefix_cache(self) -> None:
         """Make nothing findable that was computed so far. Running sequences keep their blocks, and
@@ -185,8 +216,9 @@ class BlockManager:
     # ---- letting go ----------------------------------------------------------------------
 
     def forget(self, table: BlockTable) -> None:
-        """What this sequence computed may be wrong, and must not be found; the blocks that it
-        adopted are as right as before."""
+        """What this sequence computed may be wrong, and is not found any more, nor offered again;
+        the blocks that it adopted are as right as before."""
+        table.epoch = -1
         for block in table.blocks[table.num_adopted :]:
             if block in self.index:
                 self.index.forget(block)
@@ -217,7 +249,7 @@ class BlockManager:
         moves = list(map(BlockCopy, table.host_blocks, table.blocks))
         self.host.release(table.host_blocks)
         table.host_blocks = []
-        table.num_indexed = 0  # these are other blocks; offer them from the start
+        table.num_adopted = table.num_indexed = 0  # its own copies; offer them from the start
         return moves
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:

@@ -76,7 +76,8 @@ def look_ahead(
 
 def is_predictable(row: Row, sequence: Sequence) -> bool:
     """Whether counts alone say where a sequence will stand after this row."""
-    return row.num_logits <= 1 and not row.num_forks and row.start >= sequence.furthest
+    simple = row.num_logits <= 1 and not row.num_forks
+    return simple and row.start >= sequence.furthest and not sequence.is_void
 
 
 def end_of(sequence: Sequence) -> int:

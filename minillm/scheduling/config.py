@@ -16,7 +16,9 @@ class SchedulerConfig:
     Attributes:
         max_num_seqs: sequences that hold blocks at once (the running set, not the step).
         max_num_batched_tokens: tokens computed in one step.
-        long_prefill_token_threshold: tokens of one sequence in one step; 0 is no limit.
+        long_prefill_token_threshold: tokens of one sequence in one step; 0 is no limit. With one,
+            prompts with a common beginning that come together may each compute a part of it:
+            in a step they share only what its chunks complete.
         enable_chunked_prefill: whether a prompt may be computed in several steps.
         watermark: share of the blocks that admission "watermark" keeps free.
 

@@ -59,7 +59,8 @@ class StepPlan:
 
     The order matters: forget `dropped`, copy `swap_out` (device, host), then `copies`, then
     `swap_in` (host, device), then compute `rows`, of which those with one token come first. A
-    block that one of these frees may be the target of the next.
+    block that one of these frees may be the target of the next. A row may read blocks that a row
+    before it writes, and if it has one token only, it comes among the others for that.
     """
 
     step: int

@@ -93,6 +93,7 @@ class StepRecord:
         preempted: sequences that lost theirs.
         stalled: running sequences that got no row, and why.
         blocked: the next waiting sequence and why it was not admitted; all others wait behind it.
+        void: sequences whose row came to nothing, because one that it reads from failed.
         forked, ended: what the sampled tokens, or aborts until the next step, led to.
         num_running, num_waiting, num_free_blocks: when the step was planned.
         graph_rows, why_eager: rows of the CUDA graph that ran the step, or, where there are graphs,
@@ -109,6 +110,7 @@ class StepRecord:
     preempted: list[Preemption] = field(default_factory=list)
     stalled: list[Blocked] = field(default_factory=list)
     blocked: Blocked | None = None
+    void: list[int] = field(default_factory=list)
     forked: list[Forked] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     num_prefill_tokens: int = 0

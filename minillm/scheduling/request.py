@@ -69,6 +69,7 @@ class Sequence:
         "awaits_commit",
         "furthest",
         "index",
+        "is_void",
         "key",
         "num_certain",
         "num_computed",
@@ -101,6 +102,7 @@ class Sequence:
         self.num_in_flight = 0  # plans that have a row of it and are not committed
         self.num_pending = 0  # tokens to come, whose positions the next plan may compute already
         self.awaits_commit = False  # no plan is made ahead of the row that is running
+        self.is_void = False  # it reads what failed, and is computed again (`doubt.py`)
         self.num_recomputed = 0
         self.num_preemptions = 0
         self.report: PrefixReport | None = None  # of its first admission
@@ -125,7 +127,7 @@ class Sequence:
     def restart(self, num_computed: int) -> None:
         """So many positions are in the cache, for certain; nothing is counted on beyond them."""
         self.num_certain = self.num_computed = num_computed
-        self.num_pending, self.awaits_commit = 0, False
+        self.num_pending, self.awaits_commit, self.is_void = 0, False, False
         self.furthest = max(self.furthest, num_computed)
 
     @property

@@ -10,7 +10,7 @@ next tokens whose keys and values are missing. `schedule` plans by counts alone,
 was sampled. What a plan holds stays held until its commit, whatever is aborted between.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
@@ -19,14 +19,14 @@ from minillm.errors import InvalidRequestError
 from minillm.scheduling.admission import Admission
 from minillm.scheduling.ahead import Flights, end_of, look_ahead
 from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.doubt import distrust
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
-from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord
-from minillm.scheduling.request import Key, Request, Sequence, Status, described
-
-Sampled = list[int | None]  # tokens of one row; None is a sample that failed
+from minillm.scheduling.request import Key, Request, Sequence, Status
+from minillm.scheduling.rows import Sampled, accept, next_row
 
 
 class Scheduler:
@@ -50,6 +50,7 @@ class Scheduler:
         self._num_sequences = 0
         self.num_seats = 0  # taken by the running sequences and their forks to come
         self._dropped: list[int] = []
+        self._readers: set[int] = set()  # those whose prefix is computed in the step being planned
         self._flights = Flights()
         self.in_flight = self._flights.sequences  # rows of plans that are not committed
 
@@ -117,11 +118,7 @@ class Scheduler:
     def restarted(self) -> "Scheduler":
         """One with the same limits, for when this one's books may be torn: it knows of no block
         and no request. Numbers and counters go on, so that a trace tells the two apart."""
-        old = self.blocks
-        blocks = BlockManager(
-            old.pool.num_blocks, old.block_size, old.prefix_cache, old.host.num_blocks
-        )
-        scheduler = Scheduler(self.config, blocks, self.policy)
+        scheduler = Scheduler(self.config, self.blocks.emptied(), self.policy)
         scheduler.log, scheduler.counters = self.log, self.counters
         scheduler._num_sequences, scheduler._num_arrivals = self._num_sequences, self._num_arrivals
         return scheduler
@@ -151,7 +148,8 @@ class Scheduler:
             self.record.blocked = self._refusal(budget)
             if self.record.blocked is None:
                 self._admit(plan, budget)
-        plan.rows.sort(key=lambda row: row.num_tokens > 1)
+        plan.rows.sort(key=lambda row: row.num_tokens > 1 or row.seq_id in self._readers)
+        self._readers.clear()
         self._close(plan)
         return plan
 
@@ -226,12 +224,18 @@ class Scheduler:
             plan.swap_out += self.blocks.swap_out(victim.table)
             self.counters.num_preemptions_swap += 1
         else:
-            self.blocks.release(victim.table)
-            victim.restart(0)
+            self._give_up_blocks(victim)
             self.counters.num_preemptions_recompute += 1
         victim.num_preemptions += 1
-        victim.status = Status.WAITING
-        enter(self.waiting, victim)
+        self._line_up(victim)
+
+    def _give_up_blocks(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.table)
+        sequence.restart(0)
+
+    def _line_up(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        enter(self.waiting, sequence)
 
     def _refusal(self, budget: int) -> Blocked | None:
         """Why nobody can be admitted, if that is known before anything is looked up."""
@@ -260,6 +264,8 @@ class Scheduler:
                 plan.swap_in += self.blocks.swap_in(sequence.table)
             else:
                 self._begin(sequence, decision)
+                if self.blocks.comes_with(plan.step, decision):
+                    self._readers.add(sequence.seq_id)
             self._start_running(sequence)
             self._add_row(plan, sequence, self._chunk(sequence, budget))
             budget -= plan.rows[-1].num_tokens
@@ -297,23 +303,12 @@ class Scheduler:
             sequence.num_sent = None
 
     def _add_row(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
-        """Get the blocks for the next `num_tokens` of a sequence and put it into the plan."""
-        start, table = sequence.num_computed, sequence.table
-        kept = sequence.num_sent
-        copy = self.blocks.grow(table, start, start + num_tokens)
-        if kept is None:
-            kept = 0
-            plan.new.append(described(sequence))
-        if copy is not None:
-            plan.copies.append(copy)
-            kept = min(kept, start // self.blocks.block_size)
-        sequence.num_sent = len(table.blocks)
-        reaches_end = num_tokens == sequence.num_uncomputed and sequence.request.max_tokens > 0
-        wanted = (1, sequence.num_forks) if reaches_end else (0, 0)
-        blocks = tuple(table.blocks[kept:]) if kept < len(table.blocks) else ()
-        plan.rows.append(Row(sequence.seq_id, start, num_tokens, *wanted, kept, blocks))
+        """Put the next `num_tokens` of a sequence into the plan."""
+        row = next_row(plan, sequence, num_tokens, self.blocks)
+        plan.rows.append(row)
         self._flights.enter(sequence)
-        if start >= len(sequence.request.prompt_token_ids) and sequence.num_uncomputed == 1:
+        decodes = row.start >= len(sequence.request.prompt_token_ids)
+        if decodes and sequence.num_uncomputed == 1:
             self.record.num_decode_tokens += 1
         else:
             self.record.num_prefill_tokens += num_tokens
@@ -330,7 +325,11 @@ class Scheduler:
 
     # ---- one step: commit ----------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, sampled: Mapping[int, list[int | None]]) -> list[Sequence]:
+    def distrust(self, plan: StepPlan, suspect: Collection[int]) -> None:
+        """Before the commit of a plan, of which some rows may have computed something wrong."""
+        distrust(plan.rows, suspect, self.in_flight, self.blocks)
+
+    def commit(self, plan: StepPlan, sampled: Mapping[int, Sampled]) -> list[Sequence]:
         """The plan was carried out: sequences grow by what was sampled. Returns new forks.
 
         `sampled` has, for each row with logits, the accepted tokens: one as a rule, up to
@@ -339,6 +338,7 @@ class Scheduler:
         text can decide comes through `finish`.
         """
         record = self._flights.land(plan)
+        self.blocks.settle(plan.step)
         # What is written into the record of a later step has the time of this one.
         self.log.time = record.computed if self._flights.plans else None
         forks: list[Sequence] = []
@@ -348,26 +348,26 @@ class Scheduler:
                 if not sequence.num_in_flight:
                     self.blocks.release(sequence.table)
                 continue
+            if sequence.is_void:
+                record.void.append(row.seq_id)
+                if not sequence.num_in_flight:
+                    self._stop_running(sequence)
+                    self._give_up_blocks(sequence)
+                    self._line_up(sequence)
+                continue
             tokens = sampled[row.seq_id] if row.num_logits else []
             own, others = (tokens[:1], tokens[1:]) if row.num_forks else (tokens, [])
             again = sequence.advance(row.start, row.end_after(len(own)))
             record.num_recomputed_tokens += again
             self.counters.num_recomputed_tokens += again
-            failed = self._append(sequence, own)  # first: an accepted draft may complete a block
+            failed = accept(sequence, own)  # first: an accepted draft may complete a block
             self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_certain)
             children = [self._fork(sequence, index) for index, _ in enumerate(others, start=1)]
             self._end_by_count(sequence, failed)
             for child, token in zip(children, others, strict=True):
-                self._end_by_count(child, self._append(child, [token]))
+                self._end_by_count(child, accept(child, [token]))
             forks += children
         return forks
-
-    def _append(self, sequence: Sequence, tokens: Sampled) -> bool:
-        """Add accepted tokens, as many as there is room for; returns whether a sample failed."""
-        room = end_of(sequence) - len(sequence.token_ids)
-        accepted = [token for token in tokens[:room] if token is not None]
-        sequence.token_ids += accepted
-        return len(accepted) < len(tokens[:room])
 
     def _end_by_count(self, sequence: Sequence, failed: bool) -> None:
         """End a sequence whose sample failed, or that has all its tokens; one that samples nothing

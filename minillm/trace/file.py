@@ -65,7 +65,8 @@ def record_line(record: StepRecord) -> dict[str, Any]:
     for name in EVENTS:
         values = getattr(record, name)
         line[name] = [astuple(each) for each in values] if name == "stalled" else values
-    line["admitted"], line["why_eager"] = record.admitted, record.why_eager
+    line["admitted"], line["void"] = record.admitted, record.void
+    line["why_eager"] = record.why_eager
     line["blocked"] = record.blocked and astuple(record.blocked)
     return {name: value for name, value in line.items() if value}
 
@@ -156,8 +157,8 @@ def read_record(line: dict[str, Any], num_blocks: int) -> StepRecord:
     for name, value in line.items():
         if name in NUMBERS:
             setattr(record, name, number(value))
-        elif name == "admitted":
-            record.admitted = [number(each) for each in value]
+        elif name in ("admitted", "void"):
+            setattr(record, name, [number(each) for each in value])
         elif name == "blocked":
             record.blocked = Blocked(*value)
         elif name == "why_eager":
@@ -195,7 +196,7 @@ def check_events(record: StepRecord) -> None:
         counts(blocked.seq_id, blocked.needed, max(blocked.available, 0))
         text(blocked.request_id)
         text(blocked.what)
-    counts(record.step, *record.admitted)
+    counts(record.step, *record.admitted, *record.void)
 
 
 def check_added(added: Added) -> None:

@@ -102,7 +102,7 @@ class Replay:
         starts = {row.seq_id: row.start for row in record.rows}
         for seq_id in record.admitted:
             self._admit(self.of(seq_id), starts.get(seq_id, 0), record.planned)
-        in_vain = {one.seq_id for one in record.ended if one.in_vain}
+        in_vain = {one.seq_id for one in record.ended if one.in_vain} | set(record.void)
         for row in record.rows:
             state = self.of(row.seq_id)
             state.where = RUNNING
@@ -111,6 +111,8 @@ class Replay:
             step.rows.append((state, row, state.num_again(row)))
             if row.seq_id not in in_vain:
                 self._compute(state, row, record.computed)
+        for seq_id in record.void:
+            self._begin_again(self.of(seq_id), step)
         for seq_id, parent_id, index in record.forked:
             step.forked.append(self._fork(self.of(parent_id), seq_id, index, step))
         step.ended += [self._end(self.of(one.seq_id), one, record, step) for one in record.ended]
@@ -127,6 +129,10 @@ class Replay:
         for block in come:
             self.holders.setdefault(block, []).append(state.seq_id)
         step.blocks.update(gone, come)
+
+    def _begin_again(self, state: SequenceState, step: ReplayedStep) -> None:
+        state.where, state.num_computed = PREEMPTED, 0
+        self._hold(state, 0, (), step)
 
     def of(self, seq_id: int) -> SequenceState:
         """The state of a sequence, a new one where its beginning was not recorded."""

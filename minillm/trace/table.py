@@ -43,6 +43,7 @@ def events(record: StepRecord) -> str:
         ("admitted", record.admitted),
         ("preempted", [f"{p.seq_id} for {p.for_seq_id} ({p.mode})" for p in record.preempted]),
         ("stalled", [f"{b.seq_id} ({b})" for b in record.stalled]),
+        ("void", record.void),
         ("forked", [f"{f.seq_id} from {f.parent_id}" for f in record.forked]),
         ("ended", [f"{e.seq_id} ({e.reason})" for e in record.ended]),
     ]

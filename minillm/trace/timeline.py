@@ -159,6 +159,8 @@ class Drawing:
             winner = states.get(preemption.for_seq_id)
             name = winner.name if winner else f"sequence {preemption.for_seq_id}"
             self._explain(column, states[preemption.seq_id], f"preempted for {name}")
+        for seq_id in record.void:
+            self._explain(column, states[seq_id], "it read from a row that failed")
         for blocked in record.stalled:
             if blocked.seq_id in states:
                 self._set(column, states[blocked.seq_id], "s", self._why(str(blocked)))

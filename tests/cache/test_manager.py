@@ -211,6 +211,42 @@ def test_what_was_in_host_memory_at_a_reset_is_not_offered_again(cache: str) -> 
     assert blocks.match(TEXT, 20, "").num_tokens == 0
 
 
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
+def test_a_block_that_is_still_to_be_written_is_shared_and_not_copied(cache: str) -> None:
+    blocks, table = manager(cache=cache), BlockTable()
+    blocks.grow(table, 0, 9)
+    blocks.index_blocks(table, TEXT, 9, step=3)
+    other = [*TEXT[:6], 99, 98, 97]
+    match = blocks.match(other, 8, "")
+    assert (match.blocks, match.num_tokens, match.partial) == ([0], 4, None)
+    assert blocks.comes_with(3, match)
+    blocks.settle(2)
+    assert blocks.comes_with(3, blocks.match(TEXT, 20, ""))
+    blocks.settle(3)
+    assert not blocks.comes_with(3, blocks.match(TEXT, 20, ""))
+    assert blocks.match(other, 8, "").num_tokens == (6 if cache == "radix" else 4)
+
+
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_reader_does_not_leave_blocks_in_the_index_whose_writer_is_in_doubt(
+    cache: str, swapped: bool
+) -> None:
+    blocks, reader = manager(cache=cache, host=8), BlockTable()
+    writer = computed(blocks, TEXT[:8])
+    blocks.adopt(reader, blocks.match(TEXT, 8, ""), TEXT)
+    blocks.forget(writer)
+    blocks.grow(reader, 8, 16)
+    if swapped:
+        blocks.swap_out(reader)
+        blocks.swap_in(reader)
+    blocks.index_blocks(reader, TEXT, 16)
+    if swapped:  # these are copies, which go with it when it fails in its turn
+        blocks.forget(reader)
+    assert len(blocks.index) == 0
+    blocks.check_invariants([writer, reader])
+
+
 def test_without_a_cache_nothing_is_indexed_and_freed_blocks_are_reused_at_once() -> None:
     blocks = manager(8, None)
     table = computed(blocks, TEXT[:8])

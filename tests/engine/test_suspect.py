@@ -94,3 +94,103 @@ def test_a_prompt_in_chunks_takes_all_that_it_computed_out_of_the_cache(folder, 
     assert reasons(output) == {"error"}
     assert cached(llm, prompt) == 0
     assert_idle(llm.engine)
+
+
+# ---- rows that are read in their own step --------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hash": {"prefix_cache": "hash"},
+    "radix": {"prefix_cache": "radix"},
+    "overlap": {"async_scheduling": True},
+    "deterministic": {"deterministic": True},
+    "chunks": {"max_num_batched_tokens": 32},
+    "chunks, overlap": {"max_num_batched_tokens": 32, "async_scheduling": True},
+}
+TWENTY = [[*SYSTEM, i, i + 1, i + 2] for i in range(19)] + [[*SYSTEM, 7]]  # one with a row of 1
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[list[int]]]:
+    """The tokens of each of the twenty, without a cache."""
+    llm = make(folder, enable_prefix_caching=False)
+    return [tokens(llm.generate([prompt], SAMPLED, use_tqdm=False)[0]) for prompt in TWENTY]
+
+
+def shared_engine(folder: Path, **setting: Any) -> LLM:
+    llm = make(folder, num_gpu_blocks_override=300, max_num_seqs=32, **setting)
+    for tensor in (llm.engine.runner.kv.key, llm.engine.runner.kv.value):
+        tensor.fill_(math.nan)  # what was never written
+    return llm
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_twenty_prompts_with_one_beginning_compute_it_once(folder, alone, setting):
+    llm = shared_engine(folder, **SETTINGS[setting])
+    outputs = llm.generate(TWENTY, SAMPLED, use_tqdm=False)
+    assert [tokens(output) for output in outputs] == alone
+    counters = llm.engine.scheduler.counters
+    own = sum(len(prompt) - len(SYSTEM) for prompt in TWENTY)
+    assert counters.num_cached_tokens == 19 * len(SYSTEM)
+    assert counters.num_prefill_tokens == len(SYSTEM) + own
+    cached = [output.metrics.num_cached_tokens for output in outputs]
+    assert cached == [0, *[len(SYSTEM)] * 19]
+    if "chunks" not in setting:
+        assert len(llm.trace[0].rows) == 20
+    assert_idle(llm.engine)
+
+
+def break_first(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The first request, the only one to compute the common beginning, goes wrong: its row raises
+    in every pass, or its logits are NaN; with NaN its keys and values are NaN, too."""
+    model = llm.engine.runner.model
+    layer = getattr(model, "model", model).layers[0]
+    works = layer.forward
+
+    def starts(batch: Any) -> bool:
+        return bool((batch.input_ids == SYSTEM[-1]).any())
+
+    def wrong(x: Any, residual: Any, rope: Any, batch: Any, kv: Any) -> Any:
+        if starts(batch) and how == "raises":
+            raise RuntimeError("planted")
+        if starts(batch):
+            place = (batch.input_ids == SYSTEM[-1]).nonzero()[0]
+            x = x.index_fill(0, place, math.nan)
+        return works(x, residual, rope, batch, kv)
+
+    monkeypatch.setattr(layer, "forward", wrong)
+
+
+# A chunk in the middle of a prompt has no logits, so that NaN is noticed at the end of the prompt.
+FAILURES = [
+    (setting, how) for setting in SETTINGS for how in ("raises", "NaN")
+    if how == "raises" or "chunks" not in setting
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "how"), FAILURES)
+def test_when_the_writer_fails_its_readers_are_computed_again(
+    folder, alone, monkeypatch, setting, how
+):
+    """Each in turn: the first fails, then the first of those that are left, and so on."""
+    llm = shared_engine(folder, **SETTINGS[setting])
+    with monkeypatch.context() as patch:
+        break_first(llm, patch, how)
+        left = [4]
+        step = llm.engine.step
+
+        def counted() -> Any:
+            left[0] -= 1
+            if not left[0]:
+                patch.undo()  # from now on nothing fails
+            return step()
+
+        patch.setattr(llm.engine, "step", counted)
+        outputs = llm.generate(TWENTY, SAMPLED, use_tqdm=False)
+    failed = [index for index, output in enumerate(outputs) if reasons(output) == {"error"}]
+    assert 0 < len(failed) < 5
+    for index, output in enumerate(outputs):
+        assert index in failed or tokens(output) == alone[index], index
+    assert [tokens(one) for one in llm.generate(TWENTY, SAMPLED, use_tqdm=False)] == alone
+    assert any(record.void for record in llm.trace) or "chunks" in setting
+    assert_idle(llm.engine)

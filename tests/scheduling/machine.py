@@ -6,6 +6,7 @@
 
     kind of `Broken`   promise
     oracle             every token is what the prompt alone gives
+    unwritten          what reads a failed row, or what was never written, is void, and nothing else
     accounting         every completion ends, once, for a known reason; nothing is left over
     books              free + cached + held = total; references = tables; a full block stays full
     written slot       what a plan writes is held by one table, and nobody can find it
@@ -42,7 +43,16 @@ from minillm.scheduling.policies import POLICIES
 from minillm.scheduling.record import Counters
 from minillm.scheduling.request import Request, Sequence
 from minillm.scheduling.scheduler import Scheduler
-from tests.scheduling.oracle import VOCABULARY, Broken, Expected, Runner, Sample, require, root
+from tests.scheduling.oracle import (
+    VOCABULARY,
+    Broken,
+    Expected,
+    Runner,
+    Sample,
+    Slot,
+    require,
+    root,
+)
 
 # ---- what a history is made of: simple values first, because Hypothesis shrinks to them ----------
 
@@ -69,7 +79,8 @@ SPECS: Mapping[str, tuple[Any, ...]] = {
     "priority": (0, 1, 2),
     "wants_logprobs": (False, False, False, False, True),
 }
-EVENTS = ("abort", "finish", "fail")
+EVENTS = ("abort", "finish", "fail", "break")
+CROWD_EVENTS = (None, "break", "break", "abort")
 IMPOSSIBLE = ("long prompt", "many tokens", "many completions", "same id")
 WHICH = range(8)
 
@@ -209,7 +220,11 @@ class World:
         self.num_recomputed = 0
         self.num_steps = 0  # that had work
         self.num_refused = 0
+        self.num_void = 0
         self._tables: dict[int, list[int]] = {}
+        self._coming: dict[int, dict[int, Slot]] = {}  # by step: what full blocks will hold
+        self._broken: dict[int, set[int]] = {}  # by step: rows that write garbage
+        self._failed: set[int] = set()  # sequences that had one
         coverage["histories"] += 1
 
     # ---- rules ---------------------------------------------------------------------------
@@ -235,6 +250,14 @@ class World:
         """A step during which a request is aborted, a text is complete, or a sample fails;
         `early` is before the plan is carried out."""
         self._step(event, which, early)
+
+    def crowd(self, specs: Iterable[Spec], event: str | None, which: int) -> None:
+        """Prompts that begin alike come together, and are scheduled at once."""
+        specs = list(specs)
+        for spec in specs:
+            same = {"family": specs[0].family, "salt": specs[0].salt, "wants_logprobs": False}
+            self.add(replace(spec, length=max(spec.length, 9), **same))
+        self._step(event, which, False)
 
     def abort(self, which: int) -> None:
         """Abort a request between two steps."""
@@ -377,14 +400,13 @@ class World:
         self.runner.hear(plan, self.scheduler.sequences)
         self.num_steps += had_work
         self.coverage["steps"] += had_work
+        self._expect(plan, event, which)
         self._check_plan(before, plan, had_work)
         self._check_books()
         self._cover(before, plan)
         if early:
             self._interrupt(event, which, plan)
-        samples = self.runner.execute(plan)
-        self._check_written(plan)
-        self._check_samples(samples)
+        samples = self._execute(plan)
         if not early:
             self._interrupt(event, which, plan)
         sampled = {
@@ -397,6 +419,78 @@ class World:
             failed = {seq_id: which % len(samples[seq_id])}
         self._commit(plan, samples, sampled, failed)
 
+    def _expect(self, plan: StepPlan, event: str | None, which: int) -> None:
+        """What the blocks of prompts will hold once a plan is carried out, and which row fails."""
+        size = self.setup.block_size
+        coming = self._coming[plan.step] = {}
+        moved = {target for _, target in plan.swap_in}
+        for row in plan.rows:
+            table = self.scheduler.in_flight[row.seq_id].table
+            runs = row.start >= len(self.scheduler.in_flight[row.seq_id].request.prompt_token_ids)
+            for place, block in enumerate(table.blocks):
+                if place >= row.start // size or (block in moved and not runs):
+                    slot = self._prompt_end(row, place)
+                    coming |= {block: slot} if slot else {}
+        some = [row.seq_id for row in plan.rows]
+        # One from whom others read, if there is one; else any.
+        some = [seq_id for seq_id in some if which and self._is_read(seq_id, plan)] or some
+        self._broken[plan.step] = {some[which % len(some)]} if event == "break" and some else set()
+        self.coverage["read in its step"] += sum(
+            self._is_read(row.seq_id, plan) for row in plan.rows
+        )
+
+    def _is_read(self, writer: int, plan: StepPlan) -> bool:
+        """Whether another row of the plan reads a block that this row completes."""
+        tables = {
+            row.seq_id: self.scheduler.in_flight[row.seq_id].table.blocks for row in plan.rows
+        }
+        completed = self._coming[plan.step].keys() & tables.pop(writer)
+        return any(not completed.isdisjoint(blocks) for blocks in tables.values())
+
+    def _prompt_end(self, row: Row, place: int) -> Slot | None:
+        """The last slot of a block once this row is computed, with what is before its first, if the
+        block is full of prompt tokens then."""
+        size = self.setup.block_size
+        sequence = self.scheduler.in_flight[row.seq_id]
+        request, expected = sequence.request, self.completions[name_of(sequence)].expected
+        last = (place + 1) * size - 1
+        if last >= min(row.start + row.num_tokens, len(request.prompt_token_ids)):
+            return None
+        before = expected.value(last - size) if place else root(request.cache_salt)
+        return Slot(expected.value(last), before)
+
+    def _execute(self, plan: StepPlan) -> dict[int, list[Sample]]:
+        samples = self.runner.execute(plan, self._broken[plan.step])
+        if not any((plan.step, row.seq_id) in self.runner.tainted for row in plan.rows):
+            del self._coming[plan.step]  # else at the commit, when what is wrong is forgotten
+        self._check_written(plan)
+        self._check_samples(plan, samples)
+        return samples
+
+    def _distrust(self, plan: StepPlan) -> None:
+        """A row fails: its sequence ends, and what read from it is void; nothing else is."""
+        broken, scheduler = self._broken.pop(plan.step), self.scheduler
+        if broken:
+            scheduler.distrust(plan, broken)
+        self._coming.pop(plan.step, None)
+        for row in plan.rows:
+            sequence = scheduler.in_flight[row.seq_id]
+            tainted = (plan.step, row.seq_id) in self.runner.tainted
+            if row.seq_id in self._failed:
+                continue  # of a sequence that ended for it
+            if row.seq_id in broken and not sequence.is_void:
+                self._failed.add(row.seq_id)
+                self.coverage["broken rows"] += 1
+                if name_of(sequence) in self.alive:
+                    scheduler.finish(row.seq_id, "error")
+                    self._end(name_of(sequence), "failed")
+            else:
+                void = sequence.is_void
+                require(not tainted or void, "unwritten", f"{row} reads it")
+                require(tainted or not void, "unwritten", f"{row} reads nothing of it")
+                self.num_void += void
+                self.coverage["void rows"] += void
+
     def _commit(
         self,
         plan: StepPlan,
@@ -404,6 +498,7 @@ class World:
         sampled: dict[int, list[int]],
         failed: Mapping[int, int],
     ) -> None:
+        self._distrust(plan)
         told: dict[int, list[int | None]] = {}
         for seq_id, tokens in sampled.items():
             place = failed.get(seq_id)
@@ -411,7 +506,7 @@ class World:
         in_flight = dict(self.scheduler.in_flight)
         for row in plan.rows:
             name = name_of(in_flight[row.seq_id])
-            if name in self.alive:
+            if name in self.alive and not in_flight[row.seq_id].is_void:
                 self._account(row, name, samples.get(row.seq_id, []), told.get(row.seq_id, []))
         self.scheduler.commit(plan, told)
         for seq_id, (token, *_) in told.items():
@@ -470,6 +565,8 @@ class World:
         free = [block for block in range(pool.num_blocks) if pool.is_free(block)]
         cached = [block for block in free if block in index]
         order = free_order(self.manager)
+        late = set(self.manager.coming.values()) - self._broken.keys()
+        require(not late, "books", "still coming from", late)
         require(sorted(order) == free, "books", "the free list is not the free blocks")
         require(len(free) == pool.num_free, "books", "free blocks")
         require(len(free) + len(holders) == pool.num_blocks, "books", "free + held", holders)
@@ -513,21 +610,29 @@ class World:
         ends = self._findable() | ROOTS
         for block in range(len(device)):
             if block in index:
-                reached = device[block][0].before in ends
+                reached = self._end_of(block).before in ends
                 require(reached, "index", f"block {block} is kept, but cannot be found")
 
     def _findable(self) -> set[int]:
         """What the findable blocks hold at their ends, which says what stands before it, too."""
         index, device = self.manager.index, self.runner.device
         if not isinstance(index, HashChain):
-            return {slots[-1].value for block, slots in enumerate(device) if block in index}
+            return {self._end_of(block).value for block in range(len(device)) if block in index}
         # A chain may keep blocks whose predecessor it has forgotten.
         reached: set[Place] = set()
         for entry in sorted(index._entries.values(), key=lambda entry: entry.place):
             if isinstance(entry.parent, str) or entry.parent in reached:
                 reached.add(entry.place)
         entries = [entry for entry in index._entries.values() if entry.place in reached]
-        return {device[entry.block][-1].value for entry in entries}
+        return {self._end_of(entry.block).value for entry in entries}
+
+    def _end_of(self, block: int) -> Slot:
+        """Its last slot, and what is before its first: now, or when the plans are carried out."""
+        for coming in self._coming.values():
+            if block in coming:
+                return coming[block]
+        slots = self.runner.device[block]
+        return Slot(slots[-1].value, slots[0].before)
 
     # ---- promises of a plan --------------------------------------------------------------
 
@@ -554,8 +659,10 @@ class World:
         self._check_order(before)
         self._check_swap(before)
         self._check_admissions(before, rows)
+        running = [row.seq_id in before.uncomputed for row in plan.rows]
         lengths = [row.num_tokens > 1 for row in plan.rows]
-        require(lengths == sorted(lengths), "order", "rows of one token come first")
+        ordered = [long for long, runs in zip(lengths, running, strict=True) if runs or long]
+        require(ordered == sorted(ordered), "order", "rows of one token come first")
 
     def _check_limits(self, rows: Mapping[int, Row]) -> None:
         config, record = self.scheduler.config, self.scheduler.record
@@ -641,14 +748,14 @@ class World:
                 self.coverage["host memory is full"] += self.manager.host.num_blocks > 0
 
     def _check_admissions(self, before: Before, rows: Mapping[int, Row]) -> None:
-        scheduler, findable = self.scheduler, self._findable()
+        scheduler = self.scheduler
         prompt_tokens = cached_tokens = 0
         for seq_id in scheduler.record.admitted:
             sequence, start = scheduler.sequences[seq_id], rows[seq_id].start
             if seq_id in before.swapped:
                 require(start == before.computed[seq_id], "swap", f"{seq_id} lost its place")
                 continue
-            self._check_hit(sequence, start, before.findable, findable)
+            self._check_hit(sequence, start, before.findable, rows)
             self.furthest[seq_id] = max(self.furthest.get(seq_id, 0), start)
             if seq_id not in before.first_timers:
                 continue
@@ -667,16 +774,28 @@ class World:
         )
         require(changes == (prompt_tokens, cached_tokens), "counters", "prefix hits", changes)
 
-    def _check_hit(self, sequence: Sequence, start: int, then: set[int], now: set[int]) -> None:
+    def _check_hit(
+        self, sequence: Sequence, start: int, then: set[int], rows: Mapping[int, Row]
+    ) -> None:
         """The whole blocks of the longest findable prefix, no less and no more. Blocks may be
-        evicted during a step, so the truth is between what was findable before and after."""
+        evicted during a step, so the truth is between what was findable before and after; and
+        prompts that were scheduled before this one are findable, too."""
+        coming, index = next(reversed(self._coming.values())), self.manager.index
+        admitted = self.scheduler.record.admitted
+        behind = set(admitted[admitted.index(sequence.seq_id) :])
+        tables = [self.scheduler.sequences[seq_id].table.blocks for seq_id in rows.keys() - behind]
+        blocks = {block for table in tables for block in table}
+        earlier = {coming[block].value for block in blocks & coming.keys() if block in index}
+        again = {self._end_of(block).value for block in blocks}  # offered again, maybe lost since
+        now = self._findable() - {slot.value for slot in coming.values()}
+        least, most = now & then | earlier, now | then | again
         size, expected = self.setup.block_size, self.completions[name_of(sequence)].expected
         limit = sequence.num_tokens - 1
         request = sequence.request  # the logprobs of a prompt take one computation of all of it
         if request.params.prompt_logprobs is not None:
             limit *= sequence.furthest >= len(request.prompt_token_ids)
         require(start <= limit, "index", f"{start} tokens reused, at most {limit} may be")
-        low, high = (self._longest(expected, limit, findable) for findable in (now, then))
+        low, high = (self._longest(expected, limit, findable) for findable in (least, most))
         require(low <= start // size <= high, "index", f"reused {start}, findable {low} to {high}")
         exact = self.setup.prefix_cache == "radix" or start % size == 0
         require(exact, "index", f"{start} tokens are not whole blocks")
@@ -696,12 +815,18 @@ class World:
             for slot in self.runner.slots(row):
                 block = slot[0]
                 require(slot not in seen, "written slot", slot, "is written twice")
+                seen.add(slot)
+                place = self.runner.rows[row.seq_id].table.index(block)
+                coming = any(block in coming for coming in self._coming.values())
+                if coming or self._prompt_end(row, place):
+                    continue  # it may be found, and read by a row behind this one
                 require(holders[block] == 1, "written slot", slot, holders[block], "tables")
                 require(block not in self.manager.index, "written slot", slot, "is cached")
-                seen.add(slot)
 
-    def _check_samples(self, samples: Mapping[int, list[Sample]]) -> None:
+    def _check_samples(self, plan: StepPlan, samples: Mapping[int, list[Sample]]) -> None:
         for seq_id, several in samples.items():
+            if (plan.step, seq_id) in self.runner.tainted:
+                continue  # it must be void, or fail
             row = self.runner.rows[seq_id]
             for index, place, drawn in several:
                 name = (row.request.request_id, index)
@@ -723,7 +848,7 @@ class World:
             require(held == needed, "books", f"{sequence.seq_id} needs {needed}, holds {held}")
         counted = scheduler.counters.num_recomputed_tokens
         require(counted == self.num_recomputed, "counters", counted, self.num_recomputed)
-        if self.setup.preemption_mode == "swap" and not self.coverage_of_recompute:
+        if self.setup.preemption_mode == "swap" and not self.coverage_of_recompute + self.num_void:
             require(not self.num_recomputed, "swap", "recomputed without need")
 
     @property
@@ -802,6 +927,14 @@ def random_history(seed: int, coverage: Counter[str], **fixed: Any) -> World:
             9,
             lambda: world.step_with(rng.choice(EVENTS), rng.choice(WHICH), rng.random() < 0.5),
         ),
+        "crowd": (
+            6,
+            lambda: world.crowd(
+                [Spec(**pick_from(rng, SPECS)) for _ in range(rng.randrange(2, 5))],
+                rng.choice(CROWD_EVENTS),
+                rng.choice(WHICH),
+            ),
+        ),
         "abort": (3, lambda: world.abort(rng.choice(WHICH))),
         "finish": (3, lambda: world.finish(rng.choice(WHICH))),
         "impossible": (2, lambda: world.impossible(rng.choice(IMPOSSIBLE))),
@@ -849,6 +982,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(event=st.sampled_from(EVENTS), which=st.sampled_from(WHICH), early=st.booleans())
     def step_with(self, event: str, which: int, early: bool) -> None:
         self._do("step_with", event, which, early)
+
+    @rule(
+        specs=st.lists(drawn(Spec, SPECS), min_size=2, max_size=4),
+        event=st.sampled_from(CROWD_EVENTS),
+        which=st.sampled_from(WHICH),
+    )
+    def crowd(self, specs: list[Spec], event: str | None, which: int) -> None:
+        self._do("crowd", specs, event, which)
 
     @rule(how=st.sampled_from(("abort", "finish")), which=st.sampled_from(WHICH))
     def end(self, how: str, which: int) -> None:

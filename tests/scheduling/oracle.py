@@ -8,9 +8,13 @@ What a slot holds stands for keys and values, so it depends on all tokens up to 
 `slot(p - 1)` is read back from memory too. Any mix-up of blocks, of their order, or of the time at
 which one is copied therefore changes a token. `Expected` computes the same from the prompt alone,
 without blocks and without a scheduler.
+
+Rows are computed one after another, as by a device that runs tiles or isolates a failure: what a
+row reads must have been written by an earlier step or by a row before it. A row that is `broken`
+writes garbage, and a row that reads garbage, or a slot that was never written, is tainted.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
@@ -126,6 +130,8 @@ class Runner:
         self.host = [self._poison() for _ in range(num_host_blocks)]
         self.rows: dict[int, RunnerRow] = {}
         self.requests: dict[int, Request] = {}  # of new sequences: no plan tells of salts
+        self.tainted: set[tuple[int, int]] = set()  # steps and sequences
+        self._drawn: dict[int, list[Sample]] = {}
         self.order = ORDER  # looked up now, so that a test may change it
 
     def _poison(self) -> list[Slot]:
@@ -140,19 +146,20 @@ class Runner:
         for block in host:
             self.host[block] = self._poison()
 
-    def execute(self, plan: StepPlan) -> dict[int, list[Sample]]:
+    def execute(self, plan: StepPlan, broken: Collection[int] = ()) -> dict[int, list[Sample]]:
         """One step; returns what each row with samples draws, and appends nothing."""
+        self._drawn = {}
         actions: dict[str, Callable[[StepPlan], None]] = {
             "forget": self._forget,
             "learn": self._learn,
             "swap_out": lambda plan: self._move(plan.swap_out, self.device, self.host),
             "copies": lambda plan: self._move(plan.copies, self.device, self.device),
             "swap_in": lambda plan: self._move(plan.swap_in, self.host, self.device),
-            "write": self._write,
+            "write": lambda plan: self._compute(plan, broken),
         }
         for name in self.order:
             actions[name](plan)
-        return {row.seq_id: self._draw(row) for row in plan.rows if row.num_samples}
+        return self._drawn
 
     def append(self, seq_id: int, token: int) -> None:
         """The runner keeps what it sampled, so that no later plan need tell it."""
@@ -201,25 +208,40 @@ class Runner:
         for place, contents in gathered:
             target[place] = contents
 
-    def _write(self, plan: StepPlan) -> None:
+    def _compute(self, plan: StepPlan, broken: Collection[int]) -> None:
         for row in plan.rows:
-            known = self.rows[row.seq_id]
-            before = self._value(known.table, row.start - 1, known.request.cache_salt)
-            places = zip(self.slots(row), known.token_ids[row.start :], strict=False)
-            for (block, offset), token in places:
-                value = after(before, token)
-                self.device[block][offset] = Slot(value, before)
-                before = value
+            self._write(row)
+            if row.seq_id in broken:
+                for block, offset in self.slots(row):
+                    self.device[block][offset] = self._poison()[0]
+            if any(value < 0 for value in self._values(row)):
+                self.tainted.add((plan.step, row.seq_id))
+            if row.num_samples:
+                self._drawn[row.seq_id] = self._draw(row)
+
+    def _write(self, row: Row) -> None:
+        known = self.rows[row.seq_id]
+        before = self._value(known.table, row.start - 1, known.request.cache_salt)
+        places = zip(self.slots(row), known.token_ids[row.start :], strict=False)
+        for (block, offset), token in places:
+            value = after(before, token)
+            self.device[block][offset] = Slot(value, before)
+            before = value
 
     def _value(self, table: list[int], position: int, salt: str) -> int:
         if position < 0:
             return root(salt)
         return self.device[table[position // self.block_size]][position % self.block_size].value
 
-    def _draw(self, row: Row) -> list[Sample]:
+    def _values(self, row: Row) -> list[int]:
+        """What a row reads: all positions up to its last."""
         known, end = self.rows[row.seq_id], row.start + row.num_tokens
         blocks = known.table[: -(-end // self.block_size)]
-        values = [slot.value for block in blocks for slot in self.device[block]][:end]
+        return [slot.value for block in blocks for slot in self.device[block]][:end]
+
+    def _draw(self, row: Row) -> list[Sample]:
+        known, end = self.rows[row.seq_id], row.start + row.num_tokens
+        values = self._values(row)
         indices = range(row.num_samples) if row.num_samples > 1 else [known.index]
         place = end - len(known.request.prompt_token_ids)
         return [

@@ -69,12 +69,14 @@ class AheadWorld(World):
             before = self._before()
             plan = self.scheduler.schedule()
             self.runner.hear(plan, self.scheduler.sequences)
+            self._expect(plan, event, which)
             self._check_plan(before, plan, had_work)
             self._cover(before, plan)
             self._launch(plan)
         following = self.scheduler.schedule_ahead()
         if following is not None:
             self.runner.hear(following, self.scheduler.sequences)
+            self._expect(following, event, which)
             self._check_ahead(following)
             self._launch(following)
         self._check_books()
@@ -103,9 +105,7 @@ class AheadWorld(World):
     def _carry_out(self, plan: StepPlan) -> None:
         if plan.step in self.done:
             return
-        samples = self.done[plan.step] = self.runner.execute(plan)
-        self._check_written(plan)
-        self._check_samples(samples)
+        samples = self.done[plan.step] = self._execute(plan)
         for seq_id, (first, *_) in samples.items():
             self.append(seq_id, first.fingerprint % VOCABULARY)
 
@@ -116,6 +116,10 @@ class AheadWorld(World):
         require(not record.preempted and not plan.swap_out, "order", "preempted ahead", record)
         self._check_limits({row.seq_id: row for row in plan.rows})
         for row in plan.rows:
+            void = self.scheduler.sequences[row.seq_id].is_void
+            require(not void, "order", "a void sequence is planned ahead", row)
+            if row.seq_id in record.admitted:
+                self.furthest[row.seq_id] = max(self.furthest.get(row.seq_id, 0), row.start)
             most = self.scheduler.sequences[row.seq_id].request.max_computed
             require(row.start + row.num_tokens <= most, "limits", "beyond the last token", row)
 
@@ -227,6 +231,18 @@ def tokens_stay_pending(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sequence, "advance", advanced)
 
 
+def void_sequences_give_up_blocks_that_a_plan_uses(patch: pytest.MonkeyPatch) -> None:
+    commit = Scheduler.commit
+
+    def at_once(self: Scheduler, plan: StepPlan, sampled: Any) -> list[Sequence]:
+        for sequence in self.in_flight.values():
+            if sequence.is_void:
+                self.blocks.release(sequence.table)
+        return commit(self, plan, sampled)
+
+    patch.setattr(Scheduler, "commit", at_once)
+
+
 BREAKS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     each.__name__: each
     for each in (
@@ -235,6 +251,7 @@ BREAKS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
         the_last_token_is_computed,
         a_refusal_leaves_the_plan_as_carried_out,
         tokens_stay_pending,
+        void_sequences_give_up_blocks_that_a_plan_uses,
     )
 }
 

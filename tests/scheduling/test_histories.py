@@ -13,6 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from minillm.scheduling.policies import POLICIES
 from tests.scheduling.machine import (
+    CROWD_EVENTS,
     EVENTS,
     IMPOSSIBLE,
     MIN_STEPS,
@@ -27,7 +28,7 @@ from tests.scheduling.machine import (
 
 NUM_HISTORIES = 2000
 NUM_SHRINKABLE = 300
-RULES = ("add", "follow_up", "step", "step_with", "abort", "finish", "impossible", "drain")
+RULES = ("add", "follow_up", "crowd", "step", "step_with", "abort", "finish", "impossible", "drain")
 
 # What must have happened, and how often at least, or the histories show less than they claim.
 SEEN = {
@@ -50,6 +51,9 @@ SEEN = {
     "chunks": 1000,
     "stalled": 100,
     "aborted in flight": 500,
+    "read in its step": 1000,
+    "broken rows": 1000,
+    "void rows": 50,
     "finished in flight": 500,
     "report: evicted": 100,
     "report: salt": 100,
@@ -112,4 +116,4 @@ def test_a_preempted_fork_counts_no_prefix_hits() -> None:
 
 def test_events_are_all_known() -> None:
     """A misspelt event would do nothing, and pass."""
-    assert set(EVENTS) == {"abort", "finish", "fail"}
+    assert set(EVENTS) | set(CROWD_EVENTS) == {"abort", "finish", "fail", "break", None}

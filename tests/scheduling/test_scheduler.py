@@ -194,12 +194,162 @@ def test_the_books_add_up_after_every_step_of_a_random_trace(cache: str | None, 
 def test_identical_prompts_in_one_batch_have_blocks_of_their_own(cache: str) -> None:
     """mini-sglang left the second one's table with pages of the free list."""
     engine = scheduler(cache=cache)
-    twins = [engine.add(request(name, prompt=range(9))) for name in "abc"]
+    twice = SamplingParams(prompt_logprobs=0)  # which reads no prefix
+    twins = [engine.add(request(name, prompt=range(9), params=twice)) for name in "abc"]
     step(engine)
     assert [twin.table.blocks for twin in twins] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     engine.abort("a")  # its blocks are the cached ones
     check_invariants(engine)
     drain(engine)
+
+
+# ---- rows that read what another row of the same step writes -----------------------------------
+
+
+def readers(engine: Scheduler) -> list[Sequence]:
+    """Three prompts of the same eight tokens, with 5, 3 and 1 behind them."""
+    return [
+        engine.add(request(name, prompt=[*range(8), *range(first, first + count)], max_tokens=5))
+        for name, first, count in (("a", 100, 5), ("b", 200, 3), ("c", 300, 1))
+    ]
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_prompts_that_come_together_compute_their_common_beginning_once(cache: str) -> None:
+    engine = scheduler(16, cache, max_num_batched_tokens=32)
+    sequences = readers(engine)
+    plan = step(engine)
+    # A row that reads another's blocks comes behind it, however short it is.
+    assert [(row.seq_id, row.start, row.num_tokens) for row in plan.rows] == [
+        (0, 0, 13), (1, 8, 3), (2, 8, 1)
+    ]  # fmt: skip
+    assert [one.table.blocks[:2] for one in sequences] == [[0, 1]] * 3
+    assert [one.report.cached for one in sequences] == [0, 8, 8]
+    assert engine.counters.num_cached_tokens == 16
+    check_invariants(engine)
+    drain(engine)
+
+
+def test_a_chunk_offers_only_the_blocks_that_it_completes() -> None:
+    engine = scheduler(16, "hash", max_num_batched_tokens=10, long_prefill_token_threshold=6)
+    sequences = readers(engine)
+    plan = planned(engine)
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 6), (4, 4)]
+    assert len(engine.blocks.index) == 2  # one of each: positions 0 to 3, and 4 to 7 of the second
+    assert sequences[1].table.blocks[:1] == sequences[0].table.blocks[:1]
+    engine.commit(plan, made_up(plan))
+    drain(engine)
+
+
+def test_sampled_tokens_are_not_findable_before_their_commit() -> None:
+    engine = scheduler(16, "hash")
+    sequence = engine.add(request("a", length=3, max_tokens=8))
+    step(engine)
+    plan = planned(engine)  # computes position 3, which completes a block
+    assert plan.rows[0].start == 3
+    assert len(engine.blocks.index) == 0
+    engine.commit(plan, made_up(plan))
+    assert engine.blocks.match([*sequence.token_ids, 0], 9, "").num_tokens == 4
+    drain(engine)
+
+
+def test_no_tokens_are_copied_from_a_block_that_is_still_to_be_written() -> None:
+    """A plan copies blocks before it computes rows."""
+    engine = scheduler(16, "radix", max_num_batched_tokens=32)
+    first = engine.add(request("a", prompt=range(9)))
+    second = engine.add(request("b", prompt=[0, 1, 2, 3, 4, 5, 99, 98, 97]))
+    plan = planned(engine)
+    assert not plan.copies
+    assert [(row.seq_id, row.start) for row in plan.rows] == [(0, 0), (1, 4)]
+    engine.commit(plan, made_up(plan))
+    third = engine.add(request("c", prompt=[0, 1, 2, 3, 4, 5, 6, 98, 97]))
+    plan = step(engine)
+    assert plan.copies
+    assert [row.start for row in plan.rows if row.seq_id == third.seq_id] == [7]
+    assert first.table.blocks[0] == second.table.blocks[0] == third.table.blocks[0]
+    drain(engine)
+
+
+def test_a_writer_that_is_aborted_has_its_row_carried_out() -> None:
+    engine = scheduler(16, "hash", max_num_batched_tokens=32)
+    sequences = readers(engine)
+    plan = planned(engine)
+    engine.abort("a")
+    check_invariants(engine)
+    engine.commit(plan, made_up(plan))
+    assert [one.token_ids[-1] for one in sequences[1:]] == [7, 7]
+    assert engine.blocks.match([*range(8), 0], 9, "").blocks == [0, 1]
+    check_invariants(engine)
+    drain(engine)
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_readers_of_a_row_that_failed_wait_again_without_their_blocks(cache: str) -> None:
+    engine = scheduler(16, cache, max_num_batched_tokens=32)
+    writer, *others = readers(engine)
+    plan = planned(engine)
+    engine.distrust(plan, {writer.seq_id})
+    assert [one.is_void for one in (writer, *others)] == [False, True, True]
+    engine.finish(writer.seq_id, "error")
+    engine.commit(plan, made_up(plan))
+    check_invariants(engine)
+    assert engine.record.void == [one.seq_id for one in others]
+    assert engine.waiting == others
+    assert len(engine.blocks.index) == 0
+    assert [len(one.token_ids) for one in others] == [11, 9]  # nothing was appended
+    plan = step(engine)
+    assert plan.dropped == [0, 1, 2]
+    assert [(row.seq_id, row.start, row.num_tokens) for row in plan.rows] == [(1, 0, 11), (2, 8, 1)]
+    assert not engine.record.void
+    drain(engine)
+
+
+def test_a_reader_keeps_its_blocks_until_the_plan_behind_is_committed() -> None:
+    engine = scheduler(16, "hash", max_num_batched_tokens=32)
+    writer, *others = readers(engine)
+    plan = planned(engine)
+    behind = engine.schedule_ahead()
+    late = engine.add(request("d", prompt=[*range(8), 400]))
+    engine.distrust(plan, {writer.seq_id})
+    engine.finish(writer.seq_id, "error")
+    engine.commit(plan, made_up(plan))
+    check_invariants(engine)
+    assert [one.table.blocks[:2] for one in others] == [[0, 1]] * 2
+    assert engine.schedule_ahead() is None  # all that could go on is void
+    engine.commit(behind, made_up(behind))
+    check_invariants(engine)
+    assert engine.waiting == [*others, late]
+    assert engine.blocks.pool.num_free == 16
+    drain(engine)
+
+
+def test_a_reader_in_chunks_is_not_planned_ahead_once_it_is_void() -> None:
+    engine = scheduler(16, "hash", max_num_batched_tokens=16)
+    writer = engine.add(request("a", prompt=range(9), max_tokens=5))
+    reader = engine.add(request("b", prompt=[*range(8), *range(100, 140)], max_tokens=5))
+    plan = planned(engine)
+    behind = engine.schedule_ahead()
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 9), (8, 7)]
+    assert [(row.start, row.num_tokens) for row in behind.rows] == [(9, 1), (15, 15)]
+    engine.distrust(plan, {writer.seq_id})
+    engine.finish(writer.seq_id, "error")
+    engine.commit(plan, made_up(plan))
+    assert engine.schedule_ahead() is None
+    engine.commit(behind, made_up(behind))
+    assert engine.waiting == [reader]
+    drain(engine)
+
+
+def test_blocks_in_doubt_are_not_offered_again_by_a_row_that_goes_on() -> None:
+    """One of several accepted tokens may be wrong, and the sequence ends only at the commit."""
+    engine = scheduler(16, "hash")
+    sequence = engine.add(request("a", prompt=range(13), max_tokens=5))
+    plan = planned(engine)
+    engine.distrust(plan, {sequence.seq_id})
+    engine.commit(plan, made_up(plan))
+    assert len(engine.blocks.index) == 0
+    drain(engine)
+    assert len(engine.blocks.index) == 0
 
 
 @pytest.mark.parametrize("cache", ["hash", "radix"])

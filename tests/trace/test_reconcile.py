@@ -3,6 +3,7 @@ metrics of every request."""
 
 import asyncio
 import contextlib
+import json
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from minillm.engine import Engine
 from minillm.live_request import LiveRequest
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Status
+from minillm.trace.file import read_record, record_line
 from minillm.trace.recorder import Trace
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING
 from minillm.trace.timeline import timeline
@@ -89,6 +91,41 @@ def test_every_block_table_can_be_rebuilt_after_every_step(folder: Path, kind: i
 
         run(llm, kind, 40, after_step=compare)
         assert len(applied) == len(trace)
+
+
+def test_a_void_row_is_replayed_with_the_blocks_that_it_gave_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts read what the first writes in their step, and the first fails."""
+    with make(folder) as llm:
+        core, batch = llm.engine, llm.engine.runner.batch
+
+        def failing(rows: Any) -> Any:
+            if any(row.seq_id == 0 for row in rows):
+                raise RuntimeError("planted")
+            return batch(rows)
+
+        monkeypatch.setattr(core.runner, "batch", failing)
+        for name, count in (("a", 5), ("b", 3), ("c", 1)):
+            prompt = [*range(8), *range(100, 100 + count)]
+            params = SamplingParams(max_tokens=4, ignore_eos=True)
+            core.add(core.make_request(name, None, prompt, params))
+        replay = llm.trace.snapshot()[0]
+        while core.has_work:
+            core.step()
+            replay.apply(read_record(json.loads(json.dumps(record_line(llm.trace[-1]))), 10**6))
+            pool = core.scheduler.blocks.pool
+            for seq_id, sequence in core.scheduler.sequences.items():
+                state = replay.sequences[seq_id]
+                assert state.blocks == sequence.table.blocks
+                assert state.num_computed == sequence.num_computed
+                assert (state.where == RUNNING) == (sequence.status is Status.RUNNING)
+            counts = [len(replay.holders.get(block, ())) for block in range(pool.num_blocks)]
+            assert counts == pool.ref_counts
+        assert [record.void for record in llm.trace if record.void] == [[1, 2]]
+        ends = {one.request_id: one.ends for one in llm.trace.requests()}
+        assert ends == {"a": ("error",), "b": ("length",), "c": ("length",)}
+        assert "read from a row that failed" in json.dumps(timeline(llm.trace))
 
 
 def test_records_add_up_to_every_counter(worked: tuple[LLM, list[LiveRequest]]) -> None:
