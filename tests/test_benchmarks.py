@@ -246,9 +246,9 @@ def test_the_engines_that_are_compared_do_the_step_that_is_named() -> None:
     engines = [deterministic.open_engine("tiny", "float32", mode, sizes) for mode in (False, True)]
     plans: list[list[int]] = []
     for llm in engines:
-        execute = llm.engine.runner.execute
-        llm.engine.runner.execute = lambda plan, execute=execute: (
-            plans.append([row.num_tokens for row in plan.rows]) or execute(plan)
+        launch = llm.engine.runner.launch
+        llm.engine.runner.launch = lambda plan, launch=launch: (
+            plans.append([row.num_tokens for row in plan.rows]) or launch(plan)
         )
     deterministic.decode_times(engines, 3, sizes)
     assert plans[-4:] == [[1, 1, 1]] * 4

@@ -900,8 +900,10 @@ def test_closed_and_full_streams_are_no_surprise(
         shell=True, capture_output=True, text=True, env=environment,
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (code, out)
-    assert done.stderr.startswith(error)
-    assert done.stderr.count("\n") == bool(error)
+    lines = done.stderr.splitlines(keepends=True)
+    said = "".join(line for line in lines if not line.startswith("Starting took"))  # a busy machine
+    assert said.startswith(error)
+    assert said.count("\n") == bool(error)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")

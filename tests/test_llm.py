@@ -504,7 +504,8 @@ def test_a_longer_context_is_proposed_only_where_the_model_has_one(folder, llm):
 def test_a_text_of_the_maximum_length_is_scored_and_a_longer_one_is_not(folder):
     """Scoring computes no new token, so it needs no room for one."""
     text = "a text, one token per byte, as long as the context of the model!"
-    with LLM(folder, dtype="float32", max_model_len=64) as short, LLM(folder) as llm:
+    short, llm = (LLM(folder, dtype="float32", max_model_len=most) for most in (64, None))
+    with short, llm:
         score = short.score(text)[0]
         assert score.num_tokens == 63
         assert score.log_likelihood == pytest.approx(llm.score(text)[0].log_likelihood, rel=1e-6)

@@ -64,6 +64,10 @@ class EngineSoak(Soak):
         )
         # Full after a few steps: the memory of a run is to be flat from its first quarter on.
         self.engine.trace = Trace(self.engine.trace.settings, capacity=200)
+        tokenizer = self.engine.tokenizer
+        if tokenizer is not None and tokenizer.token_bytes is not None:  # filled as tokens come
+            for token_id in range(self.engine.source.config.vocab_size):
+                tokenizer.token_bytes[token_id]
         self.handles: weakref.WeakSet[LiveRequest] = weakref.WeakSet()
 
     @property

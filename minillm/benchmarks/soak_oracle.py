@@ -244,6 +244,8 @@ class Memory:
         move(plan.swap_out, self.device, self.host)
         move(plan.copies, self.device, self.device)
         move(plan.swap_in, self.host, self.device)
+        for seq_id in set(plan.dropped) - self.rows.keys():
+            del self.salts[seq_id]
         for row in plan.rows:
             self._write(row)
         return {row.seq_id: self._sample(row) for row in plan.rows if row.num_samples}

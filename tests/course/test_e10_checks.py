@@ -193,13 +193,13 @@ def tiled_attention(queries, keys, values, block_q, block_k, window=None):
 def test_a_row_at_a_time_is_no_tile(graded: Graded) -> None:
     verdict = graded("e10.2", source=ROW_BY_ROW)
     assert failed(verdict) == ["test_elements"]
-    assert "the largest tensor you make has 192 elements" in said(verdict)
+    assert "the largest tensor you make has 96 elements" in said(verdict)
 
 
 def test_the_whole_matrix_is_right_and_neither_small_nor_short(graded: Graded) -> None:
     verdict = graded("e10.2", source=WHOLE)
     assert failed(verdict) == ["test_elements", "test_tiles"]
-    assert "has 12,288 elements" in said(verdict)
+    assert "has 3,072 elements" in said(verdict)
 
 
 OTHER_WORDS = [
