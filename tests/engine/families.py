@@ -298,12 +298,17 @@ class Reference:
         return forward.run([Chunk(0, 0, ids)], forward.allocate(1, len(ids)))[1].clone()
 
     def choose(
-        self, index: int, sample_index: int, generated: list[int], logits: torch.Tensor
+        self,
+        index: int,
+        sample_index: int,
+        generated: list[int],
+        logits: torch.Tensor,
+        params: SamplingParams | None = None,
     ) -> int:
-        """The token that the sampler takes from these logits."""
+        """The token that the sampler takes from these logits, with these parameters or its own."""
         request = self.request(index)
         row = SamplingRow(
-            params=request.params,
+            params=params or request.params,
             seed=request.seed,
             sample_index=sample_index,
             position=len(request.prompt_token_ids) + len(generated),
