@@ -146,3 +146,31 @@ def test_a_plan_with_everything_survives():
     assert plan_from_bytes(plan_to_bytes(plan)) == plan
     for moved in ("request", "prompt", "arrival"):
         assert moved not in NewSequence._fields  # numbers and parameters, not a request
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 7}])
+def test_a_row_with_several_logits_samples_at_each_of_its_positions(folder, fields):
+    """As a proposer's drafts will be verified: each position draws what plain decoding would
+    draw there, because the noise depends on the position and not on the step."""
+    prompt = PROMPTS[3]
+    params = SamplingParams(max_tokens=9, ignore_eos=True, **fields)
+    llm = make(folder)
+    engine = llm.engine
+    engine.add(engine.make_request("several", None, prompt, params))
+    engine.add(engine.make_request("beside", None, PROMPTS[1], params))
+    plan = engine.scheduler.schedule()
+    plan.rows[:] = [
+        row._replace(num_logits=4) if row.num_tokens == len(prompt) else row for row in plan.rows
+    ]
+    result = engine.runner.execute(plan)
+    plain = make(folder)
+    expected = [
+        tokens(plain.generate([prompt[:end]], params, use_tqdm=False)[0])[0][0]
+        for end in range(len(prompt) - 3, len(prompt) + 1)
+    ]
+    assert result.token_ids[0] == expected
+    (beside,) = tokens(plain.generate([PROMPTS[1]], params, use_tqdm=False)[0])
+    assert result.token_ids[1] == beside[:1]
+    # The sequence goes on from the last of them.
+    place = engine.runner._rows[0].row
+    assert int(engine.runner.rows.last[place]) == expected[-1]
