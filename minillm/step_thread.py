@@ -6,8 +6,8 @@
 
 Nothing is shared but the tickets and the inbox. An output is made only for a consumer who waits for
 one, or when it is the last, and it holds all that is new since the one before: a slow consumer
-misses nothing, costs no memory and delays nobody. Whatever ends the thread, everybody who waits is
-told why.
+misses nothing, costs no memory and delays no other stream. Whatever ends the thread, every waiting
+consumer is told why.
 """
 
 import asyncio

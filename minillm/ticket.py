@@ -48,7 +48,7 @@ class Ticket:
         self.wanted = True
         self.waiter: asyncio.Future[None] | None = None
         self.result: Result | None = None  # the one that the consumer has not taken
-        self.ended = False  # the last result came, or nobody wants one any more
+        self.ended = False  # the last result came, or the consumer has left
 
     def receive(self, result: Result) -> None:
         """The newest output, or the error that ends the stream. Runs in the event loop."""

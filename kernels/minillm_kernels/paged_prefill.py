@@ -202,7 +202,7 @@ def invariant_kernel(
         split_begin = start_tile // SPLIT_TILES + tl.program_id(2)
         split_end = split_begin + 1
     if tl.program_id(2) >= used:
-        return  # a split that the sequence does not use; nobody reads it
+        return  # a split that the sequence does not use
     position = first + tl.arange(0, BLOCK_M) // GROUP
     places, inside = row_places(
         start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D

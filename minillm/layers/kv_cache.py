@@ -36,7 +36,7 @@ class KVCache:
     A head's positions lie side by side because a CPU reads them 7 times faster so than
     token-major. A block may be as long as a whole sequence: then the cache is contiguous.
     `swap_space_of` a device is memory of the host in which a block of all layers is one piece, so
-    that one copy moves it; beside a GPU it is pinned, and nobody waits for that copy.
+    that one copy moves it; beside a GPU it is pinned, and the host does not wait for that copy.
     """
 
     def __init__(
