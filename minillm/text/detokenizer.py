@@ -150,11 +150,12 @@ class ByteStream:
     def __init__(self, table: TokenBytes, skipped: Container[int], prompt_end: Sequence[int]):
         self._table, self._skipped = table, skipped
         self._held = ""  # a U+FFFD at the end waits for the next text
-        self._drops = False
+        self._drops = 0
         self._rest = b"".join([table[token_id] for token_id in prompt_end])
         self._decode()
-        # Where the prompt ends inside a character, the U+FFFD that comes of it is the prompt's.
-        self._drops = bool(self._rest)
+        # Where the prompt ends inside a character, each U+FFFD that comes of it is the prompt's:
+        # two of ED A1, which begins a surrogate and so is no beginning at all.
+        self._drops = len(self._rest.decode("utf-8", "replace"))
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add generated ids; return the newly stable text."""
@@ -175,7 +176,8 @@ class ByteStream:
         text, used = codecs.utf_8_decode(self._rest, "replace", final)
         self._rest = self._rest[used:]
         if text and self._drops:
-            self._drops, text = False, text.removeprefix(_REPLACEMENT)
+            own = len(text) - len(text.lstrip(_REPLACEMENT))
+            text, self._drops = text[min(own, self._drops) :], 0
         return text
 
 

@@ -65,6 +65,15 @@ def after(prompt_text: str, whole: str) -> str:
     return whole[len(os.path.commonprefix([prompt_text, whole])) :]  # noqa: RUF071
 
 
+@pytest.mark.parametrize("ids", [[], [97], [172], [65], [97, 97]])
+def test_a_prompt_that_ends_in_half_a_surrogate_has_two_marks(ids: list[int]) -> None:
+    """ED A1 waits for a third byte and becomes two U+FFFD, both of which are the prompt's."""
+    tokenizer, prompt = tokenizer_of("byte_level"), [172, 97]
+    whole = tokenizer.decode(prompt + ids, False)
+    expected = after(tokenizer.decode(prompt, False), whole)
+    assert stream(tokenizer, prompt, ids, False) == expected
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=60, deadline=None)
