@@ -79,13 +79,12 @@ class Edits:
         self._with_words: set[int] = set()  # p % RECENT
         self._seen = Segments(num_rows, device)
         self._room: dict[int, int] = {}  # of penalised rows: tokens until the segment is full
-        self._used = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._penalties = torch.ones(3, num_rows, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Memory of all that is kept from step to step."""
-        tables = [self._used, self._penalties, self._masks, self._recent]
+        tables = [self._penalties, self._masks, self._recent]
         kept = sum(each.nbytes for each in tables if each is not None)
         return kept + self._entries.num_bytes + self._seen.num_bytes
 
@@ -127,7 +126,7 @@ class Edits:
             if source in marked:
                 marked.remove(source)
                 marked.add(target)
-        for table in (self._masks, self._recent, self._used, self._penalties.T):
+        for table in (self._masks, self._recent, self._penalties.T):
             if table is not None:
                 table[target] = table[source]
         if source in self._room:
@@ -183,7 +182,6 @@ class Edits:
         times[: len(counts)] = torch.tensor(list(counts.values()))
         self._seen.put(row, token=ids, count=times)
         self._room[row] = room
-        self._used[row] = len(counts)
         numbers = [getattr(request.params, name) for name in PENALTIES]
         self._penalties[:, row] = torch.tensor(numbers).to(self.device)
 
@@ -258,7 +256,8 @@ class Edits:
             self._count([rows[i] for i in members], own)
 
     def _count(self, rows: list[int], tokens: Tensor) -> None:
-        """Count a token in each of these penalised rows: where it is, or else in a new place."""
+        """Count a token in each of these penalised rows: where it is, or else in the row's next
+        place, which stays empty if the token was known: so the host knows where the next one is."""
         for row in rows:
             if self._room[row] == 0:
                 self._widen(row)
@@ -270,11 +269,10 @@ class Edits:
         seen["count"].add_(match)
         known = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         known = known.index_add_(0, seen.owner, match.long())[of] > 0
-        starts = torch.tensor([seen.start(row) for row in rows], device=self.device)
-        free = starts + self._used[of]
+        ends = [seen.start(row) + seen.size(row) - self._room[row] for row in rows]
+        free = torch.tensor(ends, device=self.device) - 1
         seen["token"][free] = torch.where(known, self.vocab_size, tokens)
         seen["count"][free] = torch.where(known, 0.0, 1.0)
-        self._used[of] += ~known
 
     def _widen(self, row: int) -> None:
         """Twice as much room for the tokens of a row."""

@@ -39,6 +39,10 @@ class Segments:
         """Where the segment of a row begins."""
         return self._starts[row]
 
+    def size(self, row: int) -> int:
+        """How many places a row has."""
+        return self._sizes[row]
+
     def of(self, row: int, name: str) -> Tensor:
         """The numbers of one row."""
         start = self.start(row)
