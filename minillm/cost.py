@@ -12,12 +12,13 @@ Nothing here runs a model, so a 405B answers as fast as a 135M. The conventions:
   stay in the processor's cache, and at many rows the step is bound by operations anyway.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import Any, Literal
 
+from minillm.attention_pairs import attention_counts
 from minillm.cache_spec import cache_spec
 from minillm.config import DTYPE_BYTES, ModelConfig
 from minillm.errors import ConfigError, did_you_mean
@@ -111,7 +112,7 @@ def step_cost(
     products = tuple(all_products(config))
     head = config.hidden_size * config.vocab_size
     macs = tokens * sum(p.used * p.inputs * p.outputs for p in products) + logits * head
-    pairs, visible = _attention_counts(config, query_lens, seq_lens)
+    pairs, visible = attention_counts(config, query_lens, seq_lens)
     query_width, output_width = _attention_widths(config)
     moved = tokens * sum(p.used * (p.inputs + p.outputs) for p in products)
     moved += tokens * config.num_layers * (query_width + output_width)
@@ -154,27 +155,6 @@ def _attention_widths(config: ModelConfig) -> tuple[int, int]:
         return latent + config.num_heads * config.mla.qk_rope_head_dim, latent
     width = config.num_heads * config.head_dim
     return width, width
-
-
-def _attention_counts(
-    config: ModelConfig, query_lens: Sequence[int], seq_lens: Sequence[int]
-) -> tuple[int, int]:
-    """(Query, key) pairs that attend, and cached positions that are read, over all layers."""
-    windows = Counter(config.sliding_window(layer) for layer in range(config.num_layers))
-    pairs = positions = 0
-    for window, layers in windows.items():
-        for query, seq in zip(query_lens, seq_lens, strict=True):
-            reach = seq if window is None else window
-            pairs += layers * _causal_pairs(query, seq, reach)
-            positions += layers * min(seq, query + reach - 1)
-    return pairs, positions
-
-
-def _causal_pairs(query: int, seq: int, window: int) -> int:
-    """Sum of min(position + 1, window) over the last `query` positions of `seq`."""
-    first = seq - query
-    growing = max(0, min(seq, window) - first)  # queries that still see every earlier token
-    return growing * first + growing * (growing + 1) // 2 + (query - growing) * window
 
 
 @dataclass(frozen=True)
@@ -252,6 +232,8 @@ class PlanSettings:
     gpu_memory_utilization: float = 0.9
     copied_weight_bytes: int = 0  # of weights that are kept twice, in two layouts
     cuda_graphs: bool = False  # whether decode steps are recorded
+    num_drafts: int = 0  # of a sequence in a step at most, each of which has logits
+    copied_draft_bytes: int = 0  # as `copied_weight_bytes`, of a draft model
 
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
@@ -278,8 +260,9 @@ class MemoryPlan:
 
     memory = reserve + weights + activations + KV cache. `kv_cache_bytes` is what is left for the
     cache (negative when the rest is too large) and `num_tokens` how many tokens it holds, in
-    whole blocks. The model fits when one request of `max_model_len` tokens does;
-    `shortfall_bytes` of memory are missing for that, and each hint names a change that is enough.
+    whole blocks. With a draft model they are sums over both models. The model fits when one request
+    of `max_model_len` tokens does; `shortfall_bytes` of memory are missing for that, and each hint
+    names a change that is enough.
     """
 
     settings: PlanSettings
@@ -291,6 +274,8 @@ class MemoryPlan:
     kv_cache_bytes: int
     kv_bytes_per_token: int
     block_bytes: int  # of the KV cache, over all layers
+    draft_weight_bytes: int  # of `weight_bytes`: a draft model's
+    draft_block_bytes: int  # of `block_bytes`: a draft model's
     num_tokens: int
     shortfall_bytes: int
     combinations: tuple[BatchFit, ...]
@@ -315,10 +300,14 @@ def memory_plan(
     gpu_memory_utilization: float = 0.9,
     copied_weight_bytes: int = 0,
     cuda_graphs: bool = False,
+    draft: ModelConfig | None = None,
+    num_drafts: int = 0,
+    copied_draft_bytes: int = 0,
 ) -> MemoryPlan:
     """Plan an engine that may use a share of `memory_bytes`; the rest is the reserve for what
     cannot be counted (the runtime, workspaces, the nodes of graphs). Every layer is taken to keep
-    every token: a sliding window limits what is read, not what is stored.
+    every token: a sliding window limits what is read, not what is stored. A `draft` model has a
+    cache of its own with as many blocks, and takes its turn with the other.
     """
     settings = PlanSettings(
         dtype=dtype or config.dtype,
@@ -330,26 +319,36 @@ def memory_plan(
         gpu_memory_utilization=gpu_memory_utilization,
         copied_weight_bytes=copied_weight_bytes,
         cuda_graphs=cuda_graphs,
+        num_drafts=num_drafts,
+        copied_draft_bytes=copied_draft_bytes,
     )
     if memory_bytes < 1:
         raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")
-    plan = _plan(config, memory_bytes, settings)
-    return plan if plan.fits else replace(plan, hints=_hints(config, plan))
+    plan = _plan(config, draft, memory_bytes, settings)
+    return plan if plan.fits else replace(plan, hints=_hints(config, draft, plan))
 
 
-def _plan(config: ModelConfig, memory_bytes: int, settings: PlanSettings) -> MemoryPlan:
+def _plan(
+    config: ModelConfig, draft: ModelConfig | None, memory_bytes: int, settings: PlanSettings
+) -> MemoryPlan:
     weights = weight_bytes(config, settings.dtype) + settings.copied_weight_bytes
-    num_tokens = settings.max_num_batched_tokens
-    num_logits = min(settings.max_num_seqs, num_tokens)
+    num_tokens, block = settings.max_num_batched_tokens, settings.block_size
+    num_logits = min(settings.max_num_seqs * (1 + settings.num_drafts), num_tokens)
     activations = activation_peak_bytes(config, num_tokens, num_logits, settings.dtype)
+    each, draft_weights, draft_each = block_bytes(config, block, settings.kv_dtype), 0, 0
+    if draft is not None:
+        draft_weights = weight_bytes(draft, settings.dtype) + settings.copied_draft_bytes
+        draft_each = block_bytes(draft, block, settings.kv_dtype)
+        seats = min(settings.max_num_seqs, num_tokens)
+        peak = activation_peak_bytes(draft, num_tokens, seats, settings.dtype)
+        activations = max(activations, peak)
+        weights, each = weights + draft_weights, each + draft_each
     # All recordings share one pool, which the largest fills: a decode step without its logits.
-    graphs = activation_peak_bytes(config, settings.max_num_seqs, 0, settings.dtype)
-    graphs *= settings.cuda_graphs
+    rows = settings.max_num_seqs * (1 + settings.num_drafts) * settings.cuda_graphs
+    graphs = activation_peak_bytes(config, rows, 0, settings.dtype)
     activations += graphs
     usable = int(memory_bytes * settings.gpu_memory_utilization)
     left = usable - weights - activations
-    block = settings.block_size
-    each = block_bytes(config, block, settings.kv_dtype)
     blocks = max(0, left // each)
     needed = ceil(settings.max_model_len / block)
     missing = weights + activations + needed * each - usable
@@ -363,19 +362,22 @@ def _plan(config: ModelConfig, memory_bytes: int, settings: PlanSettings) -> Mem
         activation_bytes=activations,
         graph_bytes=graphs,
         kv_cache_bytes=left,
-        kv_bytes_per_token=kv_bytes_per_token(config, settings.kv_dtype),
+        kv_bytes_per_token=each // block,
         block_bytes=each,
+        draft_weight_bytes=draft_weights,
+        draft_block_bytes=draft_each,
         num_tokens=blocks * block,
         shortfall_bytes=max(0, ceil(missing / settings.gpu_memory_utilization)),
         combinations=tuple(BatchFit(n, blocks // ceil(n / block)) for n in sorted(contexts)),
     )
 
 
-def _hints(config: ModelConfig, plan: MemoryPlan) -> tuple[str, ...]:
+def _hints(config: ModelConfig, draft: ModelConfig | None, plan: MemoryPlan) -> tuple[str, ...]:
     """Changes to a plan that does not fit, each tried and found to be enough on its own."""
     hints = [f"{_gib(plan.memory_bytes + plan.shortfall_bytes)} of memory"]
+    planned = partial(_plan, config, draft, plan.memory_bytes)
     if plan.settings.max_model_len > 4096:
-        short = _plan(config, plan.memory_bytes, replace(plan.settings, max_model_len=4096))
+        short = planned(replace(plan.settings, max_model_len=4096))
         if not short.fits:
             needed = short.memory_bytes + short.shortfall_bytes
             hints.append(f"{_gib(needed)} of memory and max_model_len=4096")
@@ -387,7 +389,7 @@ def _hints(config: ModelConfig, plan: MemoryPlan) -> tuple[str, ...]:
         ("gpu_memory_utilization=0.95", {"gpu_memory_utilization": 0.95}),
     ]
     for text, change in changes:
-        if _plan(config, plan.memory_bytes, replace(plan.settings, **change)).fits:
+        if planned(replace(plan.settings, **change)).fits:
             hints.append(text)
     return tuple(hints)
 

@@ -14,7 +14,7 @@ and output, frequency and presence over the output.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,9 @@ from minillm.segments import Segments
 
 CHUNK_VALUES_CPU = 2**21  # logits edited at a time: temporaries stay below 100 MB,
 CHUNK_VALUES_GPU = 2**23  # and here below 1 GB
-RECENT = 1024  # last tokens that are kept of a row with bad words; a power of 2
+# Last tokens that are kept of a row with bad words; a power of 2. A word has up to 256 characters
+# of up to 4 tokens, and rejected drafts are written over the oldest of what is kept.
+RECENT = 2048
 ROOM = 64  # tokens for which a penalised row has room at first
 ALWAYS = 2**62  # a position that no sequence reaches
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -74,6 +76,7 @@ class Edits:
         self._until: dict[int, int] = {}  # rows with edits, and the position where they end
         self._masked: set[int] = set()
         self._masks: Tensor | None = None  # uint8 [rows, bytes], made when the first row needs it
+        self._numbers: Tensor | None = None  # float32 [256, 8]: what a byte of a mask adds
         self._entries = Segments(num_rows, device)
         self._recent: Tensor | None = None  # int64 [rows, RECENT]: the token of position p is at
         self._with_words: set[int] = set()  # p % RECENT
@@ -145,6 +148,8 @@ class Edits:
         if self._masks is None:
             shape = self.num_rows, -(-self.vocab_size // 8)
             self._masks = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            each = torch.arange(256)[:, None] >> torch.arange(8) & 1
+            self._numbers = torch.where(each > 0, 0.0, -math.inf).to(self.device)
         bits = np.zeros(self.vocab_size, dtype=bool)
         bits[list(ids)] = True
         self._masks[row] = torch.from_numpy(np.packbits(bits, bitorder="little"))
@@ -206,18 +211,17 @@ class Edits:
         if any(row in self._entries for row in rows):
             self._add_entries(wide, place, positions)
         if any(row in self._seen for row in rows):
-            self._penalise(wide, place)
+            self._penalise(wide, place, self._seen.span(rows))
         return edited
 
     def _apply_masks(self, edited: Tensor, rows: Sequence[int]) -> None:
         members = [i for i, row in enumerate(rows) if row in self._masked]
-        if not members or self._masks is None:
+        if not members or self._masks is None or self._numbers is None:
             return
         where, of = torch.tensor([members, [rows[i] for i in members]], device=self.device)
-        bits = torch.arange(8, dtype=torch.uint8, device=self.device)
-        allowed = (self._masks[of][:, :, None] >> bits & 1).bool().flatten(1)
-        allowed = allowed[:, : self.vocab_size]  # [members, V]
-        edited[where] = edited[where].masked_fill(~allowed, -math.inf)
+        codes = self._masks.index_select(0, of).flatten().int()
+        numbers = self._numbers.index_select(0, codes).view(len(members), -1)
+        edited.index_add_(0, where, numbers[:, : self.vocab_size])
 
     def _add_entries(self, wide: Tensor, place: Tensor, positions: Sequence[int]) -> None:
         """Add to tokens what their entries say: -inf for a ban, or a bias."""
@@ -234,14 +238,15 @@ class Edits:
         value = entries["value"].masked_fill(~holds, 0.0)
         wide.view(-1).index_add_(0, _flat(at, token, wide), value)
 
-    def _penalise(self, wide: Tensor, place: Tensor) -> None:
-        owner, token, count = self._seen.owner, self._seen["token"], self._seen["count"]
-        at = place[owner]
-        repetition, frequency, presence = self._penalties[:, owner]
+    def _penalise(self, wide: Tensor, place: Tensor, span: slice) -> None:
+        columns = self._seen.owner, self._seen["token"], self._seen["count"]
+        owner, token, count = (column[span] for column in columns)
+        at = place.index_select(0, owner)  # much faster on a CPU than place[owner]
+        repetition, frequency, presence = self._penalties.index_select(1, owner)
         where, values = _flat(at, token, wide), wide.view(-1)
-        value = values[where]
+        value = values.index_select(0, where)
         value = torch.where(value > 0, value / repetition, value * repetition)
-        values[where] = value - frequency * count - presence * (count > 0)
+        values.scatter_(0, where, value - frequency * count - presence * (count > 0))
 
     # ---- growing ---------------------------------------------------------------------------
 
@@ -254,6 +259,22 @@ class Edits:
         if members:
             own = tokens[torch.tensor(members, device=self.device)]
             self._count([rows[i] for i in members], own)
+
+    def follows(self, row: int) -> bool:
+        """Whether the edits of a row depend on its tokens."""
+        return row in self._with_words or row in self._room
+
+    def snapshot(self) -> Callable[[], None]:
+        """What takes back every `append` from now on."""
+        if not self._room:
+            return lambda: None  # the recent tokens that drafts overwrite are old ones
+        seen, room = self._seen, dict(self._room)
+        self._seen = seen.copy()
+
+        def restore() -> None:
+            self._seen, self._room = seen, room
+
+        return restore
 
     def _count(self, rows: list[int], tokens: Tensor) -> None:
         """Count a token in each of these penalised rows: where it is, or else in the row's next

@@ -19,28 +19,33 @@ from minillm.cache.blocks import AccountingError
 from minillm.engine_args import EngineArgs
 from minillm.engine_report import trace_settings
 from minillm.engine_setup import (
-    build_executor,
     build_scheduler,
     choose_device,
     choose_dtype,
     end_tokens,
     limit_threads,
+    open_executor,
     open_tokenizer,
     plan_memory,
 )
-from minillm.errors import EngineDeadError, InvalidRequestError, in_one_line
+from minillm.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+    in_one_line,
+)
 from minillm.executor import Executor, Step
 from minillm.flight import StepResult
 from minillm.forward_pass import ForwardPass
 from minillm.live_request import LiveRequest
 from minillm.models.checkpoint import open_model
-from minillm.models.loader import DTYPES, load_model
 from minillm.outputs import FinishReason
 from minillm.sampling_params import SamplingParams, validate_against_model
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence
+from minillm.speculative.setup import open_draft
 from minillm.trace.recorder import Trace
 
 
@@ -54,33 +59,25 @@ class Engine:
         self.device = choose_device(args.device)
         self.dtype = choose_dtype(args.dtype, self.source.config, self.device)
         self.tokenizer = open_tokenizer(args, self.source)
+        draft = open_draft(args, self.source, self.tokenizer)
         self.max_model_len, self.memory = plan_memory(
-            args, self.source.config, self.dtype, self.device
+            args, self.source.config, self.dtype, self.device, draft
         )
         self.eos_token_ids = end_tokens(self.source, self.tokenizer)
         self._seeds = random.Random(args.seed)
         self._live: dict[str, LiveRequest] = {}
         self._dead = ""
-        self._steps: list[
-            Step
-        ] = []  # uncommitted: at most 2 inside `step()`, at most 1 between calls
+        self._steps: list[Step] = []  # uncommitted: at most 2 inside `step()`, else at most 1
         self._stepping = False
-        model = load_model(
-            self.source,
-            DTYPES[self.dtype],
-            self.device,
-            self.max_model_len,
-            args.load_format,
-            args.seed,
-        )
-        self._forward_pass: ForwardPass | None = ForwardPass(model)
+        self._forward_pass: ForwardPass | None = None
         self._runner: Executor | None = None
-        self._runner = build_executor(args, model, self.memory, self.max_model_len)
-        self.scheduler = build_scheduler(args, self._runner.capacity())
+        parts = args, self.source, self.memory, self.device, draft
+        self._runner, self._forward_pass = open_executor(*parts)
+        self.scheduler = build_scheduler(args, self._runner.capacity(), draft)
         asked = args.async_scheduling
         self.overlaps = self.device.type != "cpu" if asked is None else asked
-        name = self.source.name
-        self.trace = Trace(trace_settings(name, self.dtype, self.device, self.scheduler))
+        settings = trace_settings(self.source.name, self.dtype, self.device, self.scheduler)
+        self.trace = Trace(settings)
 
     @property
     def runner(self) -> Executor:
@@ -93,7 +90,10 @@ class Engine:
     def forward_pass(self) -> ForwardPass:
         """The model without the scheduler; an error once the engine is closed."""
         if self._forward_pass is None:
-            raise EngineDeadError("This engine is closed; make a new one.")
+            self.runner  # noqa: B018  (a closed engine says so)
+            raise UnsupportedFeatureError(
+                "forward_pass computes with the whole model; leave tensor_parallel_size out."
+            )
         return self._forward_pass
 
     def allocated(self) -> dict[str, int]:
@@ -336,7 +336,7 @@ class Engine:
         for row, _ in owners if result.errors else ():
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
                 scheduler.finish(row.seq_id, "error", now if self.overlaps else None)
-        for fork in scheduler.commit(plan, result.token_ids):
+        for fork in scheduler.commit(plan, result.token_ids, result.num_drafted):
             self._live[fork.request.request_id].sequences[fork.index] = fork
         touched = {}
         for row, sequence in owners:
@@ -371,13 +371,15 @@ class Engine:
                 live.end("length", now)
             return
         logprobs = result.logprobs.get(row.seq_id)
-        for each, token in enumerate(result.token_ids[row.seq_id]):
+        tokens = result.token_ids[row.seq_id]
+        for each, token in enumerate(tokens):
             index = sequence.index + (each if row.num_forks else 0)
             if token is None:
                 live.end_completion(index, "error", now, errors[each])
             elif reason := live.append(index, token, logprobs[each] if logprobs else None, now):
-                self.scheduler.finish(live.sequences[index].seq_id, reason)
-                if not row.num_forks:  # accepted tokens behind a stop are not the text's
+                num_cut = 0 if row.num_forks else len(tokens[each + 1 :]) - tokens.count(None)
+                self.scheduler.finish(live.sequences[index].seq_id, reason, num_cut=num_cut)
+                if not row.num_forks:  # accepted tokens that follow a stop are not the text's
                     break
 
     def _abandon(self, reason: FinishReason, error: str | None = None) -> None:

@@ -10,15 +10,14 @@ from typing import Any
 from minillm.config import DTYPE_BYTES
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.sampling_params import refuse_unknown_arguments, shown
+from minillm.speculative_config import SpeculativeConfig
 
 # Options of later versions, each with the one value that this version can honour.
 NOT_BUILT_YET: Mapping[str, Any] = MappingProxyType(
     {
         "quantization": None,
         "kv_cache_dtype": "auto",
-        "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
-        "speculative_config": None,
     }
 )
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
@@ -33,6 +32,7 @@ COUNTS = (
     "block_size",
 )
 PREFIX_CACHES = ("hash", "radix")
+EXECUTOR_BACKENDS = ("mp", "threads")
 PREEMPTION_MODES = ("recompute", "swap")
 FLAGS = ("enable_chunked_prefill", "enforce_eager", "deterministic", "disable_log_stats")
 MOST_SWAP = 2**20  # GiB; more is a typing error
@@ -80,6 +80,11 @@ class EngineArgs:
 
     On a GPU, decode steps are recorded as CUDA graphs when a batch size is first needed;
     `enforce_eager` runs every step operation by operation, on a CPU with plain torch.
+    `speculative_config` drafts tokens that one step verifies together (`SpeculativeConfig`), as
+    ``{"method": "ngram", "num_speculative_tokens": 4}``; it changes no token.
+    `tensor_parallel_size` ranks share every layer, each with some of the heads and units: by
+    `distributed_executor_backend` processes ("mp", the default), or threads of this process
+    ("threads", for tests and experiments).
     An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
     "minillm.stat_logger") unless `disable_log_stats`.
 
@@ -115,7 +120,8 @@ class EngineArgs:
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    speculative_config: Mapping[str, Any] | None = None
+    distributed_executor_backend: str | None = None
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     deterministic: bool = False
     seed: int = 0
     disable_log_stats: bool = False
@@ -150,11 +156,15 @@ class EngineArgs:
                 # A sequence is a prompt of one token and a new one at least.
                 self._check_count(name, least=2 if name == "max_model_len" else 1)
         self._check_count("long_prefill_token_threshold", least=0)
+        if self.speculative_config is not None:
+            config = SpeculativeConfig.of(self.speculative_config)
+            object.__setattr__(self, "speculative_config", config)
         for name in ("scheduling_policy", "admission_policy"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a name.")
         self._check_share()
         self._check_cache()
+        self._check_ranks()
         seed = 0 if self.seed is None else self.seed
         if not is_whole(seed) or not 0 <= seed < 2**63:
             raise ConfigError(
@@ -191,6 +201,15 @@ class EngineArgs:
                 f"gpu_memory_utilization is {shown(share)}; it must be above 0 and at most 1."
             )
         object.__setattr__(self, "gpu_memory_utilization", float(share))
+
+    def _check_ranks(self) -> None:
+        self._check_count("tensor_parallel_size")
+        if self.distributed_executor_backend == "ray":
+            raise UnsupportedFeatureError(
+                "distributed_executor_backend='ray' is not built yet; leave it out in this version."
+            )
+        if self.distributed_executor_backend is not None:
+            self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
 
     def _check_cache(self) -> None:
         """What belongs together: the cache's size, its prefixes, and what preemption does."""

@@ -13,18 +13,31 @@ from minillm.config import ModelConfig
 from minillm.cost import BatchFit, MemoryPlan, memory_plan
 from minillm.deterministic import PASS_ROWS, TiledDecoder
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
-from minillm.errors import ConfigError, ModelNotFoundError
-from minillm.executor import Capacity
+from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
+from minillm.executor import Capacity, Executor
+from minillm.forward_pass import ForwardPass
 from minillm.graphs import CudaCapture, has_graphs
 from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
-from minillm.models.loader import DTYPES
+from minillm.models.loader import DTYPES, load_model
 from minillm.models.packing import copied_weight_bytes, keep_plain, pack_weights
 from minillm.ops.batch import AttentionMode
+from minillm.parallel.split import check_split, rank_config
 from minillm.runner import Runner
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.scheduler import Scheduler
+from minillm.speculative.draft_model import DraftModel
+from minillm.speculative.setup import (
+    DraftSource,
+    build_drafts,
+    build_proposer,
+    build_rule,
+    speculation_of,
+)
+from minillm.speculative.shadow import Shadow
+from minillm.speculative.speculator import Speculator
+from minillm.speculative_config import SpeculativeConfig
 from minillm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -101,7 +114,11 @@ def free_memory(device: torch.device) -> int:
 
 
 def plan_memory(
-    args: EngineArgs, config: ModelConfig, dtype: str, device: torch.device
+    args: EngineArgs,
+    config: ModelConfig,
+    dtype: str,
+    device: torch.device,
+    draft: DraftSource | None = None,
 ) -> tuple[int, MemoryPlan]:
     """The context length and the memory plan; ConfigError when a sequence cannot fit."""
     longest = config.longest_context
@@ -110,21 +127,29 @@ def plan_memory(
             f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
             f"positions for {longest} tokens."
         )
+    ranks, free = args.tensor_parallel_size, free_memory(device)
+    check_split(config, ranks)
+    if device.type == "cpu":
+        free //= ranks  # which share it
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # rows that a tile may have beyond the batch
+    speculation, copies = speculation_of(args), packs(args, device)
     plan = memory_plan(
-        config,
-        free_memory(device),
+        rank_config(config, ranks),
+        free,
         dtype=dtype,
         max_model_len=args.max_model_len or longest,
         max_num_batched_tokens=limits.max_num_batched_tokens + padding,
         max_num_seqs=limits.max_num_seqs + padding,
         block_size=args.block_size or (CPU_BLOCK_SIZE if device.type == "cpu" else GPU_BLOCK_SIZE),
         gpu_memory_utilization=args.gpu_memory_utilization,
-        copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype])
-        if packs(args, device)
-        else 0,
+        copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else 0,
         cuda_graphs=records(args, device),
+        draft=None if draft is None else draft.config,
+        num_drafts=0 if speculation is None else speculation.most,
+        copied_draft_bytes=copied_weight_bytes(draft.config, DTYPES[dtype])
+        if copies and draft is not None
+        else 0,
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -153,7 +178,9 @@ def shortened(plan: MemoryPlan) -> MemoryPlan:
 
 def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
     """The arithmetic, and what to change."""
-    settings = plan.settings
+    settings, model = plan.settings, str(args.model)
+    if plan.draft_weight_bytes:
+        model += " with its draft model"
     usable = plan.memory_bytes - plan.reserve_bytes
     left = usable - plan.weight_bytes - plan.activation_bytes
     rest = (
@@ -168,7 +195,7 @@ def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
         # The plan knows of options that this version's engine does not have yet.
         hints = [h for h in plan.hints if h.split("=")[0] not in NOT_BUILT_YET]
         return (
-            f"{args.model} needs {rest} and {needed * block:,} of KV cache for one sequence of "
+            f"{model} needs {rest} and {needed * block:,} of KV cache for one sequence of "
             f"{settings.max_model_len:,}, and {budget}; try {' or '.join(hints)}."
         )
     name, least, most = "kv_cache_memory_bytes", needed * block, left
@@ -176,7 +203,7 @@ def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
         name, least, most = "num_gpu_blocks_override", needed, left // block
     if given > most:
         return (
-            f"{name} is {given:,}; it must be at most {most:,}, because {args.model} also needs "
+            f"{name} is {given:,}; it must be at most {most:,}, because {model} also needs "
             f"{rest}, and {budget}."
         )
     return (
@@ -243,7 +270,8 @@ def packs(args: EngineArgs, device: torch.device) -> bool:
 def records(args: EngineArgs, device: torch.device) -> bool:
     """Whether decode steps become CUDA graphs: only our kernels never ask the device for a number,
     and a deterministic model is cut into tiles by the host."""
-    return has_graphs(device) and not (args.enforce_eager or args.deterministic)
+    special = args.enforce_eager or args.deterministic or args.tensor_parallel_size > 1
+    return has_graphs(device) and not special
 
 
 def scheduler_config(args: EngineArgs) -> SchedulerConfig:
@@ -271,19 +299,67 @@ def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
     return count
 
 
-def build_scheduler(args: EngineArgs, capacity: Capacity) -> Scheduler:
+def build_scheduler(
+    args: EngineArgs, capacity: Capacity, draft: DraftSource | None = None
+) -> Scheduler:
     """The scheduler over the blocks that an executor has."""
     prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
     blocks = BlockManager(
         capacity.num_blocks, capacity.block_size, prefix_cache, capacity.num_host_blocks
     )
-    return Scheduler(scheduler_config(args), blocks)
+    speculation = speculation_of(args)
+    drafts = None if speculation is None else build_drafts(speculation, draft)
+    return Scheduler(scheduler_config(args), blocks, drafts=drafts)
+
+
+def open_executor(
+    args: EngineArgs,
+    source: ModelSource,
+    plan: MemoryPlan,
+    device: torch.device,
+    draft: DraftSource | None = None,
+) -> tuple[Executor, ForwardPass | None]:
+    """What carries out plans; and the whole model, where this process has it."""
+    if args.tensor_parallel_size > 1:
+        from minillm.parallel.launch import open_ranks
+
+        return open_ranks(args, source, plan, device, draft), None
+    dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
+    model = load_model(source, dtype, device, limit, args.load_format, args.seed)
+    return build_executor(args, model, plan, limit, draft), ForwardPass(model)
 
 
 def build_executor(
-    args: EngineArgs, model: Decoder, plan: MemoryPlan, max_model_len: int
+    args: EngineArgs,
+    model: Decoder,
+    plan: MemoryPlan,
+    max_model_len: int,
+    draft: DraftSource | None = None,
 ) -> Runner:
-    """The runner with the tensors behind the blocks, and its graphs where there are any."""
+    """The runner with the tensors behind the blocks, its proposer of drafts, and its graphs where
+    there are any."""
+    runs, kv, host = with_cache(args, model, plan)
+    seats = scheduler_config(args).max_num_seqs
+    runner = Runner(runs, kv, host, seats, ceil(max_model_len / plan.settings.block_size))
+    if (speculation := speculation_of(args)) is not None:
+        proposer = (
+            build_proposer(speculation)
+            if draft is None
+            else build_draft_model(args, speculation, draft, plan, runner)
+        )
+        runner.speculator = Speculator(proposer, model.config.vocab_size)
+        runner.sampler.rule = build_rule(speculation)
+    if records(args, model.device):
+        room = plan.graph_bytes + plan.reserve_bytes // 2
+        num_drafts = 0 if speculation is None else speculation.most
+        runner.use_graphs(CudaCapture(model.device), room, num_drafts)
+    return runner
+
+
+def with_cache(
+    args: EngineArgs, model: Decoder, plan: MemoryPlan
+) -> tuple[Decoder | TiledDecoder, KVCache, KVCache | None]:
+    """A model as it computes, with the blocks of the plan on its device and on the host."""
     size, host_blocks = plan.settings.block_size, num_host_blocks(args, plan)
     if packs(args, model.device):
         logger.info("Weights: %s.", pack_weights(model))
@@ -293,20 +369,32 @@ def build_executor(
     mode: AttentionMode = "plain" if model.plain_torch else "fast"
     if args.deterministic:
         mode = "invariant"
-    kv = KVCache(
-        *shape,
-        plan.num_tokens // size,
-        size,
-        model.dtype,
-        model.device,
-        mode,
-    )
+    num_blocks = plan.num_tokens // size
+    kv = KVCache(*shape, num_blocks, size, model.dtype, model.device, mode)
     host = None
     if host_blocks:
         host = KVCache(*shape, host_blocks, size, model.dtype, swap_space_of=model.device)
-    runs = TiledDecoder(model) if args.deterministic else model
-    seats = scheduler_config(args).max_num_seqs
-    runner = Runner(runs, kv, host, seats, ceil(max_model_len / size))
-    if records(args, model.device):
-        runner.use_graphs(CudaCapture(model.device), plan.graph_bytes + plan.reserve_bytes // 2)
-    return runner
+    return TiledDecoder(model) if args.deterministic else model, kv, host
+
+
+def build_draft_model(
+    args: EngineArgs,
+    speculation: SpeculativeConfig,
+    draft: DraftSource,
+    plan: MemoryPlan,
+    runner: Runner,
+) -> DraftModel:
+    """The draft model beside the target, loaded in its dtype, with as many blocks."""
+    dtype = DTYPES[plan.settings.dtype]
+    try:
+        model = load_model(
+            draft.source, dtype, runner.device, draft.context, args.load_format, args.seed
+        )
+    except MinillmError as error:
+        raise ConfigError(
+            f"speculative_config's model {speculation.model!r} cannot be loaded: {error}"
+        ) from error
+    runs, kv, host = with_cache(args, model, plan)
+    coupled = speculation.rejection_sample_method != "standard"
+    budget = plan.settings.max_num_batched_tokens
+    return DraftModel(runs, Shadow(kv, host), runner.rows.tables, budget, coupled)

@@ -19,6 +19,7 @@ class StepResult:
         errors: one sentence per failed sample; for a row that failed whole, only one.
         suspect: rows whose keys and values may be wrong: the pass failed, or its logits are not
             finite. A row that fails by its own mask has right ones.
+        num_drafted: for each row that had drafts, how many.
         graph_rows: size of the graph that was replayed; 0 if none was.
         why_eager: why none was, where there are graphs.
     """
@@ -30,6 +31,7 @@ class StepResult:
     )
     errors: dict[int, dict[int, str]] = field(default_factory=dict)
     suspect: set[int] = field(default_factory=set)
+    num_drafted: dict[int, int] = field(default_factory=dict)
     graph_rows: int = 0
     why_eager: str = ""
 

@@ -11,10 +11,15 @@ changes from step to step lies in tensors that stay where they are.
 
 Logits and sampling are launched after the replay, for the rows of the step only: what one request
 asks of its tokens does not keep the others from their graph. No token passes through the host. Rows
-are those of the runner's persistent table, from 0 to the
-size of the graph: a row that has no part in the step is padding, of length 0 and with slot -1,
-which attends to nothing and writes nowhere; its token means nothing. Positions and slots come from
-the host, which knows them before any token, in one copy of a few kilobytes.
+are those of the runner's persistent table, from 0 to the size of the graph: a row that has no part
+in the step is padding, of length 0 and with slot -1, which attends to nothing and writes nowhere;
+its token means nothing. Positions and slots come from the host, which knows them before any token,
+in one copy of a few kilobytes.
+
+Verification of k drafts is the same with `query_len` = k + 1 tokens per row, which come from the
+host too. A row with fewer has padding before them, so that its last token ends the row:
+
+    query_len 4      | -  -  t  d1 | t  d1 d2 d3 | -  -  -  - |      - is padding, with slot -1
 """
 
 import logging
@@ -27,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from minillm import ops
-from minillm.batches import DeviceRows, put
+from minillm.batches import DeviceRows, put, upload
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
@@ -99,54 +104,98 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class DecodeGraphs:
-    """The forward pass of decode steps of one model over one cache.
+    """The forward pass of decode steps of one model over one cache, `query_len` tokens per row.
 
     `sizes` are the numbers of rows that have a graph; `missing` says why others have none.
     """
 
-    def __init__(self, model: Decoder, kv: KVCache, rows: DeviceRows, capture: Capture):
+    def __init__(
+        self, model: Decoder, kv: KVCache, rows: DeviceRows, capture: Capture, query_len: int = 1
+    ):
         self.model, self.kv, self.rows, self.recorder = model, kv, rows, capture
+        self.query_len = query_len
         self.sizes: tuple[int, ...] = ()
         self.missing = ""
+        self.num_rows = 0  # of the graph that was replayed last
         self.seconds = 0.0  # that recording took
-        # Positions, lengths and slots.
-        self._host = np.zeros((3, rows.num_rows), dtype=np.int64)
-        self._inputs = torch.zeros(3, rows.num_rows, dtype=torch.int64, device=rows.device)
-        self._lengths = torch.zeros(rows.num_rows, dtype=torch.int32, device=rows.device)
-        self._bounds = torch.arange(rows.num_rows + 1, dtype=torch.int32, device=rows.device)
-        self._places = torch.arange(rows.num_rows, device=rows.device)
-        shape = rows.num_rows, model.config.hidden_size
-        self.hidden = torch.zeros(shape, dtype=kv.key.dtype, device=rows.device)
+        count, device = rows.num_rows, rows.device
+        # Positions, slots and tokens of all rows, in as many columns as a row has tokens; lengths.
+        self._host = np.zeros((3 * query_len + 1, count), dtype=np.int64)
+        self._inputs = torch.zeros(3 * query_len + 1, count, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(count, dtype=torch.int32, device=device)
+        self._bounds = torch.arange(count + 1, dtype=torch.int32, device=device) * query_len
+        self._ids = torch.zeros(count, query_len, dtype=torch.int64, device=device)
+        shape = count * query_len, model.config.hidden_size
+        self.hidden = torch.zeros(shape, dtype=kv.key.dtype, device=device)
         self._replay: dict[int, Callable[[], None]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all recordings and of what they read and write."""
-        own = (self._inputs, self._lengths, self._bounds, self._places, self.hidden)
-        return self.recorder.num_bytes + sum(each.nbytes for each in own)
+        """Device memory of all recordings and of what these read and write."""
+        return self.recorder.num_bytes + self.own_bytes
 
-    def launch(self, rows: Sequence[int], starts: Sequence[int]) -> int | None:
-        """One token for each of these rows, at position `starts`; returns the size of the graph,
-        None if there is none for so many rows.
+    @property
+    def own_bytes(self) -> int:
+        """Device memory of what these read and write."""
+        own = (self._inputs, self._lengths, self._bounds, self._ids, self.hidden)
+        return sum(each.nbytes for each in own)
 
-        The tokens are in `DeviceRows.last`; after the replay their hidden states are in `hidden`.
+    def launch(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        input_ids: Sequence[int] = (),
+        on_device: Sequence[int] = (),
+    ) -> list[int] | None:
+        """Tokens of these rows, `counts` of them each, from position `starts` on.
+
+        Args:
+            input_ids: the tokens, one row after another; with a `query_len` of 1 none, because they
+                are in `DeviceRows.last`.
+            on_device: rows whose last token is in `DeviceRows.last`.
+
+        Returns:
+            Where in `hidden` the hidden states of the tokens are after the replay; None if there is
+            no graph for so many rows.
         """
         size = bucket_of(self.sizes, max(rows) + 1)
         if size is None:
             return None
-        place, start, host = np.array(rows), np.array(starts), self._host
-        block_size = self.kv.block_size
-        blocks = self.rows.tables.host[place, start // block_size]
+        width, block_size = self.query_len, self.kv.block_size
+        row, start, count = (np.array(each) for each in (rows, starts, counts))
+        place, position, column = row, start, np.zeros_like(row)
+        if width > 1:
+            place, ends = row.repeat(count), count.cumsum()
+            offset = np.arange(len(place)) - (ends - count).repeat(count)  # of a token in its row
+            position = start.repeat(count) + offset
+            column = offset + (width - count).repeat(count)
+        blocks = self.rows.tables.host[place, position // block_size]
         self._clear()
-        host[0, place], host[1, place] = start, start + 1
-        host[2, place] = blocks * block_size + start % block_size
+        host = self._host
+        host[column, place] = position
+        host[width + column, place] = blocks * block_size + position % block_size
+        if width > 1:
+            host[2 * width + column, place] = input_ids
+        host[-1, row] = start + count
         put(self._inputs, host)
+        if width > 1:
+            self._set_tokens(on_device)
         self._replay[size]()
-        return size
+        self.num_rows = size
+        return (place * width + column).tolist()
+
+    def _set_tokens(self, on_device: Sequence[int]) -> None:
+        """Tokens of the step in `_ids`, the last ones of some rows from the device."""
+        self._ids.copy_(self._inputs[2 * self.query_len : -1].T)
+        if on_device:
+            (where,) = upload(self.rows.device, np.array(on_device, dtype=np.int64))
+            self._ids[where, -1] = self.rows.last[where]
 
     def _clear(self) -> None:
         """Nothing but padding."""
-        self._host[:2], self._host[2] = 0, -1
+        self._host.fill(0)
+        self._host[self.query_len : 2 * self.query_len] = -1
 
     def record_all(self, max_bytes: int | None = None, max_seconds: float = MAX_SECONDS) -> None:
         """Record the graphs of all sizes now, the largest first, whose memory the others share.
@@ -175,9 +224,10 @@ class DecodeGraphs:
         self.sizes, self.seconds = tuple(sorted(self._replay)), perf_counter() - began
         if self.sizes:
             logger.info(
-                "CUDA graphs: %d sizes up to %d rows, %.1f s, %.0f MB.",
+                "CUDA graphs: %d sizes up to %d rows of %d tokens, %.1f s, %.0f MB.",
                 len(self.sizes),
                 self.sizes[-1],
+                self.query_len,
                 self.seconds,
                 self.num_bytes / 1e6,
             )
@@ -189,17 +239,17 @@ class DecodeGraphs:
 
     def _run(self, size: int) -> None:
         """What is recorded: every tensor that it reads first or writes last stays in its place."""
-        positions, ends, slots = self._inputs[:, :size].unbind()
-        lengths = self._lengths[:size]
-        lengths.copy_(ends)
+        width, total = self.query_len, size * self.query_len
+        inputs, lengths = self._inputs[:, :size], self._lengths[:size]
+        lengths.copy_(inputs[-1])
         batch = Batch(
-            input_ids=self.rows.last[:size],
-            positions=positions,
-            slot_mapping=slots,
+            input_ids=self.rows.last[:size] if width == 1 else self._ids[:size].flatten(),
+            positions=inputs[:width].T.flatten(),  # [size, width], one row after another
+            slot_mapping=inputs[width : 2 * width].T.flatten(),
             query_start=self._bounds[: size + 1],
             seq_lens=lengths,
             block_tables=self.rows.tables.device[:size],
-            logits_indices=self._places[:size],
-            max_query_len=1,
+            logits_indices=self._bounds[:size],
+            max_query_len=width,
         )
-        self.hidden[:size].copy_(self.model(batch, self.kv))
+        self.hidden[:total].copy_(self.model(batch, self.kv))

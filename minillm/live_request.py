@@ -149,10 +149,12 @@ class LiveRequest:
         arrival, report = self.request.arrival, self.sequences[0].report
         end = self._ended if self.finished and self._ended is not None else perf_counter()
         first, last = self._first_token, self._last_token
-        num_recomputed = num_preemptions = most = 0
+        num_recomputed = num_preemptions = num_drafted = num_accepted = most = 0
         for sequence in self.sequences.values():
             num_recomputed += sequence.num_recomputed
             num_preemptions += sequence.num_preemptions
+            num_drafted += sequence.num_draft_tokens
+            num_accepted += sequence.num_accepted_tokens
         for completion in self.completions:
             most = max(most, len(completion.token_ids))
         return RequestMetrics(
@@ -164,4 +166,6 @@ class LiveRequest:
             num_recomputed,
             num_preemptions,
             report,
+            num_drafted,
+            num_accepted,
         )

@@ -142,6 +142,9 @@ class RequestMetrics:
 
     `num_cached_tokens` of the prompt were read from the prefix cache, and `prefix` says why not
     the rest. After a preemption `num_recomputed_tokens` were computed again.
+
+    Speculative decoding proposed `num_draft_tokens`, of which `num_accepted_tokens` are tokens of
+    the completions; `scheduling/acceptance.py` says what counts.
     """
 
     queue_time: float = 0.0
@@ -152,6 +155,8 @@ class RequestMetrics:
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
     prefix: PrefixReport | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -14,7 +14,6 @@ each row stays on the device (`DeviceRows.last`), and so does what edits its log
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from math import isfinite
 from typing import TypeVar
 
 import numpy as np
@@ -22,21 +21,22 @@ import torch
 from torch import Tensor
 
 from minillm.batches import DeviceRows, make_batch, read_later, upload
+from minillm.collect import Taken, described, give_prompt, give_tokens
 from minillm.deterministic import TiledDecoder
-from minillm.errors import ConfigError, MinillmError, in_one_line
+from minillm.errors import ConfigError
 from minillm.executor import Capacity, Executor
 from minillm.flight import Flight, StepResult
 from minillm.graphs import Capture, DecodeGraphs
 from minillm.layers.kv_cache import KVCache
-from minillm.logprobs import Described, PromptLogprobs, describe, failure_of, token_logprobs
+from minillm.logprobs import Described, describe, token_logprobs
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
 from minillm.sampler import Sampler
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.sequence_row import SequenceRow
+from minillm.speculative.speculator import Speculator
 
 T = TypeVar("T")
-Taken = list[tuple[Row, SequenceRow]]
 
 
 class Runner:
@@ -61,13 +61,23 @@ class Runner:
         self.rows = DeviceRows(max_num_seqs, max_blocks, self.device)
         self.sampler = Sampler(max_num_seqs, model.config.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None
+        self.verify_graphs: DecodeGraphs | None = None  # of steps with drafts
+        self.speculator: Speculator | None = None
+        self.isolates = True  # False: an error in a pass is raised, as other ranks wait in it
         self.reset()
 
     @torch.inference_mode()
-    def use_graphs(self, capture: Capture, max_bytes: int | None = None) -> None:
-        """Record decode steps now, in at most so much memory, and replay them from now on."""
+    def use_graphs(
+        self, capture: Capture, max_bytes: int | None = None, num_drafts: int = 0
+    ) -> None:
+        """Record decode steps now, also those that verify up to `num_drafts` drafts per row, in at
+        most so much memory, and replay them from now on."""
         if isinstance(self.model, Decoder):
-            self.graphs = DecodeGraphs(self.model, self.kv, self.rows, capture)
+            parts = self.model, self.kv, self.rows, capture
+            if num_drafts:  # the largest first: all share its memory
+                self.verify_graphs = DecodeGraphs(*parts, 1 + num_drafts)
+                self.verify_graphs.record_all(max_bytes)
+            self.graphs = DecodeGraphs(*parts)
             self.graphs.record_all(max_bytes)
 
     # ---- the executor --------------------------------------------------------------------
@@ -92,7 +102,10 @@ class Runner:
             self._update_rows(plan)
             self._move_blocks(plan)
             flight = Flight()
-            for rows, hidden in self._passes(plan.rows, flight.result):
+            planned = plan.rows
+            if self.speculator is not None:
+                planned = self.speculator.draft(plan, self._rows)
+            for rows, hidden in self._passes(planned, flight.result):
                 self._prompt_logprobs(rows, hidden, flight)
                 wanted = [
                     row for row in rows if row.num_logits and row.seq_id not in flight.result.errors
@@ -103,6 +116,8 @@ class Runner:
 
     def reset(self) -> None:
         """Forget all sequences."""
+        if self.speculator is not None:
+            self.speculator.forget(self._rows)
         self._rows: dict[int, SequenceRow] = {}
         self._free_rows = list(range(self.rows.num_rows - 1, -1, -1))
 
@@ -117,11 +132,16 @@ class Runner:
             "kv_cache": self.kv.num_bytes,
             "swap_space": self.host.num_bytes if self.host else 0,
         }
+        if self.speculator is not None:
+            sizes |= self.speculator.allocated()
         if self.device.type != "cpu":
             peak = torch.get_device_module(self.device).max_memory_allocated(self.device)
-            sizes["activations"] = peak - sizes["weights"] - sizes["kv_cache"]
+            kept = ("weights", "kv_cache", "draft_weights", "draft_kv_cache")
+            sizes["activations"] = peak - sum(sizes.get(name, 0) for name in kept)
         if self.graphs is not None:
             sizes["cuda_graphs"] = self.graphs.num_bytes
+        if self.verify_graphs is not None:
+            sizes["cuda_graphs"] += self.verify_graphs.own_bytes
         return sizes
 
     def close(self) -> None:
@@ -133,6 +153,7 @@ class Runner:
     def _update_rows(self, plan: StepPlan) -> None:
         for seq_id in plan.dropped:
             state = self._rows.pop(seq_id)
+            state.drafts = []  # nothing is verified in a row that may be another's by then
             self.sampler.edits.drop(state.row)
             self._free_rows.append(state.row)
         if self.graphs is not None and plan.dropped:
@@ -181,26 +202,35 @@ class Runner:
         return self._attempt(rows, self._forward, result)
 
     def _replay(self, rows: Sequence[Row], result: StepResult) -> Tensor | None:
-        """Hidden states [B, d] from a graph; None where there is none for these rows."""
-        if self.graphs is None or not rows:
+        """Hidden states [N, d] from a graph; None where there is none for these rows."""
+        if not rows:
             return None
-        if any(row.num_tokens > 1 for row in rows):
+        most = max(row.num_tokens for row in rows)
+        graphs = self.graphs if most == 1 else self.verify_graphs
+        if graphs is None or most > graphs.query_len:
             result.why_eager = "several tokens of a sequence"
             return None
         taken = self._taken(rows)
+        ids, unread = self._known(taken)
+        if most == 1:
+            self._feed_old(taken)
+        places, starts = [state.row for _, state in taken], [row.start for row in rows]
+        counts, on_device = [row.num_tokens for row in rows], [source for _, source in unread]
+        found = graphs.launch(places, starts, counts, ids, on_device)
+        if found is None:
+            result.why_eager = graphs.missing
+            return None
+        result.graph_rows = graphs.num_rows
+        return graphs.hidden[self._tensor(found)]
+
+    def _feed_old(self, taken: Taken) -> None:
+        """Put the tokens on the device that a graph reads there and that came from the host."""
         old = [(state.row, state.token_ids[row.start]) for row, state in taken if not state.is_fed]
         if old:
             place, token = upload(self.device, *np.array(old, dtype=np.int64).T)
             self.rows.last.index_copy_(0, place, token)
             for _, state in taken:
                 state.is_fed = True
-        places = [state.row for _, state in taken]
-        size = self.graphs.launch(places, [row.start for row in rows])
-        if size is None:
-            result.why_eager = self.graphs.missing
-            return None
-        result.graph_rows = size
-        return self.graphs.hidden[self._tensor(places)]
 
     def _attempt(
         self, rows: Sequence[Row], run: Callable[[Sequence[Row]], T], result: StepResult
@@ -211,6 +241,8 @@ class Runner:
         try:
             return [(rows, run(rows))]
         except Exception as error:
+            if not self.isolates:
+                raise
             if len(rows) == 1:
                 result.fail(rows[0], described(error))
                 return []
@@ -223,14 +255,7 @@ class Runner:
     def batch(self, rows: Sequence[Row]) -> Batch:
         """The flat batch of these rows."""
         taken = self._taken(rows)
-        input_ids: list[int] = []
-        unread: list[tuple[int, int]] = []  # where a token goes that only the device knows
-        for row, state in taken:
-            end = row.start + row.num_tokens
-            input_ids += state.token_ids[row.start : end]
-            if end > len(state.token_ids):
-                unread.append((len(input_ids), state.row))
-                input_ids.append(0)
+        input_ids, unread = self._known(taken)
         batch = make_batch(
             self.rows.tables,
             self.kv.block_size,
@@ -243,6 +268,20 @@ class Runner:
             where, source = upload(self.device, *np.array(unread, dtype=np.int64).T)
             batch.input_ids.index_copy_(0, where, self.rows.last.index_select(0, source))
         return batch
+
+    def _known(self, taken: Taken) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of a flat batch; and where one goes that only the device knows, with its
+        row."""
+        input_ids: list[int] = []
+        unread: list[tuple[int, int]] = []
+        for row, state in taken:
+            end = row.start + row.num_tokens
+            input_ids += state.token_ids[row.start : end]
+            input_ids += state.drafts
+            if end > len(state.token_ids) and not state.drafts:
+                unread.append((len(input_ids), state.row))
+                input_ids.append(0)
+        return input_ids, unread
 
     def _taken(self, rows: Sequence[Row]) -> Taken:
         return [(row, self._rows[row.seq_id]) for row in rows]
@@ -266,11 +305,15 @@ class Runner:
             places += [state.row] * row.num_logits
             positions += range(end - row.num_logits + 1, end + 1)
             forks += [row.num_forks] * row.num_logits
-        tokens, best = self.sampler.choose(logits, places, positions, forks)
+        verified = [state for _, state in taken if state.drafts] if self.speculator else []
+        drafts = {state.row: state.drafts for state in verified}
+        laws = {state.row: state.law for state in verified}
+        tokens, best = self.sampler.choose(logits, places, positions, forks, drafts, laws)
         entries = self._logprobs(taken, logits, tokens)
         self._feed(taken, tokens)
         read = read_later(tokens, best)
-        flight.reads.append(partial(self._give, taken, read, entries, flight.result))
+        give = partial(give_tokens, taken, read, entries, self.sampler, flight.result)
+        flight.reads.append(give)
 
     def _wanted(self, rows: Sequence[Row], hidden: Tensor, part: Sequence[Row]) -> Tensor:
         """Hidden states [R, d] of the positions whose logits are wanted."""
@@ -294,12 +337,18 @@ class Runner:
             return None
         which, places, counts = zip(*asked, strict=True)
         raw, chosen = logits[self._tensor(which)], tokens[self._tensor(places)]
-        return describe(raw, chosen, counts, self.row_by_row)
+        return describe(self.sampler.whole(raw), chosen, counts, self.row_by_row)
 
     def _feed(self, taken: Taken, tokens: Tensor) -> None:
-        """The next step finds the token that continues each sequence on the device."""
+        """The next step finds the token that continues each sequence on the device; where drafts
+        are verified, it comes from the host."""
         ends = accumulate(row.num_samples for row, _ in taken)
         own = [end - row.num_forks - 1 for (row, _), end in zip(taken, ends, strict=True)]
+        if self.speculator is not None:
+            own = [each for (_, state), each in zip(taken, own, strict=True) if not state.drafts]
+            taken = [(row, state) for row, state in taken if not state.drafts]
+        if not taken:
+            return
         if len(own) < len(tokens):
             tokens = tokens[self._tensor(own)]
         places = [state.row for _, state in taken]
@@ -307,35 +356,6 @@ class Runner:
         self.sampler.append(places, [row.start + row.num_tokens for row, _ in taken], tokens)
         for _, state in taken:
             state.is_fed = True
-            state.num_unread += 1
-
-    def _give(
-        self,
-        taken: Taken,
-        read: Callable[[], list[Tensor]],
-        entries: Described | None,
-        result: StepResult,
-    ) -> None:
-        """The tokens are here, and what is wrong with some of them; forks get theirs when they
-        come."""
-        tokens, best = (each.tolist() for each in read())
-        described = iter(entries.read()) if entries is not None else iter(())
-        wrong = None if all(map(isfinite, best)) else [failure_of(value) for value in best]
-        end = 0
-        for row, state in taken:
-            start, end = end, end + row.num_samples
-            given: list[int | None] = tokens[start:end]
-            state.num_unread -= 1
-            state.token_ids.append(tokens[end - row.num_forks - 1])
-            if state.new.params.logprobs is not None:
-                result.logprobs[row.seq_id] = [next(described) for _ in given]
-            if row.seq_id in result.errors:  # its prompt's log-probabilities failed
-                continue
-            if wrong is not None and any(wrong[start:end]):
-                errors = {i: why for i, why in enumerate(wrong[start:end]) if why is not None}
-                given = [None if i in errors else token for i, token in enumerate(given)]
-                result.fail_samples(row, errors)
-            result.token_ids[row.seq_id] = given
 
     def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor, flight: Flight) -> None:
         """Log-probabilities of the prompt tokens that these rows predict, where they are wanted."""
@@ -364,25 +384,9 @@ class Runner:
                 flight.reads.append(partial(give_prompt, row, entries, flight.result))
 
 
-def give_prompt(row: Row, entries: PromptLogprobs, result: StepResult) -> None:
-    """The log-probabilities of a prompt are here."""
-    found, wrong = entries.read()
-    if wrong is not None:
-        result.fail(row, wrong)
-    else:
-        result.prompt_logprobs[row.seq_id] = row.start + 1, found
-
-
 def ends_of(rows: Sequence[Row]) -> list[int]:
     """Where in the flat batch each row ends."""
     return list(accumulate(row.num_tokens for row in rows))
-
-
-def described(error: Exception) -> str:
-    """An error of ours as it is, another with its type, in one line."""
-    if isinstance(error, MinillmError):
-        return " ".join(str(error).split())
-    return f"The model failed on this request: {in_one_line(error)}"
 
 
 def runner_of(executor: Executor) -> Runner:

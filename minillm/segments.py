@@ -7,6 +7,7 @@ One operation works on all rows, whatever their lengths, without padding. Rows c
 then the columns are put together anew, from pieces whose sizes the host knows.
 """
 
+from collections.abc import Iterable
 from itertools import accumulate
 
 import torch
@@ -43,10 +44,24 @@ class Segments:
         """How many places a row has."""
         return self._sizes[row]
 
+    def span(self, rows: Iterable[int]) -> slice:
+        """From the first to the last segment of these rows; others may be between."""
+        owners = [row for row in rows if row in self._sizes]
+        starts = [self._starts[row] for row in owners]
+        ends = [self._starts[row] + self._sizes[row] for row in owners]
+        return slice(min(starts, default=0), max(ends, default=0))
+
     def of(self, row: int, name: str) -> Tensor:
         """The numbers of one row."""
         start = self.start(row)
         return self._columns[name][start : start + self._sizes[row]]
+
+    def copy(self) -> "Segments":
+        """The same numbers in memory of their own."""
+        other = Segments(0, self.device)
+        other._sizes, other._starts, other.owner = dict(self._sizes), self._starts, self.owner
+        other._columns = {name: column.clone() for name, column in self._columns.items()}
+        return other
 
     def put(self, row: int, **columns: Tensor) -> None:
         """Give a row these numbers, in place of those it has. A column with several numbers per

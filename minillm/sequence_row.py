@@ -1,6 +1,8 @@
 """What a runner keeps of one sequence from step to step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from minillm.edits import SamplingRow
 from minillm.scheduling.plan import NewSequence
@@ -10,15 +12,17 @@ from minillm.scheduling.plan import NewSequence
 class SequenceRow:
     """What the runner remembers of a sequence; `row` is its place in `DeviceRows`.
 
-    `num_unread`: tokens that were sampled and are not in `token_ids` yet. `is_fed` says that the
-    last token lies on the device, where the next step finds it.
+    `is_fed` says that the last token lies on the device, where the next step finds it, while it may
+    not be in `token_ids` yet. `drafts` are the tokens that the step in flight verifies, and
+    `law` what they were drawn from (`speculative/proposer.py`).
     """
 
     row: int
     new: NewSequence
     token_ids: list[int]
-    num_unread: int = 0
     is_fed: bool = False
+    drafts: list[int] = field(default_factory=list)
+    law: Tensor | None = None
 
     @classmethod
     def of(cls, row: int, new: NewSequence) -> "SequenceRow":

@@ -29,10 +29,12 @@ from minillm.outputs import PrefixReport
 from minillm.sampling_params import SamplingParams, shown
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.limits import check_fits
+from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
+from minillm.speculative.simulated import SimulatedDrafts
 from minillm.trace.recorder import Trace, TraceSettings
 
 StepLaw = Callable[[StepRecord], float]  # how many seconds a step takes, from its rows and swaps
@@ -77,8 +79,8 @@ def roofline(
             return moved
         tokens = [row.num_tokens for row in record.rows]
         lengths = [row.start + row.num_tokens for row in record.rows]
-        sampling = sum(row.num_samples > 0 for row in record.rows)  # no logits in mid-prompt
-        cost = step_cost(config, tokens, lengths, dtype=dtype, num_logits=sampling)
+        num_logits = sum(row.num_logits for row in record.rows)  # none in mid-prompt
+        cost = step_cost(config, tokens, lengths, dtype=dtype, num_logits=num_logits)
         return moved + step_time(cost, hardware).seconds
 
     return seconds
@@ -89,8 +91,9 @@ class Simulation:
 
     `prefix_cache` is "hash", "radix" or None. `seconds` says how long each step takes. `policy`
     is a name of `POLICIES` or one of your own, `scheduler` the engine's or one of your own derived
-    from it; `limits` are the other fields of `SchedulerConfig`,
-    with `max_num_batched_tokens` at least `max_num_seqs` where it is not given.
+    from it; `speculation` drafts tokens, of which a simulated share is accepted, at no time of
+    their own; `limits` are the other fields of `SchedulerConfig`, with `max_num_batched_tokens` at
+    least `max_num_seqs` where it is not given.
 
     Raises:
         ConfigError: a value out of its range.
@@ -107,22 +110,25 @@ class Simulation:
         seconds: StepLaw | None = None,
         policy: Policy | str = "fcfs",
         scheduler: type[Scheduler] = Scheduler,
+        speculation: SimulatedDrafts | None = None,
         **limits: Any,
     ):
         check_counts(num_blocks, block_size, num_host_blocks, limits)
-        check_choices(prefix_cache, seconds, policy, scheduler)
+        check_choices(prefix_cache, seconds, policy, scheduler, speculation)
         seats = limits.get("max_num_seqs", SchedulerConfig.max_num_seqs)
         usual = SchedulerConfig.max_num_batched_tokens
         if isinstance(policy, str):
             limits["policy"] = policy
         config = SchedulerConfig(**({"max_num_batched_tokens": max(usual, seats)} | limits))
         blocks = BlockManager(num_blocks, block_size, prefix_cache, num_host_blocks)
-        self.scheduler = scheduler(config, blocks, None if isinstance(policy, str) else policy)
+        own = None if isinstance(policy, str) else policy
+        drafts = speculation.limits if speculation else None
+        self.scheduler = scheduler(config, blocks, own, drafts)
         named = policy if isinstance(policy, str) else None
         self.trace = Trace(simulated(config, blocks, named), capacity=2**40)
         self.now = 0.0
         self.reports: dict[str, PrefixReport] = {}  # of admitted requests: what the cache had
-        self._seconds = seconds or every_step()
+        self._seconds, self._speculation = seconds or every_step(), speculation
         self._later: list[tuple[float, int, Request]] = []  # a heap, by arrival
         self._answers: dict[str, tuple[int, ...]] = {}
         self._names, self._tokens = count(), count(MADE_UP)
@@ -250,7 +256,8 @@ class Simulation:
         self.now += took
         record.computed = record.delivered = self.now
         rows = [row for row in plan.rows if row.num_samples]
-        self.scheduler.commit(plan, {row.seq_id: self._sample(row) for row in rows})
+        num_drafted = {row.seq_id: row.num_logits - 1 for row in rows if row.num_logits > 1}
+        self.scheduler.commit(plan, {row.seq_id: self._sample(row) for row in rows}, num_drafted)
         for row in rows:  # completions of one request together, as the engine delivers them
             self._stop(row.seq_id)
             for fork in record.forked if row.num_samples > 1 else ():
@@ -258,12 +265,17 @@ class Simulation:
                     self._stop(fork.seq_id)
         return record
 
-    def _sample(self, row: Any) -> list[int | None]:
-        """The row's next tokens; completions that part get the same given ones, or new ones."""
+    def _sample(self, row: Row) -> list[int | None]:
+        """The row's next tokens, up to the last of the answer; completions that part get the same
+        given ones, or new ones."""
         sequence = self.scheduler.sequences[row.seq_id]
         place = sequence.num_tokens - len(sequence.request.prompt_token_ids)
-        token = self._answers[sequence.request.request_id][place]
-        return [next(self._tokens) if token < 0 else token for _ in range(row.num_samples)]
+        answer = self._answers[sequence.request.request_id]
+        tokens = [answer[place]] * row.num_samples
+        if self._speculation and row.num_logits > 1:
+            num_accepted = self._speculation.num_accepted(sequence, row.num_logits - 1)
+            tokens = list(answer[place : place + 1 + num_accepted])
+        return [next(self._tokens) if token < 0 else token for token in tokens]
 
     def _stop(self, seq_id: int) -> None:
         """End a sequence that has written its answer before the scheduler would end it."""
@@ -292,8 +304,10 @@ def check_counts(blocks: Any, size: Any, host: Any, limits: dict[str, Any]) -> N
             )
 
 
-def check_choices(prefix_cache: object, seconds: object, policy: object, scheduler: object) -> None:
-    """The cache, the law, the policy and the scheduler are of those there are."""
+def check_choices(
+    prefix_cache: object, seconds: object, policy: object, scheduler: object, speculation: object
+) -> None:
+    """The cache, the law, the policy, the scheduler and the drafts are of those there are."""
     if prefix_cache not in PREFIX_CACHES:
         raise ConfigError(
             f"prefix_cache is {shown(prefix_cache)}; it must be one of hash, radix, or None."
@@ -308,6 +322,11 @@ def check_choices(prefix_cache: object, seconds: object, policy: object, schedul
     if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):
         raise ConfigError(
             f"scheduler is {shown(scheduler)}; it must be Scheduler or a class derived from it."
+        )
+    if not isinstance(speculation, SimulatedDrafts | None):
+        raise ConfigError(
+            f"speculation is {shown(speculation)}; it must be SimulatedDrafts((0.8, 0.6)), say, or "
+            "None."
         )
 
 

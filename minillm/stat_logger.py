@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from time import perf_counter
 
+from minillm.scheduling.acceptance import Acceptance
 from minillm.scheduling.record import Counters
 from minillm.scheduling.scheduler import Scheduler
 
@@ -13,10 +14,12 @@ INTERVAL = 10.0  # seconds between two lines
 
 
 class StatLogger:
-    """One line of level INFO every `INTERVAL` seconds in which steps run."""
+    """One line of level INFO every `INTERVAL` seconds in which steps run, and one more, in vLLM's
+    words, where tokens were drafted."""
 
     def __init__(self, counters: Counters):
-        self._since, self._before = perf_counter(), replace(counters)
+        self._since = perf_counter()
+        self._before, self._accepted = replace(counters), Acceptance.of(counters)
 
     def after_step(self, scheduler: Scheduler) -> None:
         """Log what was done since the last line, if it is time for the next one."""
@@ -25,20 +28,41 @@ class StatLogger:
         if seconds < INTERVAL:
             return
         after, before, pool = scheduler.counters, self._before, scheduler.blocks.pool
-        self._since, self._before = now, replace(after)
+        total = Acceptance.of(after)
+        drafts = total.since(self._accepted)
+        self._since, self._before, self._accepted = now, replace(after), total
         num_prompt = after.num_prompt_tokens - before.num_prompt_tokens
         num_cached = after.num_cached_tokens - before.num_cached_tokens
+        num_new = after.num_decode_tokens - before.num_decode_tokens + drafts.num_accepted_tokens
         logger.info(
             "%d sequences running, %d waiting; %.0f prompt and %.0f new tokens/s; %.1f%% of the KV "
             "cache in use; %.1f%% of the prompt tokens were cached; %d preemptions",
             len(scheduler.running),
             len(scheduler.waiting),
             (after.num_prefill_tokens - before.num_prefill_tokens) / seconds,
-            (after.num_decode_tokens - before.num_decode_tokens) / seconds,
+            num_new / seconds,
             100 * (1 - pool.num_free / pool.num_blocks),
             100 * num_cached / max(num_prompt, 1),
             num_preemptions(after) - num_preemptions(before),
         )
+        if drafts.num_drafts:
+            log_drafts(drafts, seconds)
+
+
+def log_drafts(drafts: Acceptance, seconds: float) -> None:
+    """vLLM's line about speculative decoding."""
+    logger.info(
+        "SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f tokens/s, "
+        "Drafted throughput: %.2f tokens/s, Accepted: %d tokens, Drafted: %d tokens, "
+        "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+        drafts.mean_length,
+        drafts.num_accepted_tokens / seconds,
+        drafts.num_draft_tokens / seconds,
+        drafts.num_accepted_tokens,
+        drafts.num_draft_tokens,
+        ", ".join(f"{rate:.3f}" for rate in drafts.rates_at),
+        100 * (drafts.rate or 0),
+    )
 
 
 def num_preemptions(counters: Counters) -> int:

@@ -84,21 +84,22 @@ def params_from_plain(plain: dict[str, Any]) -> SamplingParams:
 def result_to_bytes(result: StepResult) -> bytes:
     """What came out of a step."""
     dictionaries = result.token_ids, result.logprobs, result.prompt_logprobs, result.errors
-    rest = sorted(result.suspect), result.graph_rows, result.why_eager
+    drafted = list(result.num_drafted.items())
+    rest = sorted(result.suspect), drafted, result.graph_rows, result.why_eager
     return json.dumps([*map(_plain, dictionaries), *rest]).encode()
 
 
 def result_from_bytes(data: bytes) -> StepResult:
     """What `result_to_bytes` wrote."""
-    token_ids, logprobs, prompts, errors, suspect, graph_rows, why_eager = json.loads(data)
+    token_ids, logprobs, prompts, errors, suspect, drafted, *graph = json.loads(data)
     return StepResult(
         {seq_id: tokens for seq_id, tokens in token_ids},
         {seq_id: [each and _entry(each) for each in some] for seq_id, some in logprobs},
         {seq_id: (start, [_entry(each) for each in some]) for seq_id, (start, some) in prompts},
         {seq_id: {index: why for index, why in each} for seq_id, each in errors},
         set(suspect),
-        graph_rows,
-        why_eager,
+        dict(drafted),
+        *graph,
     )
 
 

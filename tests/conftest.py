@@ -6,7 +6,10 @@ because the workers already fill the cores and a second thread only makes them w
 """
 
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 ENVIRONMENT = {
@@ -23,3 +26,14 @@ os.environ.update(ENVIRONMENT)
 # examples every time in continuous integration, new ones on a developer's machine.
 settings.register_profile("minillm", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("minillm")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
+    """A test that leaves more threads behind changes what later tests of its worker see."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        found = torch.get_num_threads()
+        torch.set_num_threads(1)
+        pytest.fail(f"This test left {found} threads: restore torch.set_num_threads.")

@@ -678,6 +678,34 @@ def test_a_plan_that_fits_shows_what_fits(cli: Any) -> None:
     assert max(map(len, shown.out.splitlines())) <= 80
 
 
+def test_a_plan_counts_a_draft_model_in(cli: Any) -> None:
+    argv = ["plan", "preset:qwen3-0.6b", "--memory", "24GiB", "--max-model-len", "4096"]
+    given = {"model": "preset:smollm2-135m", "num_speculative_tokens": 4}
+    refused = cli(*argv, "--speculative-config", json.dumps(given))
+    assert "choose a draft model with the same vocabulary" in " ".join(refused.err.split())
+    given["model"] = "preset:qwen3-0.6b"
+    option = ("--speculative-config", json.dumps(given))
+    alone, both = (json.loads(cli(*argv, *more, "--json").out)["plan"] for more in ((), option))
+    for part in ("weight_bytes", "block_bytes", "kv_bytes_per_token"):
+        assert both[part] == 2 * alone[part]
+    assert both["draft_weight_bytes"] == alone["weight_bytes"]
+    shown = cli(*argv, *option).out
+    assert row(shown, "draft model") == "1.11 GiB of weights, and 112 KiB of each cached token"
+    assert row(shown, "weights") == row(cli(*argv).out, "weights") == "1.11 GiB in bfloat16"
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_loaded_plan_has_lines_of_the_draft_model(base: Path, cli: Any) -> None:
+    given = json.dumps({"model": str(base), "num_speculative_tokens": 4})
+    argv = ("plan", str(base), "--load", "--max-num-seqs", "4", "--speculative-config", given)
+    shown, data = cli(*argv).out, json.loads(cli(*argv, "--json").out)
+    allocated = data["allocated"]
+    assert allocated["draft_weights"] == allocated["weights"]
+    assert allocated["draft_kv_cache"] == allocated["kv_cache"]
+    for name in ("weights", "kv cache", "draft weights", "draft kv cache"):
+        assert re.search(rf"^  {name} +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown, re.MULTILINE), name
+
+
 def test_a_loaded_plan_shows_what_was_allocated(base: Path, cli: Any) -> None:
     argv = ("plan", str(base), "--load", "--max-num-seqs", "4")
     shown, data = cli(*argv), json.loads(cli(*argv, "--json").out)
@@ -741,7 +769,7 @@ def test_the_demonstration_writes_and_says_how_fast(base: Path, cli: Any) -> Non
     assert int(share[2]) == pytest.approx(100 * ran / bound, abs=1.5)
     assert row(shown.out, "16 together").endswith("16 times as many")  # by that clock
     named = re.findall(r"\n  \S*minillm (\w+) ", shown.out)
-    assert named == ["generate", "info", "plan", "trace"]
+    assert named == ["generate", "info", "plan", "trace", "bench"]
     assert "make lab" in shown.out
     assert max(map(len, shown.out.partition("How fast")[2].splitlines())) <= 80
 

@@ -548,7 +548,6 @@ BAD_ARGUMENTS = [
     ({"gpu_memory_utilization": 1e-6}, ValueError, "bytes of weights"),
     ({"trust_remote_code": True}, UnsupportedFeatureError, "never runs code"),
     ({"quantization": "awq"}, UnsupportedFeatureError, "quantization='awq'"),
-    ({"tensor_parallel_size": 2}, UnsupportedFeatureError, "tensor_parallel_size=2"),
     (
         {"enable_prefix_caching": False, "scheduling_policy": "longest_prefix_match"},
         ValueError,
@@ -590,7 +589,7 @@ BAD_ARGUMENTS = [
     ({"block_size": np.float64(16)}, ValueError, "block_size is"),
     ({"block_size": np.bool_(True)}, ValueError, "block_size is"),
     ({"device": torch.device("meta")}, ValueError, "device is 'meta'"),
-    ({"speculative_config": {"method": "ngram"}}, UnsupportedFeatureError, "speculative_config"),
+    ({"speculative_config": {"method": "ngram"}}, ValueError, "no 'num_speculative_tokens'"),
 ]
 
 

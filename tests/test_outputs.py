@@ -21,6 +21,7 @@ from minillm.text.stop import StopStrings
 from minillm.text.tokenizer import Tokenizer
 from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens, write_model
 from tests.text.build import KINDS
+from tests.trace.drafts import Truth, speculating
 
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] * (1 + i % 3) for i in range(4)]
@@ -299,3 +300,33 @@ def test_a_line_is_logged_when_it_is_time(
         log.after_step(llm.engine.scheduler)
     (line,) = caplog.messages
     assert line.startswith("0 sequences running, 0 waiting; 2 prompt and 0 new tokens/s; 0.0% of")
+
+
+def test_drafts_have_a_line_of_their_own_in_the_words_of_vllm(
+    caplog: pytest.LogCaptureFixture, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both lines are about what was done since the line before."""
+    from minillm import stat_logger
+
+    caplog.set_level(logging.INFO, "minillm.stat_logger")
+    now = [100.0]
+    monkeypatch.setattr(stat_logger, "perf_counter", lambda: now[0])
+    with make(folder, **speculating(Truth(folder))) as llm:
+        log = stat_logger.StatLogger(llm.engine.scheduler.counters)
+        for count in (11, 6):  # 1, then 5 per step; 1, then 5
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            llm.generate([[9] * 20], params, use_tqdm=False)
+            now[0] += 10
+            log.after_step(llm.engine.scheduler)
+    plain, drafts = caplog.messages[::2], caplog.messages[1::2]
+    assert ["1 new tokens/s" in line for line in plain] == [True, False]  # 10 in 10 s, then 5
+    assert drafts == [
+        "SpecDecoding metrics: Mean acceptance length: 5.00, Accepted throughput: 0.80 tokens/s, "
+        "Drafted throughput: 0.80 tokens/s, Accepted: 8 tokens, Drafted: 8 tokens, "
+        "Per-position acceptance rate: 1.000, 1.000, 1.000, 1.000, "
+        "Avg Draft acceptance rate: 100.0%",
+        "SpecDecoding metrics: Mean acceptance length: 5.00, Accepted throughput: 0.40 tokens/s, "
+        "Drafted throughput: 0.40 tokens/s, Accepted: 4 tokens, Drafted: 4 tokens, "
+        "Per-position acceptance rate: 1.000, 1.000, 1.000, 1.000, "
+        "Avg Draft acceptance rate: 100.0%",
+    ]

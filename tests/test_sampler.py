@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minillm.edits import Edits
 from minillm.logprobs import describe, token_logprobs
 from minillm.ops import cpu_sampling
+from minillm.ops.sampling import choose
 from minillm.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from minillm.sampling_params import SamplingParams
 from minillm_kernels import reference
@@ -556,6 +557,33 @@ def test_forks_draw_from_the_same_edited_logits():
     assert tokens.tolist() == alone
 
 
+def test_logits_of_edited_rows_are_drawn_from_once():
+    """Of the logits before the edits only the largest is asked: the first choice is greedy."""
+    sampler, logits = Sampler(3, 40, torch.device("cpu")), random_logits(1, 3, 40)
+    for row_id, params in enumerate(({}, dict(logit_bias={3: 1.0}), dict(frequency_penalty=1.0))):
+        sampler.set_row(row_id, row([1], temperature=0.5, **params))
+    with patch("minillm.sampler.choose", wraps=choose) as chosen:
+        sampler.choose(logits, (2, 0, 1), [1, 1, 1], forks=(0, 1, 2))
+    first, *others = (call.args[1].temperature.tolist() for call in chosen.call_args_list)
+    assert first == [0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
+    assert others == [[0.5] * 4]
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2), (1, 3, 2, 4), (4, 0), (2,)])
+def test_rows_of_a_part_are_edited_in_any_order(order):
+    sampler, logits = Sampler(5, 40, torch.device("cpu")), random_logits(4, 5, 40, ties=True)
+    for row_id in range(5):
+        sampler.set_row(row_id, row([row_id, 7, 8], repetition_penalty=1.0 + row_id, temperature=0))
+    edited = sampler.edits.apply(logits[list(order)], order, [3] * len(order))
+    for place, row_id in enumerate(order):
+        alone = sampler.edits.apply(logits[row_id : row_id + 1], [row_id], [3])
+        assert torch.equal(edited[place], alone[0])
+        seen = logits[row_id, [row_id, 7, 8]].double()
+        penalty = 1.0 + row_id
+        expected = torch.where(seen > 0, seen / penalty, seen * penalty)
+        torch.testing.assert_close(alone[0, [row_id, 7, 8]].double(), expected)
+
+
 def test_several_logits_of_a_row_are_drawn_at_their_positions():
     sampler, logits = Sampler(2, 40, torch.device("cpu")), random_logits(2, 4, 40)
     sampler.set_row(0, kept_request(1, []))
@@ -565,7 +593,7 @@ def test_several_logits_of_a_row_are_drawn_at_their_positions():
         one = dataclasses.replace(kept_request(0, []), position=position)
         assert sample(logits[place : place + 1], [one]).token_ids == [int(tokens[place])]
     sampler.set_row(1, kept_request(2, []))
-    with pytest.raises(ValueError, match="several logits"):
+    with pytest.raises(ValueError, match="more logits than it has drafts"):
         sampler.choose(logits, (1, 1, 1, 0), [4, 5, 6, 4])
 
 

@@ -6,16 +6,20 @@ import sys
 import pytest
 
 from minillm import SamplingParams
+from minillm.cost import step_cost, step_time
 from minillm.errors import ConfigError, InvalidRequestError, UnknownArgumentError
 from minillm.hardware import DATASHEET
 from minillm.outputs import PrefixReport
 from minillm.presets import preset
+from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
-from minillm.scheduling.record import Blocked
+from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
 from minillm.simulation import Simulation, every_step, linear, roofline
+from minillm.speculative.simulated import SimulatedDrafts
 from tests.engine.small import write_model
 from tests.trace import workload
+from tests.trace.drafts import Truth, speculating
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +248,113 @@ def test_completions_that_stop_together_free_their_blocks_in_the_engines_order(m
         assert [end.seq_id for end in one.ended] == [end.seq_id for end in other.ended]
 
 
+def test_drafts_by_hand():
+    """The first token comes with the prompt; then each row yields three, or one."""
+    for survival, times in (((1.0, 1.0), [1, 2, 2, 2, 3, 3, 3]), ((0.0, 0.0), range(1, 8))):
+        sim = Simulation(16, 4, speculation=SimulatedDrafts(survival))
+        sim.add(3, 7, name="a")
+        assert sim.run().token_times() == {"a": list(times)}
+        (one,) = sim.trace.requests()
+        counters = sim.scheduler.counters
+        assert one.num_draft_tokens == counters.num_draft_tokens == (4 if survival[0] else 9)
+        assert one.num_accepted_tokens == counters.num_accepted_tokens == 4 * survival[0]
+        assert sim.blocks.pool.num_free == 16
+
+
+def test_the_cost_of_a_step_is_that_of_its_drafts():
+    sim = Simulation(16, 4, seconds=linear(1.0, 0.5), speculation=SimulatedDrafts((0.0, 0.0)))
+    sim.add(2, 4)
+    sim.run()
+    took = [record.computed - record.planned for record in sim.trace]
+    assert took == [2.0, 2.5, 2.0, 1.5]  # 2; 1 + 2; 1 + 1, because one token is left; 1
+
+
+def test_a_roofline_has_logits_for_every_draft():
+    config, hardware = preset("qwen3-0.6b"), DATASHEET["h100-sxm"]
+    law = roofline(config, hardware)
+    for k in (0, 3):  # so many rows that arithmetic takes longer than reading weights
+        record = StepRecord(1, rows=[Row(i, 10, 1 + k, 1 + k, 0, 0) for i in range(1000)])
+        cost = step_cost(config, [1 + k] * 1000, [11 + k] * 1000, num_logits=1000 * (1 + k))
+        assert law(record) == step_time(cost, hardware).seconds
+
+
+def test_acceptance_follows_the_table_whatever_the_schedule():
+    table, found = (0.9, 0.6, 0.5), []
+    for seats in (3, 40):
+        sim = Simulation(4000, 4, max_num_seqs=seats, speculation=SimulatedDrafts(table))
+        for _ in range(40):
+            sim.add(3, 100)
+        counts = {}
+        for record in sim.run():
+            starts = {row.seq_id: row.start for row in record.rows}
+            for one in record.drafted:
+                counts[one.seq_id, starts[one.seq_id]] = one.num_accepted
+        found.append(counts)
+        full = [counts[seq, at] for seq, at in counts if at < 90]  # room for three drafts
+        assert len(full) > 1000
+        for place, survives in enumerate(table, start=1):
+            share = sum(accepted >= place for accepted in full) / len(full)
+            assert share == pytest.approx(survives, abs=4 * (0.25 / len(full)) ** 0.5)
+    assert found[0] == found[1]
+    other = Simulation(4000, 4, speculation=SimulatedDrafts(table, seed=1))
+    other.add(3, 100)
+    accepted = [one.num_accepted for record in other.run() for one in record.drafted]
+    assert accepted != [found[0][key] for key in sorted(found[0]) if key[0] == 0]
+
+
+def test_right_drafts_decide_as_in_the_engine(model):
+    """Row for row, with a pool that is too small, and answers that stop in the middle of drafts."""
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    llm = workload.engine(model, **limits, **speculating(Truth(model), 3))
+    core = llm.engine
+    sim = Simulation(
+        llm.trace.settings.num_blocks, llm.trace.settings.block_size,
+        prefix_cache=core.scheduler.blocks.prefix_cache,
+        speculation=SimulatedDrafts((1.0, 1.0, 1.0)), **vars(core.scheduler.config),
+    )  # fmt: skip
+    for number in range(8):
+        prompt = [number, 2, 3, 5, 8][: 2 + number % 4]
+        params = SamplingParams(
+            max_tokens=30, seed=number, stop_token_ids=list(range(number * 3)), ignore_eos=True
+        )
+        core.add(core.make_request(f"r{number}", None, prompt, params))
+    while core.has_work:
+        core.step()
+    lengths = {one.request_id: one.num_tokens[0] for one in llm.trace.requests()}
+    assert min(lengths.values()) < 30
+    for number in range(8):
+        prompt = [number, 2, 3, 5, 8][: 2 + number % 4]
+        sim.add(prompt, lengths[f"r{number}"], max_tokens=30)
+    made, real = list(sim.run()), list(llm.trace)
+    assert sum(len(record.drafted) for record in real) > 20
+    assert any(record.preempted for record in real)
+    for one, other in zip(made, real, strict=True):
+        assert one.rows == other.rows
+        ours, theirs = (  # the proposer drafts nothing after the end of its text
+            [each._replace(num_drafted=0) for each in record.drafted] for record in (one, other)
+        )
+        assert ours == theirs
+        assert one.ended == [each._replace(time=None) for each in other.ended]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"survival": ()}, r"survival is \(\); it must be probabilities"),
+        ({"survival": 0.5}, "survival is 0.5"),
+        ({"survival": (0.5, 0.6)}, "that do not rise"),
+        ({"survival": (1.5,)}, "survival is"),
+        ({"survival": (0.5, -0.1)}, "survival is"),
+        ({"survival": (float("nan"),)}, "survival is"),
+        ({"survival": ("0.5",)}, "survival is"),
+        ({"survival": (0.5,), "drafts": 4}, "drafts is 4; it must be a Drafts"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        SimulatedDrafts(**arguments)
+
+
 def test_token_times_leave_out_what_failed(model):
     """Requests that fail, stop, are aborted or preempted: as many times as tokens in the end."""
     llm = workload.engine(model, swap_space=workload.HOST_GIB, preemption_mode="swap")
@@ -298,6 +409,7 @@ def test_what_makes_no_sense_is_refused(arguments, says):
         ({"policy": "fifo"}, "policy is 'fifo'; it must be one of fcfs"),
         ({"policy": None}, "policy is None; it must be a name or a Policy"),
         ({"scheduler": int}, "it must be Scheduler or a class derived from it"),
+        ({"speculation": (0.5,)}, r"speculation is \(0.5,\); it must be SimulatedDrafts"),
         ({"scheduler": None}, "scheduler is None; it must be Scheduler"),
         ({"seconds": 0.1}, r"seconds is 0.1; .* such as every_step\(0.1\)"),
     ],

@@ -18,10 +18,11 @@ operations done: 30 per byte at H = 16, 242 at H = 128. An H200 does about 184 p
 programs per sequence would read the same latents again (from the L2 cache), a program there takes
 64 heads. Prefill is bound by the matrix units.
 
-Three kernels. `_decode_kernel` takes sequences with one new token and cuts their keys into splits
-(flash-decoding, Dao et al., 2023), whose float32 partial results `_combine_kernel` adds up in a
-fixed order, without atomics. `_prefill_kernel` takes all others. Both look at `query_start` on the
-device, so the host waits for nothing, and grids follow from shapes, as CUDA graphs need.
+Three kernels. `_decode_kernel` takes sequences with a few new tokens, one or up to 16 drafted ones
+to verify (Leviathan et al., 2023), and cuts their keys into splits (flash-decoding, Dao et al.,
+2023), whose float32 partial results `_combine_kernel` adds up in a fixed order, without atomics.
+`_prefill_kernel` takes all others. Both look at `query_start` on the device, so the host waits for
+nothing, and grids follow from shapes, as CUDA graphs need.
 
 Two orientations of the same products, by tile: as written above, or all transposed (`swap`):
 keys^T are then the long side that Hopper's instructions (64 rows) want, and 16 heads the short
@@ -30,7 +31,8 @@ passing through registers.
 
 Batch-invariant mode: splits lie at absolute multiples of one size, every token has the same tiles
 in the same order, and splits are merged one after another in the same instructions whether one
-program does it (prefill) or several (decode). A token's bits depend on its query and keys only.
+program does it (prefill) or several (decode). A tile that a token's neighbours see and it does not
+adds 0 to its sums, which is exact. A token's bits depend on its query and keys only.
 """
 
 import math
@@ -54,12 +56,14 @@ from minillm_kernels.mla_config import (
 from minillm_kernels.mla_tiles import (
     attend,
     empty_state,
+    find_queries,
     load_query,
     merge,
     normalised,
     plan_splits,
     store_rows,
 )
+from minillm_kernels.paged_config import FEW
 
 # ---- kernels -------------------------------------------------------------------------------
 
@@ -69,75 +73,81 @@ LENGTHS = ("starts_ptr", "lens_ptr", "window")
 TABLES = ("tables_ptr", "stride_table")
 
 
-@triton.jit(do_not_specialize=[*LENGTHS, *TABLES])
+@triton.jit(do_not_specialize=[*LENGTHS, *TABLES, "few"])
 def _decode_kernel(
     q_ptr, cache_ptr, latent_tiles, rope_tiles, starts_ptr, lens_ptr, tables_ptr, out_ptr,
     part_ptr, highest_ptr, total_ptr, stride_token, stride_head, stride_table, stride_out,
-    stride_out_head, num_heads, window, scale, PAGE: tl.constexpr, R: tl.constexpr,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SWAP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, PARTIAL: tl.constexpr,
+    stride_out_head, num_heads, few, window, scale, PAGE: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    SWAP: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """The one query token of a sequence over one split of its keys; a program has BLOCK_M heads.
+    """BLOCK_Q tokens x BLOCK_H heads of a sequence of up to `few` query tokens over one split.
 
-    Programs of the same keys are neighbours in the grid [head tiles, splits, B]. If PARTIAL, the
-    result goes to the workspace [B, H, splits, R]; if not, there is one split and it is final.
+    Programs of the same keys are neighbours in the grid [query tiles * head tiles, splits, B]. If
+    PARTIAL, the result goes to the workspace [B, few, H, splits, R]; if not, there is one split and
+    it is final.
     """
-    row, split = tl.program_id(2), tl.program_id(1)
-    token = tl.load(starts_ptr + row)
-    if tl.load(starts_ptr + row + 1) - token != 1:
+    row, split, splits = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
+    head_tiles = tl.cdiv(num_heads, BLOCK_H)
+    first_token = tl.program_id(0) // head_tiles * BLOCK_Q
+    start = tl.load(starts_ptr + row)
+    query_len = tl.load(starts_ptr + row + 1) - start
+    if (first_token >= query_len) | (query_len > few):  # nothing here, or prefill
         return
     seq_len = tl.load(lens_ptr + row)
-    splits = tl.num_programs(1)
-    origin, size, first_key, first, last = plan_splits(
-        seq_len, window, splits, SPLIT, BLOCK_N, LEAST, WINDOW
+    origin, size, first, last = plan_splits(
+        seq_len, query_len, window, splits, SPLIT, BLOCK_N, LEAST, WINDOW
     )
     if PARTIAL and ((split < first) | (split >= last)):  # never looked at
         return
-    heads = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = heads < num_heads
+    tokens, heads, inside, places, begin, end = find_queries(
+        first_token, tl.program_id(0) % head_tiles, query_len, seq_len, num_heads, window, BLOCK_Q,
+        BLOCK_H, BLOCK_N, WINDOW,
+    )  # fmt: skip
     q_latent, q_rope = load_query(
-        q_ptr, stride_token, stride_head, token, heads, inside, R, D, BLOCK_R, BLOCK_D
+        q_ptr, stride_token, stride_head, start + tokens, heads, inside, R, D, BLOCK_R, BLOCK_D
     )
-    places = tl.where(inside, seq_len - 1, -1)
-    begin = tl.maximum(origin + split * size, first_key)
-    end = tl.minimum(origin + split * size + size, seq_len)
+    begin = tl.maximum(origin + split * size, begin)
+    end = tl.minimum(origin + split * size + size, end)
     acc, highest, total = attend(
         q_latent, q_rope, places, begin, end, cache_ptr, latent_tiles, rope_tiles,
         tables_ptr + row.to(tl.int64) * stride_table, window, scale, PAGE, R, D, BLOCK_R, BLOCK_D,
-        BLOCK_M, BLOCK_N, STAGES, WINDOW, SWAP, DESCRIPTORS,
+        BLOCK_Q * BLOCK_H, BLOCK_N, STAGES, WINDOW, SWAP, DESCRIPTORS,
     )  # fmt: skip
     if PARTIAL:
-        places = (row * num_heads + heads).to(tl.int64) * splits + split
-        store_rows(part_ptr, places * R, acc, inside, R, BLOCK_R, SWAP)
-        tl.store(highest_ptr + places, highest, mask=inside)
-        tl.store(total_ptr + places, total, mask=inside)
+        parts = ((row * few + tokens) * num_heads + heads).to(tl.int64) * splits + split
+        store_rows(part_ptr, parts * R, acc, inside, R, BLOCK_R, SWAP)
+        tl.store(highest_ptr + parts, highest, mask=inside)
+        tl.store(total_ptr + parts, total, mask=inside)
     else:
         acc = normalised(acc, total, 0 if SWAP else 1)
-        rows = token.to(tl.int64) * stride_out + heads * stride_out_head
+        rows = (start + tokens).to(tl.int64) * stride_out + heads * stride_out_head
         store_rows(out_ptr, rows, acc, inside, R, BLOCK_R, SWAP)
 
 
-@triton.jit(do_not_specialize=[*LENGTHS, "splits"])
+@triton.jit(do_not_specialize=[*LENGTHS, "few", "splits"])
 def _combine_kernel(
     part_ptr, highest_ptr, total_ptr, starts_ptr, lens_ptr, out_ptr, stride_out, stride_out_head,
-    num_heads, splits, window, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, ALL_S: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    LEAST: tl.constexpr,
+    num_heads, few, splits, window, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, ALL_S: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """The result of a head from those of its splits; a program has BLOCK_R numbers of it.
+    """The result of a token's head from those of its splits; a program has BLOCK_R numbers of it.
 
     With splits at absolute places (SPLIT), one after another, as `_prefill_kernel` does. Without,
     in one pass after the largest score of all is known, BLOCK_S splits at a time.
     """
-    head, row = tl.program_id(0), tl.program_id(2)
-    token = tl.load(starts_ptr + row)
-    if tl.load(starts_ptr + row + 1) - token != 1:
+    token, head, row = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(2)
+    start = tl.load(starts_ptr + row)
+    query_len = tl.load(starts_ptr + row + 1) - start
+    if (token >= query_len) | (query_len > few):
         return
-    _, _, _, first, last = plan_splits(
-        tl.load(lens_ptr + row), window, splits, SPLIT, BLOCK_N, LEAST, WINDOW
+    _, _, first, last = plan_splits(
+        tl.load(lens_ptr + row), query_len, window, splits, SPLIT, BLOCK_N, LEAST, WINDOW
     )
-    place = (row * num_heads + head).to(tl.int64) * splits
+    place = ((row * few + token) * num_heads + head).to(tl.int64) * splits
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     if SPLIT > 0:
         state = empty_state(1, BLOCK_R, False)
@@ -156,15 +166,15 @@ def _combine_kernel(
         total = tl.load(total_ptr + place + every, mask=every < last, other=0.0)
         total = tl.sum(total * tl.exp2(highest - shift), 0)
         values = tl.zeros([BLOCK_R], tl.float32)
-        for start in tl.range(0, last, BLOCK_S):
-            some = start + tl.arange(0, BLOCK_S)
+        for split in tl.range(0, last, BLOCK_S):
+            some = split + tl.arange(0, BLOCK_S)
             inside = (some < last)[:, None] & (r < R)[None, :]
             rows = (place + some)[:, None] * R
             part = tl.load(part_ptr + rows + r[None, :], mask=inside, other=0.0)
             score = tl.load(highest_ptr + place + some, mask=some < last, other=float("-inf"))
             values += tl.sum(part * tl.exp2(score - shift)[:, None], 0)
-        values = values / tl.where(last == 0, 1.0, total)
-    rows = out_ptr + token.to(tl.int64) * stride_out + head * stride_out_head
+        values = values / tl.where(total > 0.0, total, 1.0)  # what saw no key is 0
+    rows = out_ptr + (start + token).to(tl.int64) * stride_out + head * stride_out_head
     tl.store(rows + r, values.to(out_ptr.dtype.element_ty), mask=r < R)
 
 
@@ -182,44 +192,35 @@ def find_tile(starts_ptr, tile, num_rows, BLOCK_B: tl.constexpr, BLOCK_Q: tl.con
     return row, (tile - tl.load(starts_ptr + row) // BLOCK_Q - row) * BLOCK_Q
 
 
-@triton.jit(do_not_specialize=[*LENGTHS, *TABLES, "num_rows"])
+@triton.jit(do_not_specialize=[*LENGTHS, *TABLES, "few", "num_rows"])
 def _prefill_kernel(
     q_ptr, cache_ptr, latent_tiles, rope_tiles, starts_ptr, lens_ptr, tables_ptr, out_ptr,
     stride_token, stride_head, stride_table, stride_out, stride_out_head, num_rows, num_heads,
-    window, scale, PAGE: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SWAP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr, ALL: tl.constexpr,
+    few, window, scale, PAGE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    SWAP: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Q tokens x BLOCK_H heads of one sequence over all keys that the tokens can see.
 
-    Sequences of one query token are left to `_decode_kernel`, unless ALL. Late tiles, which have
-    the most keys, come first.
+    Sequences of up to `few` query tokens are left to `_decode_kernel`. Late tiles, which have the
+    most keys, come first.
     """
     head_tiles = tl.cdiv(num_heads, BLOCK_H)
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // head_tiles
     row, first_token = find_tile(starts_ptr, tile, num_rows, BLOCK_B, BLOCK_Q)
     start = tl.load(starts_ptr + row)
     query_len = tl.load(starts_ptr + row + 1) - start
-    if first_token >= query_len:
+    if (first_token >= query_len) | (query_len <= few):
         return
-    if not ALL and query_len == 1:
-        return
-    seq_len = tl.load(lens_ptr + row)
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
-    lanes = tl.arange(0, BLOCK_M)
-    tokens = first_token + lanes // BLOCK_H
-    heads = tl.program_id(0) % head_tiles * BLOCK_H + lanes % BLOCK_H
-    inside = (tokens < query_len) & (heads < num_heads)
+    tokens, heads, inside, places, begin, end = find_queries(
+        first_token, tl.program_id(0) % head_tiles, query_len, tl.load(lens_ptr + row), num_heads,
+        window, BLOCK_Q, BLOCK_H, BLOCK_N, WINDOW,
+    )  # fmt: skip
     q_latent, q_rope = load_query(
         q_ptr, stride_token, stride_head, start + tokens, heads, inside, R, D, BLOCK_R, BLOCK_D
     )
-    first_place = seq_len - query_len + first_token
-    places = tl.where(tokens < query_len, seq_len - query_len + tokens, -1)
-    end = tl.minimum(first_place + BLOCK_Q, seq_len)
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(first_place - window + 1, 0) // BLOCK_N * BLOCK_N
     table_ptr = tables_ptr + row.to(tl.int64) * stride_table
     state = empty_state(BLOCK_M, BLOCK_R, SWAP)
     if SPLIT > 0:
@@ -263,8 +264,8 @@ def mla_attention(
     """`reference.mla_attention`: `q` [N, H, R + Dr] -> [N, H, R].
 
     `latent_cache` [blocks, 1, block_size, R + Dr] is contiguous; `query_start` int32 or int64
-    [B + 1], `seq_lens` [B] and `block_tables` [B, M] likewise. `max_query_len` is a promise: with
-    1, only the decode kernel is launched. With `batch_invariant`, the bits of a token's result do
+    [B + 1], `seq_lens` [B] and `block_tables` [B, M] likewise. `max_query_len` is a promise: up to
+    16, only the decode kernel is launched. With `batch_invariant`, the bits of a token's result do
     not depend on what else is computed, nor on how its sequence was cut. Rows of `out` behind the
     last sequence are left as they are. KernelError for what does not fit.
     """
@@ -277,26 +278,25 @@ def mla_attention(
     num_rows, page = len(seq_lens), latent_cache.shape[2]
     if not num_tokens or not num_rows:
         return out
+    few = max_query_len if max_query_len is not None and max_query_len <= FEW else 0
     if config is None:
-        config = choose(launch.arch(), q.dtype, num_heads, page, batch_invariant)
+        config = choose(launch.arch(), q.dtype, num_heads, page, batch_invariant, max(few, 1))
         config = config.fit(latent_cache, value_dim)
     check_config(config, page, value_dim, width - value_dim)
-    splits = count_splits(
-        config,
-        num_rows,
-        num_heads,
-        block_tables.shape[1] * page,
-        launch.num_multiprocessors(q.device),
-    )
-    # With splits at absolute places, one program per token gives the same bits without memory.
-    small = 4 * num_rows * num_heads * splits * value_dim <= config.max_workspace
-    parallel = small or not config.split
+    if not few and (max_query_len is None or num_rows > 1):  # beside chunks: what one tile holds
+        few = min(config.decode.block_q, FEW)
+    positions, processors = block_tables.shape[1] * page, launch.num_multiprocessors(q.device)
+    splits = count_splits(config, num_rows, num_heads, positions, processors, max(few, 1))
+    # With splits at absolute places, one program per tile gives the same bits without memory.
+    if config.split and 4 * num_rows * few * num_heads * splits * value_dim > config.max_workspace:
+        few = 0
     arguments = (q, latent_cache, value_dim, query_start, seq_lens, block_tables, out)
     scale *= math.log2(math.e)  # so that exp2 will do
-    if parallel:
-        _decode(arguments, config, splits, scale, window)
-    if not parallel or max_query_len != 1:
-        _prefill(arguments, config, scale, window, everything=not parallel)
+    window = None if window is None else min(window, 2**31 - 1 - FEW)  # int32 in the kernels
+    if few:
+        _decode(arguments, config, few, splits, scale, window)
+    if max_query_len is None or max_query_len > few:
+        _prefill(arguments, config, few, scale, window)
     return out
 
 
@@ -310,6 +310,8 @@ def _shared(arguments: tuple[Any, ...], tile: Tile, window: int | None) -> dict[
         "D": rope_dim,
         "BLOCK_R": launch.padded(value_dim),
         "BLOCK_D": launch.padded(rope_dim),
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_H": tile.block_h,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.num_stages,
         "WINDOW": window is not None,
@@ -321,49 +323,49 @@ def _shared(arguments: tuple[Any, ...], tile: Tile, window: int | None) -> dict[
 
 
 def _decode(
-    arguments: tuple[Any, ...], config: Config, splits: int, scale: float, window: int | None
+    arguments: tuple[Any, ...],
+    config: Config,
+    few: int,
+    splits: int,
+    scale: float,
+    window: int | None,
 ) -> None:
-    """Both launches for the sequences of one query token."""
+    """Both launches for the sequences of up to `few` query tokens."""
     q, latent_cache, value_dim, query_start, seq_lens, block_tables, out = arguments
     num_heads, num_rows, tile = q.shape[1], len(seq_lens), config.decode
     part = highest = total = None
     if splits > 1:
-        part = q.new_empty((num_rows, num_heads, splits, value_dim), dtype=torch.float32)
-        highest = q.new_empty((num_rows, num_heads, splits), dtype=torch.float32)
+        part = q.new_empty((num_rows, few, num_heads, splits, value_dim), dtype=torch.float32)
+        highest = q.new_empty((num_rows, few, num_heads, splits), dtype=torch.float32)
         total = torch.empty_like(highest)
-    _decode_kernel[(triton.cdiv(num_heads, tile.block_h), splits, num_rows)](
+    tiles = triton.cdiv(few, tile.block_q) * triton.cdiv(num_heads, tile.block_h)
+    _decode_kernel[(tiles, splits, num_rows)](
         q, latent_cache, *tensor_descriptors(latent_cache, value_dim, tile), query_start, seq_lens,
         block_tables, out, part, highest, total, q.stride(0), q.stride(1), block_tables.stride(0),
-        out.stride(0), out.stride(1), num_heads, window or 0, scale, BLOCK_M=tile.block_h,
-        SPLIT=config.split, LEAST=LEAST_TILES, PARTIAL=splits > 1,
-        **_shared(arguments, tile, window),
+        out.stride(0), out.stride(1), num_heads, few, window or 0, scale, SPLIT=config.split,
+        LEAST=LEAST_TILES, PARTIAL=splits > 1, **_shared(arguments, tile, window),
     )  # fmt: skip
     if splits == 1:
         return
     block_r = min(launch.padded(value_dim), 512 if launch.INTERPRETED else 128)
-    _combine_kernel[(num_heads, triton.cdiv(value_dim, block_r), num_rows)](
+    _combine_kernel[(few * num_heads, triton.cdiv(value_dim, block_r), num_rows)](
         part, highest, total, query_start, seq_lens, out, out.stride(0), out.stride(1), num_heads,
-        splits, window or 0, R=value_dim, BLOCK_R=block_r, BLOCK_N=tile.block_n,
+        few, splits, window or 0, R=value_dim, BLOCK_R=block_r, BLOCK_N=tile.block_n,
         BLOCK_S=min(32, launch.padded(splits)), ALL_S=launch.padded(splits),
         WINDOW=window is not None, SPLIT=config.split, LEAST=LEAST_TILES, num_warps=4,
     )  # fmt: skip
 
 
 def _prefill(
-    arguments: tuple[Any, ...],
-    config: Config,
-    scale: float,
-    window: int | None,
-    everything: bool,
+    arguments: tuple[Any, ...], config: Config, few: int, scale: float, window: int | None
 ) -> None:
-    """The launch for all other sequences, or for all."""
+    """The launch for the sequences of more than `few` query tokens."""
     q, latent_cache, value_dim, query_start, seq_lens, block_tables, out = arguments
     (num_tokens, num_heads), num_rows, tile = q.shape[:2], len(seq_lens), config.prefill
     query_tiles = num_tokens // tile.block_q + num_rows
     _prefill_kernel[(query_tiles * triton.cdiv(num_heads, tile.block_h),)](
         q, latent_cache, *tensor_descriptors(latent_cache, value_dim, tile), query_start, seq_lens,
         block_tables, out, q.stride(0), q.stride(1), block_tables.stride(0), out.stride(0),
-        out.stride(1), num_rows, num_heads, window or 0, scale, BLOCK_B=launch.padded(num_rows, 64),
-        BLOCK_Q=tile.block_q, BLOCK_H=tile.block_h, SPLIT=config.split, ALL=everything,
-        **_shared(arguments, tile, window),
+        out.stride(1), num_rows, num_heads, few, window or 0, scale,
+        BLOCK_B=launch.padded(num_rows, 64), SPLIT=config.split, **_shared(arguments, tile, window),
     )  # fmt: skip

@@ -26,7 +26,7 @@ class Tile:
 
     Attributes:
         block_h: heads.
-        block_q: query tokens (decode: 1). block_h * block_q is at least 16, the smallest product.
+        block_q: query tokens. block_h * block_q is at least 16, the smallest product.
         block_n: keys.
         swap: transposed products, keys first.
         descriptors: bulk copies of whole tiles; a page must be a multiple of `block_n`.
@@ -67,14 +67,24 @@ class Config:
 
 
 def choose(
-    arch: int, dtype: torch.dtype, num_heads: int, page: int, invariant: bool = False
+    arch: int, dtype: torch.dtype, num_heads: int, page: int, invariant: bool = False, few: int = 1
 ) -> Config:
-    """The tiles for an architecture (0: interpreted), dtype, number of heads and block size."""
+    """The tiles for an architecture (0: interpreted), dtype, number of heads and block size.
+
+    `few` is the most query tokens of a sequence that are decoded together; no bit of the invariant
+    mode depends on it.
+    """
     heads = padded(num_heads, 1)
     if invariant:
         tile = _invariant_tile(arch, dtype, heads)
-        return Config(replace(tile, block_h=16, block_q=1), tile, INVARIANT_SPLIT)
-    return Config(_decode_tile(arch, dtype, heads, page), _prefill_tile(arch, dtype, heads))
+        return Config(tile, tile, INVARIANT_SPLIT)
+    return Config(_decode_tile(arch, dtype, heads, page, few), _prefill_tile(arch, dtype, heads))
+
+
+def _tile(heads: int, queries: int, block_n: int, swap: bool, **options: Any) -> Tile:
+    """A tile of so many queries: as many heads as there are, and tokens for the rest."""
+    block_h = min(heads, queries)
+    return Tile(block_h, queries // block_h, block_n, swap, **options)
 
 
 # Stages: a tile of the cache is found through a block table, so its address has to be fetched a
@@ -82,57 +92,58 @@ def choose(
 # tiles in shared memory there, and 5 elsewhere. Descriptors (2 stages) look addresses up by hand.
 
 
-def _decode_tile(arch: int, dtype: torch.dtype, heads: int, page: int) -> Tile:
-    heads = max(16, heads)
+def _decode_tile(arch: int, dtype: torch.dtype, heads: int, page: int, few: int) -> Tile:
+    """Of a sequence's latents, several query tokens read each once if one tile holds them all."""
+    queries = padded(heads * few)
     if arch == 0:
-        return Tile(min(heads, 64), 1, 128, swap=True)
+        return _tile(heads, min(queries, 64), 128, swap=True)
     if dtype == torch.float32:
-        return Tile(16, 1, 16, swap=False, num_warps=4, num_stages=1)
+        return _tile(heads, 16, 16, swap=False, num_warps=4, num_stages=1)
     if arch != 90:
-        return Tile(16, 1, 32, swap=False, num_stages=3 if arch < 90 else 5)
-    if heads <= 32:  # memory-bound: 74 KB on their way while 74 KB are worked on
+        if few > 1 and queries > 16:
+            return _prefill_tile(arch, dtype, heads)
+        return _tile(heads, 16, 32, swap=False, num_stages=3 if arch < 90 else 5)
+    if queries <= 32:  # memory-bound: 74 KB on their way while 74 KB are worked on
         bulk = page % 64 == 0
-        return Tile(heads, 1, 64, swap=True, num_stages=2 if bulk else 3, descriptors=bulk)
+        return _tile(heads, queries, 64, True, num_stages=2 if bulk else 3, descriptors=bulk)
     # 64 queries fill Hopper's instruction, and their float32 sums half of the registers.
     if page % 64:
-        return Tile(64, 1, 32, swap=False, num_stages=3)
-    return Tile(64, 1, 64, swap=False, descriptors=True)
+        return _tile(heads, 64, 32, swap=False, num_stages=3)
+    return _tile(heads, 64, 64, swap=False, descriptors=True)
 
 
 def _prefill_tile(arch: int, dtype: torch.dtype, heads: int) -> Tile:
     if arch == 0:
-        block_h = min(heads, 64)
-        return Tile(block_h, max(1, 64 // block_h), 128, swap=False)
+        return _tile(heads, 64, 128, swap=False)
     if dtype == torch.float32:
-        block_h = min(heads, 16)
-        return Tile(block_h, 16 // block_h, 16, swap=False, num_warps=4, num_stages=1)
+        return _tile(heads, 16, 16, swap=False, num_warps=4, num_stages=1)
     queries = 32 if arch < 90 else 64
-    block_h = min(heads, queries)
-    return Tile(block_h, queries // block_h, 32, swap=False, num_stages=5 if arch < 90 else 3)
+    return _tile(heads, queries, 32, swap=False, num_stages=5 if arch < 90 else 3)
 
 
 def _invariant_tile(arch: int, dtype: torch.dtype, heads: int) -> Tile:
     """16 queries: the prefill kernel has two sums in its registers, of a split and of all."""
-    block_h = min(heads, 16)
-    block_q = 16 // block_h
     if arch == 0:
-        return Tile(block_h, block_q, 64, swap=True)
+        return _tile(heads, 16, 64, swap=True)
     if dtype == torch.float32:
-        return Tile(block_h, block_q, 16, swap=False, num_warps=4, num_stages=1)
+        return _tile(heads, 16, 16, swap=False, num_warps=4, num_stages=1)
     if arch == 90:
-        return Tile(block_h, block_q, 64, swap=True, num_stages=3)
-    return Tile(block_h, block_q, 32, swap=False, num_stages=3 if arch < 90 else 5)
+        return _tile(heads, 16, 64, swap=True, num_stages=3)
+    return _tile(heads, 16, 32, swap=False, num_stages=3 if arch < 90 else 5)
 
 
-def count_splits(config: Config, rows: int, heads: int, positions: int, processors: int) -> int:
+def count_splits(
+    config: Config, rows: int, heads: int, positions: int, processors: int, few: int = 1
+) -> int:
     """Splits that a decode launch has room for, from shapes alone.
 
-    `positions` is what a block table has room for. Even splits: as many as make the programs
-    fill the processors once, or twice if once would leave many idle.
+    `positions` is what a block table has room for, `few` the query tokens of a sequence. Even
+    splits: as many as make the programs fill the processors once, or twice if once would leave
+    many idle.
     """
     if config.split:
         return max(1, -(-positions // config.split))
-    programs = rows * -(-heads // config.decode.block_h)
+    programs = rows * -(-few // config.decode.block_q) * -(-heads // config.decode.block_h)
     most = max(1, positions // (config.decode.block_n * LEAST_TILES))
     once, twice = processors // programs, 2 * processors // programs
     splits = twice if twice > 2.3 * once else once
@@ -147,10 +158,8 @@ def check_config(config: Config, page: int, value_dim: int, rope_dim: int) -> No
             raise KernelError(
                 f"the {name} tile is {tile}; blocks must be powers of two, of 16 keys at least."
             )
-        if tile.block_h * tile.block_q < 16 or (name == "decode" and tile.block_q != 1):
-            raise KernelError(
-                f"the {name} tile is {tile}; it must have 16 queries, in decode those of one token."
-            )
+        if tile.block_h * tile.block_q < 16:
+            raise KernelError(f"the {name} tile is {tile}; it must have 16 queries at least.")
         whole = padded(value_dim) == value_dim and padded(rope_dim) == rope_dim
         if tile.descriptors and (page % tile.block_n or not whole):
             raise KernelError(

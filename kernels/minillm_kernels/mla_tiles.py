@@ -8,6 +8,29 @@ from minillm_kernels.launch import tl, triton
 
 
 @triton.jit
+def find_queries(
+    first_token, head_tile, query_len, seq_len, num_heads, window, BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK_Q tokens x BLOCK_H heads of the `query_len` last ones of a sequence.
+
+    Returns of each query [BLOCK_M] the token (counted from the sequence's first query), the head,
+    whether both exist, and the position (-1: sees nothing); then the keys [begin, end) outside of
+    which no query of the tile sees any.
+    """
+    lanes = tl.arange(0, BLOCK_Q * BLOCK_H)
+    tokens = first_token + lanes // BLOCK_H
+    heads = head_tile * BLOCK_H + lanes % BLOCK_H
+    inside = (tokens < query_len) & (heads < num_heads)
+    places = tl.where(tokens < query_len, seq_len - query_len + tokens, -1)
+    first_place = seq_len - query_len + first_token
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first_place - window + 1, 0) // BLOCK_N * BLOCK_N
+    return tokens, heads, inside, places, begin, tl.minimum(first_place + BLOCK_Q, seq_len)
+
+
+@triton.jit
 def load_query(
     q_ptr, stride_token, stride_head, tokens, heads, inside,
     R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -160,17 +183,17 @@ def store_rows(
 
 
 @triton.jit
-def plan_splits(seq_len, window, capacity, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
+def plan_splits(seq_len, query_len, window, capacity, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
                 LEAST: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """How the keys of a sequence's last token are cut into splits.
+    """How the keys that a sequence's last `query_len` tokens see are cut into splits.
 
-    Returns origin, size, first visible tile, first split, last split + 1. Split i covers the
-    positions from origin + i * size on. With SPLIT that is its size, counted from position 0;
-    otherwise what is visible is divided into at most `capacity` equal splits.
+    Returns origin, size, first split, last split + 1. Split i covers the positions from
+    origin + i * size on. With SPLIT that is its size, counted from position 0; otherwise what is
+    visible is divided into at most `capacity` equal splits.
     """
     first_key = 0
     if WINDOW:
-        first_key = tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
+        first_key = tl.maximum(seq_len - query_len + 1 - window, 0) // BLOCK_N * BLOCK_N
     if SPLIT > 0:
         origin = 0
         size = SPLIT
@@ -178,4 +201,4 @@ def plan_splits(seq_len, window, capacity, SPLIT: tl.constexpr, BLOCK_N: tl.cons
         origin = first_key
         tiles = tl.cdiv(seq_len - first_key, BLOCK_N)
         size = tl.maximum(tl.cdiv(tiles, capacity), LEAST) * BLOCK_N
-    return origin, size, first_key, (first_key - origin) // size, tl.cdiv(seq_len - origin, size)
+    return origin, size, (first_key - origin) // size, tl.cdiv(seq_len - origin, size)

@@ -47,11 +47,10 @@ from minillm_kernels.launch import (
     output,
     padded,
 )
-from minillm_kernels.paged_config import Config, Tiles, choose, count_splits
+from minillm_kernels.paged_config import FEW, Config, Tiles, choose, count_splits
 
 LOG2_E = 1.4426950408889634
 MAX_GROUP = 128  # query heads that share a KV head
-FEW = 16  # query rows of a sequence, at most, that are decoded together
 MAX_BLOCK_SIZE = 256
 MAX_GRID_Z = 65_535  # programs along a launch's third dimension
 MAX_WORKSPACE = 2**26  # numbers, in the batch-invariant mode, where a table decides the splits

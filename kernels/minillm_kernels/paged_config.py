@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 RESIDENT = 3  # programs that a multiprocessor holds at once, limited by shared memory
+FEW = 16  # query rows of a sequence, at most, that are decoded together
 MANY_WAVES = 4  # so many leave no processor idle for long, split or not
 MAX_SPLITS = 64
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from minillm_kernels.philox import Purpose, random_words_of_vocabulary, to_gumbel
 
+FEW_QUERIES = 16  # of a sequence: decoded, or drafted and to be verified
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019). [.., d]"""
@@ -135,18 +137,22 @@ def causal_attention(
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_keys = k.shape[:2]
     group = num_heads // num_kv_heads
-    if num_queries == 1 and (window is None or window >= num_keys):
-        # One query sees every key: its G heads can stand in for G query positions.
-        out = F.scaled_dot_product_attention(
-            q.view(1, num_kv_heads, group, head_dim), k[None], v[None], scale=scale
-        )
-        return out.reshape(1, num_heads, v.shape[-1])
+    whole = num_queries == num_keys and window is None
+    if num_queries == 1 or (num_queries <= FEW_QUERIES and not whole):
+        # The G heads of a position stand in for G positions, so that K is multiplied once.
+        mask, rows = None, q.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
+        rows = rows.reshape(1, num_kv_heads, num_queries * group, head_dim)
+        if num_queries > 1 or (window is not None and window < num_keys):
+            mask = visible_positions(num_queries, num_keys, window, q.device)
+            mask = mask.repeat_interleave(group, 0)
+        out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)
+        out = out.view(num_kv_heads, num_queries, group, v.shape[-1]).transpose(0, 1)
+        return out.reshape(num_queries, num_heads, v.shape[-1])
     grouped = q.view(num_queries, num_kv_heads, group, head_dim).permute(
         1, 2, 0, 3
     )  # [Hkv, G, T, D]
     k = k.unsqueeze(1).expand(-1, group, -1, -1)  # [Hkv, G, S, D], no copy
     v = v.unsqueeze(1).expand(-1, group, -1, -1)
-    whole = num_queries == num_keys and window is None
     mask = None if whole else visible_positions(num_queries, num_keys, window, q.device)
     out = F.scaled_dot_product_attention(
         grouped, k, v, attn_mask=mask, is_causal=whole, scale=scale

@@ -125,9 +125,11 @@ class BlockManager:
     ) -> None:
         """Make the blocks findable that are full now, or once plan `step` is carried out. Only
         tokens that are certain may be here."""
+        size = self.block_size
+        if (table.num_indexed + 1) * size > num_computed:  # in most decode steps
+            return
         if self.prefix_cache is None or table.epoch != self.epoch:
             return
-        size = self.block_size
         while (end := (table.num_indexed + 1) * size) <= num_computed:
             if table.num_indexed == 0:
                 table.cursor, table.name = self.index.start(table.salt), 0
@@ -153,7 +155,8 @@ class BlockManager:
 
     def settle(self, step: int) -> None:
         """The plan was carried out: what it wrote is there."""
-        self.coming = {block: when for block, when in self.coming.items() if when > step}
+        if self.coming:
+            self.coming = {block: when for block, when in self.coming.items() if when > step}
 
     def reset_prefix_cache(self) -> None:
         """Make nothing findable that was computed so far. Running sequences keep their blocks, and
@@ -188,10 +191,16 @@ class BlockManager:
             # Others may reuse the source at once: a step copies before it writes.
             self.pool.release([copy.source])
             self.num_copies += 1
-        missing = self.blocks_for(end) - len(table.blocks)
-        if missing > 0:  # in one of block_size decode steps
-            table.blocks += self.pool.allocate(missing)
+        if end > len(table.blocks) * self.block_size:  # in one of block_size decode steps
+            table.blocks += self.pool.allocate(self.blocks_for(end) - len(table.blocks))
         return copy
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Give back the blocks at the end that hold none of the first `num_tokens` positions."""
+        kept = self.blocks_for(num_tokens)
+        if kept < len(table.blocks):
+            self.pool.release(table.blocks[kept:])
+            del table.blocks[kept:]
 
     def _must_copy(self, table: BlockTable, start: int) -> bool:
         place = start // self.block_size

@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ EXAMPLES = """\
 decode     one token after the other    prefill    prompts
 offline    requests of mixed lengths    startup    process start to first token
 scheduler  deciding, without a model    kernels    Triton kernels, on a GPU
-scale      decode steps against batch and context, explained by counting
+scale      decode, many batches and contexts    speculation   drafts, on tiny
 
 --vs needs engines that 'make peers' sets up, each in its own environment.
 
@@ -31,6 +32,7 @@ examples:
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
 COMPARED = ("decode", "prefill", "offline")
+DRAFTING = ("draft", "acceptance")
 # Which options a benchmark has, beyond --json and --quick; the others are refused, not ignored.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "decode": ("batch", "context", "new_tokens", "repeats", "vs", "threads", "dtype", "device"),
@@ -38,6 +40,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "offline": ("requests", "lengths", "repeats", "vs", "threads", "dtype", "device"),
     "startup": ("repeats", "vs", "threads", "dtype"),
     "scale": ("batch", "context", "new_tokens", "repeats", "threads", "dtype", "plot"),
+    "speculation": ("batch", "new_tokens", "repeats", "vs", "threads", "dtype", *DRAFTING),
     "scheduler": (),
     "kernels": (),
 }
@@ -49,12 +52,16 @@ QUICK: Mapping[str, Any] = {
     "batch": "1,2", "context": "16", "new_tokens": 6, "repeats": 2, "requests": 4,
     "lengths": "lognormal", "vs": "",
 }  # fmt: skip
-# Where "scale" is asked for, instead of the above.
-SCALE: Mapping[str, Any] = {
-    "batch": "1,2,4,8,16,32,64", "context": "128,512,1024,2048,4096,8192", "new_tokens": 8,
-    "repeats": 3,
+# Where these are asked for, instead of the above.
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "scale": {"batch": "1,2,4,8,16,32,64", "context": "128,512,1024,2048,4096,8192",
+              "new_tokens": 8, "repeats": 3},
+    "speculation": {"batch": "1,4,16,64", "new_tokens": 128, "repeats": 9},
 }  # fmt: skip
-QUICK_SCALE: Mapping[str, Any] = {"context": "32,64", "new_tokens": 4}
+QUICK_SIZES: Mapping[str, Mapping[str, Any]] = {"scale": {"context": "32,64", "new_tokens": 4}}
+MODULES: Mapping[str, str] = {
+    "scheduler": "minillm.benchmarks.scheduler", "kernels": "minillm_kernels.bench.__main__",
+}  # fmt: skip
 # Sequences at once, and tokens of a prompt and of an answer, at most.
 OFFLINE: Mapping[str, tuple[int, int, int]] = {
     "lognormal": (64, 1024, 512), "uniform": (256, 1024, 1024),
@@ -64,8 +71,7 @@ OFFLINE: Mapping[str, tuple[int, int, int]] = {
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     option = parser.add_argument
-    option("what", metavar="WHAT", 
-           help="decode, prefill, offline, startup, scale, scheduler or kernels")  # fmt: skip
+    option("what", metavar="WHAT", help=f"{', '.join([*OPTIONS][:-1])} or {[*OPTIONS][-1]}")
     option("model", metavar="MODEL", nargs="?",
            help=f"embedded name, folder, hub id or preset:NAME ({MODEL})")  # fmt: skip
     option("--batch", metavar="1,16", help="sequences computed together (1,16)")
@@ -80,6 +86,9 @@ def add_options(parser: ArgumentParser) -> None:
     option("--dtype", metavar="NAME",
            help="of weights and KV cache in every engine (bfloat16 where it is fast)")  # fmt: skip
     option("--device", metavar="NAME", help="cpu or cuda (cpu)")
+    option("--draft", metavar="MODEL", help="speculation: a draft model (tiny has tiny-draft)")
+    option("--acceptance", metavar="0.9,0.8",
+           help="speculation: accept drafts by chance at these rates (synthetic)")  # fmt: skip
     option("--plot", metavar="FILE", help="scale: draw it into FILE, as .png, .svg or .pdf")
     option("--json", metavar="FILE", help="write everything measured into FILE")
     option("--quick", action="store_true", help="small sizes, to see that it runs")
@@ -199,8 +208,7 @@ def settings(args: Namespace) -> dict[str, Any]:
     from minillm import machine
 
     values = dict(QUICK if args.quick else DEFAULTS)
-    if args.what == "scale":
-        values |= QUICK_SCALE if args.quick else SCALE
+    values |= (QUICK_SIZES if args.quick else SIZES).get(args.what, {})
     values |= {
         "threads": machine.cpu_count(),
         "dtype": "bfloat16" if machine.cpu_has_bf16() else "float32",
@@ -320,11 +328,10 @@ def startup(args: Namespace, terminal: Terminal) -> int:
     return finish(found, args, terminal, benchmark.show)
 
 
-def scheduler(args: Namespace, terminal: Terminal) -> int:
-    """The benchmark of the scheduler, as ``python -m minillm.benchmarks.scheduler``."""
-    from minillm.benchmarks.scheduler import main
-
-    return main(passed_on(args))
+def elsewhere(args: Namespace, terminal: Terminal) -> int:
+    """A benchmark that is a module of its own, as ``python -m MODULE``."""
+    code: int = import_module(MODULES[args.what]).main(passed_on(args))
+    return code
 
 
 def scale(args: Namespace, terminal: Terminal) -> int:
@@ -376,18 +383,18 @@ def check_contexts(given: dict[str, Any], config: "ModelConfig", asked: bool) ->
             )
 
 
-def kernels(args: Namespace, terminal: Terminal) -> int:
-    """The benchmark of the kernels, as ``python -m minillm_kernels.bench``."""
-    from minillm_kernels.bench.__main__ import main
-
-    return main(passed_on(args))
-
-
 def passed_on(args: Namespace) -> list[str]:
     """The two options that every benchmark has."""
     return ["--quick"] * args.quick + (["--json", args.json] if args.json is not None else [])
 
 
+def speculation(args: Namespace, terminal: Terminal) -> int:
+    """With drafts and without."""
+    code: int = import_module("minillm.cli.bench_speculation").speculation(args, terminal)
+    return code
+
+
 RUNNERS: Mapping[str, Callable[[Namespace, Terminal], int]] = {
-    "startup": startup, "scale": scale, "scheduler": scheduler, "kernels": kernels,
+    "startup": startup, "scale": scale, "speculation": speculation,
+    **dict.fromkeys(MODULES, elsewhere),
 }  # fmt: skip

@@ -213,6 +213,7 @@ def show_next(terminal: Terminal) -> None:
         (f"{program} info", "the models and this machine"),
         (f"{program} plan preset:llama-3.1-70b", "what a 70B model would need"),
         (f"{program} trace --help", "what each step did, and why"),
+        (f"{program} bench speculation", "the same text in fewer steps"),
     ]
     if Path("notebooks", "lab.py").is_file():
         rows.append(("make lab", "the course: measure it all"))

@@ -4,9 +4,10 @@ Values are not judged here: `EngineArgs` and `SamplingParams` check each of them
 way in, and their sentences are what the user reads.
 """
 
+import json
 import random
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ from minillm.sampling_params import SamplingParams
 
 ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
           "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
-          "deterministic")  # fmt: skip
+          "deterministic", "speculative_config")  # fmt: skip
 SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "seed", "stop",
             "ignore_eos", "logprobs", "prompt_logprobs")  # fmt: skip
@@ -38,6 +39,23 @@ def add_engine_options(parser: ArgumentParser) -> None:
                        help="tokens computed in one step, at most (2048)")  # fmt: skip
     group.add_argument("--deterministic", action="store_true", default=None,
                        help="the same bits alone and in any batch; slower")  # fmt: skip
+    group.add_argument("--speculative-config", metavar="JSON", type=json_object,
+                       help="draft tokens that one step verifies; changes no token (vLLM's default,"
+                            " rejection_sample_method standard, changes them): "
+                            '{"method": "ngram", "num_speculative_tokens": 4} or '
+                            '{"model": "tiny-draft", "num_speculative_tokens": "auto"}',
+                       )  # fmt: skip
+
+
+def json_object(text: str) -> Any:
+    """An option that is written as JSON, as on vLLM's command line."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ArgumentTypeError(
+            f"{text[:60]!r} is not JSON ({error.msg} at character {error.pos + 1}); write it as "
+            '\'{"method": "ngram", "num_speculative_tokens": 4}\'.'
+        ) from error
 
 
 def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from minillm.cli import plan_speculation
 from minillm.cli.engine_import import import_engine
+from minillm.cli.options import json_object
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
 from minillm.config import ModelConfig
 from minillm.cost import (
@@ -23,6 +25,7 @@ from minillm.cost import (
 from minillm.errors import ConfigError, did_you_mean
 from minillm.hardware import DATASHEET, Hardware, measure
 from minillm.presets import preset
+from minillm.speculative_config import SpeculativeConfig, check_vocabulary
 
 USAGE = "MODEL [options]"
 EXAMPLES = """\
@@ -30,7 +33,7 @@ examples:
   minillm plan preset:llama-3.1-70b --hardware h100
   minillm plan preset:qwen3-8b --memory 24GiB --max-model-len 8192
   minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16 --load
-  minillm plan preset:deepseek-v3 --hardware h200 --json
+  minillm plan preset:qwen3-8b --hardware h200 --speculate preset:qwen3-0.6b
 """
 UNITS: Mapping[str, float] = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
          "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
@@ -65,13 +68,17 @@ def add_options(parser: ArgumentParser) -> None:
                         help="prompt tokens computed in one pass (2048)")  # fmt: skip
     parser.add_argument("--gpu-memory-utilization", metavar="X", type=float, default=0.9,
                         help="share of the memory to use, on a CPU too (0.9)")  # fmt: skip
+    parser.add_argument("--speculative-config", metavar="JSON", type=json_object,
+                        help="count a draft model in, and the logits of drafts")  # fmt: skip
     parser.add_argument("--load", action="store_true",
                         help="load it here, and print what was really allocated")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    plan_speculation.add_options(parser)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Print the plan, and return the exit code: 0 also for a model that does not fit."""
+    plan_speculation.check(args)
     config = find_config(args.model)
     if args.max_model_len is not None:
         check_length(args.max_model_len, config)
@@ -81,6 +88,10 @@ def run(args: Namespace, terminal: Terminal) -> int:
         raise ConfigError(
             "--load tries it on this machine; leave out --hardware, --memory and --kv-cache-dtype."
         )
+    speculation, draft = None, None
+    if args.speculative_config is not None:
+        speculation = SpeculativeConfig.of(args.speculative_config)
+        draft = find_draft(speculation, args.model, config)
     place = find_place(args, terminal)
     plan = memory_plan(
         config,
@@ -91,14 +102,37 @@ def run(args: Namespace, terminal: Terminal) -> int:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_num_seqs=args.max_num_seqs,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        draft=draft,
+        num_drafts=0 if speculation is None else speculation.most,
     )
     loaded = load(args, terminal) if args.load else None
+    if args.speculate is not None:
+        return speculate(args, config, plan, place, terminal)
     if args.json:
         terminal.line(json.dumps(as_json(args.model, config, plan, place, loaded)))
     else:
         show(args.model, config, plan, place, terminal)
         if loaded is not None:
             show_loaded(*loaded, terminal)
+    return 0
+
+
+def speculate(
+    args: Namespace, config: ModelConfig, plan: MemoryPlan, place: Place, terminal: Terminal
+) -> int:
+    """Print what drafts would gain."""
+    name = args.speculate
+    draft = None if name == plan_speculation.NGRAM else find_config(name)
+    context = min(PROMPT, plan.settings.max_model_len)
+    found, acceptance, is_measured = plan_speculation.predict_for(
+        args, config, draft, plan.settings.dtype, context, place.hardware, place.is_cpu, terminal
+    )
+    if args.json:
+        result = {"acceptance": acceptance, "speculation": plan_speculation.as_json(found)}
+        terminal.line(json.dumps(result))
+    else:
+        assumed = args.acceptance is None
+        plan_speculation.show(name, found, acceptance, assumed, is_measured, terminal)
     return 0
 
 
@@ -113,6 +147,7 @@ def load(args: Namespace, terminal: Terminal) -> tuple[MemoryPlan, dict[str, int
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             gpu_memory_utilization=args.gpu_memory_utilization,
+            speculative_config=args.speculative_config,
         )
     with llm:
         return llm.plan(), llm.engine.allocated()
@@ -125,6 +160,17 @@ def find_config(model: str) -> ModelConfig:
     from minillm.models.checkpoint import open_model
 
     return open_model(model).config
+
+
+def find_draft(
+    speculation: SpeculativeConfig, target: str, config: ModelConfig
+) -> ModelConfig | None:
+    """The shape of the draft model, if there is one."""
+    if speculation.model is None:
+        return None
+    draft = find_config(speculation.model)
+    check_vocabulary(speculation.model, draft.vocab_size, target, config.vocab_size)
+    return draft
 
 
 def check_length(length: int, config: ModelConfig) -> None:
@@ -236,7 +282,9 @@ def show(
             ("memory", f"{size(plan.memory_bytes)} = {amount(plan.memory_bytes, 'B')}"),
             ("reserve", f"{size(plan.reserve_bytes)}  not counted on: "
              f"{1 - settings.gpu_memory_utilization:.0%} for the runtime and workspaces"),
-            ("weights", f"{size(plan.weight_bytes)}  in {settings.dtype}"),
+            ("weights", f"{size(plan.weight_bytes - plan.draft_weight_bytes)}  in "
+             f"{settings.dtype}"),
+            *draft_rows(plan),
             ("activations", f"{size(plan.activation_bytes)}  for "
              f"{settings.max_num_batched_tokens:,} tokens in one pass"),
             ("KV cache", cache_line(plan)),
@@ -260,9 +308,12 @@ def show(
 
 def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Terminal) -> None:
     """The engine's own plan beside what it took; on a CPU it leaves most of the memory free."""
+    draft_cache = plan.kv_cache_bytes * plan.draft_block_bytes // plan.block_bytes
     planned = {
-        "weights": plan.weight_bytes,
-        "kv_cache": plan.kv_cache_bytes,
+        "weights": plan.weight_bytes - plan.draft_weight_bytes,
+        "kv_cache": plan.kv_cache_bytes - draft_cache,
+        "draft_weights": plan.draft_weight_bytes,
+        "draft_kv_cache": draft_cache,
         "activations": plan.activation_bytes,
     }
     rows = [
@@ -283,6 +334,15 @@ def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Termin
             "can fill if that is less, and what the activations took is not known."
         )
     terminal.paragraph(text)
+
+
+def draft_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """What a draft model takes beside the other."""
+    if not plan.draft_weight_bytes:
+        return []
+    per_token = size(plan.draft_block_bytes // plan.settings.block_size)
+    text = f"{size(plan.draft_weight_bytes)}  of weights, and {per_token} of each cached token"
+    return [("draft model", text)]
 
 
 def cache_line(plan: MemoryPlan) -> str:

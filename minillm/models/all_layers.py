@@ -1,5 +1,7 @@
 """The way through all layers of a dense decoder in one call of C, where everything fits."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +33,14 @@ class AllLayers:
         self.weights = [layer_weights(layer) for layer in model.layers]
         self.shape = layer_shape(model)
         self._layers: Layers | None = None
+        self._sum: Callable[[Tensor], object] | None = None
+
+    def add_up(self, all_reduce: Callable[[Tensor], object], owns_biases: bool) -> None:
+        """These layers are a rank's share: `all_reduce` adds up the output [N, d] of each half in
+        place. One rank alone owns the biases of the sums."""
+        self._sum = all_reduce
+        if not owns_biases:
+            self.weights = [replace(each, o_bias=None, down_bias=None) for each in self.weights]
 
     @classmethod
     def of(cls, model: Decoder) -> "AllLayers | None":
@@ -55,6 +65,7 @@ class AllLayers:
             batch.seq_lens,
             batch.block_tables,
             batch.max_query_len,
+            self._sum,
         )
 
     def _may(self, x: Tensor, kv: KVCache) -> bool:

@@ -70,7 +70,8 @@ class Decoder(nn.Module):
     """A decoder-only transformer over a flat batch.
 
     Parameters are uninitialised: `models/loader.py` fills them from a checkpoint, or
-    `initialize` at random. `method_of` chooses how each matrix is stored. `max_model_len` fixes
+    `initialize` at random. `method_of` chooses how each matrix is stored, `shard` which part of
+    the checkpoint it is (`parallel/shard.py`). `max_model_len` fixes
     context-dependent RoPE schemes once. `all_layers` is a faster way through the layers, where
     there is one. With `plain_torch` its caches do not use our own functions either
     (`models/packing.py`).
@@ -83,6 +84,7 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         max_model_len: int | None = None,
         method_of: MethodOf | None = None,
+        shard: Callable[["Decoder"], None] | None = None,
     ):
         super().__init__()
         self.config = config
@@ -101,6 +103,8 @@ class Decoder(nn.Module):
                 self.lm_head = Linear("", config.hidden_size, {"lm_head": config.vocab_size})
         self.all_layers: LayersMethod | None = None
         self.plain_torch = False
+        if shard is not None:
+            shard(self)
         for each in self.modules():
             if method_of is not None and isinstance(each, Matrix):
                 each.method = method_of(each)

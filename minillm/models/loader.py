@@ -5,7 +5,7 @@ they have. The two lists must match exactly before a byte of weights is read.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -36,6 +36,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     method_of: MethodOf | None = None,
+    shard: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Build the model of `source` and fill it: from its files, or at random ("dummy").
 
@@ -53,9 +54,9 @@ def load_model(
     files = weight_files(source)
     shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
     # Compared before memory is taken for sizes that the files may not have.
-    expected = Decoder(source.config, dtype, "meta", method_of=method_of).checkpoint_tensors()
+    expected = Decoder(source.config, dtype, "meta", None, method_of, shard).checkpoint_tensors()
     check_tensors(source, expected, shapes)
-    model = Decoder(source.config, dtype, device, max_model_len, method_of)
+    model = Decoder(source.config, dtype, device, max_model_len, method_of, shard)
     fill(model.checkpoint_tensors(), files)
     return model.eval()
 

@@ -21,6 +21,7 @@ from minillm.ops.c_library import library
 from minillm.ops.philox import Purpose
 
 P, N = c_void_p, c_int64
+BLOCK = 64  # tokens whose noise is drawn together
 MOST_TOKENS = 2**31  # of a vocabulary; ids lie in 32 bits when log-probabilities are sorted
 COLUMNS = (
     ("temperature", torch.float32),
@@ -45,6 +46,7 @@ class Functions:
 
     choose_tokens: Callable[..., int]
     describe_tokens: Callable[..., int]
+    draw_from_shard: Callable[..., int]
 
 
 @cache
@@ -57,11 +59,12 @@ def functions(dtype: torch.dtype) -> Functions | None:
 
 def bind(built: CDLL) -> Functions:
     """The functions of a library."""
-    choose, describe = built.choose_tokens, built.describe_tokens
-    choose.restype = describe.restype = c_int64
+    choose, describe, draw = built.choose_tokens, built.describe_tokens, built.draw_from_shard
+    choose.restype = describe.restype = draw.restype = c_int64
     choose.argtypes = [P, N, P, N, N, N, P, P]
     describe.argtypes = [P, N, N, N, P, N, P, P, P]
-    return Functions(choose, describe)
+    draw.argtypes = [P, N, P, N, N, N, N, P, P, P]
+    return Functions(choose, describe, draw)
 
 
 def takes(logits: Tensor, model_dtype: torch.dtype | None = None) -> bool:
@@ -85,6 +88,7 @@ def choose_tokens(
     sample_index: Tensor,
     position: Tensor,
     model_dtype: torch.dtype | None = None,
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row: `sampling.choose`, whose `Pack` has the arguments' shapes and types.
 
@@ -92,20 +96,14 @@ def choose_tokens(
         logits: [K, V], of which `takes` said yes.
         model_dtype: of the model, where these are edited logits in float32: the library of a bf16
             model takes them, too, and no second one has to be built.
+        purpose: whose noise is added.
 
     Returns:
         Tokens, int64 [K], some token where a row's largest logit is not finite; and the largest
         logit of each row, float32 [K].
     """
     rows = Rows.of(logits)
-    given = (temperature, min_p, top_p, top_k, seed, sample_index, position)
-    columns = [column.contiguous() for column in given]
-    for (name, dtype), column in zip(COLUMNS, columns, strict=True):
-        if column.shape != logits.shape[:1] or column.dtype != dtype:
-            raise ValueError(
-                f"{name} is {list(column.shape)}, {column.dtype}, for {len(logits)} rows; "
-                f"{dtype} {[len(logits)]} is due."
-            )
+    columns = checked(len(logits), temperature, min_p, top_p, top_k, seed, sample_index, position)
     count = len(logits)
     best, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
     status = _functions(model_dtype or logits.dtype).choose_tokens(
@@ -114,12 +112,58 @@ def choose_tokens(
         byref(_Pack(*(column.data_ptr() for column in columns))),
         count,
         rows.size,
-        int(Purpose.SAMPLE),
+        int(purpose),
         best.data_ptr(),
         tokens.data_ptr(),
     )
     _check_memory(status)
     return tokens, best
+
+
+def draw_from_shard(
+    logits: Tensor, before: int, best: Tensor, purpose: Purpose, *columns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What a shard of the vocabulary would choose: totals float32 and places int64, both [K].
+
+    Args:
+        logits: [K, V / n], of which `takes` said yes.
+        before: tokens of the vocabulary before the shard, a multiple of 64.
+        best: float32 [K], the largest logit of the whole row.
+        purpose: whose noise is added.
+        columns: of a `sampling.Pack`, without top-k and top-p.
+
+    Returns:
+        The scaled logit with its noise of the token that wins in each row, and that token's place.
+    """
+    rows, given = Rows.of(logits), checked(len(logits), *columns)
+    best, count = best.contiguous(), len(logits)
+    totals, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
+    status = _functions(logits.dtype).draw_from_shard(
+        rows.at.buffer_info()[0],
+        rows.wide,
+        byref(_Pack(*(column.data_ptr() for column in given))),
+        count,
+        rows.size,
+        int(purpose),
+        before // BLOCK,
+        best.data_ptr(),
+        totals.data_ptr(),
+        tokens.data_ptr(),
+    )
+    _check_memory(status)
+    return totals, tokens
+
+
+def checked(count: int, *columns: Tensor) -> list[Tensor]:
+    """The columns of a pack for so many rows, side by side in memory."""
+    found = [column.contiguous() for column in columns]
+    for (name, dtype), column in zip(COLUMNS, found, strict=True):
+        if column.shape != (count,) or column.dtype != dtype:
+            raise ValueError(
+                f"{name} is {list(column.shape)}, {column.dtype}, for {count} rows; "
+                f"{dtype} {[count]} is due."
+            )
+    return found
 
 
 def describe_tokens(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

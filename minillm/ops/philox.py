@@ -1,6 +1,7 @@
 """Where the engine finds its random numbers: `minillm_kernels.philox`, which the kernels share."""
 
 from minillm_kernels.philox import (
+    WORD,
     Purpose,
     philox,
     random_words,
@@ -10,6 +11,7 @@ from minillm_kernels.philox import (
 )
 
 __all__ = [
+    "WORD",
     "Purpose",
     "philox",
     "random_words",

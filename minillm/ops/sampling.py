@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minillm.ops import cpu_sampling
 from minillm.ops.dispatch import uses_kernels
+from minillm.ops.philox import Purpose
 from minillm_kernels import reference
 
 
@@ -27,8 +28,8 @@ class Pack(NamedTuple):
     position: Tensor  # int64 [K], of the token that is chosen
     truncates: bool  # whether any row has a top-k or a top-p
 
-    def select(self, rows: Tensor) -> "Pack":
-        """The same of some rows, int64 [P]."""
+    def select(self, rows: Tensor | slice) -> "Pack":
+        """The same of some rows, int64 [P] or those side by side."""
         temperature, min_p, top_p, top_k, seed, sample_index, position = (
             column[rows] for column in self[:-1]
         )
@@ -37,31 +38,52 @@ class Pack(NamedTuple):
 
 
 def choose(
-    logits: Tensor, pack: Pack, model_dtype: torch.dtype | None = None
+    logits: Tensor,
+    pack: Pack,
+    model_dtype: torch.dtype | None = None,
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> tuple[Tensor, Tensor]:
     """One token per row: temperature, min-p, top-k, top-p, and the largest noisy logit.
 
     Args:
         logits: [K, V] in any floating-point type; not changed.
         model_dtype: of the model, where these are edited logits in float32.
+        purpose: whose noise is added.
 
     Returns:
         Tokens, int64 [K], and the largest logit of each row, float32 [K], NaN if the row has one.
         A row whose largest logit is not finite gets some token of the vocabulary.
     """
     if cpu_sampling.takes(logits, model_dtype):
-        return cpu_sampling.choose_tokens(logits, *pack[:-1], model_dtype=model_dtype)
+        return cpu_sampling.choose_tokens(
+            logits, *pack[:-1], model_dtype=model_dtype, purpose=purpose
+        )
     best = logits.amax(dim=-1).float() if len(logits) else logits.new_empty(0).float()
     if not uses_kernels(logits):
-        return _choose_by_reference(logits, pack), best
+        return _choose_by_reference(logits, pack, purpose), best
     from minillm_kernels import sampling
 
     top_k, top_p = (pack.top_k, pack.top_p) if pack.truncates else (None, None)
-    stream = pack.seed, pack.sample_index, pack.position
+    stream = pack.seed, pack.sample_index, pack.position, purpose
     return sampling.sample(logits, pack.temperature, top_k, top_p, pack.min_p, *stream), best
 
 
-def _choose_by_reference(logits: Tensor, pack: Pack) -> Tensor:
+def law(logits: Tensor, pack: Pack) -> Tensor:
+    """The probabilities that `choose` draws with: [K, V] -> float32 [K, V], one-hot where greedy.
+
+    Equal logits and parameters give equal bits; the noise of `pack` is not used.
+    """
+    greedy = pack.temperature <= 0
+    scaled = reference.scale(logits, pack.temperature.masked_fill(greedy, 1.0), pack.min_p)
+    if pack.truncates:
+        scaled = reference.truncate(scaled, pack.top_k, pack.top_p)
+    probabilities = scaled.softmax(dim=-1)
+    probabilities.masked_fill_(greedy[:, None], 0.0)
+    best = logits.argmax(dim=-1, keepdim=True)
+    return probabilities.scatter_add_(1, best, greedy[:, None].float())
+
+
+def _choose_by_reference(logits: Tensor, pack: Pack, purpose: Purpose) -> Tensor:
     """Row by row: the bits of a row do not depend on the others, and one sort is in memory."""
     tokens = logits.argmax(dim=-1)  # [K]
     for index in (pack.temperature > 0).nonzero()[:, 0].tolist():
@@ -70,6 +92,6 @@ def _choose_by_reference(logits: Tensor, pack: Pack) -> Tensor:
         if pack.truncates:
             scaled = reference.truncate(scaled, pack.top_k[row], pack.top_p[row])
         ones, off = torch.ones_like(pack.temperature[row]), torch.zeros_like(pack.min_p[row])
-        stream = pack.seed[row], pack.sample_index[row], pack.position[row]
+        stream = pack.seed[row], pack.sample_index[row], pack.position[row], purpose
         tokens[row] = reference.gumbel_argmax(scaled, ones, off, *stream)
     return tokens

@@ -6,7 +6,7 @@ from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import ADMISSIONS, WINDOW, Policy
-from minillm.scheduling.record import Blocked
+from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.request import Key, Sequence, Status
 
 PATIENCE = 16  # steps
@@ -34,6 +34,24 @@ class Admission:
         self._target = ADMISSIONS[config.admission]
         self._oldest: Sequence | None = None  # who was first by arrival at the last look
         self._refusal: Refusal | None = None
+
+    def refusal(
+        self,
+        waiting: list[Sequence],
+        running: list[Sequence],
+        seats: int,
+        budget: int,
+        record: StepRecord,
+    ) -> Blocked | None:
+        """Why no request can be admitted, if that is known before anything is looked up."""
+        first = waiting[0]
+        if not seats:
+            return Blocked.of(first, "seats", first.num_seats, 0)
+        if not budget:
+            return Blocked.of(first, "tokens", 1, 0)
+        if record.preempted or record.stalled:
+            return Blocked.of(first, "blocks", self.target(first), 0)
+        return self.last_refusal(waiting, running) if running else None
 
     def last_refusal(self, waiting: list[Sequence], running: list[Sequence]) -> Blocked | None:
         """The last answer "no blocks", while hardly anything could have changed it. To look up

@@ -6,12 +6,14 @@
                             rows with logits has one token more, whose value no plan needs
 
 A sequence whose next position is not known before the commit of plan n has no row in plan n + 1:
-one that forks, verifies drafts, or computes positions again. All others go ahead. The whole plan
-waits only if memory might not be enough without a preemption. If a sequence turns out to have
-finished, its row is wasted work, and its blocks stay allocated until that step is committed.
+one that forks, computes positions again, verifies drafts, or may have drafts in plan n + 1, which
+follow its last token. All others go ahead. The whole plan waits only if memory might not be enough
+without a preemption. If a sequence turns out to have finished, its row is wasted work, and its
+blocks stay allocated until that step is committed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
@@ -19,6 +21,9 @@ from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Sequence, Status
+
+if TYPE_CHECKING:
+    from minillm.scheduling.drafts import Drafts
 
 
 class Flights:
@@ -49,7 +54,11 @@ class Flights:
 
 
 def look_ahead(
-    flights: Flights, running: Iterable[Sequence], blocks: BlockManager, config: SchedulerConfig
+    flights: Flights,
+    running: Collection[Sequence],
+    blocks: BlockManager,
+    config: SchedulerConfig,
+    drafts: "Drafts | None" = None,
 ) -> bool:
     """Whether the plan after the one that runs may be made now; then that counts as carried out."""
     if len(flights.plans) != 1:
@@ -58,7 +67,8 @@ def look_ahead(
     rows = [(row, flights.sequences[row.seq_id]) for row in plan.rows]
     rows = [(row, sequence) for row, sequence in rows if sequence.status is Status.RUNNING]
     for row, sequence in rows:
-        sequence.awaits_commit = not is_predictable(row, sequence)
+        drafting = drafts is not None and row.num_logits and drafts.wants(sequence, len(running))
+        sequence.awaits_commit = bool(drafting) or not is_predictable(row, sequence)
         if sequence.awaits_commit:
             continue
         sequence.num_computed = row.start + row.num_tokens
@@ -82,7 +92,7 @@ def is_predictable(row: Row, sequence: Sequence) -> bool:
 
 def end_of(sequence: Sequence) -> int:
     """How many tokens it can have at most."""
-    return len(sequence.request.prompt_token_ids) + sequence.request.max_tokens
+    return sequence.end
 
 
 def has_room(running: list[Sequence], blocks: BlockManager, config: SchedulerConfig) -> bool:

@@ -33,7 +33,8 @@ class Row(NamedTuple):
     def end_after(self, num_accepted: int) -> int:
         """Where the valid positions end once so many sampled tokens are accepted: positions of
         rejected drafts are computed again, with other tokens."""
-        return self.start + self.num_tokens - max(self.num_logits - num_accepted, 0)
+        end = self.start + self.num_tokens
+        return end if num_accepted >= self.num_logits else end - self.num_logits + num_accepted
 
 
 class NewSequence(NamedTuple):

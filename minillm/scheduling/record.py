@@ -67,6 +67,17 @@ class Forked(NamedTuple):
     completion: int
 
 
+class Drafted(NamedTuple):
+    """`num_drafted` tokens were proposed for a row, of which the first `num_accepted` became tokens
+    of the sequence, and a sampled one after them; it holds `num_blocks` blocks afterwards. What
+    follows a stop is not accepted."""
+
+    seq_id: int
+    num_drafted: int
+    num_accepted: int
+    num_blocks: int
+
+
 class Ended(NamedTuple):
     """A sequence ended, with `num_tokens` new tokens; `time` None means when the tokens of its step
     were there. `in_vain` says that its row of this step came to nothing."""
@@ -94,6 +105,7 @@ class StepRecord:
         stalled: running sequences that got no row, and why.
         blocked: the next waiting sequence and why it was not admitted; all others wait behind it.
         void: sequences whose row came to nothing, because one that it reads from failed.
+        drafted: what became of the drafts of each row that may have had some.
         forked, ended: what the sampled tokens, or aborts until the next step, led to.
         num_running, num_waiting, num_free_blocks: when the step was planned.
         graph_rows, why_eager: rows of the CUDA graph that ran the step, or, where there are graphs,
@@ -111,6 +123,7 @@ class StepRecord:
     stalled: list[Blocked] = field(default_factory=list)
     blocked: Blocked | None = None
     void: list[int] = field(default_factory=list)
+    drafted: list[Drafted] = field(default_factory=list)
     forked: list[Forked] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     num_prefill_tokens: int = 0
@@ -141,6 +154,33 @@ class Counters:
     num_preemptions_recompute: int = 0
     num_preemptions_swap: int = 0
     max_num_running: int = 0
+    num_drafts: int = 0  # rows with drafts
+    num_draft_tokens: int = 0  # of these rows
+    num_accepted_tokens: int = 0  # of these, that became tokens of a sequence
+    num_accepted_at: list[int] = field(default_factory=list)  # by place among the drafts of a row
+
+    def add(self, record: StepRecord) -> None:
+        """A step was planned."""
+        self.num_prefill_tokens += record.num_prefill_tokens
+        self.num_decode_tokens += record.num_decode_tokens
+        self.num_mixed_steps += bool(record.num_prefill_tokens and record.num_decode_tokens)
+        self.max_num_running = max(self.max_num_running, record.num_running)
+
+    def add_drafts(self, drafted: Drafted) -> None:
+        """A row with drafts was committed."""
+        self.num_drafts += drafted.num_drafted > 0
+        self.num_draft_tokens += drafted.num_drafted
+        self.num_accepted_tokens += drafted.num_accepted
+        at = self.num_accepted_at
+        at += [0] * (drafted.num_drafted - len(at))
+        for place in range(drafted.num_accepted):
+            at[place] += 1
+
+    def cut_drafts(self, drafted: Drafted, num_cut: int) -> None:
+        """The last `num_cut` accepted tokens of a committed row follow a stop."""
+        self.num_accepted_tokens -= num_cut
+        for place in range(drafted.num_accepted - num_cut, drafted.num_accepted):
+            self.num_accepted_at[place] -= 1
 
 
 class Logbook:
@@ -156,6 +196,8 @@ class Logbook:
         self.time: float | None = None  # of the tokens of an earlier step, that are committed now
         self._added: dict[int, Added] = {}  # since the last step, by seq_id
         self._gone: list[Ended] = []  # of these
+        # Rows with drafts since the last plan: their sequences, and the lists that they are in.
+        self._verified: dict[int, tuple[Sequence, list[Drafted]]] = {}
 
     def begin(self, plan: StepPlan) -> None:
         """Open the record of a plan that is about to be filled; it sees the plan's own lists."""
@@ -168,7 +210,7 @@ class Logbook:
             plan.swap_in,
             ended=self._gone,
         )
-        self._added, self._gone, self.time = {}, [], None
+        self._added, self._gone, self._verified, self.time = {}, [], {}, None
 
     def add(self, sequence: Sequence) -> None:
         """A request came."""
@@ -201,9 +243,30 @@ class Logbook:
         if self.record.ended is self._gone:  # in the middle of `begin`
             self._added, self._gone = {}, []
 
-    def correct(self, seq_id: int, reason: str) -> None:
-        """Its last token by count was also the end of its text."""
+    def draft(
+        self, record: StepRecord, sequence: Sequence, drafted: Drafted, counters: Counters
+    ) -> None:
+        """A row with drafts was committed; `record` is that of its step."""
+        record.drafted.append(drafted)
+        counters.add_drafts(drafted)
+        sequence.num_draft_tokens += drafted.num_drafted
+        sequence.num_accepted_tokens += drafted.num_accepted
+        self._verified[sequence.seq_id] = sequence, record.drafted
+
+    def cut(self, seq_id: int, num_cut: int, counters: Counters) -> None:
+        """The last `num_cut` tokens of a committed row follow a stop: none of them was accepted."""
+        if not num_cut:
+            return
+        sequence, rows = self._verified.pop(seq_id)
+        place = next(place for place, one in enumerate(rows) if one.seq_id == seq_id)
+        counters.cut_drafts(rows[place], num_cut)
+        sequence.num_accepted_tokens -= num_cut
+        rows[place] = rows[place]._replace(num_accepted=rows[place].num_accepted - num_cut)
+
+    def correct(self, seq_id: int, reason: str, num_cut: int = 0) -> None:
+        """Its text ended with the last token by count, or `num_cut` tokens before."""
         ended = self.record.ended
         for place, one in enumerate(ended):
             if one.seq_id == seq_id:
-                ended[place] = one._replace(reason=reason)
+                num_tokens = one.num_tokens - num_cut
+                ended[place] = one._replace(reason=reason, num_tokens=num_tokens)

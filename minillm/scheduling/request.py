@@ -67,16 +67,20 @@ class Sequence:
     __slots__ = (
         "arrival",
         "awaits_commit",
+        "end",
         "furthest",
         "index",
         "is_void",
         "key",
+        "num_accepted_tokens",
         "num_certain",
         "num_computed",
+        "num_draft_tokens",
         "num_forks",
         "num_in_flight",
         "num_pending",
         "num_preemptions",
+        "num_prompt_tokens",
         "num_recomputed",
         "num_sent",
         "report",
@@ -92,6 +96,8 @@ class Sequence:
         self.arrival = arrival  # how many requests came before
         self.key = key  # its place in the order of the policy
         self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.end = self.num_prompt_tokens + request.max_tokens  # of its tokens, at most
         self.table = BlockTable(request.cache_salt)
         self.status = Status.WAITING
         self.num_certain = 0  # positions that are in the cache for good
@@ -105,6 +111,8 @@ class Sequence:
         self.is_void = False  # it reads what failed, and is computed again (`doubt.py`)
         self.num_recomputed = 0
         self.num_preemptions = 0
+        self.num_draft_tokens = 0  # proposed for its rows, and of these
+        self.num_accepted_tokens = 0  # that are its tokens
         self.report: PrefixReport | None = None  # of its first admission
 
     @property
@@ -119,8 +127,10 @@ class Sequence:
 
     def advance(self, start: int, end: int) -> int:
         """Positions were computed; returns how many of them for another time."""
-        again = max(min(end, self.furthest) - start, 0)
-        self.num_recomputed += again
+        again = 0
+        if start < self.furthest:
+            again = min(end, self.furthest) - start
+            self.num_recomputed += again
         self.restart(end)
         return again
 
@@ -128,7 +138,8 @@ class Sequence:
         """So many positions are in the cache, for certain; nothing is counted on beyond them."""
         self.num_certain = self.num_computed = num_computed
         self.num_pending, self.awaits_commit, self.is_void = 0, False, False
-        self.furthest = max(self.furthest, num_computed)
+        if num_computed > self.furthest:
+            self.furthest = num_computed
 
     @property
     def num_seats(self) -> int:

@@ -1,8 +1,10 @@
-"""One row of a plan: what it takes from a sequence, and what its tokens add to it."""
+"""One row of a plan: what it takes from a sequence, why there is none, and what its tokens add."""
+
+from collections.abc import Collection
 
 from minillm.cache.manager import BlockManager
-from minillm.scheduling.ahead import end_of
 from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.record import Blocked
 from minillm.scheduling.request import Sequence, described
 
 Sampled = list[int | None]  # tokens of one row; None is a sample that failed
@@ -20,20 +22,39 @@ def next_row(plan: StepPlan, sequence: Sequence, num_tokens: int, blocks: BlockM
     if copy is not None:
         plan.copies.append(copy)
         kept = min(kept, start // blocks.block_size)
-    prompt = len(sequence.request.prompt_token_ids)
+    prompt = sequence.num_prompt_tokens
     if start < prompt:  # the rows behind this one may read its blocks
         end = min(start + num_tokens, prompt)
         blocks.index_blocks(table, sequence.token_ids, end, plan.step)
     sequence.num_sent = len(table.blocks)
-    reaches_end = num_tokens == sequence.num_uncomputed and sequence.request.max_tokens > 0
-    wanted = (1, sequence.num_forks) if reaches_end else (0, 0)
     new = tuple(table.blocks[kept:]) if kept < len(table.blocks) else ()
-    return Row(sequence.seq_id, start, num_tokens, *wanted, kept, new)
+    if num_tokens < sequence.num_uncomputed or sequence.end == prompt:
+        return Row(sequence.seq_id, start, num_tokens, 0, 0, kept, new)
+    return Row(sequence.seq_id, start, num_tokens, 1, sequence.num_forks, kept, new)
+
+
+def put_in_order(rows: list[Row], readers: Collection[int]) -> None:
+    """Rows of one token first, but for `readers`, which come after the rows whose blocks they
+    read. A step of one-token rows only, as most are, is in order."""
+    if readers or any(row.num_tokens > 1 for row in rows):
+        rows.sort(key=lambda row: row.num_tokens > 1 or row.seq_id in readers)
 
 
 def accept(sequence: Sequence, tokens: Sampled) -> bool:
     """Add accepted tokens, as many as there is room for; returns whether a sample failed."""
-    room = end_of(sequence) - len(sequence.token_ids)
+    room = sequence.end - len(sequence.token_ids)
+    if len(tokens) == 1 and room > 0 and tokens[0] is not None:  # nearly always
+        sequence.token_ids.append(tokens[0])
+        return False
     accepted = [token for token in tokens[:room] if token is not None]
     sequence.token_ids += accepted
     return len(accepted) < len(tokens[:room])
+
+
+def why_stalled(sequence: Sequence, budget: int, blocks: BlockManager) -> Blocked:
+    """What a running sequence lacks for a row."""
+    if not budget:
+        return Blocked.of(sequence, "tokens", 1, 0)
+    start = sequence.num_computed
+    needed = blocks.num_needed(sequence.table, start, start + 1)
+    return Blocked.of(sequence, "blocks", needed, blocks.pool.num_free)

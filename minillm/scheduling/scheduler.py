@@ -17,16 +17,17 @@ from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.admission import Admission
-from minillm.scheduling.ahead import Flights, end_of, look_ahead
+from minillm.scheduling.ahead import Flights, look_ahead
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.doubt import distrust
+from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord
 from minillm.scheduling.request import Key, Request, Sequence, Status
-from minillm.scheduling.rows import Sampled, accept, next_row
+from minillm.scheduling.rows import Sampled, accept, next_row, put_in_order, why_stalled
 
 
 class Scheduler:
@@ -36,8 +37,14 @@ class Scheduler:
     are never more than `max_num_seqs`. `record` explains the last step, `counters` add up all.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Policy | None = None):
-        self.config, self.blocks = config, blocks
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        policy: Policy | None = None,
+        drafts: Drafts | None = None,
+    ):
+        self.config, self.blocks, self.drafts = config, blocks, drafts
         self.policy = policy or POLICIES[config.policy]
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -46,8 +53,7 @@ class Scheduler:
         self.counters = Counters()
         self.admission = Admission(config, blocks, self.policy)
         self._requests: dict[str, list[Sequence]] = {}
-        self._num_arrivals = 0
-        self._num_sequences = 0
+        self._num_arrivals = self._num_sequences = 0
         self.num_seats = 0  # taken by the running sequences and their forks to come
         self._dropped: list[int] = []
         self._readers: set[int] = set()  # those whose prefix is computed in the step being planned
@@ -85,17 +91,22 @@ class Scheduler:
         for sequence in list(self._requests.get(request_id, ())):
             self.finish(sequence.seq_id, reason, time)
 
-    def finish(self, seq_id: int, reason: str = "stop", time: float | None = None) -> None:
+    def finish(
+        self, seq_id: int, reason: str = "stop", time: float | None = None, num_cut: int = 0
+    ) -> None:
         """End one sequence: its text is complete, or it failed. Twice is fine.
 
         Its blocks are free at once, or, if a plan that is not committed uses them, at the commit.
-        `reason` and `time` are for the record; None is the time of the step's tokens.
+        The rest is for the record: None is the time of the step's tokens, and the last `num_cut`
+        tokens come after the end of its text.
         """
+        self.log.cut(seq_id, num_cut, self.counters)
         sequence = self.sequences.get(seq_id)
         if sequence is None:
             if reason != "length":
-                self.log.correct(seq_id, reason)
+                self.log.correct(seq_id, reason, num_cut)
             return
+        del sequence.token_ids[len(sequence.token_ids) - num_cut :]
         self.log.end(sequence, reason, seq_id in self.in_flight, time)
         del self.sequences[seq_id]
         if sequence.status is Status.RUNNING:
@@ -118,7 +129,7 @@ class Scheduler:
     def restarted(self) -> "Scheduler":
         """One with the same limits, for when this one's books may be torn: it knows of no block
         and no request. Numbers and counters go on, so that a trace tells the two apart."""
-        scheduler = Scheduler(self.config, self.blocks.emptied(), self.policy)
+        scheduler = Scheduler(self.config, self.blocks.emptied(), self.policy, self.drafts)
         scheduler.log, scheduler.counters = self.log, self.counters
         scheduler._num_sequences, scheduler._num_arrivals = self._num_sequences, self._num_arrivals
         return scheduler
@@ -134,13 +145,12 @@ class Scheduler:
 
     def schedule_ahead(self) -> StepPlan | None:
         """The step after the one that runs, where `ahead.py` lets it be made before a commit."""
-        may = look_ahead(self._flights, self.running, self.blocks, self.config)
+        may = look_ahead(self._flights, self.running, self.blocks, self.config, self.drafts)
         return self._plan() if may else None
 
     def _plan(self) -> StepPlan:
         self.counters.num_steps += 1
-        plan = StepPlan(self.counters.num_steps, dropped=self._dropped)
-        self._dropped = []
+        plan, self._dropped = StepPlan(self.counters.num_steps, dropped=self._dropped), []
         self.log.begin(plan)
         self._flights.plans.append((plan, self.record))
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
@@ -148,9 +158,12 @@ class Scheduler:
             self.record.blocked = self._refusal(budget)
             if self.record.blocked is None:
                 self._admit(plan, budget)
-        plan.rows.sort(key=lambda row: row.num_tokens > 1 or row.seq_id in self._readers)
+        if self.drafts is not None:
+            self.drafts.watch(self.record)
+            self.drafts.extend(plan, self.in_flight, len(self.running), self.blocks, self.config)
+        put_in_order(plan.rows, self._readers)
         self._readers.clear()
-        self._close(plan)
+        self._close()
         return plan
 
     def _take_running(self, plan: StepPlan, budget: int) -> int:
@@ -168,13 +181,14 @@ class Scheduler:
                 self._add_row(plan, sequence, num_tokens)
                 budget -= num_tokens
             else:
-                self.record.stalled.append(self._why_stalled(sequence, budget))
+                self.record.stalled.append(why_stalled(sequence, budget, self.blocks))
         return budget
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Tokens of this sequence to compute now."""
-        limit = self.config.long_prefill_token_threshold or budget
-        return min(sequence.num_uncomputed, budget, limit)
+        wanted = min(sequence.num_uncomputed, budget)
+        limit = self.config.long_prefill_token_threshold if wanted > 1 else 0
+        return min(wanted, limit) if limit else wanted
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> int:
         """Preempt from the end of the order until the blocks suffice; returns for how many tokens
@@ -196,13 +210,6 @@ class Scheduler:
             self._preempt(victim, sequence, plan)
         return num_tokens
 
-    def _why_stalled(self, sequence: Sequence, budget: int) -> Blocked:
-        if not budget:
-            return Blocked.of(sequence, "tokens", 1, 0)
-        start, pool = sequence.num_computed, self.blocks.pool
-        needed = self.blocks.num_needed(sequence.table, start, start + 1)
-        return Blocked.of(sequence, "blocks", needed, pool.num_free)
-
     def _victim(self, sequence: Sequence) -> Sequence | None:
         for other in reversed(self.running):
             if other is sequence:
@@ -217,9 +224,8 @@ class Scheduler:
         mode = self.config.preemption_mode
         if mode == "swap" and not self.blocks.can_swap_out(victim.table):
             mode = "recompute"  # host memory is full
-        self.record.preempted.append(
-            Preemption(victim.seq_id, winner.seq_id, mode, victim.num_certain)
-        )
+        lost = Preemption(victim.seq_id, winner.seq_id, mode, victim.num_certain)
+        self.record.preempted.append(lost)
         if mode == "swap":
             plan.swap_out += self.blocks.swap_out(victim.table)
             self.counters.num_preemptions_swap += 1
@@ -238,20 +244,12 @@ class Scheduler:
         enter(self.waiting, sequence)
 
     def _refusal(self, budget: int) -> Blocked | None:
-        """Why nobody can be admitted, if that is known before anything is looked up."""
-        first, seats = self.waiting[0], self.config.max_num_seqs - self.num_seats
-        if not seats:
-            return Blocked.of(first, "seats", first.num_seats, 0)
-        if not budget:
-            return Blocked.of(first, "tokens", 1, 0)
-        if self.record.preempted or self.record.stalled:
-            return Blocked.of(first, "blocks", self.admission.target(first), 0)
-        return self.admission.last_refusal(self.waiting, self.running) if self.running else None
+        seats = self.config.max_num_seqs - self.num_seats
+        return self.admission.refusal(self.waiting, self.running, seats, budget, self.record)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Move waiting sequences to `running` in order, until the next one does not fit."""
         pledged = self.admission.pledged(self.running)
-        num_admitted = 0
         for sequence in self.admission.queue(self.waiting):
             headroom = self.admission.headroom if self.running else 0
             available = self.blocks.pool.num_free - pledged - headroom
@@ -270,10 +268,9 @@ class Scheduler:
             self._add_row(plan, sequence, self._chunk(sequence, budget))
             budget -= plan.rows[-1].num_tokens
             pledged += self.admission.pledge(sequence)
-            num_admitted += 1
         if not self.policy.reads_cache:
-            del self.waiting[:num_admitted]
-        elif num_admitted:
+            del self.waiting[: len(self.record.admitted)]
+        elif self.record.admitted:
             self.waiting = [seq for seq in self.waiting if seq.status is Status.WAITING]
 
     def _begin(self, sequence: Sequence, match: Match) -> None:
@@ -307,21 +304,18 @@ class Scheduler:
         row = next_row(plan, sequence, num_tokens, self.blocks)
         plan.rows.append(row)
         self._flights.enter(sequence)
-        decodes = row.start >= len(sequence.request.prompt_token_ids)
-        if decodes and sequence.num_uncomputed == 1:
-            self.record.num_decode_tokens += 1
+        ends = num_tokens == row.num_logits == 1  # the one token that was missing
+        if ends and row.start >= sequence.num_prompt_tokens:
+            self.log.record.num_decode_tokens += 1
         else:
-            self.record.num_prefill_tokens += num_tokens
+            self.log.record.num_prefill_tokens += num_tokens
 
-    def _close(self, plan: StepPlan) -> None:
+    def _close(self) -> None:
         """Complete the record, and add it to the counters."""
-        record, counters = self.record, self.counters
+        record = self.record
         record.num_running, record.num_waiting = len(self.running), len(self.waiting)
         record.num_free_blocks = self.blocks.pool.num_free
-        counters.num_prefill_tokens += record.num_prefill_tokens
-        counters.num_decode_tokens += record.num_decode_tokens
-        counters.num_mixed_steps += bool(record.num_prefill_tokens and record.num_decode_tokens)
-        counters.max_num_running = max(counters.max_num_running, len(self.running))
+        self.counters.add(record)
 
     # ---- one step: commit ----------------------------------------------------------------
 
@@ -329,13 +323,18 @@ class Scheduler:
         """Before the commit of a plan, of which some rows may have computed something wrong."""
         distrust(plan.rows, suspect, self.in_flight, self.blocks)
 
-    def commit(self, plan: StepPlan, sampled: Mapping[int, Sampled]) -> list[Sequence]:
+    def commit(
+        self,
+        plan: StepPlan,
+        sampled: Mapping[int, Sampled],
+        num_drafted: Mapping[int, int] | None = None,
+    ) -> list[Sequence]:
         """The plan was carried out: sequences grow by what was sampled. Returns new forks.
 
         `sampled` has, for each row with logits, the accepted tokens: one as a rule, up to
-        `num_logits` where drafts were verified, one for each completion where the row forks. None
-        is a sample that failed and ends its sequence. So does the last token by count; what only
-        text can decide comes through `finish`.
+        `num_logits` where some of `num_drafted` were verified, one for each completion where the
+        row forks. None is a sample that failed and ends its sequence. So does the last token by
+        count; what only text can decide comes through `finish`.
         """
         record = self._flights.land(plan)
         self.blocks.settle(plan.step)
@@ -356,15 +355,19 @@ class Scheduler:
                     self._line_up(sequence)
                 continue
             tokens = sampled[row.seq_id] if row.num_logits else []
-            own, others = (tokens[:1], tokens[1:]) if row.num_forks else (tokens, [])
+            own, others = (tokens[:1], tokens[1:]) if row.num_forks else (tokens, ())
             again = sequence.advance(row.start, row.end_after(len(own)))
-            record.num_recomputed_tokens += again
-            self.counters.num_recomputed_tokens += again
+            if again:
+                record.num_recomputed_tokens += again
+                self.counters.num_recomputed_tokens += again
             failed = accept(sequence, own)  # first: an accepted draft may complete a block
             self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_certain)
-            children = [self._fork(sequence, index) for index, _ in enumerate(others, start=1)]
+            if row.num_logits > 1 and self.drafts is not None:
+                drafted = self.drafts.settle(sequence, own, num_drafted, self.blocks)
+                self.log.draft(record, sequence, drafted, self.counters)
+            children = [self._fork(sequence, i) for i in range(1, len(tokens))] if others else ()
             self._end_by_count(sequence, failed)
-            for child, token in zip(children, others, strict=True):
+            for child, token in zip(children, others, strict=True) if others else ():
                 self._end_by_count(child, accept(child, [token]))
             forks += children
         return forks
@@ -372,9 +375,8 @@ class Scheduler:
     def _end_by_count(self, sequence: Sequence, failed: bool) -> None:
         """End a sequence whose sample failed, or that has all its tokens; one that samples nothing
         (`max_tokens` 0) has them when its prompt is computed."""
-        samples = sequence.request.max_tokens > 0
-        left = end_of(sequence) - (sequence.num_tokens if samples else sequence.num_certain)
-        if failed or left <= 0:
+        is_full = sequence.num_tokens >= sequence.end
+        if failed or (is_full and sequence.num_certain >= sequence.num_prompt_tokens):
             self.finish(sequence.seq_id, "error" if failed else "length")
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:

@@ -137,6 +137,11 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
+    def same_tokens(self, other: "Tokenizer") -> bool:
+        """Whether each id is the same token in both."""
+        mine, theirs = (each._backend.get_vocab(with_added_tokens=True) for each in (self, other))
+        return mine == theirs
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``; the post-processor's own tokens only if asked for.
 

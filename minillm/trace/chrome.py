@@ -5,7 +5,9 @@ and names ("M"). One process shows the engine's steps, another one line per sequ
 """
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +47,13 @@ def name_events(data: dict[str, Any]) -> Iterator[Event]:
 
 def step_events(data: dict[str, Any]) -> Iterator[Event]:
     """Each step with its three parts inside, and counters at its start."""
-    steps = data["steps"]
+    steps, names = data["steps"], ["prefill", "decode", "recomputed"]
+    if any(steps["drafted"]):
+        names += ["drafted", "accepted"]
     for column, step in enumerate(steps["step"]):
         start = microseconds(steps["start"][column])
         lengths = [microseconds(steps[part][column]) for part in PARTS]
-        counts = {name: steps[name][column] for name in ("prefill", "decode", "recomputed")}
+        counts = {name: steps[name][column] for name in names}
         yield complete(f"step {step}", ENGINE, 0, start, sum(lengths), counts)
         at = start
         for part, length in zip(PARTS, lengths, strict=True):
@@ -77,10 +81,19 @@ def sequence_events(data: dict[str, Any]) -> Iterator[Event]:
                 args["why"] = data["reasons"][value]
             else:
                 args |= {"position": value, "tokens": rest[0] if rest else last - first + 1}
+                args |= draft_counts(sequence["drafts"], first, last)
             # A waiting sequence also waits between the steps.
             end = starts[last + 1] if last + 1 < len(starts) else ends[last]
             length = max(end, ends[last]) - starts[first]
             yield complete(NAMES[kind], SEQUENCES, place, starts[first], length, args)
+
+
+def draft_counts(drafts: list[list[int]], first: int, last: int) -> dict[str, int]:
+    """The drafts of these columns, and how many were accepted; nothing where there are none."""
+    begin = bisect_left(drafts, first, key=itemgetter(0))
+    counts = [each[1:] for each in drafts[begin : bisect_right(drafts, last, key=itemgetter(0))]]
+    drafted, accepted = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    return {"drafted": drafted, "accepted": accepted} if drafted else {}
 
 
 def complete(name: str, pid: int, tid: int, start: float, length: float, args: Event) -> Event:

@@ -7,6 +7,7 @@ function is called: the engine does not need them.
 
 import html
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
@@ -42,14 +43,17 @@ ENDS: Mapping[str, str] = {"stop": "o", "length": "s", "abort": "x", "error": "D
 CURVES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "queue": ("sequences", (("running", "#009E73"), ("waiting", "#D55E00"))),
     "budget": ("tokens",
-               (("decode", "#009E73"), ("prefill", "#0072B2"), ("recomputed", "#D55E00"))),
+               (("decode", "#009E73"), ("prefill", "#0072B2"), ("recomputed", "#D55E00"),
+                ("drafted", "#56B4E9"))),
     "free": ("free blocks", (("free", "#0072B2"),)),
     "time": ("ms", (("plan", "#E69F00"), ("run", "#0072B2"), ("deliver", "#CC79A7"))),
 }  # fmt: skip
 STACKED = ("budget", "time")
 PANELS = ("gantt", *CURVES, "blocks")
 DEFAULT_PANELS = ("gantt", "queue", "budget", "blocks")
+DRAFTS_HEIGHT = 0.8  # of a row
 MOST_ROWS = 150  # of the Gantt; more cannot be told apart on paper
+DRAFTS = (("accepted draft", "#003B2C", "#FFFFFF"), ("rejected draft", "#FFFFFF", "#003B2C"))
 STYLE: Mapping[str, Any] = {"font.size": 9, "hatch.linewidth": 0.5, "axes.spines.top": False,
          "axes.spines.right": False, "legend.frameon": False}  # fmt: skip
 
@@ -177,6 +181,7 @@ def draw_gantt(ax: "Axes", data: dict[str, Any], rows: int) -> None:
                 PolyCollection(boxes, facecolor=state.colour, hatch=state.hatch, label=NAMES[kind],
                                edgecolor=edge, linewidth=0.4, zorder=2 + order / 10, gid=kind)
             )  # fmt: skip
+    draw_drafts(ax, shown)
     draw_marks(ax, shown)
     ax.set_label("gantt")
     ax.set_ylim(max(len(shown), 1) - 0.4, -0.6)
@@ -209,6 +214,27 @@ def bars(spans: list[list[Any]], kind: str) -> list[tuple[int, int]]:
         else:
             found.append((first, last))
     return found
+
+
+def draw_drafts(ax: "Axes", shown: list[dict[str, Any]]) -> None:
+    """The drafts of a cell as boxes on top of each other, the first one lowest: filled as far as
+    they were accepted, hollow from there on."""
+    from matplotlib.collections import PolyCollection
+
+    boxes: dict[str, list[Any]] = {name: [] for name, *_ in DRAFTS}
+    for row, sequence in enumerate(shown):
+        for column, drafted, accepted in sequence["drafts"]:
+            each = DRAFTS_HEIGHT / drafted
+            for place in range(drafted):
+                top = row + DRAFTS_HEIGHT / 2 - place * each  # the axis points down
+                name = "accepted draft" if place < accepted else "rejected draft"
+                boxes[name].append(box(column + 0.2, column + 0.8, top - each, top))
+    for name, inside, edge in DRAFTS:
+        if boxes[name]:
+            ax.add_collection(
+                PolyCollection(boxes[name], facecolor=inside, edgecolor=edge, linewidth=0.5,
+                               zorder=3, gid=name, label=name)
+            )  # fmt: skip
 
 
 def draw_marks(ax: "Axes", shown: list[dict[str, Any]]) -> None:
@@ -254,7 +280,8 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
         values["prefill"] = np.maximum(values["prefill"] - values["recomputed"], 0)
     edges = np.arange(len(data["steps"]["step"]) + 1)
     below = np.zeros(len(edges) - 1)
-    for (part, colour), dash in zip(parts if len(below) else (), ("-", "--", ":"), strict=False):
+    dashes = cycle(("-", "--", ":"))
+    for (part, colour), dash in zip(parts if len(below) else (), dashes, strict=False):
         curve = values[part] * (1e3 if name == "time" else 1)
         if name in STACKED:
             seen = part if curve.any() else None  # a legend names what is there

@@ -15,11 +15,20 @@ from minillm.cache.manager import BlockCopy
 from minillm.errors import TraceFileError
 from minillm.sampling_params import shown
 from minillm.scheduling.plan import Row
-from minillm.scheduling.record import Added, Blocked, Ended, Forked, Preemption, StepRecord
+from minillm.scheduling.record import (
+    Added,
+    Blocked,
+    Drafted,
+    Ended,
+    Forked,
+    Preemption,
+    StepRecord,
+)
 from minillm.trace.recorder import Trace, TraceSettings
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, SequenceState
 
-VERSION = 2
+VERSION = 3  # 2 had no `drafted`, nor the counts of it in a state
+READABLE = (2, VERSION)
 MOST = 2**31  # of tokens, sequences, steps
 MOST_BLOCKS = 2**24
 MOST_OF_A_NUMBER = 1e15  # seconds, say
@@ -34,6 +43,7 @@ EVENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "swap_in": BlockCopy,
         "preempted": Preemption,
         "stalled": Blocked,
+        "drafted": Drafted,
         "forked": Forked,
         "ended": Ended,
     }
@@ -117,9 +127,10 @@ def read_header(line: str, path: Path) -> Trace:
         header = json.loads(line)
         version = header.pop("minillm_trace")
         num_dropped, before = header.pop("num_dropped"), header.pop("before")
-        if version != VERSION:
+        if version not in READABLE:
             raise TraceFileError(
-                f"{path} is a trace of format {version}; this version reads format {VERSION}."
+                f"{path} is a trace of format {version}; this version reads formats "
+                f"{' and '.join(map(str, READABLE))}."
             )
         trace = Trace(read_settings(header), capacity=2**62)
         trace.num_dropped = number(num_dropped)
@@ -179,9 +190,11 @@ def check_events(record: StepRecord) -> None:
         check_added(added)
     for row in record.rows:
         counts(*row[:5], *row.blocks)
-    for copies in (record.copies, record.swap_out, record.swap_in, record.forked):
-        for each in copies:
+    plain = (record.copies, record.swap_out, record.swap_in, record.forked, record.drafted)
+    for events in plain:
+        for each in events:
             counts(*each)
+    check_drafts(record)
     for preemption in record.preempted:
         counts(preemption.seq_id, preemption.for_seq_id, preemption.num_tokens)
         text(preemption.mode)
@@ -197,6 +210,16 @@ def check_events(record: StepRecord) -> None:
         text(blocked.request_id)
         text(blocked.what)
     counts(record.step, *record.admitted, *record.void)
+
+
+def check_drafts(record: StepRecord) -> None:
+    """No more drafts than a row has logits for, and no more accepted than there were."""
+    most = {row.seq_id: row.num_logits - 1 for row in record.rows}
+    if len({one.seq_id for one in record.drafted}) < len(record.drafted):
+        raise ValueError("a sequence has drafts twice")
+    for one in record.drafted:
+        if not one.num_accepted <= one.num_drafted <= most.get(one.seq_id, -1):
+            raise ValueError(f"{one.num_accepted} of {one.num_drafted} drafts")
 
 
 def check_added(added: Added) -> None:

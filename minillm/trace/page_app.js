@@ -41,7 +41,7 @@ class App {
   _restyle() {
     this.theme = new Theme(this.night.matches);
     this.curves.colour(this.theme);
-    showLegends(this.theme);
+    showLegends(this.theme, this.model);
     this.redraw();
     this.details.show();
   }

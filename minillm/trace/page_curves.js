@@ -29,6 +29,15 @@ class Curves {
           { name: "decode", values: steps.decode, colour: (t) => t.states[DECODE] },
           { name: "prefill", values: fresh, colour: (t) => t.states[PREFILL] },
           { name: "recomputed", values: steps.recomputed, colour: (t) => t.states[RECOMPUTED] },
+          ...(app.model.hasDrafts
+            ? [
+                {
+                  name: "drafted",
+                  values: steps.drafted,
+                  colour: (t) => rgb(OKABE_ITO[t.dark ? 4 : 1]),
+                },
+              ]
+            : []),
         ],
       },
       {

@@ -110,7 +110,7 @@ class Details {
         ...parts.map(([name, value]) => [name, seconds(value)]),
       ]),
     );
-    const tokens = steps.prefill[column] + steps.decode[column],
+    const tokens = steps.prefill[column] + steps.decode[column] + steps.drafted[column],
       limit = meta.max_num_batched_tokens;
     section.append(
       element("h3", "Decided"),
@@ -122,6 +122,11 @@ class Details {
           steps.recomputed[column] ? count(steps.recomputed[column]) : null,
         ],
         ["decode", count(steps.decode[column])],
+        ["drafted", steps.drafted[column] ? count(steps.drafted[column]) : null],
+        [
+          "\u2013 of these accepted",
+          steps.drafted[column] ? count(steps.accepted[column]) : null,
+        ],
         ["running", count(steps.running[column])],
         ["waiting", count(steps.waiting[column])],
         [
@@ -193,7 +198,11 @@ class Details {
     const a = model.a[span],
       b = model.b[span],
       code = model.code[span];
-    if (code === DECODE) return words.positions(a + column - model.first[span], 1);
+    if (code === DECODE) {
+      const [drafted, accepted] = model.draftCounts(sequence, column, column);
+      const done = words.positions(a + column - model.first[span], 1 + accepted);
+      return done + words.drafts(drafted, accepted);
+    }
     if (isIdle(code)) return words.reason(a, column);
     return `${plural(b, "token")}, ${words.positions(a, b)}`;
   }
@@ -204,7 +213,8 @@ class Details {
     const { model, words, theme } = this.app,
       { steps } = model,
       about = model.sequences[index],
-      again = model.recomputed(index);
+      again = model.recomputed(index),
+      [drafted, accepted] = model.draftCounts(index, 0, model.numColumns);
     const span = model.spanAt(index, column),
       state = element("p.state", words.state(index, column));
     if (span >= 0) state.style.borderColor = css(theme.states[model.code[span]]);
@@ -234,6 +244,8 @@ class Details {
         ["end", done],
         ["preemptions", about.preemptions ? count(about.preemptions) : null],
         ["tokens recomputed", again ? count(again) : null],
+        ["tokens drafted", drafted ? count(drafted) : null],
+        ["\u2013 of these accepted", drafted ? count(accepted) : null],
       ]),
     );
     this._losses(section, model.losses(index));

@@ -33,8 +33,11 @@ function showHeader(model) {
     ],
     [
       again ? `tokens computed, ${count(again)} again` : "tokens computed",
-      count(sum(steps.prefill) + sum(steps.decode)),
+      count(sum(steps.prefill) + sum(steps.decode) + sum(steps.drafted)),
     ],
+    ...(model.hasDrafts
+      ? [["drafts accepted", `${count(sum(steps.accepted))} of ${count(sum(steps.drafted))}`]]
+      : []),
     ["prompt tokens cached", count(cached)],
     ["preemptions", count(sum(sequences.map((s) => s.preemptions)))],
     ["duration", seconds(model.duration)],
@@ -47,7 +50,7 @@ function showHeader(model) {
 }
 
 /** The legends are drawn with the very tiles and marks of the panels. */
-function showLegends(theme) {
+function showLegends(theme, model) {
   const ratio = window.devicePixelRatio || 1;
   const swatch = (paint) => {
     const canvas = element("canvas"),
@@ -75,12 +78,19 @@ function showLegends(theme) {
       context.scale(ratio, ratio);
       drawMark(context, kind, kind === "arrival" ? 14 : 11, 7, 4, theme);
     });
+  const draft = (accepted) =>
+    swatch((context, width, height) =>
+      drawDrafts(context, 0.2 * width, 0.25 * height, 0.6 * width, height / 2, 1, accepted, theme),
+    );
   const entry = (picture, text) => element("li", picture, text);
   const order = [PREFILL, DECODE, WAITING, PREEMPTED, SWAPPED, RECOMPUTED, STALLED];
   document
     .getElementById("gantt-legend")
     .replaceChildren(
       ...order.map((code) => entry(tiled(stateTile, code), STATES[code].name)),
+      ...(model.hasDrafts
+        ? [entry(draft(1), "accepted draft"), entry(draft(0), "rejected draft")]
+        : []),
       ...["arrival", "stop", "length", "abort", "error"].map((kind) => entry(marked(kind), kind)),
     );
   document.getElementById("blocks-legend").replaceChildren(

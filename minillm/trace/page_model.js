@@ -41,6 +41,7 @@ class Model {
     this.numBlocks = data.blocks.length;
     this._clock();
     this._spans();
+    this._drafts();
     this._blocks(data.blocks);
     this._order = new Map();
   }
@@ -101,6 +102,28 @@ class Model {
     };
   }
 
+  /** Of each step that verified drafts of a sequence: their number, and how many were accepted. */
+  _drafts() {
+    const total = this.sequences.reduce((sum, sequence) => sum + sequence.drafts.length, 0);
+    this.draftOffsets = new Int32Array(this.sequences.length + 1);
+    for (const name of ["draftColumn", "drafted", "accepted"]) this[name] = new Int32Array(total);
+    let at = 0;
+    this.sequences.forEach((sequence, index) => {
+      this.draftOffsets[index] = at;
+      for (const [column, drafted, accepted] of sequence.drafts) {
+        this.draftColumn[at] = column;
+        this.drafted[at] = drafted;
+        this.accepted[at++] = accepted;
+      }
+      sequence.drafts = null;
+    });
+    this.draftOffsets[this.sequences.length] = at;
+  }
+
+  get hasDrafts() {
+    return this.draftColumn.length > 0;
+  }
+
   _blocks(blocks) {
     const total = blocks.reduce((sum, changes) => sum + changes.length, 0);
     this.blockOffsets = new Int32Array(blocks.length + 1);
@@ -125,6 +148,31 @@ class Model {
       to = this.offsets[sequence + 1];
     const span = lastAtMost(this.first, column, from, to);
     return span >= from && this.last[span] >= column ? span : -1;
+  }
+
+  /** Places of the drafts of a sequence in columns `first` to `last`: [from, to). */
+  draftsIn(sequence, first, last) {
+    const from = this.draftOffsets[sequence],
+      to = this.draftOffsets[sequence + 1];
+    return [first - 1, last].map((column) => lastAtMost(this.draftColumn, column, from, to) + 1);
+  }
+
+  /** How many tokens were drafted for a sequence in these columns, and how many accepted. */
+  draftCounts(sequence, first, last) {
+    const counts = [0, 0],
+      [from, to] = this.draftsIn(sequence, first, last);
+    for (let i = from; i < to; i++) {
+      counts[0] += this.drafted[i];
+      counts[1] += this.accepted[i];
+    }
+    return counts;
+  }
+
+  /** Tokens of a span of decode steps: one in each, and accepted drafts. */
+  decoded(sequence, span) {
+    const first = this.first[span],
+      last = this.last[span];
+    return last - first + 1 + this.draftCounts(sequence, first, last)[1];
   }
 
   firstColumn(sequence) {
@@ -160,7 +208,7 @@ class Model {
       const from = this.a[s],
         code = this.code[s];
       if (isIdle(code)) continue;
-      const to = from + (code === DECODE ? this.last[s] - this.first[s] + 1 : this.b[s]);
+      const to = from + (code === DECODE ? this.decoded(sequence, s) : this.b[s]);
       if (code === RECOMPUTED) number += Math.min(to, furthest) - from;
       furthest = furthest === Infinity ? to : Math.max(furthest, to);
     }

@@ -109,6 +109,7 @@ class Gantt extends Rows {
         top = this.top(row);
       this._label(context, sequence, top);
       if (this.rowHeight >= 15) this._texts(context, sequence, top, columns);
+      this._drafts(context, sequence, top, columns);
       this._marks(context, sequence, top + this.rowHeight / 2);
     }
   }
@@ -208,17 +209,19 @@ class Gantt extends Rows {
       model.offsets[sequence],
     );
     for (; span < end && model.first[span] <= columns.last; span++) {
-      const from = Math.max(0, scale.x(scale.left(model.first[span])));
-      const room = Math.min(scale.width, scale.x(scale.right(model.last[span]))) - from;
+      const left = Math.max(0, scale.x(scale.left(model.first[span])));
+      const room = Math.min(scale.width, scale.x(scale.right(model.last[span]))) - left;
       if (room < 22) continue;
       const code = model.code[span],
         idle = isIdle(code);
       if (idle && room < 90) continue;
+      const [from, to] = model.draftsIn(sequence, model.first[span], model.last[span]);
+      if (to > from) continue; // they are drawn here
       let text = count(model.b[span]);
-      if (code === DECODE) text = plural(model.last[span] - model.first[span] + 1, "token");
+      if (code === DECODE) text = plural(model.decoded(sequence, span), "token");
       if (idle) text = app.words.reason(model.a[span]);
       const width = Math.min(context.measureText(text).width, room - 16),
-        x = app.gutter + from + 6;
+        x = app.gutter + left + 6;
       if (width < 6 || (!idle && context.measureText(text).width > room - 10)) continue;
       const colour = theme.states[code];
       if (idle || code === RECOMPUTED) {
@@ -228,6 +231,26 @@ class Gantt extends Rows {
       context.fillStyle = idle ? css(theme.muted) : readable(colour);
       context.fillText(idle ? fitted(context, text, width + 1) : text, x, middle);
     }
+  }
+
+  /** The drafts of each step, where a step is some pixels wide. */
+  _drafts(context, sequence, top, columns) {
+    const { model, scale, gutter, theme } = this.app,
+      [from, to] = model.draftsIn(sequence, columns.first, columns.last);
+    if (to === from) return;
+    context.save();
+    context.beginPath();
+    context.rect(gutter, 0, scale.width, this.height);
+    context.clip();
+    for (let i = from; i < to; i++) {
+      const left = scale.x(scale.left(model.draftColumn[i])),
+        width = scale.x(scale.right(model.draftColumn[i])) - left,
+        counts = [model.drafted[i], model.accepted[i]];
+      const box = [gutter + left + width / 5, top + this.rowHeight / 10];
+      if (width >= 5)
+        drawDrafts(context, ...box, 0.6 * width, 0.8 * this.rowHeight, ...counts, theme);
+    }
+    context.restore();
   }
 
   /** Where a sequence arrived, and how it ended: a mark beside its bar. */
@@ -256,6 +279,20 @@ class Gantt extends Rows {
     const done = scale.x(scale.right(model.lastColumn(sequence)));
     if (about.end && done >= 0 && done + 2 * size <= scale.width + 1)
       drawMark(context, about.end, gutter + done + size + 2, middle, size, theme);
+  }
+}
+
+/** Drafts as a stack of boxes, the first lowest: filled as far as they were accepted, then hollow. */
+function drawDrafts(context, x, y, width, height, drafted, accepted, theme) {
+  const each = height / drafted,
+    gap = Math.min(1, each / 4);
+  for (let place = 0; place < drafted; place++) {
+    const top = y + height - (place + 1) * each;
+    context.fillStyle = css(theme.ink);
+    context.fillRect(x, top, width, each - gap);
+    if (place < accepted) continue;
+    context.fillStyle = css(theme.back);
+    context.fillRect(x + gap, top + gap, width - 2 * gap, Math.max(each - 3 * gap, 0));
   }
 }
 

@@ -66,7 +66,14 @@ const WORDS = [
     "blocks it would begin with, and free blocks less those kept for who runs; 0 in a step that ran short. The numbers of the last look stand while no block is freed",
   ],
   ["recomputed", "tokens that were computed before, but their blocks were lost by a preemption"],
-  ["stalled", "it runs, but this step had no tokens or blocks for it"],
+  [
+    "stalled",
+    "it runs, but this step had no tokens or blocks for it, or was planned before its last tokens were known",
+  ],
+  [
+    "drafts",
+    "guessed tokens that a step verifies together: accepted ones are tokens of the request, after them one more is sampled",
+  ],
 ];
 
 class Words {
@@ -105,8 +112,11 @@ class Words {
         return `prefill of ${plural(b, "token")}, ${this.positions(a, b)}`;
       case RECOMPUTED:
         return `recomputed ${plural(b, "token")} after a preemption, ${this.positions(a, b)}`;
-      case DECODE:
-        return `decode of 1 token, ${this.positions(a + column - model.first[span], 1)}`;
+      case DECODE: {
+        const [drafted, accepted] = model.draftCounts(sequence, column, column);
+        const done = this.positions(a + column - model.first[span], 1 + accepted);
+        return `decode of ${plural(1 + accepted, "token")}, ${done}${this.drafts(drafted, accepted)}`;
+      }
       case WAITING:
         return `waiting: ${this.reason(a, column)}`;
       case STALLED:
@@ -116,6 +126,10 @@ class Words {
       default:
         return `preempted, its blocks are gone: ${this.reason(a, column)}`;
     }
+  }
+
+  drafts(drafted, accepted) {
+    return drafted ? `, ${count(accepted)} of ${plural(drafted, "draft")} accepted` : "";
   }
 
   absence(sequence, column) {

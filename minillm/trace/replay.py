@@ -6,9 +6,10 @@ step; tests compare it with the scheduler's own books.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minillm.scheduling.plan import Row
-from minillm.scheduling.record import Added, Ended, StepRecord
+from minillm.scheduling.record import Added, Drafted, Ended, StepRecord
 
 # Where a sequence is: in line for the first time; in line after a preemption, with its blocks lost
 # or in host memory; or running.
@@ -23,7 +24,8 @@ class SequenceState:
     completion of its request, None for that itself; there `num_completions` counts all that there
     are so far, and `num_open` those that have not ended.
     `furthest` counts positions that were computed at least once, `num_cached` those of the prompt
-    that were found in the prefix cache. Times are on the engine's clock.
+    that were found in the prefix cache. Times are on the engine's clock. A step with accepted
+    drafts adds several of the `num_tokens`, which all have its time.
     """
 
     seq_id: int
@@ -40,6 +42,8 @@ class SequenceState:
     num_recomputed: int = 0
     num_preemptions: int = 0
     num_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -58,21 +62,48 @@ class SequenceState:
         return f"{self.request_id} #{self.index}" if self.index else self.request_id
 
     def is_decode(self, row: Row) -> bool:
-        """Whether a row computes the one token that was sampled last, and samples the next."""
+        """Whether a row computes the one token that was sampled last, and maybe drafts after it,
+        and samples what follows."""
         prompt = self.added.num_prompt_tokens if self.added else 0
-        return row.num_tokens == 1 and row.num_samples > 0 and row.start >= prompt
+        return row.num_tokens == row.num_logits and row.start >= prompt
 
-    def num_again(self, row: Row) -> int:
-        """Positions of a row that were computed before."""
-        return max(min(row.start + row.num_tokens, self.furthest) - row.start, 0)
+
+class ReplayedRow(NamedTuple):
+    """A row, and what it came to: `end` is where its valid positions end, `num_again` of them were
+    computed before; it has `num_new` tokens, without those of forks: the last was sampled after
+    `num_accepted` of `num_drafted` drafts. A row `in_vain` has none."""
+
+    state: SequenceState
+    row: Row
+    end: int
+    num_again: int
+    num_new: int
+    num_drafted: int
+    num_accepted: int
+
+    @classmethod
+    def of(
+        cls, state: SequenceState, row: Row, drafted: Drafted | None, in_vain: bool
+    ) -> "ReplayedRow":
+        """Before its positions count as computed."""
+        start, num_new, num_drafted, num_accepted = row.start, row.num_logits, 0, 0
+        end = start + row.num_tokens
+        if num_new > 1:  # as a rule there are no drafts, and this is done for each row of a step
+            num_drafted, num_accepted = (0, 0) if drafted is None else drafted[1:3]
+            num_new = min(num_new, 1 + num_accepted)
+            end = row.end_after(num_new)
+        again = max(min(end, state.furthest) - start, 0) if start < state.furthest else 0
+        new = 0 if in_vain else num_new
+        return cls(state, row, end, again, new, num_drafted, num_accepted)
 
 
 @dataclass(slots=True)
 class ReplayedStep:
-    """What a record did: rows with the positions that were computed before, sequences that came by
-    forking or ended, and blocks that changed hands."""
+    """What a record did: rows, sequences that came by forking or ended, tokens that turn out to
+    have failed (of this record or the one before), and blocks that changed hands."""
 
-    rows: list[tuple[SequenceState, Row, int]] = field(default_factory=list)
+    rows: list[ReplayedRow] = field(default_factory=list)
+    failed: list[tuple[SequenceState, int]] = field(default_factory=list)
     forked: list[SequenceState] = field(default_factory=list)
     ended: list[SequenceState] = field(default_factory=list)
     blocks: set[int] = field(default_factory=set)
@@ -103,14 +134,19 @@ class Replay:
         for seq_id in record.admitted:
             self._admit(self.of(seq_id), starts.get(seq_id, 0), record.planned)
         in_vain = {one.seq_id for one in record.ended if one.in_vain} | set(record.void)
+        drafts = {drafted.seq_id: drafted for drafted in record.drafted}
         for row in record.rows:
             state = self.of(row.seq_id)
             state.where = RUNNING
             if row.blocks or row.num_kept < len(state.blocks):
                 self._hold(state, row.num_kept, row.blocks, step)
-            step.rows.append((state, row, state.num_again(row)))
-            if row.seq_id not in in_vain:
-                self._compute(state, row, record.computed)
+            vain = row.seq_id in in_vain
+            done = ReplayedRow.of(state, row, drafts.get(row.seq_id), vain)
+            step.rows.append(done)
+            if not vain:
+                self._compute(done, record.computed)
+        for drafted in record.drafted:  # blocks of rejected drafts are free again
+            self._hold(self.of(drafted.seq_id), drafted.num_blocks, (), step)
         for seq_id in record.void:
             self._begin_again(self.of(seq_id), step)
         for seq_id, parent_id, index in record.forked:
@@ -144,12 +180,14 @@ class Replay:
             state.scheduled = time
         state.furthest = max(state.furthest, start)
 
-    def _compute(self, state: SequenceState, row: Row, time: float) -> None:
-        end = row.start + row.num_tokens
-        state.num_recomputed += state.num_again(row)
-        state.num_computed, state.furthest = end, max(state.furthest, end)
-        if row.num_samples:
-            state.num_tokens += 1
+    def _compute(self, done: ReplayedRow, time: float) -> None:
+        state = done.state
+        state.num_recomputed += done.num_again
+        state.num_computed, state.furthest = done.end, max(state.furthest, done.end)
+        state.num_draft_tokens += done.num_drafted
+        state.num_accepted_tokens += done.num_accepted
+        if done.num_new:
+            state.num_tokens += done.num_new
             state.before_last_token, state.last_token = state.last_token, time
             state.first_token = time if state.first_token is None else state.first_token
 
@@ -170,6 +208,7 @@ class Replay:
         self, state: SequenceState, ended: Ended, record: StepRecord, step: ReplayedStep
     ) -> SequenceState:
         if ended.num_tokens < state.num_tokens:  # the last sample failed
+            step.failed.append((state, state.num_tokens - ended.num_tokens))
             state.last_token = state.before_last_token
             state.num_tokens = ended.num_tokens
             if not ended.num_tokens:
@@ -197,6 +236,8 @@ class RequestSummary:
     num_cached_tokens: int
     num_recomputed_tokens: int
     num_preemptions: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 def summarize(states: list[SequenceState], added: Added) -> RequestSummary:
@@ -219,6 +260,8 @@ def summarize(states: list[SequenceState], added: Added) -> RequestSummary:
         num_cached_tokens=states[0].num_cached,
         num_recomputed_tokens=sum(state.num_recomputed for state in states),
         num_preemptions=sum(state.num_preemptions for state in states),
+        num_draft_tokens=sum(state.num_draft_tokens for state in states),
+        num_accepted_tokens=sum(state.num_accepted_tokens for state in states),
     )
 
 
@@ -242,13 +285,14 @@ def finished_requests(replay: Replay, records: Iterable[StepRecord]) -> list[Req
 
 
 def token_times(replay: Replay, records: Iterable[StepRecord]) -> dict[str, list[float]]:
-    """The time of every new token of these records, by completion; those that failed or came to
-    nothing are left out."""
+    """The time of every new token of these records, by completion; those that failed, came to
+    nothing or follow a stop are left out. Tokens of one step have the same time."""
     times: dict[str, list[float]] = {}
     for record in records:
         step = replay.apply(record)
-        sampled = [state for state, row, _ in step.rows if row.num_samples]
-        for state in (*sampled, *step.forked):
-            if state.last_token == record.computed:  # it did not fail, and was not aborted
-                times.setdefault(state.name, []).append(record.computed)
-    return times
+        sampled = [(done.state, done.num_new) for done in step.rows if done.num_new]
+        for state, num_new in (*sampled, *((state, 1) for state in step.forked)):
+            times.setdefault(state.name, []).extend([record.computed] * num_new)
+        for state, num_failed in step.failed:
+            times[state.name] = times.get(state.name, [])[:-num_failed]
+    return {name: known for name, known in times.items() if known}

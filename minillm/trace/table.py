@@ -20,20 +20,33 @@ COLUMNS: Mapping[str, Callable[[StepRecord], str]] = MappingProxyType(
         "free": lambda r: f"{r.num_free_blocks}",
     }
 )
+DRAFTED = "drafted/accepted"  # a column of those steps that may have drafts
 
 
 def step_table(trace: Trace, last: int | None = 40) -> str:
-    """The last steps, one line each: counts, then what happened, in words."""
+    """The last steps, one line each: counts, then what happened, in words. Drafts have a column
+    where there are any."""
     records = trace[:] if last is None else trace[max(len(trace) - last, 0) :]
-    rows = [[*COLUMNS, "events"]]
+    columns = dict(COLUMNS)
+    if any(record.drafted for record in records):
+        columns[DRAFTED] = drafts
+    rows = [[*columns, "events"]]
     rows += [
-        [*(column(record) for column in COLUMNS.values()), events(record)] for record in records
+        [*(column(record) for column in columns.values()), events(record)] for record in records
     ]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
     return "\n".join(
         "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
         for row in rows
     ).rstrip()
+
+
+def drafts(record: StepRecord) -> str:
+    """How many tokens were drafted for all rows, and how many of these were accepted."""
+    if not record.drafted:
+        return "-"
+    drafted = sum(one.num_drafted for one in record.drafted)
+    return f"{drafted}/{sum(one.num_accepted for one in record.drafted)}"
 
 
 def events(record: StepRecord) -> str:

@@ -10,7 +10,11 @@ plain data, ready for JSON. A column is a recorded step; a sequence is a list of
     "s"    ran, but got no row                               why
     "p"    prefill, a span per step                          first position, number of tokens
     "r"    the same, with positions computed before          first position, number of tokens
-    "d"    decode, one token per step                        first position
+    "d"    decode, a token per step                          first position
+
+Drafts of a sequence are a list beside its spans: column, number drafted, number accepted. Accepted
+ones are tokens of their step, too; after such a step a new span "d" begins, so that in a span the
+position is always the first one plus the columns since.
 """
 
 from collections import ChainMap
@@ -19,13 +23,21 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from minillm.scheduling.plan import Row
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.trace.recorder import Trace, TraceSettings
-from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, SequenceState
+from minillm.trace.replay import (
+    PREEMPTED,
+    RUNNING,
+    SWAPPED,
+    WAITING,
+    Replay,
+    ReplayedRow,
+    SequenceState,
+)
 
 WAITING_KINDS: Mapping[str, str] = MappingProxyType({WAITING: "w", PREEMPTED: "x", SWAPPED: "o"})
 BEHIND = "behind the next in line"
+NOT_YET = "planned before its last tokens were known"
 # What the drawings call the kinds of spans.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -81,6 +93,8 @@ def columns(records: list[StepRecord], zero: float) -> dict[str, list[Any]]:
         "running": [r.num_running for r in records],
         "waiting": [r.num_waiting for r in records],
         "free": [r.num_free_blocks for r in records],
+        "drafted": [sum(one.num_drafted for one in r.drafted) for r in records],
+        "accepted": [sum(one.num_accepted for one in r.drafted) for r in records],
         "copies": [len(r.copies) for r in records],
         "swapped_out": [len(r.swap_out) for r in records],
         "swapped_in": [len(r.swap_in) for r in records],
@@ -99,6 +113,7 @@ class Drawing:
         self._replay = replay
         self._places: dict[int, int] = {}  # seq_id -> place in `sequences`
         self._open: dict[int, list[Any]] = {}  # the span that each live sequence is in
+        self._rows: dict[int, int] = {}  # the last column with a row, of each live sequence
         self._explained: list[int] = []  # who waits for a reason of its own, until the next step
         for state in self._replay.sequences.values():
             self._enter(state, 0)
@@ -113,14 +128,15 @@ class Drawing:
         states = ChainMap({state.seq_id: state for state in step.ended}, self._replay.sequences)
         for added in record.added:
             self._wait(column, states[added.seq_id], BEHIND)
-        for state, row, again in step.rows:
-            self._draw_row(column, state, row, again)
+        for done in step.rows:
+            self._draw_row(column, done)
         self._draw_reasons(column, record, states)
         for state in step.forked:
             self._enter(state, column)
             span = self._open.get(state.first.seq_id) if state.first else None
             if span is not None:  # what it was until here, it was as a part of the first
                 self._open[state.seq_id] = list(span)
+                self._rows[state.seq_id] = column
         for state in step.ended:
             if state.seq_id not in self._places:  # Ctrl-C, before its beginning was recorded
                 continue
@@ -128,6 +144,7 @@ class Drawing:
             line |= {"end": state.end, "ended": column, "preemptions": state.num_preemptions}
             self._close(state.seq_id, column)
             del self._places[state.seq_id]
+            self._rows.pop(state.seq_id, None)
         for block in step.blocks:
             self._draw_block(column, block)
 
@@ -139,13 +156,26 @@ class Drawing:
                 line["preemptions"] = state.num_preemptions
                 self._close(state.seq_id, num_columns - 1)
 
-    def _draw_row(self, column: int, state: SequenceState, row: Row, again: int) -> None:
+    def _draw_row(self, column: int, done: ReplayedRow) -> None:
+        state, row, again = done.state, done.row, done.num_again
+        self._skip(column, state.seq_id)
         if state.is_decode(row) and not again:
             self._set(column, state, "d", row.start)
         else:
             self._set(column, state, "r" if again else "p", row.start, row.num_tokens)
         if row.seq_id in self._places:
-            self.sequences[self._places[row.seq_id]]["cached"] = state.num_cached
+            line = self.sequences[self._places[row.seq_id]]
+            line["cached"] = state.num_cached
+            if done.num_drafted:
+                line["drafts"].append([column, done.num_drafted, done.num_accepted])
+
+    def _skip(self, column: int, seq_id: int) -> None:
+        """Columns since its last row in which it ran, but could not be planned."""
+        last, span = self._rows.get(seq_id, column), self._open.get(seq_id)
+        if span is not None and span[0] in "pdr" and span[1] <= last < column - 1:
+            self._close(seq_id, last)
+            self._open[seq_id] = ["s", last + 1, last + 1, self._why(NOT_YET)]
+        self._rows[seq_id] = column
 
     def _draw_reasons(
         self, column: int, record: StepRecord, states: Mapping[int, SequenceState]
@@ -195,7 +225,8 @@ class Drawing:
             self._enter(state, column)
         span = self._open.get(seq_id)
         if span is not None:
-            if kind == "d" == span[0] or (kind in "wxos" and [kind, *values] == [span[0], span[3]]):
+            moved = column - span[1] if kind == "d" else 0
+            if [kind, *values] == [span[0], span[3] + moved]:
                 return
             self._close(seq_id, column - 1)
         self._open[seq_id] = [kind, column, column, *values]
@@ -226,6 +257,7 @@ class Drawing:
                 "preemptions": state.num_preemptions,
                 "parent": self._places.get(state.first.seq_id) if state.first else None,
                 "spans": [],
+                "drafts": [],
             }
         )
 

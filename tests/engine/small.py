@@ -48,7 +48,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def make(folder: Path, **arguments: Any) -> LLM:
+def make(folder: str | Path, **arguments: Any) -> LLM:
     """An engine with small blocks, so that short prompts have several."""
     defaults = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_gpu_blocks_override": 64}
     return LLM(folder, **(defaults | {"max_model_len": 64} | arguments))
@@ -78,9 +78,10 @@ def assert_idle(engine: Engine) -> None:
     blocks = scheduler.blocks
     assert blocks.pool.num_free == blocks.pool.num_blocks
     assert blocks.host.num_free == blocks.host.num_blocks
-    assert sorted(runner._rows) == sorted(scheduler._dropped)
-    rows = [state.row for state in runner._rows.values()]
-    assert sorted([*rows, *runner._free_rows]) == list(range(scheduler.config.max_num_seqs))
+    for each in getattr(runner, "runners", [runner]):  # ranks that are threads
+        assert sorted(each._rows) == sorted(scheduler._dropped)
+        rows = [state.row for state in each._rows.values()]
+        assert sorted([*rows, *each._free_rows]) == list(range(scheduler.config.max_num_seqs))
 
 
 def num_ahead(llm: LLM) -> int:

@@ -292,9 +292,9 @@ def the_draw_moves_on_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> Non
         self.__dict__.setdefault("came_back", {})[row] = came_back
         set_row(self, row, request)
 
-    def broken(self, logits, rows, positions, forks=()):
+    def broken(self, logits, rows, positions, *rest):
         later = [at + self.came_back[row] for at, row in zip(positions, rows, strict=True)]
-        return choose(self, logits, rows, later, forks)
+        return choose(self, logits, rows, later, *rest)
 
     monkeypatch.setattr(Sampler, "set_row", seen)
     monkeypatch.setattr(Sampler, "choose", broken)

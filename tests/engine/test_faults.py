@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, completion, live_request, runner
+from minillm import LLM, SamplingParams, collect, completion, live_request, runner
 from minillm.errors import EngineDeadError, InvalidRequestError
 from minillm.outputs import RequestOutput, ScoreOutput
 from minillm.runner import Runner, SequenceRow
@@ -326,8 +326,8 @@ def test_one_of_three_samples_fails(folder, expected, monkeypatch, setting, inde
     right = expected(params)
     works = llm.engine.runner.sampler.choose
 
-    def choose(logits: Any, places: Any, positions: Any, forks: Any) -> Any:
-        tokens, best = works(logits, places, positions, forks)
+    def choose(logits: Any, places: Any, positions: Any, forks: Any, *rest: Any) -> Any:
+        tokens, best = works(logits, places, positions, forks, *rest)
         end = 0
         for state, count in zip(states_of(llm, places), forks, strict=True):
             start, end = end, end + 1 + count
@@ -339,7 +339,7 @@ def test_one_of_three_samples_fails(folder, expected, monkeypatch, setting, inde
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner.sampler, "choose", choose)
-        patch.setattr(runner, "failure_of", lambda value: "Planted." if value != value else None)
+        patch.setattr(collect, "failure_of", lambda value: "Planted." if value != value else None)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for number, output in enumerate(outputs):
         for each in output.outputs:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, runner
+from minillm import LLM, SamplingParams, collect, runner
 from minillm.completion import Completion
 from minillm.errors import EngineDeadError
 from minillm.outputs import RequestOutput
@@ -314,7 +314,7 @@ INTERRUPTED = PLACES | {
     "sampler": (Sampler, "choose"),
     "text": (IncrementalDetokenizer, "push"),
     "a completion grows": (Completion, "append"),
-    "tokens are given": (Runner, "_give"),
+    "tokens are given": (runner, "give_tokens"),
 }
 
 
@@ -373,13 +373,13 @@ def failing(found: list[torch.Tensor], places: list[int]) -> list[torch.Tensor]:
 
 def test_a_last_sample_that_fails_has_its_own_time(folder, monkeypatch):
     """No step is planned behind it, and the one before was committed late."""
-    llm, give = overlapped(folder, monkeypatch, False), Runner._give
+    llm, give = overlapped(folder, monkeypatch, False), runner.give_tokens
 
-    def wrong_last(self: Runner, taken: Any, read: Any, entries: Any, result: Any) -> None:
+    def wrong_last(taken: Any, read: Any, *rest: Any) -> None:
         late = num_outputs(taken[0][1]) == 8
-        give(self, taken, (lambda: failing(read(), [0])) if late else read, entries, result)
+        give(taken, (lambda: failing(read(), [0])) if late else read, *rest)
 
-    monkeypatch.setattr(Runner, "_give", wrong_last)
+    monkeypatch.setattr(runner, "give_tokens", wrong_last)
     (output,) = llm.generate([PROMPTS[5]], params_of(5, max_tokens=9), use_tqdm=False)
     (summary,) = llm.trace.requests()
     assert (summary.ends, summary.num_tokens) == (("error",), (8,))
@@ -390,19 +390,19 @@ def test_a_last_sample_that_fails_has_its_own_time(folder, monkeypatch):
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_a_sample_that_fails_ends_its_request_only(folder, expected, monkeypatch, step, graphs):
     llm = overlapped(folder, monkeypatch, graphs)
-    give, victims = Runner._give, [PROMPTS[5]]
+    give, victims = runner.give_tokens, [PROMPTS[5]]
 
-    def wrong_once(self: Runner, taken: Any, read: Any, entries: Any, result: Any) -> None:
+    def wrong_once(taken: Any, read: Any, *rest: Any) -> None:
         found, wrong = read(), []
         for place, (_, state) in enumerate(taken):
             late = num_outputs(state) == step - 1
             if list(state.new.token_ids[: state.new.num_prompt_tokens]) in victims and late:
                 wrong.append(place)
                 victims.clear()
-        give(self, taken, lambda: failing(found, wrong), entries, result)
+        give(taken, lambda: failing(found, wrong), *rest)
 
-    monkeypatch.setattr(Runner, "_give", wrong_once)
-    monkeypatch.setattr(runner, "failure_of", lambda value: "Planted." if value != value else None)
+    monkeypatch.setattr(runner, "give_tokens", wrong_once)
+    monkeypatch.setattr(collect, "failure_of", lambda value: "Planted." if value != value else None)
     outputs = llm.generate(PROMPTS, requests("as they are"), use_tqdm=False)
     for index, (output, right) in enumerate(zip(outputs, expected("as they are"), strict=True)):
         (have,), (want,) = tokens(output), right[0]

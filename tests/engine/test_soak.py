@@ -211,7 +211,7 @@ def test_a_handle_that_somebody_keeps_is_found(monkeypatch):
 
 
 def test_a_dead_engine_ends_the_run(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_close", lambda self, plan: plan.rows.clear())
+    monkeypatch.setattr(Scheduler, "_close", lambda self: self.record.rows.clear())
     with pytest.raises(EngineDeadError, match="Nothing can run"):
         EngineSoak(Load("small", 8, "hash", "recompute")).run()
 

@@ -133,6 +133,7 @@ def test_results_survive():
         {4: (2, [entry, entry])},
         {4: {0: "wrong"}, 9: {1: "also"}},
         {4},
+        {3: 2, 9: 0},
         8,
         "several tokens of a sequence",
     )

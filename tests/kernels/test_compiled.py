@@ -91,6 +91,34 @@ def test_steps_of_other_lengths_and_addresses_do_not_compile_mla_again():
     ]  # fmt: skip
 
 
+def test_mla_of_several_queries_is_compiled_once():
+    """No number of queries or sequences makes another kernel; in the batch-invariant mode that
+    would be other bits."""
+
+    def call(rows: int, most: int | None, **options) -> None:
+        starts = torch.zeros(rows + 1, dtype=torch.int32)
+        mla_attention(
+            torch.empty(16 * rows, 16, 40, dtype=torch.bfloat16),
+            torch.empty(rows, 1, 512, 40, dtype=torch.bfloat16), 32, starts, starts[1:],
+            torch.zeros(rows, 1 + 7 * bool(options), dtype=torch.int32), 1.0, max_query_len=most,
+            **options,
+        )  # fmt: skip
+
+    def kernels(found: list) -> list[str]:
+        return sorted(name for name, _ in {(each.metadata.name, each.hash) for each in found})
+
+    with compiling(80) as found:
+        for rows in (1, 3):
+            for most in (2, 3, 16):  # one tile has two of them
+                call(rows, most)
+    assert kernels(found) == ["_combine_kernel", "_decode_kernel"]
+    with compiling(80) as found:
+        for rows in (1, 3):
+            for most in (1, 2, 5, 16, 17, None):
+                call(rows, most, batch_invariant=True)
+    assert kernels(found) == ["_combine_kernel", "_decode_kernel", "_prefill_kernel"]
+
+
 def test_every_family_has_launches_with_names_of_their_own():
     for family in FAMILIES:
         names = [launch.name for launch in launches(family)]

@@ -90,6 +90,35 @@ def test_mla_is_attention_whose_value_is_a_part_of_its_key():
     torch.testing.assert_close(out, sdpa(q, keys, keys[..., :8], mask, 0.3))
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("num_queries", [0, 1, 2, 15, 16, 17, 20])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 1), (6, 2), (3, 3)])
+def test_a_few_queries_see_what_many_do(num_heads, num_kv_heads, num_queries, window):
+    """Of 20 positions, whatever their number; a prompt has as many queries as positions."""
+    rng = torch.Generator().manual_seed(7)
+    numbers = {"generator": rng, "dtype": torch.float64}
+    q = torch.randn(num_queries, num_heads, 8, **numbers)
+    k, v = torch.randn(num_kv_heads, 20, 8, **numbers), torch.randn(num_kv_heads, 20, 4, **numbers)
+    visible = reference.visible_positions(num_queries, 20, window, q.device)
+    wanted = reference.plain_attention(q, k.transpose(0, 1), v.transpose(0, 1), 0.3, visible)
+    torch.testing.assert_close(reference.causal_attention(q, k, v, 0.3, window), wanted)
+
+
+def test_a_few_queries_multiply_a_key_once(monkeypatch):
+    """And not once for each of the heads that share it, which takes torch 20 times as long."""
+    given, attend = [], reference.F.scaled_dot_product_attention
+
+    def seen(q, k, v, **options):
+        given.append((len(q) * q.shape[1], q.shape[2]))  # products, rows of each
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(reference.F, "scaled_dot_product_attention", seen)
+    k = torch.randn(2, 20, 8)
+    for num_queries in (1, 5, 16, 17):
+        reference.causal_attention(torch.randn(num_queries, 6, 8), k, k[..., :4], 0.3)
+    assert given == [(2, 3), (2, 15), (2, 48), (6, 17)]
+
+
 def test_write_cache_skips_negative_slots_and_padding():
     key, cache = normal(4, 2, 8), torch.full((3, 2, 4, 8), math.nan, dtype=torch.float64)
     reference.write_cache(key, None, cache, cache, torch.tensor([5, -1, 0]))

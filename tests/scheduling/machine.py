@@ -20,6 +20,7 @@
     counters           they add up with the rows
     refusal            a request that can never fit is refused, and changes nothing
     runner             the plan tells a runner all it must know, and nothing twice
+    drafts             they change no decision, and leave nothing behind that is not certain
 """
 
 from collections import Counter
@@ -43,13 +44,24 @@ from minillm.scheduling.policies import POLICIES
 from minillm.scheduling.record import Counters
 from minillm.scheduling.request import Request, Sequence
 from minillm.scheduling.scheduler import Scheduler
+from tests.scheduling.drafting import (
+    EVERY,
+    Books,
+    check_room,
+    decisions,
+    drafts_of,
+    guess,
+    without_drafts,
+)
 from tests.scheduling.oracle import (
     VOCABULARY,
     Broken,
     Expected,
     Runner,
+    RunnerRow,
     Sample,
     Slot,
+    num_drafts,
     require,
     root,
 )
@@ -80,6 +92,7 @@ SPECS: Mapping[str, tuple[Any, ...]] = {
     "wants_logprobs": (False, False, False, False, True),
 }
 EVENTS = ("abort", "finish", "fail", "break")
+DRAFT_EVENTS = (*EVENTS, "cut")
 CROWD_EVENTS = (None, "break", "break", "abort")
 IMPOSSIBLE = ("long prompt", "many tokens", "many completions", "same id")
 WHICH = range(8)
@@ -101,6 +114,10 @@ class Setup:
     policy: str
     admission: str
     watermark: float
+    drafts: int | None = None  # of a row at most; these four are drawn from `drafting.DRAFTS`
+    disable_by_batch: int | None = None
+    draft_context: int | None = None
+    uneven: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -210,8 +227,11 @@ class World:
             int(setup.host * setup.num_blocks),
         )
         self.scheduler = Scheduler(setup.config(), self.manager)
+        self.scheduler.drafts = drafts_of(setup)
         host_blocks = self.manager.host.num_blocks
         self.runner = Runner(setup.num_blocks, host_blocks, setup.block_size)
+        self.runner.propose = self._guess
+        self.drafts = Books(coverage)
         self.completions: dict[Name, Completion] = {}
         self.alive: dict[Name, Completion] = {}
         self.arrivals: dict[str, int] = {}
@@ -222,6 +242,8 @@ class World:
         self.num_refused = 0
         self.num_void = 0
         self._tables: dict[int, list[int]] = {}
+        self._samples: dict[int, list[Sample]] = {}  # of the last commit
+        self._given: dict[int, Name] = {}  # sequences that got some of them
         self._coming: dict[int, dict[int, Slot]] = {}  # by step: what full blocks will hold
         self._broken: dict[int, set[int]] = {}  # by step: rows that write garbage
         self._failed: set[int] = set()  # sequences that had one
@@ -396,7 +418,13 @@ class World:
 
     def _step(self, event: str | None, which: int, early: bool) -> None:
         before, had_work = self._before(), self.scheduler.has_work
+        twice = self.setup.drafts is not None and self.num_steps % EVERY == 0
+        plain = without_drafts(self.scheduler) if twice else None
         plan = self.scheduler.schedule()
+        if plain is not None:
+            drafted = decisions(self.scheduler, plan)
+            require(drafted == plain, "drafts", "they change a plan", drafted, plain)
+            self.coverage["planned twice"] += 1
         self.runner.hear(plan, self.scheduler.sequences)
         self.num_steps += had_work
         self.coverage["steps"] += had_work
@@ -418,6 +446,34 @@ class World:
             seq_id = list(samples)[which % len(samples)]
             failed = {seq_id: which % len(samples[seq_id])}
         self._commit(plan, samples, sampled, failed)
+        if event == "cut":
+            self._cut(plan, which)
+
+    def _guess(self, row: Row, known: RunnerRow) -> list[int]:
+        return guess(row, known, self.completions[known.request.request_id, known.index].expected)
+
+    def _cut(self, plan: StepPlan, which: int) -> None:
+        """A text ends within what a row was given: the tokens behind that are not its own."""
+        rows = {row.seq_id: row for row in plan.rows if not row.num_forks}
+        names = {
+            name: seq_id
+            for seq_id, name in self._given.items()
+            if seq_id in rows and self.completions[name].ended in (None, "length")
+        }
+        name = self._pick(which, names)
+        if name is None:
+            return
+        seq_id, completion = names[name], self.completions[name]
+        count = len(self._samples[seq_id])
+        num_cut = which % count
+        self.scheduler.finish(seq_id, "stop", num_cut=num_cut)
+        self.drafts.cut(rows[seq_id], count, num_cut)
+        del completion.outputs[len(completion.outputs) - num_cut :]
+        if name in self.alive:
+            self._end(name, "finished")
+        completion.ended = "finished"
+        self.coverage["cut"] += num_cut > 0
+        self._check_books()
 
     def _expect(self, plan: StepPlan, event: str | None, which: int) -> None:
         """What the blocks of prompts will hold once a plan is carried out, and which row fails."""
@@ -504,30 +560,44 @@ class World:
             place = failed.get(seq_id)
             told[seq_id] = [None if i == place else token for i, token in enumerate(tokens)]
         in_flight = dict(self.scheduler.in_flight)
+        self._samples, self._given = dict(samples), {}
+        drafted = self._num_drafted(plan)
         for row in plan.rows:
+            if num_drafts(row) and row.seq_id in failed:  # nothing follows a sample that failed
+                del told[row.seq_id][failed[row.seq_id] + 1 :]
             name = name_of(in_flight[row.seq_id])
             if name in self.alive and not in_flight[row.seq_id].is_void:
+                self._given |= {row.seq_id: name} if row.num_logits else {}
+                if num_drafts(row):
+                    self.drafts.verified(row, drafted.get(row.seq_id, 0), told[row.seq_id])
                 self._account(row, name, samples.get(row.seq_id, []), told.get(row.seq_id, []))
-        self.scheduler.commit(plan, told)
-        for seq_id, (token, *_) in told.items():
-            if token is not None:
-                self.runner.append(seq_id, token)
+        record = self.scheduler._flights.plans[0][1]
+        self.scheduler.commit(plan, told, drafted)
+        self.drafts.check(self.scheduler.counters, record)
+        for row in plan.rows:
+            own = told.get(row.seq_id, [])
+            for token in own[:1] if row.num_forks else own:
+                if token is not None:
+                    self.runner.append(row.seq_id, token)
         self._check_commit()
+        self._check_certain()
         self._check_books()
         self._poison()
 
     def _account(self, row: Row, name: Name, samples: list[Sample], told: list[int | None]) -> None:
         """What the commit must do to the completions of one row."""
         end, request = row.start + row.num_tokens, self.completions[name].request
+        if num_drafts(row):
+            end = row.start + len(told)  # each but the last is in the cache, and one before them
         known = max(self.furthest.get(row.seq_id, 0), 0)
         self.num_recomputed += max(min(end, known) - row.start, 0)
         self.furthest[row.seq_id] = max(known, end)
-        if len(samples) > 1:
+        if row.num_forks:
             self.forked.add(name[0])
             self.coverage["forks"] += len(samples) - 1
             for sample in samples[1:]:
                 self._know((name[0], sample.completion), request)
-        for sample, token in zip(samples, told, strict=True):
+        for sample, token in zip(samples, told, strict=not num_drafts(row)):
             each = (name[0], sample.completion)
             if token is None:
                 self._end(each, "failed")
@@ -668,17 +738,20 @@ class World:
         config, record = self.scheduler.config, self.scheduler.record
         total = sum(row.num_tokens for row in rows.values())
         require(total <= config.max_num_batched_tokens, "limits", total, "tokens in a step")
+        check_room(self.scheduler, rows, self.setup.draft_context)
+        total -= sum(map(num_drafts, rows.values()))
         done = record.num_prefill_tokens + record.num_decode_tokens
         require(total == done, "counters", total, "tokens planned", done, "recorded")
         limit = config.long_prefill_token_threshold or total
         for seq_id, row in rows.items():
             sequence = self.scheduler.sequences[seq_id]
-            left = sequence.num_tokens - row.start - row.num_tokens
+            num_tokens = row.num_tokens - num_drafts(row)
+            left = sequence.num_tokens - row.start - num_tokens
             require(row.start == sequence.num_computed, "limits", "starts elsewhere", row)
-            require(0 < row.num_tokens <= limit and left >= 0, "limits", "tokens of", row)
+            require(0 < num_tokens <= limit and left >= 0, "limits", "tokens of", row)
             require(config.enable_chunked_prefill or not left, "limits", "chunked", row)
             samples = self._seats(sequence) if not left and sequence.request.max_tokens else 0
-            require(row.num_samples == samples, "limits", "samples of", row)
+            require(row.num_samples == samples + num_drafts(row), "limits", "samples of", row)
         if config.admission == "reserve_max":
             require(not record.preempted, "limits", "reserved, but preempted", record)
 
@@ -851,6 +924,34 @@ class World:
         if self.setup.preemption_mode == "swap" and not self.coverage_of_recompute + self.num_void:
             require(not self.num_recomputed, "swap", "recomputed without need")
 
+    def _num_drafted(self, plan: StepPlan) -> dict[int, int]:
+        """Of a plan that is to be committed."""
+        return dict(self.runner.num_drafted)
+
+    def _check_certain(self) -> None:
+        """What was computed for drafts that were rejected is not held, found or waited for."""
+        size, index = self.setup.block_size, self.manager.index
+        for sequence in self.scheduler.sequences.values():
+            if sequence.seq_id in self.scheduler.in_flight:
+                continue  # a plan that is under way writes more
+            certain, blocks = sequence.num_certain, sequence.table.blocks
+            require(sequence.num_computed == certain, "drafts", "counted on", sequence.seq_id)
+            held = len(blocks or sequence.table.host_blocks)
+            needed = blocks_for(certain, size)
+            require(held == needed, "drafts", f"{sequence.seq_id} holds {held}, needs {needed}")
+            late = [each for each in blocks[certain // size :] if each in index]
+            shared = sequence.table.num_adopted >= len(blocks)  # its last block, to be copied
+            require(not late or shared, "drafts", f"{sequence.seq_id} offers {late}")
+        if self.setup.drafts is not None and self.num_steps % EVERY == 0:
+            self._check_contents()
+
+    def _check_contents(self) -> None:
+        """Whatever is found is the beginning of a sequence that there is or was."""
+        right = {value for one in self.completions.values() for value in one.expected.values()}
+        right |= {slot.value for coming in self._coming.values() for slot in coming.values()}
+        wrong = self._findable() - right
+        require(not wrong, "drafts", f"{len(wrong)} findable blocks hold what no sequence has")
+
     @property
     def coverage_of_recompute(self) -> int:
         """Preemptions that had to recompute."""
@@ -876,9 +977,13 @@ class World:
         seen["copied, then target of a swap"] += any(b in freed for _, b in plan.swap_in)
         if record.blocked is not None:
             seen[f"blocked: {record.blocked.what}"] += 1
+        for one in record.preempted:
+            seen[f"preempted after drafts: {one.mode}"] += one.seq_id in self.drafts.drafting
         for row in plan.rows:
             left = scheduler.sequences[row.seq_id].num_tokens - row.start - row.num_tokens
             seen["chunks"] += left > 0
+            seen["drafts beside a prefill"] += num_drafts(row) > 0 < record.num_prefill_tokens
+            seen["drafts cut short"] += 0 < num_drafts(row) < (self.setup.drafts or 0)
         for seq_id in record.admitted:
             start = scheduler.sequences[seq_id].num_computed
             again = seq_id not in before.first_timers
@@ -916,6 +1021,7 @@ def random_history(seed: int, coverage: Counter[str], **fixed: Any) -> World:
     """A history of at least `MIN_STEPS` steps, and its end; parts of the setup may be `fixed`."""
     rng = Random(seed)
     world = World(Setup(**{**pick_from(rng, SETUPS), **fixed}), coverage)
+    events = EVENTS if world.setup.drafts is None else DRAFT_EVENTS
     rules: dict[str, tuple[int, Callable[[], None]]] = {
         "add": (30, lambda: world.add(Spec(**pick_from(rng, SPECS)))),
         "follow_up": (
@@ -925,7 +1031,7 @@ def random_history(seed: int, coverage: Counter[str], **fixed: Any) -> World:
         "step": (45, world.step),
         "step_with": (
             9,
-            lambda: world.step_with(rng.choice(EVENTS), rng.choice(WHICH), rng.random() < 0.5),
+            lambda: world.step_with(rng.choice(events), rng.choice(WHICH), rng.random() < 0.5),
         ),
         "crowd": (
             6,

@@ -12,6 +12,11 @@ without blocks and without a scheduler.
 Rows are computed one after another, as by a device that runs tiles or isolates a failure: what a
 row reads must have been written by an earlier step or by a row before it. A row that is `broken`
 writes garbage, and a row that reads garbage, or a slot that was never written, is tainted.
+
+A row with several logits verifies drafts: it writes what they would put into their slots, draws at
+each position from what it reads there, and keeps what it drew as long as the drafts before were
+that. The slots of rejected drafts hold what no sequence has, so a token that is drawn from one of
+them is wrong.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -92,6 +97,10 @@ class Expected:
         """What a position must hold, of the prompt or of the new tokens asked for so far."""
         return self._values[position]
 
+    def values(self) -> list[int]:
+        """What all positions hold that were asked for so far."""
+        return self._values
+
     def _extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             before = self._values[-1] if self._values else root(self.request.cache_salt)
@@ -116,6 +125,9 @@ class Sample(NamedTuple):
     fingerprint: int
 
 
+# What a row is to go on with, as many as it has logits less one, or fewer.
+Propose = Callable[[Row, RunnerRow], list[int]]
+
 # The order in which `StepPlan` must be carried out. A test of the tests changes it.
 ORDER = ("forget", "learn", "swap_out", "copies", "swap_in", "write")
 
@@ -132,6 +144,8 @@ class Runner:
         self.requests: dict[int, Request] = {}  # of new sequences: no plan tells of salts
         self.tainted: set[tuple[int, int]] = set()  # steps and sequences
         self._drawn: dict[int, list[Sample]] = {}
+        self.propose: Propose = lambda row, known: []
+        self.num_drafted: dict[int, int] = {}  # of the rows of the last plan that may have drafts
         self.order = ORDER  # looked up now, so that a test may change it
 
     def _poison(self) -> list[Slot]:
@@ -148,7 +162,7 @@ class Runner:
 
     def execute(self, plan: StepPlan, broken: Collection[int] = ()) -> dict[int, list[Sample]]:
         """One step; returns what each row with samples draws, and appends nothing."""
-        self._drawn = {}
+        self._drawn, self.num_drafted = {}, {}
         actions: dict[str, Callable[[StepPlan], None]] = {
             "forget": self._forget,
             "learn": self._learn,
@@ -184,7 +198,8 @@ class Runner:
             require(row.seq_id in self.rows, "runner", f"{row.seq_id} has no row")
             self.rows[row.seq_id].table[row.num_kept :] = row.blocks
             known = len(self.rows[row.seq_id].token_ids)
-            require(row.start + row.num_tokens <= known, "runner", f"{row} has unknown tokens")
+            end = row.start + row.num_tokens - num_drafts(row)
+            require(end <= known, "runner", f"{row} has unknown tokens")
 
     def _row(self, new: NewSequence) -> RunnerRow:
         request = self.requests[new.seq_id]
@@ -209,20 +224,32 @@ class Runner:
             target[place] = contents
 
     def _compute(self, plan: StepPlan, broken: Collection[int]) -> None:
-        for row in plan.rows:
-            self._write(row)
+        for planned in plan.rows:
+            row, drafts = self._drafted(planned)
+            self._write(row, drafts)
             if row.seq_id in broken:
                 for block, offset in self.slots(row):
                     self.device[block][offset] = self._poison()[0]
             if any(value < 0 for value in self._values(row)):
                 self.tainted.add((plan.step, row.seq_id))
-            if row.num_samples:
+            if row.num_logits > 1:
+                self._drawn[row.seq_id] = self._verify(row, drafts)
+            elif row.num_samples:
                 self._drawn[row.seq_id] = self._draw(row)
 
-    def _write(self, row: Row) -> None:
+    def _drafted(self, row: Row) -> tuple[Row, list[int]]:
+        """The row with as many tokens as there are drafts, and these."""
+        if row.num_logits <= 1:
+            return row, []
+        drafts = self.propose(row, self.rows[row.seq_id])[: num_drafts(row)]
+        if drafts:
+            self.num_drafted[row.seq_id] = len(drafts)
+        return row._replace(num_tokens=1 + len(drafts), num_logits=1 + len(drafts)), drafts
+
+    def _write(self, row: Row, drafts: list[int]) -> None:
         known = self.rows[row.seq_id]
         before = self._value(known.table, row.start - 1, known.request.cache_salt)
-        places = zip(self.slots(row), known.token_ids[row.start :], strict=False)
+        places = zip(self.slots(row), known.token_ids[row.start :] + drafts, strict=False)
         for (block, offset), token in places:
             value = after(before, token)
             self.device[block][offset] = Slot(value, before)
@@ -248,3 +275,21 @@ class Runner:
             Sample(index, place, fingerprint(values, known.request.seed, index))
             for index in indices
         ]
+
+    def _verify(self, row: Row, drafts: list[int]) -> list[Sample]:
+        """One token at each position, up to the first that is not what was drafted there."""
+        known, values = self.rows[row.seq_id], self._values(row)
+        place = row.start + 1 - len(known.request.prompt_token_ids)
+        drawn: list[Sample] = []
+        for each in range(1 + len(drafts)):
+            read = values[: row.start + 1 + each]
+            mark = fingerprint(read, known.request.seed, known.index)
+            drawn.append(Sample(known.index, place + each, mark))
+            if each < len(drafts) and mark % VOCABULARY != drafts[each]:
+                break
+        return drawn
+
+
+def num_drafts(row: Row) -> int:
+    """How many drafts a row may have."""
+    return max(row.num_logits - 1, 0)

@@ -20,7 +20,7 @@ from minillm.scheduling import doubt
 from minillm.scheduling.admission import Admission
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.request import Sequence, Status
-from minillm.scheduling.rows import accept
+from minillm.scheduling.rows import accept, why_stalled
 from minillm.scheduling.scheduler import Scheduler
 from tests.scheduling import oracle
 
@@ -83,7 +83,7 @@ def prefills_first(patch: Patch) -> None:
                     self._add_row(plan, sequence, num_tokens)
                     budget -= num_tokens
                 else:
-                    self.record.stalled.append(self._why_stalled(sequence, budget))
+                    self.record.stalled.append(why_stalled(sequence, budget, self.blocks))
         return budget
 
     patch.setattr(Scheduler, "_take_running", take)

@@ -54,6 +54,7 @@ class AheadWorld(World):
         super().__init__(setup, coverage)
         self.under_way: list[StepPlan] = []
         self.done: dict[int, dict[int, list[Sample]]] = {}
+        self.drafted: dict[int, dict[int, int]] = {}
         self.append = self.runner.append
         self.runner.append = lambda *_: None  # not at the commit: it has its tokens already
 
@@ -96,6 +97,8 @@ class AheadWorld(World):
             seq_id = list(samples)[which % len(samples)]
             failed = {seq_id: which % len(samples[seq_id])}
         self._commit(plan, samples, sampled, failed)
+        if event == "cut":
+            self._cut(plan, which)
 
     def _launch(self, plan: StepPlan) -> None:
         self.under_way.append(plan)
@@ -106,8 +109,14 @@ class AheadWorld(World):
         if plan.step in self.done:
             return
         samples = self.done[plan.step] = self._execute(plan)
-        for seq_id, (first, *_) in samples.items():
-            self.append(seq_id, first.fingerprint % VOCABULARY)
+        self.drafted[plan.step] = dict(self.runner.num_drafted)
+        forks = {row.seq_id for row in plan.rows if row.num_forks}
+        for seq_id, drawn in samples.items():
+            for sample in drawn[:1] if seq_id in forks else drawn:
+                self.append(seq_id, sample.fingerprint % VOCABULARY)
+
+    def _num_drafted(self, plan: StepPlan) -> dict[int, int]:
+        return self.drafted.pop(plan.step)
 
     def _check_ahead(self, plan: StepPlan) -> None:
         record = self.scheduler.record
@@ -234,11 +243,11 @@ def tokens_stay_pending(patch: pytest.MonkeyPatch) -> None:
 def void_sequences_give_up_blocks_that_a_plan_uses(patch: pytest.MonkeyPatch) -> None:
     commit = Scheduler.commit
 
-    def at_once(self: Scheduler, plan: StepPlan, sampled: Any) -> list[Sequence]:
+    def at_once(self: Scheduler, plan: StepPlan, *results: Any) -> list[Sequence]:
         for sequence in self.in_flight.values():
             if sequence.is_void:
                 self.blocks.release(sequence.table)
-        return commit(self, plan, sampled)
+        return commit(self, plan, *results)
 
     patch.setattr(Scheduler, "commit", at_once)
 

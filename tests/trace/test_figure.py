@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.simulation import Simulation
+from minillm.speculative.simulated import SimulatedDrafts
 from minillm.trace.figure import ENDS, IDLE, STATES, figure, widget
 from minillm.trace.figure_blocks import FREE, USED, block_image, owner_colour, shared_runs
 from minillm.trace.page import page
@@ -90,6 +91,41 @@ def test_completions_stand_below_their_request(drawing: dict[str, Any]) -> None:
     for above, below in pairwise(labels):
         if "#" in below:
             assert above.split(" #")[0] == below.split(" #")[0]
+
+
+def test_drafts_are_filled_as_far_as_they_were_accepted() -> None:
+    sim = Simulation(40, 4, max_num_seqs=3, speculation=SimulatedDrafts((0.8, 0.6, 0.5)))
+    for number in range(6):
+        sim.add(6, 9 + number, n=1 + number % 2)
+    records = [one for record in sim.run() for one in record.drafted if one.num_drafted]
+    drawn = patches(sim.trace.figure(), "gantt")
+    filled, hollow = drawn["accepted draft"], drawn["rejected draft"]
+    assert len(filled.get_paths()) == sum(one.num_accepted for one in records) > 5
+    wanted = sum(one.num_drafted - one.num_accepted for one in records)
+    assert len(hollow.get_paths()) == wanted > 5
+    for column in range(len(sim.trace)):  # in each cell a stack: accepted ones below the others
+        here = [one for one in sim.trace[column].drafted if one.num_drafted]
+        ends = [
+            [path.get_extents() for path in c.get_paths() if int(path.get_extents().x0) == column]
+            for c in (filled, hollow)
+        ]
+        assert len(ends[0]) == sum(one.num_accepted for one in here)
+        for box in (*ends[0], *ends[1]):
+            row = round((box.y0 + box.y1) / 2)
+            others = [o for o in ends[1] if round((o.y0 + o.y1) / 2) == row]
+            assert row - 0.41 < box.y0 < box.y1 < row + 0.41
+            if box in ends[0]:  # the axis points down
+                assert all(other.y1 <= box.y0 + 1e-9 for other in others)
+    assert filled.get_facecolor().tolist() != hollow.get_facecolor().tolist()
+    labels = [text.get_text() for text in sim.trace.figure().legends[0].get_texts()]
+    assert {"accepted draft", "rejected draft"} <= set(labels)
+
+
+def test_without_drafts_no_legend_names_them(drawing: dict[str, Any]) -> None:
+    fig = figure(drawing)
+    labels = [text.get_text() for text in fig.legends[0].get_texts()]
+    labels += [text.get_text() for ax in fig.axes if ax.legend_ for text in ax.legend_.get_texts()]
+    assert not [label for label in labels if "draft" in label]
 
 
 def test_any_name_is_a_label() -> None:

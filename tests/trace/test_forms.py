@@ -16,11 +16,13 @@ import pytest
 from minillm import SamplingParams
 from minillm.errors import TraceFileError
 from minillm.simulation import Simulation
+from minillm.speculative.simulated import SimulatedDrafts
 from minillm.trace.file import state_line
 from minillm.trace.recorder import RECORD_BYTES, ROW_BYTES, Trace
 from minillm.trace.replay import SequenceState
 from minillm.trace.timeline import NAMES, timeline
 from tests.engine.small import write_model
+from tests.trace.drafts import Truth, speculating
 from tests.trace.workload import HOST_GIB, engine, run
 
 
@@ -29,13 +31,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=["whole", "begins in the middle"])
+@pytest.fixture(scope="module", params=["whole", "begins in the middle", "with drafts"])
 def trace(folder: Path, request: pytest.FixtureRequest) -> Trace:
-    with engine(folder, swap_space=HOST_GIB) as llm:
-        if request.param != "whole":
+    more = speculating(Truth(folder, 0.2)) if request.param == "with drafts" else {}
+    with engine(folder, swap_space=HOST_GIB, **more) as llm:
+        if request.param == "begins in the middle":
             llm.engine.trace = Trace(llm.trace.settings, 50_000)
         run(llm, 1, 40)
-        assert bool(llm.trace.num_dropped) == (request.param != "whole")
+        assert bool(llm.trace.num_dropped) == (request.param == "begins in the middle")
+        return llm.trace
+
+
+@pytest.fixture(scope="module")
+def drafted(folder: Path) -> Trace:
+    """One request, whose drafts are right but for some."""
+    with engine(folder, **speculating(Truth(folder, 0.3))) as llm:
+        params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+        llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        first = next(record.drafted[0] for record in llm.trace if record.drafted)
+        assert 1 < first.num_accepted < first.num_drafted == 4
         return llm.trace
 
 
@@ -95,6 +109,49 @@ def test_hostile_request_ids_survive(folder: Path, tmp_path: Path) -> None:
     assert [one.request_id for one in again.requests()] == names
 
 
+def test_a_file_of_the_format_before_is_read(folder: Path, tmp_path: Path) -> None:
+    """It knew of no drafts: neither in steps nor in those who ran before the first."""
+    path = tmp_path / "old.jsonl"
+    with engine(folder) as llm:
+        llm.engine.trace = Trace(llm.trace.settings, 20_000)
+        run(llm, 1, 12)
+        llm.trace.save(path)
+        expected = llm.trace
+    header, *steps = path.read_text().splitlines()
+    head = json.loads(header) | {"minillm_trace": 2}
+    assert head["before"]
+    for state in head["before"]:
+        assert state.pop("num_draft_tokens") == state.pop("num_accepted_tokens") == 0
+    path.write_text("\n".join([json.dumps(head), *steps]))
+    again = Trace.load(path)
+    assert list(again) == list(expected)
+    assert timeline(again) == timeline(expected)
+    again.save(path)
+    assert '"minillm_trace":3' in path.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"drafted":[[0,4,', '"drafted":[[0,9,', "of 9 drafts"),
+        ('"drafted":[[0,4,', '"drafted":[[1,4,', "of 4 drafts"),
+        ('"drafted":[[0,4,', '"drafted":[[0,4.5,', "is not a count"),
+        ('"drafted":[[0,', '"drafted":[[0,4,1,1],[0,', "has drafts twice"),
+        ('"drafted":[[0,4,', '"drafted":[[0,1,', "of 1 drafts"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(
+    drafted: Trace, tmp_path: Path, old: str, new: str, why: str
+) -> None:
+    path = tmp_path / "run.jsonl"
+    drafted.save(path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(TraceFileError, match=why):
+        Trace.load(path)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -102,7 +159,7 @@ def test_hostile_request_ids_survive(folder: Path, tmp_path: Path) -> None:
         (lambda lines: ["{}"], "is not a trace of minillm"),
         (lambda lines: ["[1]"], "is not a trace of minillm"),
         (lambda lines: ["hello", *lines[1:]], "is not a trace of minillm"),
-        (lambda lines: [lines[0].replace('"minillm_trace":2', '"minillm_trace":99')], "format 99"),
+        (lambda lines: [lines[0].replace('"minillm_trace":3', '"minillm_trace":99')], "format 99"),
         (lambda lines: [lines[0].replace('"model"', '"modl"')], "is not a trace of minillm"),
         (lambda lines: [lines[0].replace('"num_blocks":18', '"num_blocks":1e99')], "is not a tr"),
         (lambda lines: [*lines[:-1], lines[-1][:-9]], "was the file cut off"),
@@ -214,9 +271,19 @@ def test_events_nest_and_do_not_overlap(trace: Trace, tmp_path: Path) -> None:
     for event, record in zip(steps, trace, strict=True):
         assert event["dur"] == pytest.approx((record.delivered - record.started) * 1e6, abs=0.01)
         assert event["args"]["decode"] == record.num_decode_tokens
+        assert event["args"].get("drafted", 0) == sum(one.num_drafted for one in record.drafted)
+        assert event["args"].get("accepted", 0) == sum(one.num_accepted for one in record.drafted)
     assert len(lines) == 1 + len(timeline(trace)["sequences"])
     assert {e["name"] for e in events if e["ph"] == "X" and e["pid"] == 2} <= set(NAMES.values())
     assert {e["name"] for e in events if e["ph"] == "C"} == {"sequences", "tokens", "blocks"}
+
+
+def test_events_of_sequences_count_their_drafts(trace: Trace) -> None:
+    found = [event["args"] for event in trace.chrome_events()
+             if event["ph"] == "X" and event["pid"] == 2]  # fmt: skip
+    for ours, theirs in (("drafted", "num_drafted"), ("accepted", "num_accepted")):
+        wanted = sum(getattr(one, theirs) for record in trace for one in record.drafted)
+        assert sum(args.get(ours, 0) for args in found) == wanted
 
 
 def test_every_line_has_its_name(trace: Trace) -> None:
@@ -243,6 +310,15 @@ def test_the_table_has_a_line_per_step_and_says_who_waits(trace: Trace) -> None:
             assert f"{record.blocked.seq_id} waits: {record.blocked}" in line
         for one in record.preempted:
             assert f"{one.seq_id} for {one.for_seq_id} ({one.mode})" in line
+
+
+def test_drafts_have_a_column_where_there_are_any(trace: Trace, drafted: Trace) -> None:
+    assert ("drafted/accepted" in trace.table(None)) == any(record.drafted for record in trace)
+    lines = drafted.table(None).splitlines()
+    assert lines[0].split()[8] == "drafted/accepted"
+    for line, record in zip(lines[1:], drafted, strict=True):
+        (one,) = record.drafted or [None]
+        assert line.split()[8] == ("-" if one is None else f"{one.num_drafted}/{one.num_accepted}")
 
 
 def test_a_trace_is_a_sequence(trace: Trace) -> None:
@@ -298,15 +374,23 @@ def test_what_follows_a_cleared_step_is_known(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "prompt", "new"), [(16, 2048, 1), (1, 2048, 1), (16, 600, 50)]
+    ("block_size", "prompt", "new", "speculation"),
+    [
+        (16, 2048, 1, None),
+        (1, 2048, 1, None),
+        (16, 600, 50, None),
+        (16, 20, 200, SimulatedDrafts((0.2,))),
+    ],
 )
 def test_records_take_no_more_bytes_than_they_are_counted_for(
-    block_size: int, prompt: int, new: int
+    block_size: int, prompt: int, new: int, speculation: SimulatedDrafts | None
 ) -> None:
-    """A long prompt per step, whose row names many blocks; and steps of 40 rows."""
+    """A long prompt per step, whose row names many blocks; steps of 40 rows, without and with
+    drafts."""
     seqs = 1 if new == 1 else 40
     blocks = seqs * (-(-(prompt + new) // block_size) + 1)
-    sim = Simulation(blocks, block_size, max_num_seqs=seqs, max_num_batched_tokens=24_000)
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": 24_000}
+    sim = Simulation(blocks, block_size, speculation=speculation, **limits)
     sim.trace = trace = Trace(sim.trace.settings, capacity=2 * 10**6)
     tracemalloc.start()
     try:

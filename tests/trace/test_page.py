@@ -5,6 +5,8 @@ import hashlib
 import html
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -13,9 +15,11 @@ from typing import Any
 import pytest
 
 from minillm.errors import TraceFileError
+from minillm.simulation import Simulation
+from minillm.speculative.simulated import SimulatedDrafts
 from minillm.trace.figure import STATES
 from minillm.trace.page import MARKER, SCRIPTS, embedded, page, write_page
-from minillm.trace.timeline import BEHIND
+from minillm.trace.timeline import BEHIND, timeline
 from tests.trace.simulation import data
 
 HOSTILE = (
@@ -172,6 +176,67 @@ def test_the_scripts_know_every_kind_of_span_and_the_reason_of_those_behind() ->
     kinds = set(re.findall(r'key: "(\w)"', source("page_model.js")))
     assert kinds == set(STATES)
     assert f'BEHIND = "{BEHIND}"' in source("page_words.js")
+
+
+# What the scripts make of drafts, without a browser: the words of each cell, and its boxes.
+ASK = """
+const model = new Model(JSON.parse(require("fs").readFileSync(0, "utf-8")));
+const words = new Words(model), theme = { ink: [0, 0, 0], back: [255, 255, 255] };
+const columns = [...Array(model.numColumns).keys()];
+function drawn(drafted, accepted) {
+  const calls = [], context = {};
+  context.fillRect = (...box) => calls.push([context.fillStyle, ...box]);
+  drawDrafts(context, 10, 20, 6, 12, drafted, accepted, theme);
+  return calls;
+}
+console.log(JSON.stringify({
+  has: model.hasDrafts,
+  states: model.sequences.map((_, s) => columns.map((c) => words.state(s, c))),
+  counts: model.sequences.map((_, s) => model.draftCounts(s, 0, columns.length)),
+  tokens: model.sequences.map((_, s) => columns.reduce((sum, _, c) => {
+    const span = model.spanAt(s, c), first = span >= 0 && model.first[span] === c;
+    return sum + (first && model.code[span] === DECODE ? model.decoded(s, span) : 0);
+  }, 0)),
+  drawn: [drawn(3, 2), drawn(1, 0)],
+}));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+@pytest.mark.parametrize("survival", [(0.8, 0.6, 0.5), None])
+def test_the_scripts_tell_and_draw_drafts(survival: tuple[float, ...] | None) -> None:
+    sim = Simulation(40, 4, max_num_seqs=3, speculation=survival and SimulatedDrafts(survival))
+    for number in range(5):
+        sim.add(6, 9 + number)
+    trace = sim.run()
+    parts = [source(f"page_{name}.js") for name in ("model", "words", "raster", "rows")]
+    asked = "\n".join([*parts, ASK]).replace('"use strict";', "")
+    done = subprocess.run(
+        ["node", "-e", asked], input=json.dumps(timeline(trace)), capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["has"] == (survival is not None)
+    for one in trace.requests():
+        place = int(one.request_id[1:])
+        assert found["counts"][place] == [one.num_draft_tokens, one.num_accepted_tokens]
+        assert found["tokens"][place] == one.num_tokens[0] - 1  # the first comes with the prompt
+    for column, record in enumerate(trace):
+        starts = {row.seq_id: row.start for row in record.rows}
+        for one in record.drafted:
+            first, last = starts[one.seq_id], starts[one.seq_id] + one.num_accepted
+            words = found["states"][one.seq_id][column]
+            many = f"{one.num_accepted + 1} tokens" if one.num_accepted else "1 token"
+            where = f"positions {first}–{last}" if one.num_accepted else f"position {first}"
+            assert words.startswith(f"decode of {many}, {where}")
+            assert (f"{one.num_accepted} of {one.num_drafted} draft" in words) == (
+                one.num_drafted > 0
+            )
+    ink, back = "rgb(0, 0, 0)", "rgb(255, 255, 255)"
+    stack, hollow = found["drawn"]
+    assert [call[0] for call in stack] == [ink, ink, ink, back]  # the last is inside the third
+    assert [call[2] for call in stack[:3]] == [28, 24, 20]  # from below
+    assert [call[0] for call in hollow] == [ink, back]
 
 
 def test_each_script_is_read_in_one_go() -> None:

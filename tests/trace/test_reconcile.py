@@ -23,7 +23,8 @@ from minillm.trace.recorder import Trace
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING
 from minillm.trace.timeline import timeline
 from tests.async_small import LIMIT, Gate
-from tests.engine.small import make, write_model
+from tests.engine.small import make, num_ahead, write_model
+from tests.trace.drafts import NGRAM, Truth, speculating
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
 
 KINDS = [
@@ -31,7 +32,20 @@ KINDS = [
     {"prefix_cache": "radix", "swap_space": HOST_GIB},
     {"enable_prefix_caching": False, "scheduling_policy": "shortest_prefill_first"},
     {"prefix_cache": "hash", "scheduling_policy": "longest_prefix_match", "swap_space": HOST_GIB},
+    {"prefix_cache": "hash", "speculative_config": NGRAM},
+    {"prefix_cache": "radix", "swap_space": HOST_GIB, "wrong": 0.0},
+    {"prefix_cache": "hash", "wrong": 0.3},
 ]
+
+
+@contextlib.contextmanager
+def engine_of(folder: Path, kind: dict[str, Any]) -> Iterator[LLM]:
+    """An engine of a kind; one with `wrong` has drafts, of which that share is wrong."""
+    arguments = dict(kind)
+    if "wrong" in kind:
+        arguments |= speculating(Truth(folder, arguments.pop("wrong")))
+    with engine(folder, **arguments) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=range(len(KINDS)))
 def worked(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, list[LiveRequest]]]:
     """An engine after 60 requests, and what became of them."""
-    with engine(folder, **KINDS[request.param]) as llm:
+    with engine_of(folder, KINDS[request.param]) as llm:
         yield llm, run(llm, request.param, 60)
 
 
@@ -60,11 +74,17 @@ def test_the_workload_has_all_there_is(worked: tuple[LLM, list[LiveRequest]]) ->
     assert ("swap" in modes) == bool(llm.engine.args.swap_space)
     assert llm.engine.scheduler.counters.num_recomputed_tokens or "recompute" not in modes
     assert len(lives) >= 60
+    drafted = [one for record in llm.trace for one in record.drafted]
+    assert bool(drafted) == bool(llm.engine.args.speculative_config)
+    assert any(one.num_accepted < one.num_drafted for one in drafted) == bool(drafted)
+    config = llm.engine.args.speculative_config
+    if config is not None and config.method != "ngram":
+        assert any(0 < one.num_accepted < one.num_drafted for one in drafted)
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_every_block_table_can_be_rebuilt_after_every_step(folder: Path, kind: int) -> None:
-    with engine(folder, **KINDS[kind]) as llm:
+    with engine_of(folder, KINDS[kind]) as llm:
         scheduler, trace = llm.engine.scheduler, llm.trace
         replay, applied = trace.snapshot()[0], []
 
@@ -83,6 +103,10 @@ def test_every_block_table_can_be_rebuilt_after_every_step(folder: Path, kind: i
                 assert state.blocks == sequence.table.blocks
                 assert state.num_computed == sequence.num_computed or state.where == PREEMPTED
                 assert state.furthest == sequence.furthest
+                prompt = len(sequence.request.prompt_token_ids)
+                assert state.num_tokens == len(sequence.token_ids) - prompt
+                assert state.num_draft_tokens == sequence.num_draft_tokens
+                assert state.num_accepted_tokens == sequence.num_accepted_tokens
                 assert (state.where == RUNNING) == (sequence.status is Status.RUNNING)
                 assert (state.where == SWAPPED) == sequence.is_swapped
                 assert state.where != WAITING or not sequence.num_preemptions
@@ -137,6 +161,8 @@ def test_records_add_up_to_every_counter(worked: tuple[LLM, list[LiveRequest]]) 
         return sum(getattr(record, name) for record in trace)
 
     modes = [one.mode for record in trace for one in record.preempted]
+    drafted = [one for record in trace for one in record.drafted]
+    most = max((one.num_drafted for one in drafted), default=0)
     mixed = [record for record in trace if record.num_prefill_tokens and record.num_decode_tokens]
     assert replace(counters) == type(counters)(
         num_steps=len(trace),
@@ -149,6 +175,10 @@ def test_records_add_up_to_every_counter(worked: tuple[LLM, list[LiveRequest]]) 
         num_preemptions_recompute=modes.count("recompute"),
         num_preemptions_swap=modes.count("swap"),
         max_num_running=max(record.num_running for record in trace),
+        num_drafts=sum(one.num_drafted > 0 for one in drafted),
+        num_draft_tokens=sum(one.num_drafted for one in drafted),
+        num_accepted_tokens=sum(one.num_accepted for one in drafted),
+        num_accepted_at=[sum(one.num_accepted > place for one in drafted) for place in range(most)],
     )
 
 
@@ -174,7 +204,8 @@ def test_a_replay_has_the_metrics_of_every_request(
         output, one = live.output(), summaries[live.request.request_id]
         metrics = output.metrics
         for name in ("queue_time", "ttft", "tpot", "e2e", "num_cached_tokens",
-                     "num_recomputed_tokens", "num_preemptions"):  # fmt: skip
+                     "num_recomputed_tokens", "num_preemptions", "num_draft_tokens",
+                     "num_accepted_tokens"):  # fmt: skip
             assert getattr(one, name) == getattr(metrics, name), (name, one, metrics)
         assert one.num_prompt_tokens == len(output.prompt_token_ids)
         lengths = tuple(len(each.token_ids) for each in output.outputs)
@@ -184,6 +215,80 @@ def test_a_replay_has_the_metrics_of_every_request(
             assert set(lengths) == {0}
         else:
             assert (one.num_tokens, one.ends) == (lengths, reasons)
+        assert sum(lengths) >= metrics.num_accepted_tokens
+
+
+def test_a_token_has_a_time(worked: tuple[LLM, list[LiveRequest]]) -> None:
+    """As many times as tokens were delivered, each when its step was computed."""
+    llm, lives = worked
+    times, steps = llm.trace.token_times(), {record.computed for record in llm.trace}
+    for live in lives:
+        for one in live.output().outputs:
+            name = live.request.request_id + (f" #{one.index}" if one.index else "")
+            found = times.get(name, [])
+            assert len(found) == len(one.token_ids), name
+            assert found == sorted(found)
+            assert steps.issuperset(found)
+
+
+def test_tokens_that_a_stop_string_cuts_are_counted_nowhere(folder: Path) -> None:
+    """All drafts are right, and the text ends in the middle of them."""
+    prompt, params = list(range(8)), SamplingParams(max_tokens=24, seed=4, ignore_eos=True)
+    with make(folder) as plain:
+        (whole,) = plain.generate([prompt], params, use_tqdm=False)
+    text, ids = whole.outputs[0].text, whole.outputs[0].token_ids
+    cuts = 0
+    for overlaps in (False, True):
+        more = speculating(Truth(folder), 5) | {"async_scheduling": overlaps}
+        for place in range(4, 16, 2):
+            stop = text[place]
+            with make(folder, **more) as llm:
+                asked = replace(params, stop=[stop])
+                (output,) = llm.generate([prompt], asked, use_tqdm=False)
+                counters = llm.engine.scheduler.counters
+                (summary,) = llm.trace.requests()
+                times = llm.trace.token_times()[summary.request_id]
+                drafted = [one for record in llm.trace for one in record.drafted]
+                computed = sum(row.num_logits for record in llm.trace for row in record.rows)
+            (one,), metrics = output.outputs, output.metrics
+            assert one.token_ids == ids[: len(one.token_ids)]
+            assert one.finish_reason == "stop"
+            assert summary.num_tokens == (len(one.token_ids),) == (len(times),)
+            # Each row yields a token that was sampled, and those that were accepted before it.
+            steps = len({*times})
+            assert steps + metrics.num_accepted_tokens == len(one.token_ids)
+            for name in ("num_draft_tokens", "num_accepted_tokens", "tpot", "ttft", "e2e"):
+                assert getattr(summary, name) == getattr(metrics, name), name
+            assert metrics.num_accepted_tokens == counters.num_accepted_tokens
+            assert metrics.num_accepted_tokens == sum(each.num_accepted for each in drafted)
+            assert metrics.num_accepted_tokens == sum(counters.num_accepted_at)
+            assert counters.num_draft_tokens == sum(each.num_drafted for each in drafted)
+            cuts += computed > len(one.token_ids)
+    assert cuts > 5
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3])
+def test_drafts_reconcile_where_steps_are_planned_ahead(folder: Path, wrong: float) -> None:
+    with engine_of(folder, {"wrong": wrong, "async_scheduling": True}) as llm:
+        lives = run(llm, 5, 60)
+        counters, trace = llm.engine.scheduler.counters, llm.trace
+    assert num_ahead(llm) > 10
+    assert counters.num_accepted_tokens > 100
+    drafted = [one for record in trace for one in record.drafted]
+    assert sum(one.num_accepted for one in drafted) == counters.num_accepted_tokens
+    summaries = {one.request_id: one for one in trace.requests()}
+    times = trace.token_times()
+    for live in lives:
+        output, one = live.output(), summaries[live.request.request_id]
+        for name in ("ttft", "tpot", "num_draft_tokens", "num_accepted_tokens"):
+            assert getattr(one, name) == getattr(output.metrics, name), name
+        lengths = tuple(len(each.token_ids) for each in output.outputs)
+        assert one.num_tokens == lengths or not any(lengths)
+        assert len(times.get(live.request.request_id, [])) == lengths[0]
+    spans = [span for sequence in timeline(trace)["sequences"] for span in sequence["spans"]]
+    rows = {(row.seq_id, record.step) for record in trace for row in record.rows}
+    columns = sum(last - first + 1 for kind, first, last, *_ in spans if kind in "pdr")
+    assert columns >= len(rows) - len(lives)
 
 
 def test_the_parts_of_a_step_follow_each_other(worked: tuple[LLM, list[LiveRequest]]) -> None:
@@ -331,7 +436,7 @@ def test_a_trace_is_read_while_another_thread_records(
             tasks = [asyncio.create_task(read(stream)) for stream in streams]
             seen = []
             while not all(task.done() for task in tasks):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)  # a loop that never sleeps takes the interpreter's lock
                 ends = {one.num_tokens for one in front.trace.requests()}
                 assert ends <= {(30, 30)}
                 assert len(front.trace.table(None).splitlines()) >= 1

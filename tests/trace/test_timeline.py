@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from minillm import SamplingParams
 from minillm.trace.recorder import Trace
-from minillm.trace.timeline import BEHIND, timeline
-from tests.engine.small import write_model
+from minillm.trace.timeline import BEHIND, NOT_YET, timeline
+from tests.engine.small import num_ahead, write_model
+from tests.trace.drafts import Truth, speculating
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
 
 
@@ -37,12 +39,13 @@ class Recorded:
         ]
 
 
-@pytest.fixture(scope="module", params=["recompute", "swap", "dropped"])
+@pytest.fixture(scope="module", params=["recompute", "swap", "dropped", "drafts"])
 def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Recorded:
     folder = write_model(tmp_path_factory.mktemp("model"))
     swap = {"swap_space": HOST_GIB, "prefix_cache": "radix"} if request.param == "swap" else {}
     capacity = 50_000 if request.param == "dropped" else None
-    return Recorded(folder, 3, capacity, **swap)
+    drafts = speculating(Truth(folder, 0.2)) if request.param == "drafts" else {}
+    return Recorded(folder, 3, capacity, **swap, **drafts)
 
 
 def test_the_spans_of_a_sequence_have_no_gaps(recorded: Recorded) -> None:
@@ -87,6 +90,59 @@ def test_tokens_and_lines_of_each_step_are_those_of_its_record(recorded: Recorde
     assert steps["prefill"] == [record.num_prefill_tokens for record in recorded.trace]
     assert steps["free"] == [record.num_free_blocks for record in recorded.trace]
     assert all(len(steps[name]) == len(recorded.trace) for name in steps if name != "blocked")
+
+
+def test_drafts_and_positions_are_those_of_the_rows(recorded: Recorded) -> None:
+    drawn = {
+        (sequence["id"], column): counts
+        for sequence in recorded.data["sequences"]
+        for column, *counts in sequence["drafts"]
+    }
+    spans = [(sequence["id"], *span) for sequence, *span in recorded.spans]
+    starts = {
+        (seq_id, column): position + column - first
+        for seq_id, kind, first, last, position, *_ in spans
+        if kind == "d"
+        for column in range(first, last + 1)
+    }
+    for column, record in enumerate(recorded.trace):
+        for one in record.drafted:
+            counts = drawn.pop((one.seq_id, column), [0, 0])
+            assert counts == [one.num_drafted, one.num_accepted]
+        for row in record.rows:
+            assert starts.get((row.seq_id, column), row.start) == row.start
+        steps = recorded.data["steps"]
+        assert steps["drafted"][column] == sum(one.num_drafted for one in record.drafted)
+        assert steps["accepted"][column] == sum(one.num_accepted for one in record.drafted)
+    assert not drawn
+    assert any(s["drafts"] for s in recorded.data["sequences"]) == any(
+        record.drafted for record in recorded.trace
+    )
+
+
+def test_a_step_that_was_planned_too_early_for_a_sequence_stalls_it(tmp_path: Path) -> None:
+    """It has drafts, so that its next row follows its tokens; the other one goes on."""
+    folder = write_model(tmp_path)
+    with engine(folder, async_scheduling=True, **speculating(Truth(folder))) as llm:
+        core = llm.engine
+        for name, count in (("a", 16), ("b", 1)):  # one token: never any drafts
+            params = SamplingParams(max_tokens=count, seed=1, ignore_eos=True)
+            prompt = [1, 2, 3] if name == "a" else list(range(40))
+            core.add(core.make_request(name, None, prompt, params))
+        while core.has_work:
+            core.step()
+        assert num_ahead(llm)
+        data, records = timeline(llm.trace), list(llm.trace)
+    (line,) = (s for s in data["sequences"] if s["name"] == "a")
+    idle = {
+        column
+        for kind, first, last, reason, *_ in line["spans"]
+        for column in range(first, last + 1)
+        if kind == "s" and data["reasons"][reason] == NOT_YET
+    }
+    rows = {c for c, record in enumerate(records) if any(row.seq_id == 0 for row in record.rows)}
+    assert idle
+    assert idle == set(range(max(rows))) - rows
 
 
 def test_each_block_is_held_by_as_many_as_the_pool_counts(recorded: Recorded) -> None:

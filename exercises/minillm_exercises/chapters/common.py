@@ -1,11 +1,12 @@
 """What several chapters use: the option nearest to a measurement, tables, and drawn traces."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from minillm.trace.recorder import Trace
 from minillm_exercises.errors import ExerciseError
+from minillm_exercises.notebook import say
 from minillm_exercises.plots import show
 
 T = TypeVar("T")
@@ -45,3 +46,24 @@ def show_trace(trace: Trace, caption: str, **options: Any) -> None:
     """Show the drawing of a trace with `caption` below; `options` are those of
     `minillm.trace.figure.figure`, such as ``panels=("gantt", "blocks")``."""
     show(trace.figure(**options), caption)
+
+
+def your_turn(function: Callable[..., Any], *cases: tuple[tuple[Any, ...], Any]) -> None:
+    """Try a function that the reader is writing on cases (arguments, result), up to the first that
+    it does not give; a function that returns None is not written yet."""
+    for arguments, wanted in cases:
+        call = f"{function.__name__}({', '.join(map(repr, arguments))})"
+        found = function(*arguments)
+        if found is None:
+            say(f"Your turn: {call} should be {wanted}.")
+            return
+        if not _same(found, wanted):
+            say(f"Not yet: {call} should be {wanted} and is {found}.")
+            return
+    say(f"{function.__name__} is right in all {len(cases)} cases.")
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, float):
+        return isinstance(found, int | float) and math.isclose(found, wanted, abs_tol=1e-9)
+    return bool(found == wanted)

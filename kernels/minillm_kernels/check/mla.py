@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm_kernels import mla, reference
+from minillm_kernels import launch, mla, reference
 from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
 from minillm_kernels.check.pages import Paged, paged, poisoned_memory
-from minillm_kernels.mla_config import Config, Tile
+from minillm_kernels.mla_config import Config, Tile, choose
+from minillm_kernels.paged_config import FEW
 
 # Small tiles, so that short sequences have many of them; "chosen" is what the launcher takes.
 FORMS = ("chosen", "swap", "rows", "descriptors")
@@ -24,8 +25,8 @@ UNTOUCHED = 7.0  # in rows of the output that nobody may write; a NaN could come
 class Case:
     """One call: sequences as (query_len, seq_len), sizes, and how it is to be computed.
 
-    `form` and `split` choose tiles (see `config`); `padding` counts rows behind the last sequence;
-    `max_query_len` is passed on.
+    `form`, `split` and `tokens` choose tiles (see `config`); `padding` counts rows behind the last
+    sequence; `max_query_len` is passed on.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -39,13 +40,14 @@ class Case:
     padding: int = 0
     form: str = "chosen"
     split: int = 0
+    tokens: int = 0
     batch_invariant: bool = False
     max_query_len: int | None = None
     seed: int = 0
 
     @property
     def config(self) -> Config | None:
-        """The tiles of `form`, None for the launcher's own."""
+        """The tiles of `form`, None for the launcher's own; decode's with `tokens`, if given."""
         if self.form == "chosen":
             return None
         tile = Tile(
@@ -58,7 +60,8 @@ class Case:
         )
         heads = 1 << (min(self.num_heads, 16) - 1).bit_length()
         prefill = replace(tile, block_h=heads, block_q=max(2, 16 // heads))
-        return Config(tile, prefill, self.split)
+        several = replace(tile, block_h=heads, block_q=max(self.tokens, 16 // heads))
+        return Config(several if self.tokens else tile, prefill, self.split)
 
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -104,11 +107,27 @@ CASES = (
         form="swap", split=64, window=50, dtype=HALF, batch_invariant=True, seed=15,
     ),
     Case(((1, 90), (3, 70)), batch_invariant=True, dtype=BRAIN, seed=16),
+    # Several queries of a sequence, 1 to 16 mixed; a graph's rows, of which some are not used; the
+    # last ones on both sides of the end of a tile (32 keys) and of a split (128).
+    Case(((5, 37), (1, 70), (3, 3), (2, 0), (0, 9)), form="rows", max_query_len=5, padding=2,
+         seed=40),
+    Case(((5, 130), (16, 259), (4, 128), (9, 64)), form="swap", max_query_len=16, tokens=4,
+         num_heads=3, dtype=HALF, block_size=5, seed=41),
+    Case(((16, 200), (3, 129), (1, 33)), form="descriptors", max_query_len=16, tokens=2,
+         rope_dim=16, num_heads=19, block_size=32, dtype=BRAIN, seed=42),
+    Case(((7, 530), (16, 65), (2, 64)), max_query_len=16, num_heads=8, seed=43),
+    Case(((16, 150), (7, 40)), max_query_len=16, num_heads=1, dtype=BRAIN, padding=1, seed=44),
+    Case(((5, 180), (3, 70), (8, 9)), window=20, form="rows", max_query_len=8, seed=45),
+    Case(((5, 320), (16, 300), (1, 320)), window=126, form="swap", max_query_len=16, tokens=8,
+         dtype=HALF, seed=46),  # the splits begin where the window of the first query does
+    Case(((3, 80), (30, 60), (1, 50), (4, 200)), dtype=HALF, seed=47),  # beside a chunk
+    Case(((5, 150), (1, 40), (16, 70)), form="rows", split=64, dtype=HALF, padding=3,
+         batch_invariant=True, max_query_len=16, seed=48),
+    Case(((5, 66), (9, 9), (3, 0)), form="swap", split=32, window=40, tokens=1,
+         batch_invariant=True, max_query_len=9, seed=49),
     # The sizes of DeepSeek-V2 and V3.
-    Case(
-        ((1, 70), (3, 40)), value_dim=512, rope_dim=64, num_heads=16, block_size=64,
-        scale=0.07, dtype=BRAIN, seed=17,
-    ),
+    Case(((1, 70), (3, 40)), 16, 512, 64, 64, BRAIN, scale=0.07, seed=17),
+    Case(((5, 70), (2, 40)), 16, 512, 64, 64, BRAIN, scale=0.07, max_query_len=5, seed=50),
 )  # fmt: skip
 
 
@@ -120,8 +139,10 @@ def random_case(rng: random.Random) -> Case:
     sequences = []
     for _ in range(rng.randint(1, 4)):
         seq_len = rng.choice((0, 1, *edges, rng.randint(2, 40), rng.randint(41, 200)))
-        most = min(seq_len, 12) if seq_len else 3
+        most = min(seq_len, rng.choice((FEW, 24))) if seq_len else 3
         sequences.append((rng.choice((1, 1, rng.randint(0, most))), seq_len))
+    longest = max(query_len for query_len, _ in sequences)
+    room = rng.choice((max(longest, 1), FEW))  # of a graph, which may be more
     dims = ((16, 16), (32, 16)) if form == "descriptors" else ((16, 4), (24, 8), (32, 8), (48, 20))
     value_dim, rope_dim = rng.choice(dims)
     split = rng.choice((0, 0, 32, 64)) if form != "chosen" else 0
@@ -136,7 +157,9 @@ def random_case(rng: random.Random) -> Case:
         padding=rng.choice((0, 0, 2)),
         form=form,
         split=split,
+        tokens=rng.choice((0, 1, 4)),
         batch_invariant=split > 0 or rng.random() < 0.3,
+        max_query_len=room if longest <= room and rng.random() < 0.7 else None,
         seed=rng.randrange(2**31),
     )
 
@@ -266,18 +289,20 @@ def alone(given: Inputs, row: int) -> tuple[Inputs, slice]:
 def verify_invariant(case: Case, device: str, kernels: Any = mla) -> None:
     """Mismatch if the bits of a token depend on what it is computed with (`batch_invariant`).
 
-    Its sequence comes whole, in chunks, token by token, alone, in other pages, and with splits
-    computed one after another instead of by several programs.
+    Its sequence comes whole, in chunks, decoded one by one and several at a time, alone, in other
+    pages, and with splits computed one after another instead of by several programs.
     """
     given = inputs(replace(case, padding=0), device)
     run = partial(Inputs.run, case=case, kernels=kernels, batch_invariant=True)
     whole = run(given)
-    _same_bits(run(recut(given, 1)), whole, "token by token")
-    _same_bits(run(recut(given, 3)), whole, "in chunks of three")
+    tiles = case.config or choose(launch.arch(), case.dtype, case.num_heads, case.block_size, True)
+    bare = replace(tiles, max_workspace=0)
+    for count in (1, 3, 5, FEW):
+        cut = recut(given, count)
+        _same_bits(run(cut), whole, f"{count} at a time")
+        _same_bits(run(cut, max_query_len=count), whole, f"{count} at a time, decoded")
+        _same_bits(run(cut, config=bare), whole, f"{count} at a time, without a workspace")
     _same_bits(run(repaged(case, given, 7)), whole, "in other pages")
-    if case.config is not None:
-        config = replace(case.config, max_workspace=0)
-        _same_bits(run(recut(given, 1), config=config), whole, "without a workspace")
     for row in range(len(case.sequences)):
         one, rows = alone(given, row)
         _same_bits(run(one), whole[rows], f"alone, sequence {row}")
@@ -297,6 +322,11 @@ INVARIANT_CASES = (
     ),
     Case(((4, 69),), form="swap", split=32, window=37, value_dim=16, rope_dim=4, seed=31),
     Case(((2, 514),), dtype=BRAIN, value_dim=16, rope_dim=4, num_heads=8, seed=32),
+    Case(
+        ((16, 131), (5, 66), (9, 9)),
+        form="swap", split=64, tokens=4, window=40, value_dim=16, rope_dim=4, num_heads=3, seed=33,
+    ),
+    Case(((6, 515), (16, 64)), dtype=HALF, value_dim=16, rope_dim=4, num_heads=16, seed=34),
 )  # fmt: skip
 
 
@@ -313,6 +343,7 @@ def _launch(
     rope_dim: int = 64,
     window: int | None = None,
     invariant: bool = False,
+    few: int | None = None,
 ) -> Tensor:
     width = value_dim + rope_dim
     return mla.mla_attention(
@@ -324,7 +355,7 @@ def _launch(
         torch.zeros(rows, 32768 // block_size, dtype=torch.int32),
         (128 + 64) ** -0.5,
         window,
-        max_query_len=1 if num_tokens == rows else None,
+        max_query_len=1 if num_tokens == rows else few,
         batch_invariant=invariant,
     )
 
@@ -343,6 +374,15 @@ LAUNCHES = (
     Launch("V2-Lite, window", partial(_launch, 16, 64, 2048, window=4096), ALL, (90,)),
     Launch("V2-Lite, batch-invariant", partial(_launch, 16, 8, 2048, invariant=True), ALL),
     Launch("V3, batch-invariant", partial(_launch, 128, 8, 2048, HALF, invariant=True), ALL),
+    Launch("V2-Lite verify 5, 16 heads", partial(_launch, 16, 64, 320, few=5), ALL, (90,)),
+    Launch("V2-Lite verify 2", partial(_launch, 16, 64, 128, few=2), ALL, (90,)),
+    Launch("V2-Lite verify 16 of one long row", partial(_launch, 16, 1, 16, few=16), ALL, (90,)),
+    Launch("V2-Lite verify 5, pages of 16", partial(_launch, 16, 8, 40, few=5, block_size=16), ALL),
+    Launch("V2-Lite verify 5, window", partial(_launch, 16, 64, 320, few=5, window=4096), ALL),
+    Launch("V3 verify 5, 128 heads", partial(_launch, 128, 64, 320, few=5), ALL, (90,)),
+    Launch(
+        "V2-Lite verify 5, batch-invariant", partial(_launch, 16, 8, 40, few=5, invariant=True), ALL
+    ),
     Launch(
         "tiny model, fp16",
         partial(_launch, 4, 8, 64, HALF, block_size=16, value_dim=24, rope_dim=4),

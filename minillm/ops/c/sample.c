@@ -55,6 +55,7 @@ typedef struct {
     float temperature, floor;
     float edge;      /* what stays: greater values, and equal ones up to the id `last` */
     int64_t last;
+    int64_t before;  /* blocks of the vocabulary before this row, which is a shard of it; else 0 */
 } row;
 
 /* Values that were picked from a row, and what each weighs. */
@@ -182,7 +183,7 @@ static inline void draw_block(const row *r, int64_t block, const uint32_t *words
 }
 
 /* The best token and its block first: they bound what the others have to reach. */
-static int64_t draw(const row *r, const request *q, int64_t purpose) {
+static int64_t draw(const row *r, const request *q, int64_t purpose, float *won) {
     int64_t token = r->size, first = r->place / BLOCK;
     float total = -INFINITY;
     for (int64_t i = -1; i < r->blocks; i++) {
@@ -190,11 +191,12 @@ static int64_t draw(const row *r, const request *q, int64_t purpose) {
         float peak = r->peaks[block];
         if (i == first || peak < r->edge || peak + MOST_NOISE < total) continue;
         uint32_t words[BLOCK];
-        draw_words(q, purpose, block, words);
+        draw_words(q, purpose, r->before + block, words);
         if (i < 0 && (r->edge < 0 || r->place <= r->last))
-            token = r->place, total = noise(words[token % BLOCK]);
+            token = r->place, total = peak + noise(words[token % BLOCK]);
         draw_block(r, block, words, &total, &token);
     }
+    *won = total;
     return token < r->size ? token : r->place;
 }
 
@@ -367,7 +369,8 @@ static int64_t choose_one(row *r, const request *q, int64_t purpose, list *l) {
     r->floor = q->floor;
     for (int64_t b = 0; b < r->blocks; b++) r->peaks[b] = scaled(r, r->peaks[b]);
     if (truncates(q)) truncate_row(r, q, l);
-    return draw(r, q, purpose);
+    float total;
+    return draw(r, q, purpose, &total);
 }
 
 /* One token per row.
@@ -396,6 +399,34 @@ int64_t choose_tokens(const void *const *at, int64_t wide, const pack *p, int64_
         request q = request_of(p, i);
         best[i] = r.best;
         tokens[i] = choose_one(&r, &q, purpose, &l);
+    }
+    free(memory);
+    return 0;
+}
+
+/* A shard of a vocabulary, whose best tokens are elsewhere, perhaps: what it would choose.
+ *
+ *   at, wide, p, n, size    as above, of the shard
+ *   before                  blocks of 64 tokens before it
+ *   best [n]                the largest logit of the whole row
+ *   totals, tokens [n]      the scaled logit and noise of the token that wins here, -infinity if
+ *                           min-p leaves none; and its place in the shard
+ *
+ * No row may have a top-k or a top-p. Returns 1 if there is no memory. */
+int64_t draw_from_shard(const void *const *at, int64_t wide, const pack *p, int64_t n, int64_t size,
+                        int64_t purpose, int64_t before, const float *best, float *totals,
+                        int64_t *tokens) {
+    int64_t blocks = (size + BLOCK - 1) / BLOCK;
+    float *memory = malloc((size_t)(blocks * omp_get_max_threads()) * sizeof(float));
+    if (!memory) return 1;
+#pragma omp parallel for schedule(dynamic) if (n > 1 && n * size > WORTH_THREADS)
+    for (int64_t i = 0; i < n; i++) {
+        row r = row_of(at[i], wide, size, memory + blocks * omp_get_thread_num());
+        request q = request_of(p, i);
+        r.before = before, r.best = best[i];
+        r.temperature = q.temperature, r.floor = q.floor;
+        for (int64_t b = 0; b < blocks; b++) r.peaks[b] = scaled(&r, r.peaks[b]);
+        tokens[i] = draw(&r, &q, purpose, totals + i);
     }
     free(memory);
     return 0;

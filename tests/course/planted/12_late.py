@@ -6,7 +6,7 @@ _right = Runner._feed
 
 
 def _feed(self, taken, tokens):
-    ahead = any(state.num_unread for _, state in taken)
+    ahead = any(row.start + row.num_tokens > len(state.token_ids) for row, state in taken)
     _right(self, taken, tokens.roll(1) if ahead else tokens)
 
 

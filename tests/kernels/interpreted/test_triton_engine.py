@@ -10,8 +10,9 @@ from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.ops import dispatch
 from minillm.ops.dispatch import Backend
+from minillm_kernels import mla
 from minillm_kernels.interpreter import ordered_dots
-from tests.kernels.engine_cases import TINY, generate, logprobs, open_engine, tokens
+from tests.kernels.engine_cases import PROMPTS, TINY, generate, logprobs, open_engine, tokens
 
 
 @pytest.fixture
@@ -81,3 +82,43 @@ def test_every_bit_is_as_alone(family, max_tokens, folder_of, kernels, monkeypat
         (alone,) = generate(llm, max_tokens, only=2)
     assert tokens([alone]) == tokens([together])
     assert logprobs(alone) == logprobs(together)
+
+
+class Known:
+    """Drafts that are right, but for the last one."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def propose(self, rows):
+        drafts = []
+        for row in rows:
+            left = next(
+                whole[len(row.token_ids) :]
+                for whole in self.answers
+                if whole[: len(row.token_ids)] == list(row.token_ids)
+            )[: row.num_drafts]
+            drafts.append([*left[:-1], (left[-1] + 1) % 100] if left else [])
+        return drafts
+
+
+def test_verified_drafts_have_the_bits_of_decoding(folder_of, kernels, monkeypatch):
+    """Latent attention in the deterministic mode, with up to 4 queries of a sequence."""
+    monkeypatch.setattr(deterministic, "find_tiles", lambda model: (16,))
+    lengths, attend = [], mla._decode
+
+    def seen(arguments, config, few, *more):
+        lengths.append(few)
+        attend(arguments, config, few, *more)
+
+    monkeypatch.setattr(mla, "_decode", seen)
+    options = {"deterministic": True}
+    with ordered_dots():
+        plain = generate(open_engine(folder_of("deepseek_v2"), "cpu", **options), 5, only=0)
+        assert set(lengths) == {1}
+        answer = [*PROMPTS[0], *tokens(plain)[0]]
+        options["speculative_config"] = {"method": Known([answer]), "num_speculative_tokens": 3}
+        verified = generate(open_engine(folder_of("deepseek_v2"), "cpu", **options), 5, only=0)
+    assert max(lengths) == 4
+    assert tokens(verified) == tokens(plain)
+    assert logprobs(verified[0]) == logprobs(plain[0])

@@ -1,5 +1,6 @@
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import InterpreterError
 
-from minillm_kernels import mla, mla_config, mla_tiles, reference
+from minillm_kernels import launch, mla, mla_config, mla_tiles, reference
 from minillm_kernels.check import mla as check
 from minillm_kernels.check.case import Mismatch
+from minillm_kernels.check.pages import poisoned_memory
 from minillm_kernels.interpreter import ordered_dots
 from minillm_kernels.launch import KernelError
 from minillm_kernels.mla_config import Config, Tile
@@ -48,6 +50,108 @@ def test_bits_depend_on_a_tokens_own_keys_only(case: check.Case) -> None:
 def test_nothing_to_do() -> None:
     given = check.inputs(check.Case(((0, 5),)), "cpu")
     assert given.run(check.Case(((0, 5),)), mla).shape == (0, 4, 32)
+
+
+# ---- several queries of a sequence ---------------------------------------------------------------
+
+
+class Launches:
+    """In the place of a kernel: remembers its grids, and does nothing."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **constants: self.grids.append(grid)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Grids of the decode and of the prefill kernel, in this order."""
+    launches = Launches()
+    monkeypatch.setattr(mla, "_decode_kernel", launches)
+    monkeypatch.setattr(mla, "_prefill_kernel", launches)
+    monkeypatch.setattr(mla, "_combine_kernel", Launches())
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "query_lens", "max_query_len", "grids"),
+    [  # 132 multiprocessors of an H100, tables of 4,096 positions: 16 splits at most
+        (16, (1,), 1, [(1, 16, 1)]),
+        (16, (5,), 5, [(2, 16, 1)]),  # 80 queries, in tiles of 64
+        (16, (5,) * 8, 5, [(2, 8, 8)]),
+        (16, (16,), 16, [(4, 16, 1)]),
+        (16, (2,), 2, [(1, 16, 1)]),  # 32 queries
+        (4, (16, 3, 1), 16, [(1, 16, 3)]),
+        (128, (5,), 5, [(10, 13, 1)]),
+        (16, (17,), 17, [(5,)]),
+        (16, (17, 1), 17, [(1, 16, 2), (6,)]),
+        (16, (17, 1), None, [(1, 16, 2), (6,)]),
+    ],
+)
+def test_a_few_queries_are_split_over_the_gpu(
+    num_heads: int, query_lens: tuple[int, ...], max_query_len: int | None,
+    grids: list[tuple[int, ...]], launches: Launches, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By shapes alone, which is what a CUDA graph keeps."""
+    monkeypatch.setattr(launch, "arch", lambda: 90)
+    rows = len(query_lens)
+    mla.mla_attention(
+        torch.zeros(sum(query_lens), num_heads, 576, dtype=torch.bfloat16),
+        torch.zeros(1, 1, 64, 576, dtype=torch.bfloat16),
+        512,
+        torch.tensor([0, *query_lens]).cumsum(0),
+        torch.zeros(rows, dtype=torch.int32),
+        torch.zeros(rows, 64, dtype=torch.int32),
+        0.1,
+        max_query_len=max_query_len,
+    )
+    assert launches.grids == grids
+
+
+def test_a_workspace_has_a_limit(launches: Launches) -> None:
+    """In the batch-invariant mode a table of a long context has many splits."""
+    case = check.Case(((5, 70), (3, 20)), form="rows", split=32, tokens=4, batch_invariant=True)
+    given_, config = check.inputs(case, "cpu"), case.config
+    assert config is not None
+    splits = -(-given_.pages.block_tables.shape[1] * case.block_size // 32)
+    needed = 4 * 2 * 5 * case.num_heads * splits * case.value_dim
+    for limit, grids in ((needed, [(2, splits, 2)]), (needed - 1, [(4,)])):
+        given_.run(case, mla, max_query_len=5, config=replace(config, max_workspace=limit))
+        assert launches.grids == grids
+        launches.grids.clear()
+
+
+def decode_fewer_than_there_are(longest: int, split: int, kernels: ModuleType = mla) -> None:
+    """A sequence longer than `max_query_len` has no place in the workspace, and no result."""
+    case = check.Case(((9, 150), (2, longest)), form="rows", tokens=4, split=split)
+    given_ = check.inputs(case, "cpu")
+    wanted = given_.run(case, mla)
+    out = torch.full_like(wanted, check.UNTOUCHED)
+    with poisoned_memory():
+        given_.run(case, kernels, max_query_len=2, out=out)
+    torch.testing.assert_close(out[9:], wanted[9:])
+    assert bool((out[:9] == check.UNTOUCHED).all())
+
+
+@pytest.mark.parametrize(("longest", "split"), [(170, 0), (270, 0), (170, 64)])
+def test_more_queries_than_said_write_nothing_else(longest: int, split: int) -> None:
+    decode_fewer_than_there_are(longest, split)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "longest"),
+    [
+        ("(first_token >= query_len) | (query_len > few)", "first_token >= query_len", 170),
+        ("(token >= query_len) | (query_len > few)", "token >= query_len", 270),  # with splits
+    ],
+)
+def test_more_queries_than_said_are_noticed(
+    old: str, new: str, longest: int, tmp_path: Path
+) -> None:
+    with pytest.raises((AssertionError, InterpreterError)):
+        decode_fewer_than_there_are(longest, 0, broken_mla(old, new, tmp_path))
 
 
 # ---- deliberate bugs ---------------------------------------------------------------------------
@@ -115,8 +219,8 @@ BUGS = {
         9,
     ),
     "window begins a tile late": (
-        "tl.maximum(seq_len - window, 0) // BLOCK_N",
-        "tl.cdiv(tl.maximum(seq_len - window, 0), BLOCK_N)",
+        "tl.maximum(seq_len - query_len + 1 - window, 0) // BLOCK_N",
+        "tl.cdiv(tl.maximum(seq_len - query_len + 1 - window, 0), BLOCK_N)",
         9,
     ),
     "unguarded tail": (
@@ -145,18 +249,18 @@ BUGS = {
         2,
     ),
     "wrong head tile": (
-        "heads = tl.program_id(0) * BLOCK_M +",
-        "heads = tl.program_id(0) * (BLOCK_M // 2) +",
+        "heads = head_tile * BLOCK_H +",
+        "heads = head_tile * (BLOCK_H // 2) +",
         3,
     ),
     "heads behind the last": (
-        "inside = heads < num_heads",
-        "inside = heads >= 0",
+        "inside = (tokens < query_len) & (heads < num_heads)",
+        "inside = tokens < query_len",
         3,
     ),
     "wrong head tile in prefill": (
-        "tl.program_id(0) % head_tiles * BLOCK_H",
-        "tl.program_id(0) % head_tiles * 8",
+        "tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // head_tiles",
+        "tile = (tl.num_programs(0) - 1 - tl.program_id(0)) % head_tiles",
         3,
     ),
     "tokens behind the last": (
@@ -199,14 +303,95 @@ BUGS = {
         "total",
         5,
     ),
-    "decode takes any sequence": (
-        "if tl.load(starts_ptr + row + 1) - token != 1:\n        return\n    seq_len",
-        "seq_len",
-        3,
-    ),
     "tile of the wrong sequence": (
         "(starts // BLOCK_Q + rows <= tile)",
         "(starts // BLOCK_Q + rows < tile)",
+        1,
+    ),
+    # Several queries of a sequence.
+    "all see what the last one does": (
+        "seq_len - query_len + tokens, -1",
+        "seq_len - 1, -1",
+        40,
+    ),
+    "all see what the tile's first one does": (
+        "tl.minimum(first_place + BLOCK_Q, seq_len)",
+        "tl.minimum(first_place + 1, seq_len)",
+        41,
+    ),
+    "the first tile's tokens again": (
+        "tl.program_id(0) // head_tiles * BLOCK_Q",
+        "tl.program_id(0) // head_tiles * 0",
+        41,
+    ),
+    "head tiles for query tiles": (
+        "tl.program_id(0) // head_tiles * BLOCK_Q",
+        "tl.program_id(0) % head_tiles * BLOCK_Q",
+        42,
+    ),
+    "heads for tokens": (
+        "first_token + lanes // BLOCK_H",
+        "first_token + lanes % BLOCK_Q",
+        41,
+    ),
+    "a tile too few": (
+        "triton.cdiv(few, tile.block_q) * triton.cdiv(num_heads",
+        "triton.cdiv(num_heads",
+        41,
+    ),
+    "the last query's window for all": (
+        "tl.maximum(first_place - window + 1, 0)",
+        "tl.maximum(seq_len - window, 0)",
+        45,
+    ),
+    "splits of one query's window": (
+        "tl.maximum(seq_len - query_len + 1 - window, 0)",
+        "tl.maximum(seq_len - window, 0)",
+        46,
+    ),
+    "another cut where splits are combined": (
+        "tl.load(lens_ptr + row), query_len, window, splits",
+        "tl.load(lens_ptr + row), 1, window, splits",
+        46,
+    ),
+    "splits overlap": (
+        "tl.minimum(origin + split * size + size, end)",
+        "end",
+        41,
+    ),
+    "a query's splits in its neighbour's place": (
+        "parts = ((row * few + tokens) * num_heads",
+        "parts = ((row + tokens) * num_heads",
+        41,
+    ),
+    "splits of all queries in one place": (
+        "parts = ((row * few + tokens) * num_heads",
+        "parts = ((row * few + first_token) * num_heads",
+        41,
+    ),
+    "another query's splits combined": (
+        "place = ((row * few + token) * num_heads",
+        "place = ((row * few) * num_heads",
+        41,
+    ),
+    "a head's splits for a query": (
+        "tl.program_id(0) // num_heads, tl.program_id(0) % num_heads",
+        "tl.program_id(0) % num_heads, tl.program_id(0) // num_heads",
+        41,
+    ),
+    "the first query's result for all": (
+        "out_ptr + (start + token).to(tl.int64)",
+        "out_ptr + start.to(tl.int64)",
+        41,
+    ),
+    "queries that are not there are combined": (
+        "(token >= query_len) | (query_len > few)",
+        "query_len > few",
+        48,
+    ),
+    "left by one kernel to the other": (
+        "_prefill(arguments, config, few, scale, window)",
+        "_prefill(arguments, config, 16, scale, window)",
         1,
     ),
 }
@@ -222,8 +407,16 @@ def test_a_bug_is_found(name: str, tmp_path: Path) -> None:
 
 
 INVARIANCE_BUGS = {
-    "prefill without splits": ("SPLIT=config.split, ALL=", "SPLIT=0, ALL="),
-    "splits from shapes": ("SPLIT=config.split, LEAST=LEAST_TILES, PA", "SPLIT=0, LEAST=1, PA"),
+    "prefill without splits": (", SPLIT=config.split, **_shared", ", SPLIT=0, **_shared"),
+    "splits from shapes": (
+        "SPLIT=config.split,\n        LEAST=LEAST_TILES, PA",
+        "SPLIT=0,\n        LEAST=1, PA",
+    ),
+    "the next token is seen": ("key <= query\n", "key <= query + 1\n"),
+    "tiles for as many queries as there are": (
+        "batch_invariant, max",
+        "batch_invariant and not few, max",
+    ),
 }
 
 
@@ -231,6 +424,8 @@ INVARIANCE_BUGS = {
 def test_a_bug_of_the_batch_invariant_mode_is_found(name: str, tmp_path: Path) -> None:
     kernels = broken_mla(*INVARIANCE_BUGS[name], tmp_path)
     case = replace(check.INVARIANT_CASES[0], sequences=((3, 68), (1, 130)), dtype=torch.float32)
+    if "tiles" in name:
+        case = replace(case, form="chosen", split=0)
     with ordered_dots(), pytest.raises(Mismatch, match="other bits"):
         check.verify_invariant(case, "cpu", kernels)
 
@@ -334,13 +529,31 @@ def test_splits_fill_the_processors_and_no_more() -> None:
     assert splits(64) == 2
     assert splits(80) == 3  # 240 programs in two rounds, instead of 80 in one
     assert splits(256) == 1
+    assert mla_config.count_splits(config, 64, 16, 32768, 132, few=2) == 1  # twice the programs
+
+
+def test_several_queries_share_a_tile_as_far_as_it_goes() -> None:
+    def tile(arch: int, heads: int, few: int, page: int = 64) -> tuple[int, int]:
+        decode = mla_config.choose(arch, torch.bfloat16, heads, page, few=few).decode
+        return decode.block_h, decode.block_q
+
+    assert [tile(90, 16, few) for few in (1, 2, 3, 5, 16)] == [
+        (16, 1), (16, 2), (16, 4), (16, 4), (16, 4),
+    ]  # fmt: skip
+    assert tile(90, 128, 1) == tile(90, 128, 5) == (64, 1)
+    assert tile(90, 4, 1) == tile(90, 4, 4) == (4, 4)  # 16 queries, the smallest product
+    assert tile(90, 16, 5, page=16) == (16, 4)
+    assert tile(80, 16, 5) == (16, 2)
+    assert tile(100, 16, 1) == (16, 1)
+    assert tile(100, 16, 5) == (16, 4)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_batch_invariant_tiles_depend_on_nothing_that_changes(arch: int) -> None:
     configs = {
-        mla_config.choose(arch, torch.bfloat16, 16, page, invariant=True)
+        mla_config.choose(arch, torch.bfloat16, 16, page, invariant=True, few=few)
         for page in (1, 16, 64, 256)
+        for few in (1, 2, 5, 16)
     }
     assert len(configs) == 1
     (config,) = configs

@@ -1,0 +1,41 @@
+"""Another way: how many drafts stand is counted first, and the law of the last token follows.
+
+`takewhile` over the places that pass. The residual is never divided: u is multiplied with its sum.
+"""
+
+from itertools import accumulate, takewhile
+
+
+def accept_probability(p: list[float], q: list[float], token: int) -> float:
+    """1 where the large model likes the token at least as much."""
+    return 1.0 if p[token] >= q[token] else p[token] / q[token]
+
+
+def residual(p: list[float], q: list[float]) -> list[float]:
+    """The part of p above q."""
+    gap = [a - b if a > b else 0.0 for a, b in zip(p, q, strict=True)]
+    return [each / sum(gap) for each in gap] if any(gap) else p[:]
+
+
+def verify(
+    targets: list[list[float]],
+    laws: list[list[float]],
+    drafts: list[int],
+    coins: list[float],
+    u: float,
+) -> list[int]:
+    """Count, choose a law, draw."""
+
+    def stands(place: int) -> bool:
+        token = drafts[place]
+        return coins[place] < accept_probability(targets[place], laws[place], token)
+
+    count = len(list(takewhile(stands, range(len(drafts)))))
+    law = targets[count]
+    if count < len(drafts):
+        law = residual(law, laws[count])
+    sums = list(accumulate(law))
+    end = next((token for token, total in enumerate(sums) if total > u), None)
+    if end is None:
+        end = max(token for token, share in enumerate(law) if share > 0)
+    return [*drafts[:count], end]

@@ -1,0 +1,93 @@
+"""What the ranks of a group say to each other: sums and gathers, in rank order.
+
+    rank 0   [ part 0 ] --+                        +--> part 0 + part 1 + ...  on every rank
+    rank 1   [ part 1 ] --+-- exchange: all parts --+
+    rank n-1 [ ...    ] --+                        +--> the same bits everywhere
+
+A sum adds the parts in rank order, in float32, and rounds once: so all ranks get the same bits, and
+a row gets the same bits whatever stands beside it. A ring would give neither (issue B9 of the
+parallelism notes: libraries start each chunk at another rank). A kind of communicator is one
+method, `exchange`; some bring a faster `sum`.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minillm.errors import MinillmError
+
+
+class CommunicationError(MinillmError):
+    """Another rank has failed, has ended, or does not answer."""
+
+
+class Traffic(NamedTuple):
+    """What a rank has asked for: calls, and the bytes that it brought to them."""
+
+    calls: int
+    num_bytes: int
+
+
+class Communicator:
+    """One rank of a group of `size` ranks, all of which make the same calls in the same order."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self._calls: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of the parts of all ranks, in place and returned. Any shape and float dtype."""
+        self._count("sum", part)
+        parts = self.exchange(part)
+        total = parts[0].float()
+        for each in parts[1:]:
+            total = total + each
+        return part.copy_(total)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks, which have one shape: [..] -> [size, ..], in rank order."""
+        self._count("gather", part)
+        return self.exchange(part)
+
+    def exchange(self, part: Tensor) -> Tensor:
+        """What `gather` returns, uncounted."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """This rank has failed: the calls in which others wait for it raise."""
+
+    def close(self) -> None:
+        """Give back what the group needs of the system. Closing twice is fine."""
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """Calls and bytes so far, by the name of the call."""
+        return {name: Traffic(calls, self._bytes[name]) for name, calls in self._calls.items()}
+
+    def forget_traffic(self) -> None:
+        """Count from 0."""
+        self._calls.clear()
+        self._bytes.clear()
+
+    def _count(self, name: str, part: Tensor) -> None:
+        if not part.is_contiguous():  # gloo would add the wrong bytes, without an error
+            raise ValueError(
+                f"The communicator got a tensor of shape {list(part.shape)} that is not "
+                "contiguous; give it a contiguous one."
+            )
+        self._calls[name] += 1
+        self._bytes[name] += part.nbytes
+
+
+class Alone(Communicator):
+    """The only rank: nothing is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def exchange(self, part: Tensor) -> Tensor:
+        """[..] -> [1, ..]"""
+        return torch.stack([part])

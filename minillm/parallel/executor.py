@@ -1,0 +1,148 @@
+"""An executor of several ranks: every plan goes to all of them, one answers with the result.
+
+    scheduler --> plan --+--> rank 0: forward, sample --> tokens, hash
+                         +--> rank 1: forward, sample -->         hash
+                              |____ sums, gathers ____|
+
+Ranks have no opinions: the same plan, the same logits and the same noise give the same tokens. Each
+returns a hash of its tokens, so that a rank that has gone astray is noticed in the same step.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
+from functools import partial
+from hashlib import blake2b
+from typing import TypeVar
+
+from minillm.errors import EngineDeadError, MinillmError, in_one_line
+from minillm.executor import Capacity
+from minillm.flight import Flight, StepResult
+from minillm.parallel.communicator import CommunicationError, Communicator
+from minillm.runner import Runner
+from minillm.scheduling.plan import StepPlan
+from minillm.wire import plan_from_bytes, plan_to_bytes
+
+T = TypeVar("T")
+Build = Callable[[Communicator], Runner]
+
+
+def token_hash(result: StepResult) -> str:
+    """64 bits that say which tokens a rank chose, for which sequences."""
+    chosen = sorted(result.token_ids.items())
+    return blake2b(repr(chosen).encode(), digest_size=8).hexdigest()
+
+
+def smallest(capacities: Sequence[Capacity]) -> Capacity:
+    """What all ranks have: a plan that uses more would overwrite memory on one of them."""
+    return Capacity(*map(min, zip(*map(astuple, capacities), strict=True)))
+
+
+def check_agreement(hashes: Sequence[str]) -> None:
+    """EngineDeadError if ranks chose different tokens."""
+    for rank, each in enumerate(hashes):
+        if each != hashes[0]:
+            raise EngineDeadError(
+                f"Rank {rank} chose other tokens than rank 0 in the same step, so nothing that "
+                "follows can be trusted; make a new engine, and report this."
+            )
+
+
+class RankThreads:
+    """Ranks that are threads of this process; for tests and experiments."""
+
+    def __init__(self, communicators: Sequence[Communicator], build: Build):
+        self.communicators = communicators
+        self._pools = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"minillm-rank-{each.rank}")
+            for each in communicators
+        ]
+        self._is_closed = False
+        self.runners: list[Runner] = []
+        try:
+            self.runners = self._on_all([partial(build, each) for each in communicators])
+        except BaseException:
+            self.close()
+            raise
+
+    def capacity(self) -> Capacity:
+        """What the smallest rank has."""
+        return smallest([each.capacity() for each in self.runners])
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a step on all ranks."""
+        data = plan_to_bytes(plan)
+        futures = self._submit([partial(self._execute, each, data) for each in self.runners])
+        flight = Flight()
+
+        def read() -> None:
+            results = self._wait(futures)
+            check_agreement([token_hash(each) for each in results])
+            flight.result = results[0]
+
+        flight.reads.append(read)
+        return flight
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._on_all([each.reset for each in self.runners])
+
+    def stats(self) -> dict[str, int]:
+        """Bytes of all ranks together."""
+        found: dict[str, int] = {}
+        for each in self._on_all([each.stats for each in self.runners]):
+            for name, value in each.items():
+                found[name] = found.get(name, 0) + value
+        return found
+
+    def close(self) -> None:
+        """End the threads. Closing twice is fine."""
+        if not self._is_closed:
+            self._is_closed = True
+            for each in self.communicators:
+                each.abort()
+            for pool in self._pools:
+                pool.shutdown()
+            self.runners = []
+
+    @staticmethod
+    def _execute(runner: Runner, data: bytes) -> StepResult:
+        return runner.execute(plan_from_bytes(data))
+
+    def _on_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        return self._wait(self._submit(calls))
+
+    def _submit(self, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
+        pairs = zip(self._pools, self.communicators, calls, strict=True)
+        return [pool.submit(guarded, each, call) for pool, each, call in pairs]
+
+    @staticmethod
+    def _wait(futures: Sequence[Future[T]]) -> list[T]:
+        """The results of all, or the error of the rank that failed first: the others' errors say
+        only that it did."""
+        errors = [each.exception() for each in futures]
+        for rank, error in enumerate(errors):
+            if isinstance(error, MinillmError) and not isinstance(error, CommunicationError):
+                raise error  # says what is wrong with the model or the arguments
+            if error is not None and not isinstance(error, CommunicationError):
+                raise RankError(rank, len(futures), error) from error
+        for error in errors:
+            if error is not None:
+                raise error
+        return [each.result() for each in futures]
+
+
+class RankError(EngineDeadError):
+    """What went wrong on one rank."""
+
+    def __init__(self, rank: int, size: int, error: BaseException):
+        super().__init__(f"Rank {rank} of {size} failed: {in_one_line(error)}")
+
+
+def guarded(communicator: Communicator, call: Callable[[], T]) -> T:
+    """Call it; if it fails, the other ranks do not wait for this one."""
+    try:
+        return call()
+    except BaseException:
+        communicator.abort()
+        raise

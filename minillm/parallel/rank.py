@@ -1,0 +1,87 @@
+"""One rank: its part of the model, and the runner that carries out the same plans as the others."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from minillm.cost import MemoryPlan
+from minillm.engine_args import EngineArgs
+from minillm.engine_setup import build_executor
+from minillm.linear_methods import Matrix
+from minillm.models.checkpoint import ModelSource
+from minillm.models.decoder import Decoder
+from minillm.models.loader import DTYPES, load_model
+from minillm.parallel.communicator import Communicator
+from minillm.parallel.sampler import ShardedSampler
+from minillm.parallel.shard import connect, slice_matrices
+from minillm.parallel.split import Split, rank_config
+from minillm.runner import Runner
+from minillm.speculative.setup import DraftSource
+
+
+def build_rank(
+    args: EngineArgs,
+    source: ModelSource,
+    plan: MemoryPlan,
+    device: torch.device,
+    communicator: Communicator,
+    draft: DraftSource | None = None,
+) -> Runner:
+    """The runner of a rank, over the blocks of a plan that is the same on all ranks."""
+    dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
+    model = load_rank(args, source, dtype, device, limit, communicator)
+    runner = build_executor(args, model, plan, limit, draft)
+    runner.isolates = False  # what fails on one rank fails on all, or the ranks part company
+    connect(model, source.config, communicator)
+    rule, seats = runner.sampler.rule, runner.rows.num_rows
+    runner.sampler = ShardedSampler(seats, source.config.vocab_size, device, communicator)
+    runner.sampler.rule = rule
+    return runner
+
+
+def load_rank(
+    args: EngineArgs,
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    communicator: Communicator,
+) -> Decoder:
+    """A rank's slices of the checkpoint: peak memory is the shard and one tensor. Random weights
+    ("dummy") are slices of those that one rank would have."""
+    whole, split = source.config, Split(communicator.rank, communicator.size)
+    shard = partial(slice_matrices, whole=whole, split=split)
+    mine = replace(source, config=rank_config(whole, split.size))
+    if args.load_format != "dummy":
+        return load_model(mine, dtype, device, max_model_len, args.load_format, shard=shard)
+    model = Decoder(mine.config, dtype, device, max_model_len, shard=shard)
+    initialize_slices(model, Decoder(whole, dtype, "meta"), args.seed)
+    return model.eval()
+
+
+@torch.no_grad()
+def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.02) -> None:
+    """What `Decoder.initialize` would give the whole model, of which this one holds slices: one
+    whole parameter at a time is drawn, and cut."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    matrices = {f"{name}.weight": each for name, each in model.named_modules()}
+    model.initialize()  # norms and biases
+    for (name, mine), (_, shape) in zip(
+        model.named_parameters(), whole.named_parameters(), strict=True
+    ):
+        matrix = matrices.get(name)
+        if isinstance(matrix, Matrix):
+            drawn = torch.empty(shape.shape, dtype=mine.dtype, device=mine.device)
+            mine.copy_(held_of(matrix, drawn.normal_(0.0, std, generator=generator)))
+
+
+def held_of(matrix: Matrix, whole: Tensor) -> Tensor:
+    """What a layer holds of its whole matrix [.., out, in], in the layer's shape."""
+    flat, start, found = whole.flatten(0, -2), 0, []
+    for part in matrix.parts:
+        own = flat[start : start + part.shape[0]]
+        found.append(own[part.rows.start : part.rows.stop, part.columns.start : part.columns.stop])
+        start += part.shape[0]
+    return torch.cat(found).view(matrix.shape)

@@ -1,0 +1,149 @@
+"""Choosing tokens where each rank has the logits of a part of the vocabulary.
+
+    rank 0   tokens 0 .. 24,575        best logit --+             winner, its total --+
+                                                    +-- largest                       +-- token
+    rank 1   tokens 24,576 .. 49,151   best logit --+             winner, its total --+
+
+A greedy row takes the largest logit of all ranks. A row that draws takes the largest of (logit -
+best) / temperature + noise: the noise is a function of the token's id in the whole vocabulary, so
+each rank draws for its own tokens, and the token is the one that a single rank would choose, in
+every bit. Of equals the lowest id wins. That is 16 bytes per row and rank, once or twice, and not
+the logits. Rows whose law needs more (top-k, top-p, edits, drafts under a rule, log-probabilities)
+gather theirs.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from minillm.ops import cpu_sampling
+from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
+from minillm.ops.sampling import Pack, choose
+from minillm.parallel.communicator import Communicator
+from minillm.parallel.split import Split
+from minillm.sampler import NO_DRAFTS, NO_LAWS, Sampler
+
+
+class ShardedSampler(Sampler):
+    """A sampler that is given the logits of one rank's tokens."""
+
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: torch.device, communicator: Communicator
+    ):
+        super().__init__(num_rows, vocab_size, device)
+        split = Split(communicator.rank, communicator.size)
+        self.communicator, self.vocab_size = communicator, vocab_size
+        self.held, self.most = split.vocabulary(vocab_size), split.most_tokens(vocab_size)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """[K, V / n] -> [K, V], on every rank. What the last ranks lack is minus infinity until it
+        is cut off: zeros would win where all logits are negative."""
+        part = logits.new_full((len(logits), self.most), float("-inf"))
+        part[:, : len(self.held)] = logits
+        parts = self.communicator.gather(part)  # [n, K, most]
+        whole = parts.transpose(0, 1).reshape(len(logits), -1)
+        return whole[:, : self.vocab_size].contiguous()
+
+    def choose(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        forks: Sequence[int] = (),
+        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
+        laws: Mapping[int, Tensor | None] = NO_LAWS,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Sampler.choose`, for logits [R, V / n]."""
+        edited = {rows[i] for i in self.edits.rows_of(rows, positions)}
+        ruled = set(drafts) if self.rule else set()
+        of_all = [row in edited or row in ruled or bool(self._truncates[row]) for row in rows]
+        if all(of_all):
+            return super().choose(self.whole(logits), rows, positions, forks, drafts, laws)
+        counts = [1 + each for each in forks] if any(forks) else [1] * len(rows)
+        if not any(of_all):
+            return self._choose_here(logits, rows, positions, counts)
+        found = torch.empty(sum(counts), dtype=torch.int64), torch.empty(sum(counts))
+        for gathers in (False, True):
+            part = [i for i, each in enumerate(of_all) if each == gathers]
+            some = logits[torch.tensor(part).to(self.device)]
+            at = [rows[i] for i in part], [positions[i] for i in part]
+            if gathers:
+                more = [counts[i] - 1 for i in part]
+                chosen = super().choose(self.whole(some), *at, more, drafts, laws)
+            else:
+                chosen = self._choose_here(some, *at, [counts[i] for i in part])
+            of = torch.tensor([each == gathers for each in of_all]).repeat_interleave(
+                torch.tensor(counts)
+            )
+            for whole, each in zip(found, chosen, strict=True):
+                whole[of] = each.to(whole.device)
+        return found[0].to(self.device), found[1].to(self.device)
+
+    def _choose_here(
+        self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], counts: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens of rows whose law needs the best logit of all and their own noise."""
+        spread = sum(counts) > len(rows)
+        pack = self._pack(rows, positions, counts if spread else None)
+        greedy = pack.temperature <= 0
+        tokens, best = self._best_here(logits, pack, counts)
+        largest = self._gathered(best, tokens)
+        tokens, best = largest[1].long(), largest[0].float()
+        if not bool(greedy.all()):
+            samples = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
+            every = logits[samples.to(self.device)] if spread else logits
+            totals, places = draw_from_shard(every, pack, self.held.start, best, self.vocab_size)
+            drawn = self._gathered(totals, places + self.held.start)[1].long()
+            # Without a finite logit there is no draw, on one rank either.
+            tokens = torch.where(greedy | ~best.isfinite(), tokens, drawn)
+        return tokens, best
+
+    def _best_here(
+        self, logits: Tensor, pack: Pack, counts: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and values of the largest logits of this rank's tokens, one for each sample."""
+        many = torch.tensor(counts)
+        if not self.held:
+            none = torch.full((int(many.sum()),), float("-inf"), device=self.device)
+            return torch.full_like(none, self.vocab_size - 1, dtype=torch.int64), none
+        first = (many.cumsum(0) - many).to(self.device)
+        alone = pack.select(first)
+        alone = alone._replace(temperature=torch.zeros_like(alone.temperature), truncates=False)
+        tokens, best = choose(logits, alone)
+        many = many.to(self.device)
+        return (tokens + self.held.start).repeat_interleave(many), best.repeat_interleave(many)
+
+    def _gathered(self, values: Tensor, ids: Tensor) -> Tensor:
+        """Of all ranks' values the largest, and its id, of equals the lowest: float64 [2, K]. A NaN
+        wins. Ids are below 2^53, so both are exact."""
+        parts = self.communicator.gather(torch.stack((values.double(), ids.double())))  # [n, 2, K]
+        largest = parts[:, 0].amax(dim=0)
+        is_largest = (parts[:, 0] == largest) | parts[:, 0].isnan()
+        return torch.stack((largest, parts[:, 1].where(is_largest, torch.inf).amin(dim=0)))
+
+
+def draw_from_shard(
+    logits: Tensor, pack: Pack, before: int, best: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """What a rank would draw from its tokens: totals float32 and places in the shard, both [K].
+
+    Args:
+        logits: [K, V / n].
+        pack: parameters of the rows; those that are greedy get anything.
+        before: tokens of the vocabulary before the shard.
+        best: float32 [K], the largest logits of the whole rows.
+        vocab_size: of the whole vocabulary (V).
+    """
+    warm = pack.temperature.masked_fill(pack.temperature <= 0, 1.0)
+    if not logits.shape[1]:
+        nothing = torch.full((len(logits),), float("-inf"), device=logits.device)
+        return nothing, torch.zeros_like(nothing, dtype=torch.int64)
+    columns = pack._replace(temperature=warm)[:-1]
+    if cpu_sampling.takes(logits):
+        return cpu_sampling.draw_from_shard(logits, before, best, Purpose.SAMPLE, *columns)
+    scaled = (logits.float() - best[:, None]) / warm[:, None]
+    scaled = scaled.masked_fill(scaled < pack.min_p.log()[:, None], float("-inf"))
+    stream = pack.seed, pack.sample_index, pack.position, Purpose.SAMPLE
+    words = random_words_of_vocabulary(*stream, before + logits.shape[1])[:, before:]
+    return (scaled + to_gumbel(words)).max(dim=-1)

@@ -1,0 +1,168 @@
+"""A rank's part of a model: which rows and columns its layers hold, and where ranks add up.
+
+The layers are those of any model, of a rank's sizes (`split.rank_config`). Before they have memory,
+`slice_matrices` says what of the whole checkpoint each holds; once they are loaded, `connect`
+puts a sum behind each product whose inputs are split:
+
+    x --> qkv (rows) --> attention of own heads --> o (columns) --> sum --> x
+    x --> gate, up (rows) --> own units ----------> down (columns) --> sum --> x
+
+Two sums per layer, and one for the embedding; what the choice of tokens sends is in `sampler.py`. A row layer's bias is added
+once, after the sum. The router and the latent cache of MLA are the same on every rank.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minillm.config import ModelConfig
+from minillm.layers.attention import Attention
+from minillm.layers.mla import MLAttention
+from minillm.layers.mlp import MLP
+from minillm.layers.moe import Experts, MoE
+from minillm.linear_methods import LinearMethod, Matrix, WeightSlice
+from minillm.models.all_layers import AllLayers
+from minillm.models.decoder import Decoder
+from minillm.parallel.communicator import Communicator
+from minillm.parallel.split import Split
+
+# ---- what is held ------------------------------------------------------------------------------
+
+
+def slice_matrices(model: Decoder, whole: ModelConfig, split: Split) -> None:
+    """Say which rows and columns of the checkpoint's matrices a rank's layers hold."""
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            heads, dim = whole.num_heads, layer.head_dim
+            kv_heads = split.kv_heads(whole.num_kv_heads)
+            kv_rows = whole.num_kv_heads * dim, range(kv_heads.start * dim, kv_heads.stop * dim)
+            q, k, v = layer.qkv_proj.parts
+            queries = heads * dim, split.share(heads * dim)
+            layer.qkv_proj.parts = rows(q, *queries), rows(k, *kv_rows), rows(v, *kv_rows)
+            keep_columns(layer.o_proj, *queries)
+        elif isinstance(layer, MLAttention):
+            share_rows(layer.q_proj, split)
+            share_rows(layer.kv_b_proj, split)
+            share_columns(layer.o_proj, split)
+        elif isinstance(layer, MLP):
+            share_rows(layer.gate_up_proj, split)
+            share_columns(layer.down_proj, split)
+        elif isinstance(layer, Experts):
+            share_rows(layer.gate_up, split)
+            share_columns(layer.down, split)
+    for matrix in vocabulary_matrices(model):
+        (part,) = matrix.parts
+        matrix.parts = (rows(part, whole.vocab_size, split.vocabulary(whole.vocab_size)),)
+
+
+def vocabulary_matrices(model: Decoder) -> list[Matrix]:
+    """The embedding, and the output matrix where it is another."""
+    return [each for each in (model.embedding, model.lm_head) if each is not None]
+
+
+def rows(part: WeightSlice, total: int, held: range) -> WeightSlice:
+    """The same matrix with `total` rows, of which these are held."""
+    return WeightSlice(part.name, (total, part.shape[1]), held, part.columns)
+
+
+def share_rows(matrix: Matrix, split: Split) -> None:
+    """Parts of a rank's size become its shares of parts that are `size` times as high."""
+    totals = [part.shape[0] * split.size for part in matrix.parts]
+    matrix.parts = tuple(
+        rows(part, total, split.share(total))
+        for part, total in zip(matrix.parts, totals, strict=True)
+    )
+
+
+def share_columns(matrix: Matrix, split: Split) -> None:
+    """Parts of a rank's size become its shares of parts that are `size` times as wide."""
+    total = matrix.in_features * split.size
+    keep_columns(matrix, total, split.share(total))
+
+
+def keep_columns(matrix: Matrix, total: int, held: range) -> None:
+    """Parts of matrices with `total` columns, of which these are held."""
+    matrix.parts = tuple(
+        WeightSlice(part.name, (part.shape[0], total), part.rows, held) for part in matrix.parts
+    )
+
+
+# ---- where ranks meet --------------------------------------------------------------------------
+
+
+class RowParallel(LinearMethod):
+    """A product with some of the columns: a part of a sum over ranks. The bias comes after it."""
+
+    def __init__(self, inner: LinearMethod, communicator: Communicator):
+        self.inner, self.communicator = inner, communicator
+
+    def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[N, in / n] -> [N, out]"""
+        total = self.communicator.sum(self.inner.apply(matrix, x, None).contiguous())
+        return total if bias is None else total + bias
+
+    def values(self, matrix: Matrix) -> Tensor:
+        """The columns that are held."""
+        return self.inner.values(matrix)
+
+
+class VocabularyParallel(LinearMethod):
+    """Some rows of the embedding, of the output matrix, or of both."""
+
+    def __init__(self, inner: LinearMethod, held: range, communicator: Communicator):
+        self.inner, self.held, self.communicator = inner, held, communicator
+
+    def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
+        """[N] -> [N, d]. One rank has the row and the others add zeros: exact."""
+        own = ids - self.held.start
+        mine = (own >= 0) & (own < len(self.held))
+        if not self.held:
+            found = torch.zeros(len(ids), matrix.in_features, dtype=matrix.weight.dtype)
+            return self.communicator.sum(found.to(ids.device))
+        found = self.inner.lookup(matrix, own.clamp(0, len(self.held) - 1))
+        return self.communicator.sum(found.masked_fill(~mine[:, None], 0.0))
+
+    def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Logits of this rank's tokens (`sampler.py` has the rest): [K, d] -> [K, V / n]."""
+        return self.inner.apply(matrix, x, bias) if self.held else x.new_empty(len(x), 0)
+
+    def values(self, matrix: Matrix) -> Tensor:
+        """The rows that are held."""
+        return self.inner.values(matrix)
+
+
+class SummedMoE(nn.Module):
+    """Experts of which each rank has a share of the units: routed and shared parts, one sum."""
+
+    def __init__(self, moe: MoE, communicator: Communicator):
+        super().__init__()
+        self.moe, self.communicator = moe, communicator
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, d] -> [N, d]"""
+        return self.communicator.sum(self.moe(x).contiguous())
+
+
+def connect(model: Decoder, whole: ModelConfig, communicator: Communicator) -> None:
+    """Put sums and gathers into a rank's loaded model. Packing comes before."""
+    split = Split(communicator.rank, communicator.size)
+    for layer in list(decoder_layers(model)):
+        summed = [layer.attention.o_proj]
+        if isinstance(layer.mlp, MoE):
+            layer.mlp = SummedMoE(layer.mlp, communicator)
+        else:
+            summed.append(layer.mlp.down_proj)
+        for matrix in summed:
+            matrix.method = RowParallel(matrix.method, communicator)
+    for matrix in vocabulary_matrices(model):
+        held = split.vocabulary(whole.vocab_size)
+        matrix.method = VocabularyParallel(matrix.method, held, communicator)
+    if isinstance(model.all_layers, AllLayers):
+        model.all_layers.add_up(communicator.sum, owns_biases=communicator.rank == 0)
+
+
+def decoder_layers(model: Decoder) -> Iterator[Any]:
+    """The layers, from the first to the last."""
+    yield from model.layers

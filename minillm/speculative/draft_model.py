@@ -1,0 +1,149 @@
+"""Drafts from a small model of the same vocabulary.
+
+    target   ... t8 t9 | d1 d2 d3 d4          one pass over 5 tokens, which verifies 4 drafts
+    draft    [t8 t9] -> d1 -> d2 -> d3 -> d4   one pass over what it has not computed, then one
+                                               for each further draft
+
+It is one token behind as a rule: the one that the target sampled last. When all drafts are accepted
+it is two behind, because it never computed the last draft, which nothing followed. A sequence that
+is new, or had no drafts for a while, is computed from where `Shadow` says that it is not right.
+
+The draft model draws with the noise of the target: seed, sample index and position say what it is,
+and the largest of logits plus noise is chosen by both. So they agree more often than two separate
+draws would (Daliri, Musco, Suresh, 2024): always where the models do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.batches import BlockTables, decode_batch, make_batch, upload
+from minillm.deterministic import TiledDecoder
+from minillm.models.decoder import Decoder
+from minillm.scheduling.plan import StepPlan
+from minillm.speculative.draws import Draws
+from minillm.speculative.proposer import Draft, DraftRow
+from minillm.speculative.shadow import Shadow
+
+
+class Chunk(NamedTuple):
+    """Positions `start` to `end` of a sequence, which the draft model computes now."""
+
+    row: DraftRow
+    start: int
+    end: int
+
+
+class DraftModel:
+    """A proposer whose drafts are those of a model.
+
+    Args:
+        model: the draft model.
+        shadow: its cache, beside the target's.
+        tables: block tables of both; `DraftRow.place` says which.
+        max_num_tokens: tokens in one pass. A sequence that is not computed by then has no drafts in
+            this step.
+        coupled: whether it draws with the target's noise. If not, it draws with noise of its own,
+            and gives the law of each draft, for ``rejection_sample_method="standard"``.
+    """
+
+    def __init__(
+        self,
+        model: Decoder | TiledDecoder,
+        shadow: Shadow,
+        tables: BlockTables,
+        max_num_tokens: int,
+        coupled: bool = True,
+    ):
+        self.model, self.shadow, self.tables = model, shadow, tables
+        self.max_num_tokens, self.coupled = max_num_tokens, coupled
+
+    def allocated(self) -> dict[str, int]:
+        """Bytes of weights and caches, under the names of the memory plan's parts."""
+        host = self.shadow.host
+        return {
+            "draft_weights": sum(
+                each.nbytes for each in (*self.model.parameters(), *self.model.buffers())
+            ),
+            "draft_kv_cache": self.shadow.kv.num_bytes,
+            "draft_swap_space": host.num_bytes if host else 0,
+        }
+
+    def follow(self, plan: StepPlan) -> None:
+        """Move the blocks of its cache as the target's move."""
+        self.shadow.follow(plan)
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence is gone."""
+        self.shadow.forget(seq_id)
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        """Drafts of each row: as many as are wanted, or none where too much is not computed."""
+        chunks = self._chunks(rows)
+        hidden = self._catch_up(chunks)
+        ends = np.cumsum([chunk.end - chunk.start for chunk in chunks]) - 1
+        # Rows that want the most come first, so that those that have all theirs are at the end.
+        ready = sorted(
+            (i for i, chunk in enumerate(chunks) if chunk.end == len(chunk.row.token_ids)),
+            key=lambda i: -chunks[i].row.num_drafts,
+        )
+        if not ready:
+            return [Draft([]) for _ in rows]
+        (last,) = upload(self.model.device, ends[ready])
+        found = self._draft([chunks[i].row for i in ready], hidden[last])
+        return [found.get(row.new.seq_id, Draft([])) for row in rows]
+
+    def _chunks(self, rows: Sequence[DraftRow]) -> list[Chunk]:
+        """What is not computed of each row, the shortest first, within the tokens of a pass."""
+        computed = {row.new.seq_id: self._num_computed(row) for row in rows}
+        left, chunks = self.max_num_tokens, []
+        for row in sorted(rows, key=lambda row: len(row.token_ids) - computed[row.new.seq_id]):
+            start = self._num_computed(row)  # again: a row before it may compute the same blocks
+            end = min(len(row.token_ids), start + left)
+            if start < end:
+                chunks.append(Chunk(row, start, end))
+                self.shadow.mark(row.new.seq_id, start, end)
+                left -= end - start
+        return chunks
+
+    def _num_computed(self, row: DraftRow) -> int:
+        """Right positions; never the last token's, whose logits are wanted."""
+        return min(self.shadow.num_computed(row.new.seq_id), len(row.token_ids) - 1)
+
+    def _catch_up(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Hidden states [N, d] of all tokens of the chunks."""
+        batch = make_batch(
+            self.tables,
+            self.shadow.kv.block_size,
+            [row.place for row, _, _ in chunks],
+            [start for _, start, _ in chunks],
+            [end - start for _, start, end in chunks],
+            [token for row, start, end in chunks for token in row.token_ids[start:end]],
+        )
+        return self.model(batch, self.shadow.kv)
+
+    def _draft(self, rows: Sequence[DraftRow], hidden: Tensor) -> dict[int, Draft]:
+        """Drafts of rows by seq_id, those that want the most first.
+
+        Args:
+            hidden: [len(rows), d], of the last token of each.
+        """
+        draws = Draws(rows, self.model.device, self.coupled)
+        for depth in range(rows[0].num_drafts):
+            active = [row for row in rows if row.num_drafts > depth]
+            if depth:
+                starts = [len(row.token_ids) + depth - 1 for row in active]
+                places, size = [row.place for row in active], self.shadow.kv.block_size
+                batch = decode_batch(self.tables, size, places, starts, [0] * len(active))
+                batch = replace(batch, input_ids=draws.tokens[-1][: len(active)])
+                hidden = self.model(batch, self.shadow.kv)
+            draws.draw(self.model.logits(hidden[: len(active)]))
+        for row in rows:
+            known = len(row.token_ids)
+            self.shadow.mark(row.new.seq_id, known, known + row.num_drafts - 1)
+        return {row.new.seq_id: draft for row, draft in zip(rows, draws.drafts(), strict=True)}

@@ -1,0 +1,75 @@
+"""How a draft model chooses: by the parameters of each request, with one noise or another.
+
+    coupled     argmax(logits / T + noise of the target)      no law is needed, and agreement likely
+    otherwise   argmax(logits / T + noise of drafts)          a draw from a law, which is kept
+
+Temperature, min-p, top-k and top-p are the request's. Masks, biases and penalties are not applied:
+without them a draft is only less likely to be right.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.batches import upload
+from minillm.ops.philox import Purpose
+from minillm.ops.sampling import Pack, choose, law
+from minillm.sampler import how_it_draws, signed
+from minillm.speculative.proposer import Draft, DraftRow
+
+
+class Draws:
+    """The drafts of some rows, drawn position by position.
+
+    Rows that want more drafts come before those that want fewer. `tokens` has the drafts of each
+    depth so far, int64 [B].
+    """
+
+    def __init__(self, rows: Sequence[DraftRow], device: torch.device, coupled: bool):
+        self.rows, self.coupled = rows, coupled
+        self.pack = pack_of(rows, device)
+        self.tokens: list[Tensor] = []
+        self.laws: list[Tensor] = []
+
+    def draw(self, logits: Tensor) -> None:
+        """Choose one more token for each of the first B rows, from logits [B, V]."""
+        pack = self.pack.select(slice(len(logits)))
+        pack = pack._replace(position=pack.position + len(self.tokens))
+        if self.coupled:
+            self.tokens.append(choose(logits, pack)[0])
+            return
+        self.laws.append(law(logits, pack))
+        ones = torch.ones_like(pack.temperature)
+        as_it_is = pack._replace(
+            temperature=ones,
+            min_p=torch.zeros_like(ones),
+            top_p=ones,
+            top_k=torch.zeros_like(pack.top_k),
+            truncates=False,
+        )
+        drawn = choose(self.laws[-1].log(), as_it_is, logits.dtype, Purpose.DRAFT)
+        self.tokens.append(drawn[0])
+
+    def drafts(self) -> list[Draft]:
+        """The drafts of each row; waits for the device."""
+        found = [each.tolist() for each in self.tokens]
+        drafts = []
+        for i, row in enumerate(self.rows):
+            tokens = [each[i] for each in found[: row.num_drafts]]
+            laws = [each[i] for each in self.laws[: row.num_drafts]]
+            drafts.append(Draft(tokens, torch.stack(laws) if laws else None))
+        return drafts
+
+
+def pack_of(rows: Sequence[DraftRow], device: torch.device) -> Pack:
+    """How each row draws the token behind its last one."""
+    drawn = [how_it_draws(row.new.params) for row in rows]
+    floats = np.array([each.floats for each in drawn], dtype=np.float32).T
+    top_k = np.array([each.top_k for each in drawn], dtype=np.int32)
+    keys = [(signed(row.new.seed), row.new.sample_index, len(row.token_ids)) for row in rows]
+    there = upload(device, floats, top_k, np.array(keys, dtype=np.int64).T)
+    (temperature, min_p, top_p), top_k_there, (seed, sample_index, position) = there
+    truncates = any(each.truncates for each in drawn)
+    return Pack(temperature, min_p, top_p, top_k_there, seed, sample_index, position, truncates)

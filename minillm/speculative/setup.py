@@ -1,0 +1,116 @@
+"""What `speculative_config` builds: the scheduler's limits, the executor's proposer and rule, and
+what is known of a draft model."""
+
+from dataclasses import dataclass
+
+from minillm.config import ModelConfig
+from minillm.engine_args import EngineArgs
+from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
+from minillm.models.checkpoint import ModelSource, open_model
+from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
+from minillm.scheduling.drafts import Drafts
+from minillm.speculative.ngram import NGrams
+from minillm.speculative.proposer import Proposer
+from minillm.speculative.ratio import Ratio
+from minillm.speculative.rules import Rule
+from minillm.speculative.synthetic import Synthetic
+from minillm.speculative_config import SpeculativeConfig, check_vocabulary
+from minillm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """A draft model before its weights are read, checked against the target.
+
+    Attributes:
+        context: no token at this position or beyond is drafted.
+    """
+
+    source: ModelSource
+    context: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shape."""
+        return self.source.config
+
+
+def speculation_of(args: EngineArgs) -> SpeculativeConfig | None:
+    """The checked `speculative_config`."""
+    given = args.speculative_config
+    return given if given is None else SpeculativeConfig.of(given)
+
+
+def open_draft(
+    args: EngineArgs, target: ModelSource, tokenizer: Tokenizer | None
+) -> DraftSource | None:
+    """The draft model of these arguments, if there is one.
+
+    Raises:
+        ConfigError: it cannot be opened, or it is no draft model for this target.
+    """
+    config = speculation_of(args)
+    if config is None or config.model is None:
+        return None
+    name = f"speculative_config's model {config.model!r}"
+    try:
+        source = open_model(config.model)
+    except MinillmError as error:
+        raise ConfigError(f"{name} cannot be used: {error}") from error
+    sizes = source.config.vocab_size, target.config.vocab_size
+    check_vocabulary(config.model, sizes[0], target.name, sizes[1])
+    if tokenizer is not None and not has_tokens_of(source, tokenizer):
+        raise ConfigError(
+            f"{name} has a tokenizer with other tokens than that of {target.name}; choose a draft "
+            "model with the same tokenizer."
+        )
+    return DraftSource(source, draft_context(args, config, source, target))
+
+
+def draft_context(
+    args: EngineArgs, config: SpeculativeConfig, source: ModelSource, target: ModelSource
+) -> int:
+    """Positions that the draft model has, or may use."""
+    own, longest = source.config.longest_context, args.max_model_len
+    if longest is None:
+        longest = target.config.longest_context
+    if config.max_model_len is None:
+        return min(own, longest)
+    most, whose = min((own, "the draft model's own"), (longest, "the target's"))
+    if config.max_model_len > most:
+        raise ConfigError(
+            f"speculative_config's max_model_len is {config.max_model_len}; it must be at most "
+            f"{most}, {whose} context."
+        )
+    return config.max_model_len
+
+
+def has_tokens_of(source: ModelSource, tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer of a model, if it has one, has the same tokens as this one."""
+    if source.folder is None:
+        return True
+    try:
+        return Tokenizer.from_folder(source.folder).same_tokens(tokenizer)
+    except ModelNotFoundError:
+        return True
+
+
+def build_drafts(config: SpeculativeConfig, draft: DraftSource | None = None) -> Drafts:
+    """How many drafts each row gets."""
+    policy = AdaptiveDrafts if config.adapts else Drafts
+    context = None if draft is None else draft.context
+    return policy(config.most, config.disable_by_batch_size, context)
+
+
+def build_proposer(config: SpeculativeConfig) -> Proposer:
+    """What proposes them, if that is no model."""
+    if config.method == "ngram":
+        return NGrams(config.prompt_lookup_min or 1, config.prompt_lookup_max or 1)
+    return config.method
+
+
+def build_rule(config: SpeculativeConfig) -> Rule | None:
+    """What decides on drafts; None compares them with samples, which changes no token."""
+    if config.synthetic_acceptance_rates is not None:
+        return Synthetic(config.synthetic_acceptance_rates)
+    return Ratio() if config.rejection_sample_method == "standard" else None

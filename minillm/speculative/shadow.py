@@ -1,0 +1,100 @@
+"""The cache of a draft model: a shadow of the target's, with the same blocks in the same tables.
+
+    block table    [ 7             ][ 3             ][ 9             ]
+    target         [ ############# ][ ############# ][ ####          ]
+    draft          [ ############# ][ #####         ][               ]
+    filled           16               6                0
+
+A prefix that is found, a fork, a copy and a swap are the same for both caches. But the draft model
+computes a position only when it drafts behind it, and it also computes positions of drafts that are
+rejected. So each block has a mark: how many of its first positions have right keys and values. A
+mark goes with the contents of its block, and ends where the target writes: what the draft model
+computed from there on followed tokens that were drafts, or belongs to an earlier owner.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minillm.batches import Numbers
+from minillm.cache.manager import BlockCopy
+from minillm.layers.kv_cache import KVCache
+from minillm.scheduling.plan import StepPlan
+
+
+@dataclass(slots=True)
+class Table:
+    """The blocks of a sequence; the first `num_full` are known to be right to their last position,
+    and are not looked at again."""
+
+    blocks: list[int] = field(default_factory=list)
+    num_full: int = 0
+
+
+class Shadow:
+    """Keys and values of a draft model, and which of them are right.
+
+    Attributes:
+        filled: int64 [blocks], the mark of each block of `kv`; `filled_on_host` of those of `host`.
+    """
+
+    def __init__(self, kv: KVCache, host: KVCache | None):
+        self.kv, self.host = kv, host
+        self.filled: Numbers = np.zeros(kv.num_blocks, dtype=np.int64)
+        num_host_blocks = 0 if host is None else host.num_blocks
+        self.filled_on_host: Numbers = np.zeros(num_host_blocks, dtype=np.int64)
+        self._tables: dict[int, Table] = {}
+
+    def follow(self, plan: StepPlan) -> None:
+        """Move blocks as the plan does, and end the marks where it writes. Sequences that it drops
+        are forgotten before."""
+        if self.host is not None and plan.swap_out:
+            move(plan.swap_out, (self.kv, self.filled), (self.host, self.filled_on_host))
+        if plan.copies:
+            move(plan.copies, (self.kv, self.filled), (self.kv, self.filled))
+        if self.host is not None and plan.swap_in:
+            move(plan.swap_in, (self.host, self.filled_on_host), (self.kv, self.filled))
+        for row in plan.rows:
+            table = self._tables.setdefault(row.seq_id, Table())
+            table.blocks[row.num_kept :] = row.blocks
+            self._end_marks(table, row.start, row.start + row.num_tokens)
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence is gone; its blocks, and their marks, may be others' as well."""
+        self._tables.pop(seq_id, None)
+
+    def num_computed(self, seq_id: int) -> int:
+        """How many of the first positions of a sequence are right."""
+        size, table = self.kv.block_size, self._tables[seq_id]
+        for block in table.blocks[table.num_full :]:
+            if self.filled[block] < size:
+                return table.num_full * size + int(self.filled[block])
+            table.num_full += 1
+        return table.num_full * size
+
+    def mark(self, seq_id: int, start: int, end: int) -> None:
+        """Positions `start` to `end` are right, as those before them are."""
+        size, blocks = self.kv.block_size, self._tables[seq_id].blocks
+        for place in range(start // size, -(-end // size)):
+            block, right = blocks[place], min(end - place * size, size)
+            self.filled[block] = max(self.filled[block], right)
+
+    def _end_marks(self, table: Table, start: int, end: int) -> None:
+        """The target writes positions `start` to `end`."""
+        size = self.kv.block_size
+        first = start // size
+        table.num_full = min(table.num_full, first)
+        for place in range(first, -(-end // size)):
+            block, kept = table.blocks[place], max(start - place * size, 0)
+            if self.filled[block] > kept:
+                self.filled[block] = kept
+
+
+def move(
+    copies: Sequence[BlockCopy], source: tuple[KVCache, Numbers], target: tuple[KVCache, Numbers]
+) -> None:
+    """Copy blocks and their marks from a cache to another, or within one."""
+    source[0].copy_blocks(copies, target[0])
+    pairs = np.array(copies, dtype=np.int64)
+    target[1][pairs[:, 1]] = source[1][pairs[:, 0]]

@@ -1,0 +1,128 @@
+"""The executor's side of speculative decoding: rows of a plan get their drafts, or become plain."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.errors import in_one_line
+from minillm.scheduling.plan import Row, StepPlan
+from minillm.sequence_row import SequenceRow
+from minillm.speculative.proposer import Draft, DraftRow, Proposer
+
+LAW_ERROR = 1e-3  # a law of this much more or less than 1 is none
+
+logger = logging.getLogger(__name__)
+
+
+class Speculator:
+    """Asks a proposer, and trusts it with nothing: what it gives is checked, and if it fails there
+    is one warning and plain decoding from then on."""
+
+    def __init__(self, proposer: Proposer, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.proposer: Proposer | None = proposer
+        self._has_seen_law = False
+
+    def draft(self, plan: StepPlan, states: Mapping[int, SequenceRow]) -> list[Row]:
+        """The rows of a plan, those that may have drafts with as many as were proposed. The tokens
+        are in `SequenceRow.drafts`."""
+        self.forget(plan.dropped)  # first: one that comes back may be among the new
+        self._call("follow", plan)
+        asked = [row for row in plan.rows if row.num_logits > 1]
+        if not asked:
+            return plan.rows
+        wanted = [
+            DraftRow(
+                states[row.seq_id].new,
+                states[row.seq_id].token_ids,
+                row.num_logits - 1,
+                states[row.seq_id].row,
+            )
+            for row in asked
+        ]
+        counts = {}
+        for row, (drafts, law) in zip(asked, self._propose(wanted), strict=True):
+            state, counts[row.seq_id] = states[row.seq_id], 1 + len(drafts)
+            state.drafts, state.law = drafts, law
+        return [
+            row._replace(num_tokens=count, num_logits=count)
+            if (count := counts.get(row.seq_id))
+            else row
+            for row in plan.rows
+        ]
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """These sequences are gone, or come back as new ones."""
+        for seq_id in seq_ids:
+            self._call("forget", seq_id)
+
+    def allocated(self) -> dict[str, int]:
+        """Bytes that the proposer took, by name; nothing where it does not say."""
+        return getattr(self.proposer, "allocated", dict)()
+
+    def _propose(self, wanted: Sequence[DraftRow]) -> list[tuple[list[int], Tensor | None]]:
+        """Valid drafts of each row, and their laws."""
+        nothing: list[tuple[list[int], Tensor | None]] = [([], None) for _ in wanted]
+        given = self._call("propose", wanted)
+        if given is None:
+            return nothing
+        try:
+            if len(given) != len(wanted):
+                raise ValueError(f"it gave {len(given)} answers for {len(wanted)} sequences")
+            return [self._valid(each, row) for each, row in zip(given, wanted, strict=True)]
+        except Exception as error:
+            self._give_up(error)
+            return nothing
+
+    def _valid(
+        self, given: Sequence[int] | Draft, row: DraftRow
+    ) -> tuple[list[int], Tensor | None]:
+        ids, law = given if isinstance(given, Draft) else (given, None)
+        tokens = [int(token) for token in ids[: row.num_drafts]]
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"it gave token id {token}; the model has ids from 0 to {self.vocab_size - 1}"
+                )
+        if law is not None:
+            self._check_law(law, len(tokens))
+        return tokens, law
+
+    def _check_law(self, law: Tensor, num_tokens: int) -> None:
+        """The shape of each law is checked, and the numbers of the first: reading them takes time
+        on a GPU."""
+        due, given = [num_tokens, self.vocab_size], list(law.shape)
+        if given[1:] != due[1:] or given[0] < due[0] or not law.is_floating_point():
+            raise ValueError(
+                f"the law of its drafts is {given}, {law.dtype}; probabilities {due} are due"
+            )
+        if num_tokens and not self._has_seen_law:
+            self._has_seen_law = True
+            least = float(law.min())
+            off = float((law.sum(dim=-1, dtype=torch.float64) - 1).abs().max())
+            if not (least >= 0 and off < LAW_ERROR):
+                raise ValueError(
+                    f"the law of its drafts has a number {least:.6g} and a row whose sum is "
+                    f"{off:.6g} off 1; each row must be probabilities that sum to 1"
+                )
+
+    def _call(self, name: str, argument: Any) -> Any:
+        """What this method of the proposer answers; None where it has none."""
+        method = getattr(self.proposer, name, None)
+        if method is None:
+            return None
+        try:
+            return method(argument)
+        except Exception as error:
+            self._give_up(error)
+            return None
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning(
+            "Speculative decoding is off from now on, because its proposer failed: %s",
+            in_one_line(error),
+        )
+        self.proposer = None

@@ -1,0 +1,95 @@
+"""`minillm bench speculation`: what it counts, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minillm import LLM
+from minillm.benchmarks.speculation import (
+    PLAIN,
+    SpeculationWork,
+    copy_prompt,
+    interval,
+    measure,
+    prompts_of,
+    timed,
+    verification_cost,
+)
+from minillm.cli import main
+from minillm.sampling_params import SamplingParams
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def found():
+    work = SpeculationWork(
+        model="tiny",
+        variants={PLAIN: None, "ngram 4": NGRAM},
+        workloads=("copy",),
+        batches=(1, 2),
+        new_tokens=24,
+        repeats=2,
+        threads=1,
+        dtype="float32",
+    )
+    return measure(work, lambda what: None)
+
+
+def test_each_variant_at_each_batch_is_beside_plain_decoding(found):
+    cells = [(one["batch"], one["variant"]) for one in found["results"]]
+    assert cells == [(1, PLAIN), (1, "ngram 4"), (2, PLAIN), (2, "ngram 4")]
+    for one in found["results"]:
+        assert one["same_tokens"]
+        if one["variant"] == PLAIN:
+            assert one["ratio"]["median"] == 1
+            assert one["tokens_per_step"] == 1
+            assert (one["num_drafts"], one["acceptance"]) == (0, [])
+        else:
+            assert one["num_draft_tokens"] >= one["num_drafts"] > 0
+            assert one["tokens_per_step"] > 1
+            assert one["acceptance"] == sorted(one["acceptance"], reverse=True)
+
+
+def test_a_run_counts_what_the_engine_did():
+    llm = LLM("tiny", dtype="float32", speculative_config=NGRAM, enable_prefix_caching=False)
+    prompts = prompts_of("copy", 2, llm)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    run = timed(llm, prompts, params)
+    assert [len(ids) for ids in run.token_ids] == [20, 20]
+    assert run.num_tokens == 38  # the clock starts at the first tokens
+    assert run.num_drafts >= run.accepted_at[0]
+    assert sum(run.accepted_at) == llm.engine.scheduler.counters.num_accepted_tokens
+    assert not llm.engine.has_work
+
+
+def test_the_cost_of_a_verification_is_that_of_free_drafts(found):
+    costs = dict(verification_cost(found))
+    assert set(costs) <= {2, 3, 4, 5}
+    assert all(cost > 0 for cost in costs.values())
+
+
+def test_what_follows_a_copy_is_in_the_prompt():
+    assert copy_prompt([1, 2, 3, 4, 5, 6, 7, 8]) == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
+
+
+def test_the_interval_leaves_out_one_of_nine_at_each_end():
+    assert interval([9, 1, 2, 3, 4, 5, 6, 7, 8]) == (2, 8)
+    assert interval([3, 1, 2]) == (1, 3)
+
+
+def test_the_command_writes_json(tmp_path: Path, capsys):
+    file = tmp_path / "found.json"
+    command = ["bench", "speculation", "preset:smollm2-135m"]
+    assert main([*command]) == 2
+    assert "random weights" in capsys.readouterr().err
+    assert main([*command, "--acceptance", "0.9,2"]) == 2
+    assert "numbers from 0 to 1" in capsys.readouterr().err
+    assert main(["bench", "decode", "--draft", "tiny-draft"]) == 2
+    assert "--draft is for speculation" in capsys.readouterr().err
+    command = ["bench", "speculation", "tiny", "--quick", "--acceptance", "0.5,0.5"]
+    command += ["--threads", "1"]
+    assert main([*command, "--json", str(file)]) == 0
+    assert "synthetic" in capsys.readouterr().out
+    assert json.loads(file.read_text())["synthetic_acceptance"] == [0.5, 0.5]

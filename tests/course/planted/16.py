@@ -1,0 +1,5 @@
+"""Every draft is accepted, right or wrong."""
+
+from minillm import collect
+
+collect.match = lambda samples, drafts: len(samples)

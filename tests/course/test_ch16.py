@@ -1,0 +1,246 @@
+"""Chapter 16's own functions: proposers, rounds, laws, and the published arithmetic (claims G)."""
+
+import math
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.hardware import DATASHEET
+from minillm.presets import preset
+from minillm.speculative.proposer import DraftRow
+from minillm_exercises.chapters import ch16, ch16_pictures
+from minillm_exercises.chapters.ch16 import Round, Verified
+from minillm_exercises.chapters.common import your_turn
+
+TENTH = Fraction(1, 10)
+P, Q = [1 * TENTH, 6 * TENTH, 3 * TENTH], [5 * TENTH, 3 * TENTH, 2 * TENTH]
+LEFT = [Fraction(0), Fraction(3, 4), Fraction(1, 4)]
+H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-8b")
+
+
+def row(*tokens: int, num_drafts: int = 3) -> DraftRow:
+    new = SimpleNamespace(params=SamplingParams(temperature=1.0), seed=5, sample_index=0)
+    return DraftRow(new, tokens, num_drafts, 0)
+
+
+@pytest.fixture
+def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The captions of figures, and the tables, that would be displayed."""
+    seen: list[str] = []
+    monkeypatch.setattr(ch16_pictures, "show", lambda fig, caption: seen.append(caption))
+    monkeypatch.setattr(ch16_pictures, "show_table", lambda head, rows: seen.append(str(rows)))
+    return seen
+
+
+# Proposers and rounds ------------------------------------------------------------------------
+
+
+def test_what_is_watched_is_what_was_proposed():
+    watched = ch16.Watched()
+    assert watched.propose([row(1, 2)]) == [[]]
+    watched.asked = ch16.Oracle([1, 2, 3, 4, 5, 6])
+    assert watched.propose([row(1, 2), row(1, 2, 3, 4)]) == [[3, 4, 5], [5, 6]]
+    assert watched.rounds == [Round(2, []), Round(2, [3, 4, 5]), Round(4, [5, 6])]
+    watched.forget(3)  # the one it asks has nothing to forget
+
+
+def test_watched_passes_on_what_is_to_be_forgotten():
+    gone = []
+    watched = ch16.Watched(SimpleNamespace(propose=list, forget=gone.append))
+    watched.forget(3)
+    assert gone == [3]
+
+
+def test_dice_roll_any_token():
+    dice = ch16.Dice(4)
+    rolled = [token for _ in range(50) for token in dice.propose([row(1)])[0]]
+    assert len(rolled) == 150
+    assert set(rolled) == {0, 1, 2, 3}
+
+
+def test_rounds_are_judged_by_the_text():
+    text = [7, 1, 2, 3, 4, 5, 6]
+    rounds = [Round(2, [2, 3, 9]), Round(5, [8])]
+    want = [Verified((2, 3, 9), 2, 4), Verified((8,), 0, 5), Verified((), 0, 6)]
+    assert ch16.verified(rounds, text) == want
+    assert ch16.per_step(want) == Fraction(5, 3)
+    assert ch16.survival(want, 3) == [Fraction(1, 3), Fraction(1, 3), 0]
+
+
+def test_a_small_model_drafts_what_it_would_write_itself():
+    llm = LLM("tiny-draft", dtype="float32")
+    prompt = llm.tokenizer.encode("def f(x):\n")
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+    out = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0]
+    for same in (True, False):
+        (drafts,) = ch16.SmallModel(llm, same).propose([row(*prompt, num_drafts=6)])
+        assert (drafts == list(out.token_ids)) == same
+
+
+def test_write_has_a_step_for_each_token_that_was_not_drafted():
+    watched = ch16.Watched(ch16.Dice(2))
+    config = {"method": watched, "num_speculative_tokens": 3}
+    llm = LLM("tiny", dtype="float32", speculative_config=config)
+    tokens, rounds = ch16.write(llm, [5, 6, 7], watched, max_tokens=9)
+    assert 1 + sum(each.accepted + 1 for each in rounds) == len(tokens) == 9
+    assert ch16.write(llm, [5, 6, 7], max_tokens=9) == (tokens, [])
+
+
+# Two models ----------------------------------------------------------------------------------
+
+
+def by_hand(p, q):
+    """The formula as it is written, in float64."""
+    pairs = [(a, b) for a, b in zip(p, q, strict=True)]
+    return sum(1 / sum(max(b / a, d / c) for b, d in pairs) for a, c in pairs if a > 0 and c > 0)
+
+
+def test_agreement_is_the_formula_and_the_share_of_equal_draws():
+    generator = np.random.default_rng(0)
+    p, q = generator.dirichlet(np.ones(7), size=5), generator.dirichlet(np.ones(7), size=5)
+    p[0, :2], q[0, 1:3] = 0.0, 0.0
+    p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
+    found = ch16.agreement(torch.tensor(p), torch.tensor(q))
+    assert found.tolist() == pytest.approx([by_hand(*pair) for pair in zip(p, q, strict=True)])
+    with np.errstate(divide="ignore"):
+        noise = generator.gumbel(size=(100_000, 7))
+        same = (np.log(p[1]) + noise).argmax(1) == (np.log(q[1]) + noise).argmax(1)
+    assert same.mean() == pytest.approx(found[1].item(), abs=0.01)
+
+
+def test_agreed_counts_positions_with_the_same_token():
+    logits = torch.randn(40, 12, generator=torch.Generator().manual_seed(0)).double()
+    assert ch16.agreed(logits, logits, 3, 0) == 1
+    assert ch16.agreed(logits, logits, 3, 50) < 0.6
+    p = logits.softmax(-1)
+    share = ch16.agreed(logits, logits, 200, 1000)
+    assert share == pytest.approx((p * p).sum(-1).mean().item(), abs=0.02)
+
+
+# Laws: claims G4, G5 -------------------------------------------------------------------------
+
+
+def test_a_batch_of_one_has_the_law_of_the_model():
+    assert ch16.batch_law(P, Q, LEFT, 1) == P
+    assert ch16.distance(P, P) == 0
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_the_law_of_a_batch_that_stops_together(batch):
+    """Drawn row by row as the listing does it."""
+    rng = np.random.default_rng(0)
+    p, q, left = (np.array([float(x) for x in law]) for law in (P, Q, LEFT))
+    drafts = rng.choice(3, p=q, size=(200_000, batch))
+    accepted = rng.random(drafts.shape) < (p / q)[drafts]
+    first = np.where(accepted.all(1), drafts[:, 0], rng.choice(3, p=left, size=len(drafts)))
+    found = np.bincount(first, minlength=3) / len(first)
+    assert found == pytest.approx([float(x) for x in ch16.batch_law(P, Q, LEFT, batch)], abs=0.005)
+
+
+def test_the_draft_noise_in_the_residual_is_wrong_by_what_an_integral_says():
+    """P(draft a, residual c) by integration over the ratio of two exponential waiting times."""
+    p, q, left = ([float(x) for x in law] for law in (P, Q, LEFT))
+    found = ch16.shared_noise_law(P, Q, LEFT)
+    c = 0.0  # only token 0 can be rejected; then b or c wins the race of the residual
+    ratios = np.linspace(q[2] / q[0], 60, 400_000)  # E_c / E_a
+    others = np.maximum(q[1] / q[0], left[1] * ratios / left[2])
+    c = np.trapezoid(1 / (1 + ratios + others) ** 2, ratios) * (1 - p[0] / q[0])
+    assert found[0] == pytest.approx(0.1, abs=0.003)
+    assert found[2] == pytest.approx(q[2] + c, abs=0.003)
+
+
+def test_claim_g5():
+    lost = [float(1000 * ch16.lost_to_epsilon(size, 4)) for size in (50_257, 128_256)]
+    assert lost == pytest.approx([4 * 50_257e-5, 4 * 128_256e-5], rel=0.01)
+    assert ch16.lost_to_epsilon(1000, 4, 0.0) == 0
+
+
+# What it costs: claims G8, G9, G11, G12 ------------------------------------------------------
+
+
+def test_the_published_gains():
+    gains = [float(ch16.speed_up(Fraction(a, 100), 4, TENTH)) for a in (50, 60, 70, 80, 90, 95)]
+    assert [round(gain, 2) for gain in gains] == [1.38, 1.65, 1.98, 2.40, 2.93, 3.23]
+    dearer = [ch16.speed_up(Fraction(4, 5), 4, c * TENTH) for c in (3, 5)]
+    assert [f"{float(each):.2f}" for each in dearer] == ["1.53", "1.12"]
+    assert [float(ch16.acceptance_for(n, 4, TENTH)) for n in (1, 2, 3)] == [0.287, 0.705, 0.913]
+
+
+def test_five_rows_read_what_one_reads():
+    one, five = (ch16.row_cost(LLAMA, rows) for rows in (1, 5))
+    assert five.weight_bytes < 1.001 * one.weight_bytes
+    assert five.flops == pytest.approx(5 * one.flops, rel=0.01)
+    rows = ch16.knee(LLAMA, H100)
+    times = [ch16.row_bound(LLAMA, H100, each) for each in (1, rows - 1, 2 * rows)]
+    assert times[1] == pytest.approx(times[0], rel=0.02)
+    assert times[2] > 1.5 * times[0]
+
+
+def test_the_largest_batch_that_gains():
+    survived = [0.8, 0.6]
+    last = ch16.break_even(survived, LLAMA, H100)
+    assert ch16.gain(survived, LLAMA, H100, last) > 1 >= ch16.gain(survived, LLAMA, H100, last + 1)
+    assert ch16.gain(survived, LLAMA, H100, 1) == pytest.approx(2.4, rel=0.01)
+    assert ch16.gain(survived, LLAMA, H100, 1, draft=0.2) == pytest.approx(2.0, rel=0.01)
+
+
+def test_rows_are_timed(monkeypatch):
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    found = ch16.row_seconds(LLM("tiny-draft", dtype="float32"), (1, 3), batch=2)
+    assert set(found) == {1, 3}
+    assert all(0 < seconds < math.inf for seconds in found.values())
+
+
+# Pictures ------------------------------------------------------------------------------------
+
+
+def test_pictures_and_tables(captions):
+    tokenizer = SimpleNamespace(decode=lambda ids: f"t{ids[0]}\n and more")
+    assert ch16_pictures.shown(tokenizer, 3) == "t3\u21b5\u00b7and\u00b7m\u2026"
+    rounds = [Verified((1, 2, 3), 1, 9), Verified((4, 5, 6), 3, 7)]
+    ch16_pictures.draw_rounds(rounds, tokenizer, 3)
+    assert captions[-1].endswith("6 tokens in all.")
+    ch16_pictures.show_step(rounds[0], "the known token", tokenizer)
+    assert "equal: accepted" in captions[-1]
+    assert captions[-1].count("the text before it is wrong") == 2
+    ch16_pictures.show_step(rounds[1], "the known token", tokenizer)
+    assert captions[-1].count("equal: accepted") == 3
+    ch16_pictures.show_race([0.1, 0.6, 0.3], [0.5, 0.3, 0.2], [0.4, 1.5, -0.3])
+    assert "**0.99**', '**0.30**" in captions[-1]
+    seconds = {"tiny": {1: 1.0, 5: 1.5}}
+    ch16_pictures.draw_rows(seconds, {"tiny": {1: 0.5, 5: 0.5}})
+    assert "five rows take 1.50 for tiny" in captions[-1]
+    ch16_pictures.draw_agreement({"own": 0.5}, {"own": 0.4}, 0.7)
+    assert "50 % with own; no draft can agree in more than 70 %" in captions[-1]
+    ch16_pictures.draw_gains({"a": {1: 2.0, 2: 0.5}}, "a model")
+    assert "at a batch of 2 it is 0.50 for a" in captions[-1]
+
+
+def test_your_turn_says_what_is_missing(capsys):
+    cases = (([1, 2], [3]), 2), (([], []), 0)
+    your_turn(lambda a, b: None, *cases)
+    assert "Your turn: <lambda>([1, 2], [3]) should be 2." in capsys.readouterr().out
+    your_turn(lambda a, b: 2, *cases)
+    assert "Not yet: <lambda>([], []) should be 0 and is 2." in capsys.readouterr().out
+    your_turn(lambda a, b: len(a), *cases)
+    assert "is right in all 2 cases" in capsys.readouterr().out
+    your_turn(lambda a: "x", (([1],), 0.5))
+    assert "Not yet" in capsys.readouterr().out
+    your_turn(lambda a: 0.1 + 0.2, (([1],), 0.3))
+    assert "is right" in capsys.readouterr().out
+
+
+def test_the_mean_length_counts_all_rounds():
+    """Of an oracle every draft is right; of dice next to none."""
+    llm = LLM("tiny", dtype="float32")
+    text, _ = ch16.write(llm, [5, 6, 7], temperature=1.0, seed=0, max_tokens=10)
+    watched = ch16.Watched(ch16.Oracle([5, 6, 7, *text]))
+    config = {"method": watched, "num_speculative_tokens": 2}
+    llm = LLM("tiny", dtype="float32", speculative_config=config)
+    assert ch16.mean_length(llm, [[5, 6, 7]], 1, 10) == 3
+    watched.asked = ch16.Dice(4096)
+    assert ch16.mean_length(llm, [[5, 6, 7]], 2, 10) < Fraction(11, 10)

@@ -1,0 +1,223 @@
+"""Several ranks give the tokens of one, in every family and under everything an engine does.
+
+The ranks are threads (`parallel/threads.py`), so that many engines fit into a test; processes are
+tested in `test_processes.py`. Tokens are compared in float32 with those of one rank alone.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm import LLM
+from minillm.parallel import shard
+from minillm.parallel.communicator import Traffic
+from minillm.parallel.split import Split
+from tests.engine.small import make, write_model
+from tests.models.tiny import Tiny
+from tests.speculative.cells import CELLS, KINDS, Cell, Reference, open_cell, run_cell
+
+WITHOUT_TEXT = tuple(kind for kind in KINDS if "text" not in kind and "bad" not in kind)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+SHORT = {"num_hidden_layers": 2}
+# Sizes that make mistakes visible: vocabularies that no number of ranks divides, one to three KV
+# heads, biases wherever a family can have them.
+MODELS = {
+    "llama": Tiny("llama", SHORT | {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),
+    "mistral": Tiny("mistral", SHORT | {"sliding_window": 20, "num_key_value_heads": 4}),
+    "qwen2": Tiny("qwen2", SHORT | {"tie_word_embeddings": True, "vocab_size": 127}, seed=1),
+    "qwen3": Tiny("qwen3", SHORT | {"num_key_value_heads": 1, "vocab_size": 149}, seed=1),
+    "mixtral": Tiny("mixtral", SHORT, seed=2),
+    "qwen3_moe": Tiny("qwen3_moe", SHORT | {"vocab_size": 101, "attention_bias": True}, seed=2),
+    "deepseek_v2": Tiny("deepseek_v2", SHORT | {"attention_bias": True}, seed=1),
+    "deepseek_v3": Tiny("deepseek_v3", SHORT | {"vocab_size": 113}, seed=3),
+    "three KV heads": Tiny(
+        "llama",
+        SHORT
+        | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+        | {"vocab_size": 103},
+    ),
+}
+SIZES = {name: (3, 6) if name == "three KV heads" else (2, 4) for name in MODELS}
+ENGINES = [(name, size) for name in MODELS for size in SIZES[name]]
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """What each request gets alone from one rank; computed when first asked for."""
+    known: dict[str, Reference] = {}
+
+    def get(name: str) -> Reference:
+        if name not in known:
+            folder = MODELS[name].write(tmp_path_factory.mktemp("model")).folder
+            known[name] = Reference(folder, WITHOUT_TEXT)
+        return known[name]
+
+    return get
+
+
+def ranks(reference: Reference, size: int) -> Reference:
+    """The same reference, for engines of several ranks."""
+    made = object.__new__(Reference)
+    made.__dict__.update(reference.__dict__)
+    more = {"tensor_parallel_size": size, "distributed_executor_backend": "threads"}
+    made.arguments = reference.arguments | more
+    return made
+
+
+def check(reference: Reference, size: int, cell: Cell, config: dict[str, Any] | None = None) -> LLM:
+    """An engine of this many ranks gives what one rank gives."""
+    llm = open_cell(ranks(reference, size), cell, config)
+    try:
+        outputs = run_cell(reference, llm)
+        assert not reference.differences(outputs)
+        counters = llm.engine.scheduler.counters
+        preempted = counters.num_preemptions_recompute, counters.num_preemptions_swap
+        assert [count > 0 for count in preempted] == [cell.pool == "recompute", cell.pool == "swap"]
+        assert (counters.num_cached_tokens > 0) == (cell.cache != "off")
+        assert (counters.num_draft_tokens > 0) == (config is not None)
+    finally:
+        llm.close()
+    return llm
+
+
+# Each engine with one cell, so that the cells of all together meet every setting.
+USUAL = [(*engine, CELLS[(7 * i + 5) % len(CELLS)]) for i, engine in enumerate(ENGINES)]
+REST = [(*engine, cell) for engine in ENGINES for cell in CELLS]
+REST = [each for each in REST if each not in USUAL]
+
+
+def named(cells: list[tuple[str, int, Cell]]) -> list[Any]:
+    return [pytest.param(*each, id=f"{each[0]}-{each[1]}-{each[2]}") for each in cells]
+
+
+@pytest.mark.parametrize(("name", "size", "cell"), named(USUAL))
+def test_ranks_give_the_tokens_of_one(name, size, cell, reference_of):
+    check(reference_of(name), size, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size", "cell"), named(REST))
+def test_the_rest_of_the_matrix(name, size, cell, reference_of):
+    check(reference_of(name), size, cell)
+
+
+# ---- drafts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of bytes, whose tokens have text."""
+    return write_model(tmp_path_factory.mktemp("byte-model"))
+
+
+@pytest.fixture(scope="module")
+def bytes_reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+@pytest.mark.parametrize("config", [None, NGRAM, "draft model"], ids=["none", "n-grams", "draft"])
+@pytest.mark.parametrize("cell", [CELLS[8], CELLS[29]], ids=str)
+def test_texts_and_drafts(cell, config, bytes_reference, folder):
+    """Stop strings, bad words and drafts: the draft model is whole on every rank."""
+    if config == "draft model":
+        config = {"model": str(folder), "num_speculative_tokens": 3}
+    check(bytes_reference, 2, cell, config)
+
+
+# ---- what it costs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("qwen3_moe", 4), ("deepseek_v3", 2)])
+def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_one_gather(
+    name, size, reference_of
+):
+    reference = reference_of(name)
+    more = ranks(reference, size).arguments
+    with_ranks = make(reference.model, max_num_seqs=8, **more)
+    config = with_ranks.engine.source.config
+    groups = with_ranks.engine.runner.communicators
+    for each in groups:
+        each.forget_traffic()
+    with_ranks.generate([[5, 6, 7]], reference.jobs[0].params, use_tqdm=False)
+    steps = list(with_ranks.trace)
+    num_tokens = sum(record.num_prefill_tokens + record.num_decode_tokens for record in steps)
+    hidden = config.hidden_size * 4
+    sums = 1 + 2 * config.num_layers
+    part = -(-config.vocab_size // size) * 4
+    assert [each.traffic for each in groups] == size * [
+        {
+            "sum": Traffic(sums * len(steps), sums * num_tokens * hidden),
+            "gather": Traffic(len(steps), len(steps) * part),
+        }
+    ]
+    with_ranks.close()
+
+
+def test_a_rank_holds_its_share(reference_of):
+    """All ranks together have no more weights than one, but for norms and biases."""
+    reference = reference_of("mistral")
+    alone = make(reference.model).engine.allocated()
+    llm = make(reference.model, **ranks(reference, 4).arguments)
+    runners = llm.engine.runner.runners
+    assert all(each.stats()["weights"] < alone["weights"] / 3.8 for each in runners)
+    assert sum(each.stats()["kv_cache"] for each in runners) == alone["kv_cache"]
+    llm.close()
+
+
+# ---- planted bugs ------------------------------------------------------------------------------
+
+
+def wrong_kv_head(self: Split, num_kv_heads: int) -> range:
+    return range(self.rank % num_kv_heads, self.rank % num_kv_heads + 1)
+
+
+def bias_on_every_rank(self, matrix, x, bias):
+    return self.communicator.sum(self.inner.apply(matrix, x, bias))
+
+
+def no_sum(self, matrix, x, bias):
+    total = self.inner.apply(matrix, x, None)
+    return total if bias is None else total + bias
+
+
+def up_of_another_rank(matrix, split):
+    """As where the stack of gate and up is cut, and not each of them: the shapes fit."""
+    parts = []
+    for place, part in enumerate(matrix.parts):
+        total = part.shape[0] * split.size
+        own = Split((split.rank + place) % split.size, split.size).share(total)
+        parts.append(shard.rows(part, total, own))
+    matrix.parts = tuple(parts)
+
+
+def summed_twice(self, x):
+    """The shared experts are whole sums already."""
+    shared = self.moe.shared(x)
+    return self.communicator.sum(self.moe(x).contiguous()) + self.communicator.sum(shared) / 2
+
+
+def local_ids(self, matrix, ids):
+    return self.communicator.sum(self.inner.lookup(matrix, ids % max(len(self.held), 1)))
+
+
+PLANTED = {  # what is replaced, and a model on which it shows
+    "KV head r mod Hkv": (Split, "kv_heads", wrong_kv_head, "llama"),
+    "a bias on every rank": (shard.RowParallel, "apply", bias_on_every_rank, "llama"),
+    "no sum": (shard.RowParallel, "apply", no_sum, "mistral"),
+    "up of another rank": (shard, "share_rows", up_of_another_rank, "mistral"),
+    "shared experts summed again": (shard.SummedMoE, "forward", summed_twice, "deepseek_v3"),
+    "ids of the shard": (shard.VocabularyParallel, "lookup", local_ids, "mistral"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_changes_tokens(bug, reference_of, monkeypatch):
+    owner, attribute, wrong, name = PLANTED[bug]
+    monkeypatch.setattr(owner, attribute, wrong)
+    cell = Cell(0, "off", "ample", False)
+    with pytest.raises(AssertionError, match="token_ids"):
+        check(reference_of(name), 4, cell)
+    monkeypatch.undo()
+    check(reference_of(name), 4, cell)

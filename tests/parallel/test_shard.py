@@ -1,0 +1,152 @@
+"""What each rank holds of a model, and what it refuses."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from minillm import LLM
+from minillm.engine_args import EngineArgs
+from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.linear_methods import Matrix, PlainLinearMethod, WeightSlice
+from minillm.models.checkpoint import open_model
+from minillm.parallel.rank import load_rank
+from minillm.parallel.shard import VocabularyParallel
+from minillm.parallel.split import Split, check_split, divides, rank_config
+from minillm.parallel.threads import ThreadGroup
+from minillm.presets import PRESETS, preset
+
+TINY = preset("smollm2-135m")
+
+
+def on_ranks(size, call):
+    """What each of so many threads returns."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(call, ThreadGroup(size, patience=10).communicators()))
+
+
+# ---- pure numbers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "size", "heads"),
+    [
+        (4, 2, [(0, 1), (2, 3)]),
+        (2, 4, [(0,), (0,), (1,), (1,)]),
+        (1, 3, [(0,), (0,), (0,)]),
+        (3, 9, [(0,)] * 3 + [(1,)] * 3 + [(2,)] * 3),
+    ],
+)
+def test_kv_heads(num_kv_heads, size, heads):
+    assert [tuple(Split(rank, size).kv_heads(num_kv_heads)) for rank in range(size)] == heads
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 101, 128])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_vocabularies_of_any_size(vocab_size, size):
+    held = [Split(rank, size).vocabulary(vocab_size) for rank in range(size)]
+    assert [token for each in held for token in each] == list(range(vocab_size))
+    assert all(len(each) <= -(-vocab_size // size) for each in held)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "sizes"), [(4, 2, [1, 2, 4]), (9, 3, [1, 3, 9]), (8, 8, [1, 2, 4, 8])]
+)
+def test_sizes_that_divide(heads, kv_heads, sizes):
+    """Issue B4 of the notes: KV heads are never split below one."""
+    config = replace(TINY, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=2**6 * 81)
+    assert [size for size in range(1, 10) if divides(config, size)] == sizes
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_split_in_some_way(name):
+    config = preset(name)
+    sizes = [size for size in range(2, 10) if divides(config, size)]
+    assert sizes
+    for size in sizes:
+        rank_config(config, size)  # a valid model
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "what"),
+    [
+        ({}, 2, "9 attention heads"),
+        ({"num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1537}, 2, "size 1537"),
+        ({"num_heads": 12, "num_kv_heads": 4}, 6, "4 KV heads"),
+        ({"num_heads": 8, "num_kv_heads": 8, "vocab_size": 3}, 4, "3 token ids"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_refused_with_those_that_do(fields, size, what):
+    config = replace(TINY, **fields)
+    with pytest.raises(ConfigError, match=f"{what}.*can be 1") as caught:
+        check_split(config, size)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments():
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ConfigError, match="tensor_parallel_size"):
+            EngineArgs("tiny", tensor_parallel_size=wrong)
+    with pytest.raises(ConfigError, match="distributed_executor_backend"):
+        EngineArgs("tiny", distributed_executor_backend="mpi")
+    with pytest.raises(UnsupportedFeatureError, match="ray"):
+        EngineArgs("tiny", distributed_executor_backend="ray")
+    with pytest.raises(ConfigError, match="can be 1, 2, 4"):
+        LLM("tiny", tensor_parallel_size=3)
+
+
+# ---- weights -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("vocab_size", [5, 101])
+def test_logits_that_are_all_negative(vocab_size, size):
+    """Issue B6 of the notes: padded rows of zeros would win."""
+    weight, x = -torch.rand(vocab_size, 16) - 0.1, torch.rand(3, 16)
+
+    def logits(communicator):
+        held = Split(communicator.rank, communicator.size).vocabulary(vocab_size)
+        part = WeightSlice("", (vocab_size, 16), held, range(16))
+        matrix = Matrix([part])
+        matrix.create(torch.float32, "cpu")
+        matrix.weight.copy_(weight[held.start : held.stop])
+        method = VocabularyParallel(PlainLinearMethod(), held, vocab_size, communicator)
+        ids = torch.tensor([0, vocab_size - 1, vocab_size // 2])
+        assert torch.equal(method.lookup(matrix, ids), weight[ids])
+        return method.apply(matrix, x, None)
+
+    for found in on_ranks(size, logits):
+        torch.testing.assert_close(found, x @ weight.T)
+        assert torch.equal(found.argmax(1), (x @ weight.T).argmax(1))
+
+
+@pytest.mark.parametrize("name", ["tiny", "preset:smollm2-135m"])
+def test_random_weights_are_slices_of_one_rank_s(name):
+    """So that `load_format="dummy"` is the same model on any number of ranks."""
+    source = open_model(name)
+    config = replace(source.config, num_heads=4, num_kv_heads=2, num_layers=1, head_dim=24)
+    config = replace(config, hidden_size=48, intermediate_size=64, vocab_size=101)
+    source = replace(source, config=config)
+    args = EngineArgs("tiny", load_format="dummy", seed=3)
+    load = partial(load_rank, args, source, torch.float32, torch.device("cpu"), 64)
+    (whole,) = on_ranks(1, load)
+    left, right = on_ranks(2, load)
+    mine = dict(whole.named_parameters())
+    for name, one in left.named_parameters():
+        other, all_of_it = dict(right.named_parameters())[name], mine[name]
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert torch.equal(torch.cat((one, other), 1), all_of_it)
+        elif name.endswith("gate_up_proj.weight"):
+            gate, up = all_of_it.chunk(2)
+            assert torch.equal(one, torch.cat((gate.chunk(2)[0], up.chunk(2)[0])))
+            assert torch.equal(other, torch.cat((gate.chunk(2)[1], up.chunk(2)[1])))
+        elif name.endswith(("embedding.weight", "lm_head.weight")):
+            assert torch.equal(torch.cat((one, other)), all_of_it)
+        elif name.endswith("norm.weight"):
+            assert torch.equal(one, all_of_it)
+        else:
+            assert name.endswith("qkv_proj.weight")
+            q, k, v = all_of_it.split((96, 48, 48))
+            assert torch.equal(one, torch.cat([each.chunk(2)[0] for each in (q, k, v)]))

@@ -1,0 +1,224 @@
+"""`num_speculative_tokens="auto"` on a virtual clock: finds what pays, loses next to nothing.
+
+The law of step times and the acceptance are made up, so what would be best is known.
+"""
+
+import time
+
+import pytest
+
+from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
+from minillm.scheduling.drafts import Drafts
+from minillm.scheduling.invariants import check_invariants
+from minillm.scheduling.step_times import StepTimes
+from minillm.scheduling.survival import Survival
+from minillm.speculative.setup import build_drafts
+from minillm.speculative_config import AUTO_MOST, SpeculativeConfig
+from tests.speculative.virtual import Habit, Machine
+
+
+def small(batch, tokens, asked):
+    """A small model: overhead, a jump for rows of several tokens, then each token costs."""
+    more = tokens - batch
+    return 0.003 + 0.0001 * batch + (0.0005 + 0.0002 * more if more else 0) + 0.0001 * asked
+
+
+def roomy(batch, tokens, asked):
+    """Up to 128 tokens are free."""
+    return 0.008 + 0.00006 * max(0, tokens - 128) + 0.0003 * asked
+
+
+def knee(batch, tokens, asked):
+    """Up to 4 tokens are free, and then they are dear."""
+    return 0.010 + 0.003 * max(0, tokens - 4) + 0.0003 * asked
+
+
+LAWS = {"small": small, "roomy": roomy, "knee": knee}
+
+
+def machine(law, habits, seed=0, most=8, noise=0.0):
+    made = Machine(AdaptiveDrafts(most), law, seed, noise)
+    for number, habit in enumerate(habits):
+        made.add(str(number), habit)
+    made.step()  # prompts
+    return made
+
+
+def fixed_speed(law, habits, most):
+    """Tokens per second of a constant number of drafts."""
+    made = Machine(Drafts(most), law, seed=1)
+    for number, habit in enumerate(habits):
+        made.add(str(number), habit)
+    made.run(400)
+    return made.speed(399)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize(("law", "batch"), [("small", 1), ("roomy", 1), ("roomy", 16), ("knee", 1)])
+def test_it_finds_about_the_best_number(law, batch, noise):
+    habits = [Habit(0.85)] * batch
+    speeds = [fixed_speed(LAWS[law], habits, most) for most in range(9)]
+    made = machine(LAWS[law], habits, noise=noise)
+    made.run(60)
+    made.run(200)
+    assert max(speeds) > 1.5 * speeds[0]
+    assert made.speed(200) * (1 + noise) > 0.85 * max(speeds)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("law", LAWS)
+def test_wrong_drafts_cost_less_than_three_percent(law, batch, noise, seed):
+    made = machine(LAWS[law], [Habit(0.0)] * batch, seed, noise=noise)
+    made.run(500)
+    plain = batch / (LAWS[law](batch, batch, False) * (1 + noise))
+    assert made.speed(500) > 0.97 * plain
+    assert sum(map(bool, made.asked(300))) <= 12
+
+
+@pytest.mark.parametrize("answered", [0.0, 0.3])
+def test_a_proposer_without_good_answers_costs_less_than_three_percent(answered):
+    for batch in (1, 16):
+        made = machine(small, [Habit(0.1, answered)] * batch)
+        made.run(500)
+        assert made.speed(500) > 0.97 * batch / small(batch, batch, False)
+
+
+def test_good_drafts_that_are_too_dear_cost_less_than_three_percent():
+    """Whatever is accepted, verification takes longer than decoding would."""
+    made = machine(lambda batch, tokens, asked: 0.001 * tokens, [Habit(0.9)] * 16)
+    made.run(500)
+    assert made.speed(500) > 0.97 * 1000
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_it_recovers_when_acceptance_rises_and_stops_when_it_falls(batch):
+    made = machine(roomy, [Habit(0.0)] * batch)
+    made.run(300)
+    for habit in made.habits.values():
+        habit.accepted = 0.9
+    made.run(150)
+    made.run(100)
+    plain = batch / roomy(batch, batch, False)
+    assert made.speed(100) > 2.5 * plain
+    for habit in made.habits.values():
+        habit.accepted = 0.0
+    made.run(60)
+    made.run(200)
+    assert made.speed(200) > 0.97 * plain
+
+
+def test_a_request_that_repeats_itself_drafts_beside_one_that_does_not():
+    made = machine(small, [Habit(0.95), Habit(0.0)])
+    made.run(400)
+    asked = {"0": 0, "1": 0}
+    for record, *_ in made.steps[-200:]:
+        for row in record.rows:
+            name = made.scheduler.sequences[row.seq_id].request.request_id
+            asked[name] += row.num_logits - 1
+    assert asked["0"] > 10 * asked["1"]
+    assert made.speed(200) > 1.5 * 2 / small(2, 2, False)
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_no_row_has_more_than_it_may(most):
+    made = machine(roomy, [Habit(0.99)] * 4, most=most)
+    for _ in range(200):
+        made.step()
+        check_invariants(made.scheduler)
+        for row in made.steps[-1][0].rows:
+            assert row.num_logits <= 1 + most
+    assert max(made.asked(100)) == 4 * most
+
+
+def test_with_too_many_sequences_there_are_none():
+    made = Machine(AdaptiveDrafts(8, max_num_seqs=3), roomy)
+    for number in range(4):
+        made.add(str(number), Habit(1.0))
+    made.run(200)
+    assert not any(made.asked(200))
+
+
+def test_in_a_pause_nothing_is_asked_and_plans_can_be_made_ahead():
+    made = machine(small, [Habit(0.0)] * 4)
+    made.run(300)
+    drafts, wanted = made.drafts, []
+    for _ in range(200):
+        wanted.append(drafts.wants(made.scheduler.running[0], 4))
+        made.step()
+    asked = made.asked(200)
+    assert any(asked)
+    assert sum(wanted) < 20
+    assert all(was for was, count in zip(wanted, asked, strict=True) if count)
+
+
+def test_steps_that_were_disturbed_do_not_end_drafts():
+    """Something else has the processor now and then, for longer than a step takes."""
+    made = machine(roomy, [Habit(0.85)])
+    made.pauses = 0.2
+    made.run(400)
+    plain = made.run_plain(300)
+    assert made.speed(300) > 2.5 * plain
+
+
+def test_a_first_step_that_compiles_does_not_end_drafts():
+    made = Machine(AdaptiveDrafts(8), lambda *step: roomy(*step), 0)
+    made.add("0", Habit(0.9))
+    slow = [True]
+
+    def compiles(batch, tokens, asked):
+        extra = 5.0 if asked and slow else 0.0
+        if asked:
+            slow.clear()
+        return roomy(batch, tokens, asked) + extra
+
+    made.law = compiles
+    made.run(200)
+    made.run(100)
+    assert made.speed(100) > 2.5 / roomy(1, 1, False)
+
+
+def test_times_of_unknown_batches_come_from_neighbours_only():
+    times = StepTimes()
+    assert times.plain(4) is None
+    times.add_plain(4, 0.004)
+    times.add_plain(8, 0.006)
+    assert times.plain(6) == pytest.approx(0.005)
+    assert times.plain(9) == 0.006
+    assert times.plain(16) is None
+    assert times.plain(1) is None
+
+
+def test_rates_of_a_request_are_drawn_to_those_of_all():
+    rates = Survival(4)
+    for _ in range(200):
+        rates.observe(0, 4, 4)
+        rates.observe(1, 4, 0)
+    good, bad, new = rates.curves([0, 1, 2])
+    assert good.survival[0] > new.survival[0] > bad.survival[0] > 0.05
+    assert good.survival[3] > 0.5
+    rates.observe(3, 4, 0)
+    assert bad.survival[0] < rates.curves([3])[0].survival[0] < new.survival[0]
+
+
+def test_auto_builds_it():
+    config = SpeculativeConfig("auto", "ngram", disable_by_batch_size=3)
+    found = build_drafts(config)
+    assert isinstance(found, AdaptiveDrafts)
+    assert (found.num_tokens, found.max_num_seqs) == (AUTO_MOST, 3)
+    assert type(build_drafts(SpeculativeConfig(4, "ngram"))) is Drafts
+
+
+def test_choosing_is_quick():
+    """At 64 rows, in processor time; the bound leaves room for slower machines."""
+    made = machine(roomy, [Habit(0.4 if number % 2 else 0.9) for number in range(64)])
+    made.run(100)
+    running, drafts, times = made.scheduler.running, made.drafts, []
+    for _ in range(20):
+        drafts._since = 0
+        start = time.thread_time()
+        for _ in range(20):
+            drafts.lengths(running)
+        times.append((time.thread_time() - start) / 20)
+    assert min(times) < 200e-6

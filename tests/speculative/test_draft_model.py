@@ -1,0 +1,372 @@
+"""A draft model: it is accepted always where it is the target, and changes no token anywhere.
+
+A draft model that equals its target agrees at every position if, and only if, its cache is right
+and its noise is the target's. So acceptance of exactly 1 convicts what no token would show.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.scheduling.drafts import Drafts
+from minillm.scheduling.request import Sequence as ScheduledSequence
+from minillm.speculative.draft_model import Chunk
+from tests.engine.families import FAMILIES
+from tests.engine.small import assert_idle, make, tokens, write_model
+from tests.speculative.drafted import K, assert_all_accepted, draft_of, watch, with_draft
+
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 1.0, "seed": 3}
+LONG = [(7 * i * i + i) % 251 for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("byte-model"))
+
+
+def params_of(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[list[list[int]]]:
+    given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [tokens(output) for output in llm.generate(given, params, use_tqdm=False)]
+
+
+def record_chunks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[Chunk]]:
+    """What the draft model computes before it drafts, step by step."""
+    draft, passes = draft_of(llm), []
+    catch_up = draft._catch_up
+
+    def recorded(chunks: list[Chunk]) -> torch.Tensor:
+        passes.append(chunks)
+        return catch_up(chunks)
+
+    monkeypatch.setattr(draft, "_catch_up", recorded)
+    return passes
+
+
+# ---- a draft model that equals its target -----------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_for_200_steps(folder, monkeypatch, how):
+    llm = with_draft(folder, folder)
+    watch(llm, monkeypatch)
+    for first in range(10):
+        generate(llm, [LONG[first : first + 5]], params_of(110, **how))
+    assert llm.engine.scheduler.counters.num_drafts > 200
+    assert_all_accepted(llm, least=800)
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
+def test_with_prefixes_that_others_computed(folder, monkeypatch, prefix_cache, how):
+    """Prefixes that had drafts, that had none, and that end within a block."""
+    llm = with_draft(folder, folder, prefix_cache=prefix_cache, num_gpu_blocks_override=100)
+    watch(llm, monkeypatch)
+    generate(llm, [LONG[:30], LONG[100:130]], [params_of(1), params_of(20, **how)])
+    cached = [LONG[:30], LONG[:26], LONG[100:130], LONG[100:127], [*LONG[100:118], 9, 8, 7]]
+    generate(llm, cached, params_of(30, **how))
+    for _ in range(3):
+        generate(llm, cached, params_of(50, **how))
+    assert llm.engine.scheduler.counters.num_cached_tokens > 300
+    assert_all_accepted(llm, least=500)
+
+
+def test_with_prompts_in_chunks(folder, monkeypatch):
+    """Also its own passes have no more tokens than a step: a long prompt takes it several."""
+    llm = with_draft(folder, folder, max_num_batched_tokens=8, max_num_seqs=3)
+    watch(llm, monkeypatch)
+    passes = record_chunks(llm, monkeypatch)
+    generate(llm, [LONG[:50], LONG[60:70], LONG[80:83], LONG[100:160]], params_of(40, **SAMPLED))
+    assert max(sum(end - start for _, start, end in chunks) for chunks in passes) == 8
+    assert_all_accepted(llm, least=60)
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("swap_space", [0, 2**-12], ids=["recompute", "swap"])
+def test_with_preemptions(folder, monkeypatch, swap_space, how):
+    starved = {"num_gpu_blocks_override": 40, "swap_space": swap_space}
+    llm = with_draft(folder, folder, **starved)
+    watch(llm, monkeypatch)
+    prompts = [LONG[i * 11 : i * 11 + 6 + i] for i in range(8)]
+    generate(llm, prompts, params_of(60, **how))
+    counters = llm.engine.scheduler.counters
+    mode = "swap" if swap_space else "recompute"
+    assert getattr(counters, f"num_preemptions_{mode}") > 3
+    assert_all_accepted(llm, least=100)
+    assert_idle(llm.engine)
+
+
+def test_swapped_blocks_are_not_computed_again(folder, monkeypatch):
+    """What comes back from the host is as right as it was before."""
+    llm = with_draft(folder, folder, num_gpu_blocks_override=40, swap_space=2**-12)
+    watch(llm, monkeypatch)
+    passes, furthest = record_chunks(llm, monkeypatch), {}
+    prompts = [LONG[i * 11 : i * 11 + 6 + i] for i in range(8)]
+    generate(llm, prompts, params_of(60))
+    assert llm.engine.scheduler.counters.num_preemptions_swap > 3
+    for row, start, end in (chunk for chunks in passes for chunk in chunks):
+        assert start >= furthest.get(row.new.seq_id, 0)
+        furthest[row.new.seq_id] = end
+
+
+@pytest.mark.parametrize("length", [11, 12, 13])
+def test_with_several_completions(folder, monkeypatch, length):
+    """Forks share the last block of the prompt until they write to it."""
+    llm = with_draft(folder, folder, num_gpu_blocks_override=120)
+    watch(llm, monkeypatch)
+    (found,) = generate(llm, [LONG[:length]], params_of(40, n=3, temperature=1.0, seed=5))
+    assert len({tuple(each) for each in found}) == 3
+    assert_all_accepted(llm, least=80)
+
+
+def test_forks_do_not_compute_their_prompt_each(folder, monkeypatch):
+    llm = with_draft(folder, folder, num_gpu_blocks_override=120)
+    passes = record_chunks(llm, monkeypatch)
+    generate(llm, [LONG[:41]], params_of(10, n=3, temperature=1.0, seed=5))
+    # Ten whole blocks once, and what each has of its own: two tokens.
+    assert [end - start for _, start, end in passes[0]] == [42, 2, 2]
+    assert_all_accepted(llm, least=20)
+
+
+def test_nothing_is_kept_of_requests_that_an_interrupt_ends(folder, monkeypatch):
+    """The scheduler begins anew, and so do the marks: prefixes are found no more."""
+    llm = with_draft(folder, folder)
+    watch(llm, monkeypatch)
+    draft, steps = draft_of(llm), []
+    logits = draft.model.logits
+
+    def interrupted(hidden):
+        steps.append(len(hidden))
+        if len(steps) == 20:
+            raise KeyboardInterrupt
+        return logits(hidden)
+
+    monkeypatch.setattr(draft.model, "logits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, [LONG[:9], LONG[20:23]], params_of(60))
+    assert not draft.shadow._tables
+    generate(llm, [LONG[:9], LONG[20:23]], params_of(60))
+    assert_all_accepted(llm, least=60)
+
+
+class Toggled(Drafts):
+    """Drafts in some steps."""
+
+    def __init__(self, seed: int):
+        super().__init__(K)
+        self.random = random.Random(seed)
+        self.on = True
+
+    def lengths(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+        """Sometimes none for many steps, sometimes another number for each."""
+        if self.random.random() < 0.2:
+            self.on = not self.on
+        return [self.random.choice((0, 1, 2, K)) if self.on else 0 for _ in sequences]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_drafts_in_some_steps(folder, monkeypatch, seed):
+    llm = with_draft(folder, folder)
+    watch(llm, monkeypatch)
+    llm.engine.scheduler.drafts = Toggled(seed)
+    generate(llm, [LONG[:9], LONG[20:23], LONG[40:60]], params_of(60, **SAMPLED))
+    assert_all_accepted(llm, least=50)
+
+
+def test_with_as_many_drafts_as_pay(folder, monkeypatch):
+    """How many that are hangs on the clock; that all are right does not."""
+    llm = with_draft(folder, folder, "auto")
+    watch(llm, monkeypatch)
+    params = params_of(60, **SAMPLED)
+    found = generate(llm, [LONG[:9], LONG[20:23]], params)
+    assert found == generate(make(folder, max_model_len=128), [LONG[:9], LONG[20:23]], params)
+    assert_all_accepted(llm, least=0)
+
+
+def test_with_too_many_sequences_at_times(folder, monkeypatch):
+    llm = with_draft(folder, folder, config={"disable_by_batch_size": 2})
+    watch(llm, monkeypatch)
+    lengths = (10, 20, 60, 80)
+    params = [params_of(length, **SAMPLED) for length in lengths]
+    generate(llm, [LONG[i : i + 8] for i in range(4)], params)
+    assert llm.engine.scheduler.counters.num_draft_tokens < sum(lengths)
+    assert_all_accepted(llm, least=40)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [SAMPLED, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "seed": 1}, GREEDY],
+    ids=["sampled", "truncated", "greedy"],
+)
+def test_with_noise_of_its_own(folder, monkeypatch, how):
+    """By the ratio of probabilities, too, equal laws always accept, whatever was drawn."""
+    llm = with_draft(folder, folder, config={"rejection_sample_method": "standard"})
+    watch(llm, monkeypatch)
+    generate(llm, [LONG[:9], LONG[20:23], LONG[40:60]], params_of(60, **how))
+    assert not draft_of(llm).coupled
+    counters = llm.engine.scheduler.counters
+    # Laws that differ by rounding accept a draft with a probability that may not quite be 1.
+    assert counters.num_accepted_tokens >= 0.99 * counters.num_draft_tokens > 100
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "enforce_eager"])
+def test_as_the_target_computes(folder, monkeypatch, mode):
+    """In tiles, or operation by operation in torch."""
+    llm = with_draft(folder, folder, **{mode: True})
+    generate(llm, [LONG[:9], LONG[20:23], LONG[40:60]], params_of(40, **SAMPLED))
+    draft, runner = draft_of(llm), llm.engine.runner
+    assert type(draft.model) is type(runner.model)
+    assert draft.shadow.kv.mode == runner.kv.mode != "fast"
+    assert_all_accepted(llm, least=60)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe"])
+def test_with_latent_attention_and_with_experts(tmp_path, monkeypatch, family):
+    model = FAMILIES[family].write(tmp_path).folder
+    llm = with_draft(model, model, prefix_cache="radix", max_model_len=96)
+    watch(llm, monkeypatch)
+    prompts = [
+        [each % 90 for each in LONG[start:end]] for start, end in ((0, 9), (0, 14), (40, 60))
+    ]
+    for _ in range(2):
+        generate(llm, prompts, params_of(40, **SAMPLED))
+    assert_all_accepted(llm, least=120)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_any_history(folder, monkeypatch, seed):
+    """Everything at once: a starved pool, prefixes, forks, aborts, drafts in some steps."""
+    choose = random.Random(seed)
+    llm = with_draft(
+        folder,
+        folder,
+        num_gpu_blocks_override=choose.choice((48, 64)),
+        swap_space=choose.choice((0, 2**-13)),
+        prefix_cache=choose.choice(("hash", "radix")),
+        max_num_batched_tokens=choose.choice((16, 64)),
+        max_num_seqs=8,
+        async_scheduling=choose.random() < 0.5,
+    )
+    watch(llm, monkeypatch)
+    engine = llm.engine
+    engine.scheduler.drafts = Toggled(seed)
+    for i in range(30):
+        start = choose.choice((0, 0, 50, 100))
+        prompt = LONG[start : start + choose.randrange(1, 40)]
+        how = {"n": choose.choice((1, 1, 3)), "temperature": 1.0, "seed": i}
+        params = params_of(choose.randrange(1, 50), **how)
+        engine.add(engine.make_request(str(i), None, prompt, params))
+        for _ in range(choose.randrange(6)):
+            engine.step()
+        if choose.random() < 0.2:
+            engine.abort(str(choose.randrange(i + 1)))
+    while engine.has_work:
+        engine.step()
+    assert_all_accepted(llm, least=100)
+    assert_idle(engine)
+    assert set(draft_of(llm).shadow._tables) <= set(engine.scheduler._dropped)
+
+
+# ---- another draft model changes no token -----------------------------------------------------
+
+PARAMS = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "truncated": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 1},
+    "min-p": {"temperature": 1.2, "min_p": 0.05, "seed": 2},
+    "penalties": {
+        "temperature": 0.7,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "seed": 4,
+    },
+    "logprobs": {"temperature": 1.0, "logprobs": 3, "seed": 5},
+    "several": {"temperature": 1.0, "n": 3, "seed": 6},
+}
+CODE = ["def fib(n):", "import os\n\nclass", "for i in range(10):\n    print(", "x = "]
+
+
+def both(config: dict[str, Any], params: Any, **arguments: Any) -> tuple[LLM, list[Any], list[Any]]:
+    """Outputs of `tiny` with and without speculation, and the engine that speculated."""
+    found = []
+    arguments = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 2**24,
+    } | arguments
+    for speculative_config in (None, config):
+        llm = LLM("tiny", speculative_config=speculative_config, **arguments)
+        outputs = llm.generate(CODE, params, use_tqdm=False)
+        found.append([
+            [(each.token_ids, each.text, each.finish_reason, each.logprobs) for each in one.outputs]
+            for one in outputs
+        ])  # fmt: skip
+    return llm, found[0], found[1]
+
+
+def same(plain: list[Any], drafted: list[Any]) -> None:
+    """Equal tokens, texts and reasons; log-probabilities to rounding."""
+    for one, other in zip(plain, drafted, strict=True):
+        for (ids, text, reason, logprobs), (*rest, others) in zip(one, other, strict=True):
+            assert rest == [ids, text, reason]
+            assert (logprobs is None) == (others is None)
+            for before, after in zip(logprobs or (), others or (), strict=True):
+                assert before.keys() == after.keys()
+                for token, entry in before.items():
+                    assert after[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_tokens_are_those_of_plain_decoding(name):
+    config = {"model": "tiny-draft", "num_speculative_tokens": K}
+    llm, plain, drafted = both(config, SamplingParams(max_tokens=60, **PARAMS[name]))
+    same(plain, drafted)
+    counters = llm.engine.scheduler.counters
+    assert 0.1 < counters.num_accepted_tokens / counters.num_draft_tokens < 0.95
+    draft_of(llm)
+
+
+@pytest.mark.parametrize("length", [94, 95, 96])
+@pytest.mark.parametrize("context", [None, 40, 96])
+def test_up_to_the_end_of_a_context(folder, monkeypatch, length, context):
+    """The target's context, and one of the draft model that ends before."""
+    prompts = [LONG[:7], LONG[30:71]]
+    params = [params_of(length - len(prompt), **SAMPLED) for prompt in prompts]
+    plain = generate(make(folder, max_model_len=96), prompts, params)
+    llm = with_draft(folder, folder, max_model_len=96, config={"max_model_len": context})
+    watch(llm, monkeypatch)
+    draft = draft_of(llm)
+    forward, positions = draft.model.forward, []
+
+    def recorded(batch, kv):
+        positions.append(int(batch.positions.max()))
+        return forward(batch, kv)
+
+    monkeypatch.setattr(draft.model, "forward", recorded)
+    assert generate(llm, prompts, params) == plain
+    assert max(positions) < (context or length) - 1
+    assert_all_accepted(llm, least=25)
+
+
+def test_a_draft_model_that_fails_is_left_out(folder, monkeypatch, caplog):
+    llm = with_draft(folder, folder)
+
+    def fail(batch, kv):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(draft_of(llm).model, "forward", fail)
+    plain = generate(make(folder, max_model_len=128), [LONG[:7]], params_of(20))
+    assert generate(llm, [LONG[:7]], params_of(20)) == plain
+    assert [record.message for record in caplog.records if "proposer" in record.message] == [
+        "Speculative decoding is off from now on, because its proposer failed: "
+        "RuntimeError: no such kernel"
+    ]

@@ -1,0 +1,116 @@
+"""The real scheduler on a virtual clock: steps take what a law says, drafts are accepted by chance.
+
+Nothing is computed. A sequence's proposer answers with some probability and its drafts are accepted
+with another one, both given by the test; a step takes the seconds of the test's law.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from minillm.cache.manager import BlockManager
+from minillm.sampling_params import SamplingParams
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.drafts import Drafts
+from minillm.scheduling.plan import Row
+from minillm.scheduling.record import StepRecord
+from minillm.scheduling.request import Request
+from minillm.scheduling.scheduler import Scheduler
+
+Law = Callable[[int, int, bool], float]  # seconds of (sequences, tokens, whether drafts were asked)
+
+
+@dataclass
+class Habit:
+    """How a sequence's drafts fare: an answer with one probability, each draft with another."""
+
+    accepted: float
+    answered: float = 1.0
+
+
+@dataclass
+class Machine:
+    """A scheduler with drafts, its clock, and what happened."""
+
+    drafts: Drafts
+    law: Law
+    seed: int = 0
+    noise: float = 0.0
+    pauses: float = 0.0  # how often something else has the processor for up to 4 plain steps
+    clock: float = 0.0
+    habits: dict[str, Habit] = field(default_factory=dict)
+    steps: list[tuple[StepRecord, float, int]] = field(default_factory=list)  # seconds, tokens
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048)
+        self.scheduler = Scheduler(config, BlockManager(40000, 16, None, 0), drafts=self.drafts)
+
+    def add(self, name: str, habit: Habit, max_tokens: int = 4000) -> None:
+        """A request whose prompt is computed at once."""
+        self.habits[name] = habit
+        params = SamplingParams(max_tokens=max_tokens)
+        self.scheduler.add(Request(name, (1, 2, 3), params, max_tokens, arrival=self.clock))
+
+    def run(self, count: int) -> None:
+        """So many steps."""
+        for _ in range(count):
+            self.step()
+
+    def step(self) -> None:
+        """Plan, sample, commit."""
+        started = self.clock
+        plan = self.scheduler.schedule()
+        record = self.scheduler.record
+        record.started = record.planned = started
+        sampled: dict[int, list[int | None]] = {}
+        num_drafted: dict[int, int] = {}
+        tokens = 0
+        for row in plan.rows:
+            drafted, accepted = self._verify(row)
+            tokens += row.num_tokens if row.num_logits < 2 else 1 + drafted
+            if drafted:
+                num_drafted[row.seq_id] = drafted
+            sampled[row.seq_id] = [7] * (1 + accepted)
+        asked = any(row.num_logits > 1 for row in plan.rows)
+        seconds = self.law(len(plan.rows), tokens, asked)
+        if self.noise:
+            seconds *= 1 + self.random.expovariate(1 / self.noise)
+        if self.random.random() < self.pauses:
+            seconds += self.random.uniform(0.0, 4.0) * self.law(
+                len(plan.rows), len(plan.rows), False
+            )
+        self.clock += seconds
+        record.computed = self.clock
+        self.scheduler.commit(plan, sampled, num_drafted)
+        record.delivered = self.clock
+        self.steps.append((record, seconds, sum(map(len, sampled.values()))))
+
+    def _verify(self, row: Row) -> tuple[int, int]:
+        """Drafts of a row, and how many are accepted."""
+        wanted = row.num_logits - 1
+        sequence = self.scheduler.sequences[row.seq_id]
+        habit = self.habits[sequence.request.request_id]
+        if wanted < 1 or self.random.random() >= habit.answered:
+            return 0, 0
+        accepted = 0
+        while accepted < wanted and self.random.random() < habit.accepted:
+            accepted += 1
+        return wanted, accepted
+
+    def speed(self, last: int) -> float:
+        """Tokens per second of the last steps."""
+        steps = self.steps[-last:]
+        return sum(tokens for *_, tokens in steps) / sum(seconds for _, seconds, _ in steps)
+
+    def run_plain(self, count: int) -> float:
+        """Tokens per second of the same machine without drafts."""
+        other = Machine(Drafts(0), self.law, self.seed, self.noise, self.pauses)
+        for name, habit in self.habits.items():
+            other.add(name, habit)
+        other.run(count + 1)
+        return other.speed(count)
+
+    def asked(self, last: int) -> list[int]:
+        """Drafts that were asked for in each of the last steps."""
+        return [sum(row.num_logits - 1 for row in record.rows) for record, *_ in self.steps[-last:]]
