@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.errors import EngineDeadError
 from minillm.parallel import shard
 from minillm.parallel.communicator import Traffic
-from minillm.parallel.split import Split
+from minillm.parallel.executor import Stages
+from minillm.parallel.split import Split, Stage
+from minillm.parallel.stages import Sent
 from tests.engine.small import make, write_model
 from tests.models.tiny import Tiny
 from tests.speculative.cells import CELLS, KINDS, Cell, Reference, open_cell, run_cell
@@ -178,6 +181,41 @@ def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_what_the_law_ga
     with_ranks.close()
 
 
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
+def test_a_step_crosses_each_boundary_once(name, reference_of):
+    """With the residual stream of its tokens, from each rank of a stage."""
+    reference = reference_of(name)
+    llm = make(reference.model, **ranks(reference, (2, 2)).arguments)
+    prompts, params = [[5, 6, 7], [5] * 30], SamplingParams(max_tokens=6)
+    llm.generate(prompts, params, use_tqdm=False)
+    steps = list(llm.trace)
+    num_tokens = sum(record.num_prefill_tokens + record.num_decode_tokens for record in steps)
+    sent = Traffic(len(steps), num_tokens * llm.engine.source.config.hidden_size * 4)
+    first, last = llm.engine.runner.places[:2], llm.engine.runner.places[2:]
+    assert [each.traffic["send"] for each in first] == [sent, sent]
+    assert all("gather" not in each.traffic for each in first)  # the last stage chooses
+    assert all("send" not in each.traffic and each.traffic["gather"].calls for each in last)
+    llm.close()
+
+
+def test_a_stage_holds_its_layers(tmp_path):
+    """Of tied weights the first stage has the embedding, the last the output matrix."""
+    fields = {"num_hidden_layers": 4, "tie_word_embeddings": True, "vocab_size": 512}
+    folder = Tiny("llama", fields).write(tmp_path).folder
+    alone = make(folder, enforce_eager=True).engine
+    more = {"distributed_executor_backend": "threads", "enforce_eager": True}
+    llm = make(folder, pipeline_parallel_size=2, **more)
+    runners = llm.engine.runner.runners
+    weights = [each.stats()["weights"] for each in runners]
+    frequencies = sum(each.nbytes for each in runners[0].model.rope.buffers())
+    twice = 512 * 64 * 4 + 64 * 4 + frequencies  # the vocabulary, and the last norm
+    assert sum(weights) == alone.allocated()["weights"] + twice
+    layers = [len(each.model.layers) for each in runners]
+    assert layers == [len(each.layers(alone.source.config)) for each in (Stage(0, 2), Stage(1, 2))]
+    assert all(each.kv.key.shape[0] == len(each.model.layers) for each in runners)
+    llm.close()
+
+
 def test_a_rank_holds_its_share(tmp_path):
     """All ranks together have no more weights than one, but for norms and biases."""
     fields = SHORT | {"num_key_value_heads": 4, "vocab_size": 512}
@@ -226,6 +264,37 @@ def local_ids(self, matrix, ids):
     if not self.held:
         return self.communicator.sum(torch.zeros(len(ids), matrix.in_features))
     return self.communicator.sum(self.inner.lookup(matrix, ids % len(self.held)))
+
+
+def of_another_row(self, plan, result):
+    """A stage is fed the tokens of its neighbours."""
+    rows = [row.seq_id for row in plan.rows if row.num_logits]
+    for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
+        self._learned[row] = result.token_ids[other][:1]
+
+
+def twice_rounded(self, x, residual):
+    """As if half of the boundary's sum were lost."""
+    total = x if residual is None else x.bfloat16().float() + residual
+    self.pipe.send(total)
+    return total, total
+
+
+PLANTED_IN_STAGES = {
+    "tokens of another row": (Stages, "note", of_another_row),
+    "tokens are not learned": (Stages, "note", lambda *_: None),
+    "a boundary rounds": (Sent, "add", twice_rounded),
+    "a layer on both stages": (Stage, "layers", lambda self, _: range(self.index, 2)),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED_IN_STAGES)
+def test_a_planted_bug_of_stages_changes_tokens(bug, reference_of, monkeypatch):
+    owner, attribute, wrong = PLANTED_IN_STAGES[bug]
+    cell = Cell(7, "off", "ample", False)
+    monkeypatch.setattr(owner, attribute, wrong)
+    with pytest.raises((AssertionError, EngineDeadError)):
+        check(reference_of("mistral"), (1, 2), cell)
 
 
 PLANTED = {  # what is replaced, and a model on which it shows
