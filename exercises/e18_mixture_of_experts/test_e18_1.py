@@ -49,13 +49,8 @@ def routed(scores: list[float], bias: list[float], k: int) -> Pairs:
 def batched(routes: list[Pairs], num_experts: int) -> list[Pairs]:
     """The tokens of each expert."""
     return [
-        [
-            (token, weight)
-            for token, pairs in enumerate(routes)
-            for e, weight in pairs
-            if e == own
-        ]
-        for expert in range(num_experts)
+        [(token, weight) for token, pairs in enumerate(routes) for e, weight in pairs if e == own]
+        for own in range(num_experts)
     ]
 
 

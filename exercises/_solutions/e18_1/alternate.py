@@ -20,12 +20,7 @@ def route(scores: list[float], bias: list[float], k: int) -> Pairs:
 def dispatch(routes: list[Pairs], num_experts: int) -> list[Pairs]:
     """Ask every token about every expert."""
     return [
-        [
-            (token, weight)
-            for token, pairs in enumerate(routes)
-            for e, weight in pairs
-            if e == own
-        ]
+        [(token, weight) for token, pairs in enumerate(routes) for e, weight in pairs if e == own]
         for own in range(num_experts)
     ]
 
