@@ -47,13 +47,12 @@ def draw_dispatch(x: "Tensor", ids: "Tensor", weights: "Tensor", names: Sequence
     """
     fig, ax = figure("tokens, experts, tokens", "rows", size=(9.6, 4.0))
     batches = [(ids == expert).nonzero().tolist() for expert in range(len(names))]
-    tops, top = [], 0.0
+    top = 0.0
     for expert, batch in enumerate(batches):
-        tops.append(top)
         ax.text(6.1, top + 0.5, f"expert {expert}: {names[expert]}", va="center", ha="right",
                 fontsize=10)  # fmt: skip
         for place, (token, choice) in enumerate(batch):
-            _box(ax, 6.3 + 2.0 * place, top, 1.9, f"{float(weights[token, choice]):g} · t{token}",
+            _box(ax, 6.3 + 2.0 * place, top, 1.9, f"t{token} · {float(weights[token, choice]):g}",
                  **LOOKS[token])  # fmt: skip
         if not batch:
             _box(ax, 6.3, top, 1.9, "no token", **IDLE)
@@ -62,12 +61,15 @@ def draw_dispatch(x: "Tensor", ids: "Tensor", weights: "Tensor", names: Sequence
         at = 0.6 + 1.8 * token
         _box(ax, 0, at, 2.3, f"t{token}  {_row(row)}", **LOOKS[token])
         _box(ax, 13.3, at, 2.3, f"t{token}  {_row(out[token].tolist())}", **LOOKS[token])
-    for left, words in ((1.15, "tokens"), (7.8, "each expert's batch: weight · token"),
-                        (14.45, "added up per token")):  # fmt: skip
+    titles = {
+        1.15: "tokens",
+        8.6: "each expert's batch, and the weights of its results",
+        14.45: "added up per token",
+    }
+    for left, words in titles.items():
         ax.text(left, -0.35, words, ha="center", va="bottom", fontsize=10)
-    for left, word in ((2.55, "dispatch →"), (12.65, "→")):
-        ax.text(left, top / 2 - 0.25, word, ha="left" if left < 5 else "center", va="center",
-                fontsize=10 if left < 5 else 14)  # fmt: skip
+    for left, high, word in ((3.2, top / 2 - 0.25, "dispatch →"), (12.2, top - 1, "combine →")):
+        ax.text(left, high, word, ha="center", va="center", fontsize=10)
     ax.set(xlim=(-0.2, 15.8), ylim=(top, -1.0))
     ax.axis("off")
     sizes = ", ".join(str(len(batch)) for batch in batches)
@@ -114,6 +116,9 @@ def draw_steps(models: Mapping[str, ModelConfig], gpu: Hardware, tokens: Sequenc
     for number, (name, values) in enumerate(times.items()):
         axes[0].plot(tokens, values, label=name, **series(number))
     axes[0].set_yscale("log")
+    ticks = [2, 5, 10, 20]
+    axes[0].set_yticks(ticks, [f"{each}" for each in ticks])
+    axes[0].minorticks_off()
     axes[0].legend(loc="upper left", fontsize=9)
     one, other = times.values()
     ratios = [a / b for a, b in zip(one, other, strict=True)]
