@@ -43,9 +43,8 @@ def added(parts: list[Any]) -> list[list[int]]:
     """The sum of matrices of one shape."""
     for rank, part in enumerate(parts):
         equal(shape(part), shape(parts[0]), "The shape of what ranks add up", f"rank {rank}")
-    return [
-        [sum(values) for values in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)
-    ]
+    matched = zip(*parts, strict=True)
+    return [[sum(values) for values in zip(*rows, strict=True)] for rows in matched]
 
 
 def shape(part: Any) -> list[int]:
