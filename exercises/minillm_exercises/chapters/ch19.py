@@ -1,10 +1,9 @@
-"""Chapter 19: ranks that are threads, who holds what, sums in several orders, and what a sum costs."""
+"""Chapter 19: ranks that are threads, who holds what, sums in several orders, and their cost."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fractions import Fraction
-from math import exp, log
 from typing import Any, TypeVar
 
 import torch
@@ -12,27 +11,24 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
-from minillm.cost import kv_bytes_per_token, step_cost
+from minillm.cost import kv_bytes_per_token, weight_bytes
 from minillm.hardware import Hardware
 from minillm.linear_methods import Matrix
+from minillm.links import LINKS
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.parallel import sampler
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.split import Split, rank_config
 from minillm.parallel.threads import ThreadGroup
+from minillm.parallel_cost import Devices, decode_time, prefill_time
+from minillm.parallel_layout import Layout
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import your_turn as your_turn
 
 T = TypeVar("T")
-SumSeconds = Callable[[int, int], float]  # ranks, bytes that each brings -> seconds
 CONTEXT = 1024  # tokens in the cache of each sequence of a decode step
-
-# Seconds of a sum between H100s over NVLink by bytes, as others measured it with kernels made for
-# it (the pull request that brought them to SGLang, sgl-project/sglang 2904): ranks -> microseconds.
-SIZES = (4 * 1024, 32 * 1024, 256 * 1024, 1024 * 1024)
-NVLINK = {2: (3.9, 4.5, 7.9, 19.9), 4: (3.7, 4.8, 13.9, 31.1), 8: (5.7, 7.8, 16.7, 33.8)}
-NVLINK_BANDWIDTH = 420e9  # bytes per second of large sums, in the middle of what is reported
+PROMPT = 2048
 
 
 # Ranks ---------------------------------------------------------------------------------------
@@ -42,6 +38,12 @@ def on_ranks(size: int, call: Callable[[Communicator], T]) -> list[T]:
     """What `call` returns on each of so many ranks, which are threads of this process."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(call, ThreadGroup(size, patience=60).communicators()))
+
+
+def share(communicator: Communicator, total: int) -> slice:
+    """A rank's equal share of `total` rows or columns."""
+    held = Split(communicator.rank, communicator.size).share(total)
+    return slice(held.start, held.stop)
 
 
 def open_ranks(model: str, size: int, backend: str = "threads", **options: Any) -> LLM:
@@ -112,10 +114,19 @@ def heads_table(config: ModelConfig, sizes: Sequence[int]) -> list[list[str]]:
     for size in sizes:
         splits = [Split(rank, size) for rank in range(size)]
         queries = " \\| ".join(numbers(each.share(config.num_heads)) for each in splits)
-        keys = " \\| ".join(numbers(each.kv_heads(config.num_kv_heads)) for each in splits)
-        cache = kv_bytes_per_token(rank_config(config, size), "bfloat16")
-        rows.append([f"{size}", queries, keys, f"{cache:,}"])
+        keys = " \\| ".join(kv_heads(config, rank, size) for rank in range(size))
+        rows.append([f"{size}", queries, keys, f"{cache_bytes(config, size):,}"])
     return rows
+
+
+def cache_bytes(config: ModelConfig, size: int) -> int:
+    """Bytes that a token takes in the cache of one of so many ranks, in bfloat16."""
+    return kv_bytes_per_token(rank_config(config, size), "bfloat16")
+
+
+def kv_heads(config: ModelConfig, rank: int, size: int) -> str:
+    """The KV heads of a rank."""
+    return numbers(Split(rank, size).kv_heads(config.num_kv_heads))
 
 
 def numbers(held: range) -> str:
@@ -151,7 +162,7 @@ def local_noise() -> Iterator[None]:
     def wrong(logits: Tensor, pack: Any, before: int, *rest: Any) -> tuple[Tensor, Tensor]:
         return right(logits, pack, 0, *rest)
 
-    sampler.draw_from_shard = wrong
+    sampler.draw_from_shard = wrong  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -164,9 +175,7 @@ def local_noise() -> Iterator[None]:
 def noise(rows: int, vocab_size: int) -> Tensor:
     """The engine's Gumbel noise of every token, at so many positions: [rows, V]."""
     zeros = torch.zeros(rows, dtype=torch.int64)
-    words = random_words_of_vocabulary(
-        zeros, zeros, torch.arange(rows), int(Purpose.SAMPLE), vocab_size
-    )
+    words = random_words_of_vocabulary(zeros, zeros, torch.arange(rows), Purpose.SAMPLE, vocab_size)
     return to_gumbel(words)
 
 
@@ -210,49 +219,29 @@ def changed(add_up: Callable[[Tensor], Tensor], size: int, rows: int = 64) -> in
 # What a sum costs ----------------------------------------------------------------------------
 
 
-def nvlink(ranks: int, num_bytes: int) -> float:
-    """Seconds of a sum over NVLink: between measured points on logarithmic scales, behind the last
-    one by bandwidth."""
-    micros = NVLINK[ranks]
-    if num_bytes >= SIZES[-1]:
-        moved = 2 * (ranks - 1) / ranks * (num_bytes - SIZES[-1])
-        return micros[-1] * 1e-6 + moved / NVLINK_BANDWIDTH
-    if num_bytes <= SIZES[0]:
-        return micros[0] * 1e-6
-    at = next(i for i in range(len(SIZES)) if num_bytes < SIZES[i]) - 1
-    share = log(num_bytes / SIZES[at]) / log(SIZES[at + 1] / SIZES[at])
-    return 1e-6 * exp((1 - share) * log(micros[at]) + share * log(micros[at + 1]))
-
-
 def sums_per_step(config: ModelConfig) -> int:
     """One behind the attention and one behind the MLP of each layer, one for the embedding."""
     return 2 * config.num_layers + 1
 
 
-def step_seconds(
-    config: ModelConfig,
-    gpu: Hardware,
-    ranks: int,
-    sum_seconds: SumSeconds,
-    batch: int,
-    new: int = 1,
-    context: int = CONTEXT,
-) -> float:
-    """A lower bound of a step in bfloat16: `new` tokens of each of `batch` sequences that have
-    `context` tokens then. Each rank does its share, and the sums come on top; the choice of tokens
-    is left out."""
-    cost = step_cost(config, [new] * batch, [context] * batch, dtype="bfloat16")
-    work = max(cost.total_bytes / gpu.bandwidth, cost.flops / gpu.rate("bfloat16")) / ranks
-    if ranks == 1:
-        return work
-    num_bytes = batch * new * config.hidden_size * 2
-    return work + sums_per_step(config) * sum_seconds(ranks, num_bytes)
+def seconds(config: ModelConfig, gpu: Hardware, link: str, ranks: int, batch: int = 0) -> float:
+    """The engine's prediction of a step in bfloat16, as a recorded graph: of `batch` sequences of
+    `CONTEXT` tokens, or for batch 0 of a prompt of `PROMPT` tokens."""
+    devices = Devices(gpu, LINKS[link], Layout(ranks), is_recorded=True)
+    if batch:
+        return decode_time(config, devices, batch=batch, context=CONTEXT, dtype="bfloat16").seconds
+    return prefill_time(config, devices, num_tokens=PROMPT, dtype="bfloat16").seconds
 
 
-def speed_up(config: ModelConfig, gpu: Hardware, ranks: int, *step: Any, **more: Any) -> float:
+def weight_gigabytes(config: ModelConfig) -> float:
+    """All weights in bfloat16, in units of 10^9 bytes."""
+    return weight_bytes(config, "bfloat16") / 1e9
+
+
+def speed_up(config: ModelConfig, gpu: Hardware, link: str, ranks: int, batch: int = 0) -> float:
     """Times as fast as one GPU that is large enough."""
-    alone = step_seconds(config, gpu, 1, *step, **more)
-    return alone / step_seconds(config, gpu, ranks, *step, **more)
+    alone, together = (seconds(config, gpu, link, size, batch) for size in (1, ranks))
+    return alone / together
 
 
 def rounded(value: Fraction | float, digits: int = 1) -> str:

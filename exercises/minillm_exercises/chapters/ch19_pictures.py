@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from minillm_exercises.chapters.ch19 import SumSeconds
+from minillm.links import LINKS, all_reduce
 from minillm_exercises.plots import bars, figure, series, show
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ RANKS: tuple[dict[str, Any], ...] = (
     {"facecolor": "#fdd49e", "edgecolor": "black", "hatch": "//"},
     {"facecolor": "#c7e9c0", "edgecolor": "black", "hatch": ".."},
 )
+LINK_NAMES = {"pcie": "PCIe", "nvlink": "NVLink"}
 ALL: dict[str, Any] = {"facecolor": "white", "edgecolor": "black"}
 
 
@@ -140,17 +141,19 @@ def draw_law(right: Sequence[Fraction], wrong: Sequence[Fraction], size: int) ->
     )
 
 
-def draw_sums(links: Mapping[str, SumSeconds], marks: Mapping[str, int], ranks: int) -> None:
+def draw_sums(
+    marks: Mapping[str, int], ranks: int, links: Sequence[str] = ("pcie", "nvlink")
+) -> None:
     """Draw the time of a sum against its bytes, and where the sums of some steps lie."""
     fig, ax = figure("bytes of each rank (logarithmic)", "time of a sum (µs, logarithmic)",
                      size=(7.4, 4.0))  # fmt: skip
     sizes = [2**power for power in range(12, 27)]
-    for number, (name, seconds) in enumerate(links.items()):
-        micros = [1e6 * seconds(ranks, each) for each in sizes]
-        ax.plot(sizes, micros, label=name, **(series(number) | {"marker": None}))
+    for number, name in enumerate(links):
+        micros = [_micros(name, ranks, each) for each in sizes]
+        ax.plot(sizes, micros, label=LINK_NAMES[name], **(series(number) | {"marker": None}))
         for num_bytes in marks.values():
             look = series(number) | {"linestyle": "none", "markersize": 7}
-            ax.plot([num_bytes], [1e6 * seconds(ranks, num_bytes)], **look)
+            ax.plot([num_bytes], [_micros(name, ranks, num_bytes)], **look)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     at = (12, 15, 18, 20, 22, 25)
@@ -162,12 +165,16 @@ def draw_sums(links: Mapping[str, SumSeconds], marks: Mapping[str, int], ranks: 
         ax.text(num_bytes, 2.15, f" {name}", rotation=90, va="bottom", ha="right", fontsize=9)
     ax.legend(loc="upper left")
     small = min(marks.values())
-    told = ", ".join(f"{1e6 * s(ranks, small):.0f} µs over {n}" for n, s in links.items())
+    told = ", ".join(f"{_micros(n, ranks, small):.0f} µs over {LINK_NAMES[n]}" for n in links)
     show(
         fig,
         f"A sum over {ranks} ranks: a small one costs its latency, {told}, and a large one its "
         f"bytes. The dotted lines are the sums of three kinds of step.",
     )
+
+
+def _micros(link: str, ranks: int, num_bytes: int) -> float:
+    return 1e6 * all_reduce(LINKS[link], ranks, num_bytes).seconds
 
 
 def draw_speed_ups(found: Mapping[str, Mapping[str, Mapping[int, float]]], what: str) -> None:
