@@ -67,7 +67,7 @@ def communicators(llm: LLM) -> Sequence[Communicator]:
     return found
 
 
-def per_token(llm: LLM, prompt: Sequence[int], count: int, **params: Any) -> dict[str, Fraction]:
+def per_token(llm: LLM, prompt: Sequence[int], count: int, **params: Any) -> dict[str, int]:
     """What rank 0 asks of the others for each token that is written behind the prompt: sums and
     gathers, and the bytes that it brings to them. Two texts that differ only in their length are
     written, and the difference counts, so that the prompt does not."""
@@ -79,7 +79,7 @@ def per_token(llm: LLM, prompt: Sequence[int], count: int, **params: Any) -> dic
         counted.append(rank.traffic)
     before, after = counted
     return {
-        f"{kind} {what}": Fraction(getattr(after[kind], what) - getattr(before[kind], what), count)
+        f"{kind} {what}": (getattr(after[kind], what) - getattr(before[kind], what)) // count
         for kind in after
         for what in ("calls", "num_bytes")
     }

@@ -159,10 +159,11 @@ def draw_sums(
     at = (12, 15, 18, 20, 22, 25)
     ax.set_xticks([2**p for p in at], [f"{2 ** (p - 10)} KiB" if p < 20 else f"{2 ** (p - 20)} MiB"
                                        for p in at])  # fmt: skip
-    ax.set_ylim(2, None)
+    ax.set_ylim(2, 6000)
+    ax.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
     for name, num_bytes in marks.items():
         ax.axvline(num_bytes, color="#999999", linewidth=0.8, linestyle=":")
-        ax.text(num_bytes, 2.15, f" {name}", rotation=90, va="bottom", ha="right", fontsize=9)
+        ax.text(num_bytes, 6500, name, va="bottom", ha="center", fontsize=9)
     ax.legend(loc="upper left")
     small = min(marks.values())
     told = ", ".join(f"{_micros(n, ranks, small):.0f} µs over {LINK_NAMES[n]}" for n in links)
@@ -182,7 +183,7 @@ def draw_speed_ups(found: Mapping[str, Mapping[str, Mapping[int, float]]], what:
     fig, _ = figure("ranks", "times as fast as one", cols=len(found), size=(9.6, 3.5))
     for ax, (step, links) in zip(fig.axes, found.items(), strict=True):
         counts = list(next(iter(links.values())))
-        ax.plot(counts, counts, "k--", linewidth=1.2, label="as many times as ranks")
+        ax.plot(counts, counts, "k--", linewidth=1.2, label="n ranks, n times")
         for number, (name, values) in enumerate(links.items()):
             ax.plot(list(values), list(values.values()), label=name, **series(number))
         ax.axhline(1, color="#999999", linewidth=0.8)
