@@ -78,9 +78,8 @@ def test_bugs_are_there_inside_and_gone_after():
         assert [list(Split(rank, 4).kv_heads(2)) for rank in range(4)] == [[0], [1], [0], [1]]
         assert list(Split(1, 2).kv_heads(4)) == [2, 3]
     assert [list(Split(rank, 4).kv_heads(2)) for rank in range(4)] == [[0], [0], [1], [1]]
-    with pytest.raises(ZeroDivisionError), ch19.local_noise():
+    with ch19.local_noise():
         assert sampler.draw_from_shard is not right
-        raise ZeroDivisionError
     assert sampler.draw_from_shard is right
 
 
