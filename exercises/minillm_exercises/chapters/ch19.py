@@ -61,9 +61,9 @@ def write(llm: LLM, prompt: Sequence[int], count: int, **params: Any) -> list[in
     return list(out.outputs[0].token_ids)
 
 
-def communicators(llm: LLM) -> Sequence[Communicator]:
-    """Those of the engine's ranks, which are threads."""
-    found: Sequence[Communicator] = llm.engine.runner.communicators  # type: ignore[attr-defined]
+def communicator(llm: LLM, rank: int = 0) -> Communicator:
+    """That of one of the engine's ranks, which are threads."""
+    found: Communicator = llm.engine.runner.runners[rank].sampler.communicator  # type: ignore
     return found
 
 
@@ -73,7 +73,7 @@ def per_token(llm: LLM, prompt: Sequence[int], count: int, **params: Any) -> dic
     written, and the difference counts, so that the prompt does not."""
     counted = []
     for tokens in (1, 1 + count):
-        rank = communicators(llm)[0]
+        rank = communicator(llm)
         rank.forget_traffic()
         write(llm, prompt, tokens, **params)
         counted.append(rank.traffic)
