@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from minillm import LLM
+from minillm import LLM, SamplingParams
 from minillm.parallel import shard
 from minillm.parallel.communicator import Traffic
 from minillm.parallel.split import Split
@@ -129,37 +130,46 @@ def test_texts_and_drafts(cell, config, bytes_reference, folder):
 # ---- what it costs -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("law", "gathers", "num_bytes"),
+    [
+        ({"temperature": 0.0}, 1, lambda most: 16),
+        ({"temperature": 0.9, "min_p": 0.01}, 2, lambda most: 16),
+        ({"temperature": 0.9, "top_p": 0.9}, 1, lambda most: 4 * most),
+    ],
+    ids=["greedy", "min-p", "top-p"],
+)
 @pytest.mark.parametrize(("name", "size"), [("llama", 2), ("qwen3_moe", 4), ("deepseek_v3", 2)])
-def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_one_gather(
-    name, size, reference_of
+def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_what_the_law_gathers(
+    name, size, law, gathers, num_bytes, reference_of
 ):
     reference = reference_of(name)
-    more = ranks(reference, size).arguments
-    with_ranks = make(reference.model, max_num_seqs=8, **more)
+    with_ranks = make(reference.model, max_num_seqs=8, **ranks(reference, size).arguments)
     config = with_ranks.engine.source.config
     groups = with_ranks.engine.runner.communicators
     for each in groups:
         each.forget_traffic()
-    with_ranks.generate([[5, 6, 7]], reference.jobs[0].params, use_tqdm=False)
+    with_ranks.generate([[5, 6, 7]], SamplingParams(max_tokens=6, **law), use_tqdm=False)
     steps = list(with_ranks.trace)
     num_tokens = sum(record.num_prefill_tokens + record.num_decode_tokens for record in steps)
     hidden = config.hidden_size * 4
     sums = 1 + 2 * config.num_layers
-    part = -(-config.vocab_size // size) * 4
+    each_gather = num_bytes(Split(0, size).most_tokens(config.vocab_size))
     assert [each.traffic for each in groups] == size * [
         {
             "sum": Traffic(sums * len(steps), sums * num_tokens * hidden),
-            "gather": Traffic(len(steps), len(steps) * part),
+            "gather": Traffic(gathers * len(steps), gathers * len(steps) * each_gather),
         }
     ]
     with_ranks.close()
 
 
-def test_a_rank_holds_its_share(reference_of):
+def test_a_rank_holds_its_share(tmp_path):
     """All ranks together have no more weights than one, but for norms and biases."""
-    reference = reference_of("mistral")
-    alone = make(reference.model).engine.allocated()
-    llm = make(reference.model, **ranks(reference, 4).arguments)
+    fields = SHORT | {"num_key_value_heads": 4, "vocab_size": 512}
+    folder = Tiny("mistral", fields).write(tmp_path).folder
+    alone = make(folder).engine.allocated()
+    llm = make(folder, tensor_parallel_size=4, distributed_executor_backend="threads")
     runners = llm.engine.runner.runners
     assert all(each.stats()["weights"] < alone["weights"] / 3.8 for each in runners)
     assert sum(each.stats()["kv_cache"] for each in runners) == alone["kv_cache"]
@@ -199,7 +209,9 @@ def summed_twice(self, x):
 
 
 def local_ids(self, matrix, ids):
-    return self.communicator.sum(self.inner.lookup(matrix, ids % max(len(self.held), 1)))
+    if not self.held:
+        return self.communicator.sum(torch.zeros(len(ids), matrix.in_features))
+    return self.communicator.sum(self.inner.lookup(matrix, ids % len(self.held)))
 
 
 PLANTED = {  # what is replaced, and a model on which it shows
