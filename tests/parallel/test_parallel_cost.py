@@ -282,6 +282,14 @@ def test_memory_of_a_pipeline_is_that_of_its_fullest_stage():
     assert plan.kv_bytes_per_token == 327_680 / 4
 
 
+def test_the_stage_with_the_least_room_counts():
+    """DeepSeek-V3 in three stages: the one with the most layers has a cache of fewer tokens."""
+    layout, memory = Layout(8, 3), H100.memory_bytes
+    found = [memory_plan(device_config(V3, layout, each), memory).num_tokens
+             for each in cut_layers(V3, 3)]  # fmt: skip
+    assert device_memory(V3, memory, layout).num_tokens == min(found) < max(found)
+
+
 def test_deepseek_v3_on_eight_h200():
     """In FP8: 85 GB of weights by tensors, 101 GB with attention of each one's own, which caches
     4.8 times as many tokens; 128 sequences of 4,096 tokens take 29.6 and about 24 ms."""
