@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from minillm.config import MoEConfig
 from minillm.cost import memory_plan, step_cost, step_time, weight_bytes
 from minillm.engine_args import EngineArgs
 from minillm.errors import ConfigError
@@ -56,6 +57,7 @@ H100, H200 = DATASHEET["h100-sxm"], DATASHEET["h200"]
 NVLINK, PCIE = LINKS["nvlink"], LINKS["pcie"]
 LLAMA70B, LLAMA405B = preset("llama-3.1-70b"), preset("llama-3.1-405b")
 V3 = preset("deepseek-v3")
+SIX_EXPERTS = replace(V3, moe=MoEConfig(6, 2, intermediate_size=2048))
 EVEN = replace(LLAMA70B, vocab_size=64)  # stages of equally many layers
 KB, MB = 1024, 2**20
 PLAIN = Link("plain", latency=5.0, hop=1.0, bandwidth=10.0, source="", algorithms=("ring", "tree"))
@@ -311,6 +313,8 @@ def test_deepseek_v3_on_eight_h200():
         (LLAMA70B, Layout(1, 81), "pipeline_parallel_size is 81; .* has 80 layers"),
         (LLAMA70B, Layout(2, 1, True), "has no experts to spread"),
         (V3, Layout(3, 1, True, True), "does not divide 256 experts of 2048 units"),
+        (SIX_EXPERTS, Layout(4, 1, True, True), "does not divide 6 experts of 2048 units"),
+        (SIX_EXPERTS, Layout(4, 1, True), "does not divide 6 experts of 2048 units"),
     ],
 )
 def test_a_layout_that_cannot_be(config, layout, message):
@@ -538,6 +542,7 @@ def test_figures_of_deepseek_v3():
     assert most_experts_read(256, 8, 1, 8) / 256 == pytest.approx(0.23, abs=0.01)
     assert most_experts_read(256, 8, 1, 64) / 256 == pytest.approx(0.87, abs=0.01)
     assert most_experts_read(256, 8, 8, 10**6) == 32
+    assert most_experts_read(256, 8, 8, 96) == 32  # of 30.5 on average, no device has more
     assert most_of(1, 5.0, 2.0) == 5.0
 
 
