@@ -423,6 +423,26 @@ def test_sums_are_as_wide_as_the_dtype():
     assert wide / narrow == pytest.approx(2, rel=1e-3)
 
 
+def test_share_of_communication():
+    """Of a prompt, and of the stage that all wait for; 0.1 s for each collective."""
+    link = replace(ONLY_CALLS, latency=0.1)
+    prompt = prefill_time(LLAMA70B, recorded(H100, link, 4))
+    assert prompt.communication == pytest.approx(16.2 / prompt.seconds)
+    many = decode_time(LLAMA70B, recorded(H100, link, 4, 2), batch=64, num_groups=8)
+    slowest = max(many.stages, key=lambda each: each.seconds)
+    assert many.seconds == 8 * slowest.seconds
+    assert many.communication == slowest.communication / slowest.seconds > 0.9
+
+
+def test_one_byte_per_weight_leaves_tables_and_norms():
+    whole, small = (
+        decode_time(LLAMA70B, recorded(H100, NVLINK, weight_size=each)).stages[0].cost.weight_bytes
+        for each in (None, 1)
+    )
+    count = parameter_count(LLAMA70B)
+    assert whole - small == count.attention + count.mlp
+
+
 def test_launches_count_unless_recorded():
     eager, graph = (
         decode_time(LLAMA70B, Devices(H100, NVLINK, Layout(4), is_recorded=each)).seconds
@@ -613,7 +633,7 @@ def test_room_is_in_whole_blocks():
     made = predict(LLAMA70B, Devices(H100, NVLINK, Layout(2)), context=1024)
     assert made.memory.num_tokens == 7120  # 445 blocks of 16, of which a sequence takes 64
     assert [made.holds(batch) for batch in (6, 7)] == [True, False]
-    odd = replace(made, context=1025)
+    odd = replace(made, context=1009)  # 64 blocks, too
     assert [odd.holds(batch) for batch in (6, 7)] == [True, False]
     tight = replace(made, context=7113)
     assert tight.holds(1)
