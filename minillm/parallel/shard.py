@@ -59,8 +59,8 @@ def slice_matrices(model: Decoder, whole: ModelConfig, split: Split) -> None:
 
 
 def vocabulary_matrices(model: Decoder) -> list[Matrix]:
-    """The embedding, and the output matrix where it is another."""
-    return [each for each in (model.embedding, model.lm_head) if each is not None]
+    """The embedding, and the output matrix where it is another; a stage may have one or none."""
+    return [each for each in (model.embedding, model.lm_head) if isinstance(each, Matrix)]
 
 
 def rows(part: WeightSlice, total: int, held: range) -> WeightSlice:
