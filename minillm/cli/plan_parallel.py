@@ -187,17 +187,23 @@ def show(
         )
     terminal.line()
     show_table(found, terminal)
-    dtype = memory.settings.dtype
-    terminal.paragraph(
-        f"Tokens that are cached; tokens per second of 1 and of 64 sequences together, at "
-        f"{plural(found[0].context, 'token')} of context, and in brackets the share of the time "
-        "that goes into communication; the time of a prompt of as many tokens. These are bounds at datasheet {amount(hardware.bandwidth, 'B/s')} and "
-        f"{amount(hardware.rate(dtype), 'FLOP/s')} ({dtype}) and at published speeds of links; "
-        f"{seconds(launch_seconds(mine[0]))} of a step on these GPUs are launches, which recorded "
-        "graphs save. Nothing was measured here."
-    )
+    terminal.paragraph(explanation(mine[0]))
     if any(not each.holds(batch) for each in found for batch in BATCHES):
-        terminal.paragraph(f"{NO_ROOM} has no room for so many sequences.")
+        terminal.paragraph(f'"{NO_ROOM}": no room for so many sequences.')
+
+
+def explanation(prediction: Prediction) -> str:
+    """What the columns are, and what they rest on."""
+    hardware, dtype = prediction.devices.hardware, prediction.memory.settings.dtype
+    context = plural(prediction.context, "token")
+    return (
+        "Columns: tokens that can be cached; tokens per second of 1 sequence and of 64 together, "
+        f"with {context} of context, and in brackets the share of communication; the time of a "
+        f"prompt of {context}. Predictions from counts, datasheet rates of "
+        f"{amount(hardware.bandwidth, 'B/s')} and {amount(hardware.rate(dtype), 'FLOP/s')} "
+        f"({dtype}) and published times of links; nothing was measured here. Launches take "
+        f"{seconds(launch_seconds(prediction))} of a step, which recorded graphs save."
+    )
 
 
 def cache_line(memory: MemoryPlan) -> str:
