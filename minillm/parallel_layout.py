@@ -9,15 +9,15 @@ What a device holds is a small model of its own (`device_config`), so the formul
 count its weights, cache and steps as they count those of any model.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from minillm.config import ModelConfig
 from minillm.cost import MemoryPlan, dtype_bytes, memory_plan
 from minillm.errors import ConfigError
-from minillm.parallel.split import Split, check_split, rank_config
-from minillm.parameters import all_products, layer_products
+from minillm.parallel import split
+from minillm.parallel.split import Split, check_split, check_stages, rank_config, stage_config
+from minillm.parameters import all_products
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,7 @@ def check_layout(config: ModelConfig, layout: Layout) -> None:
     """ConfigError unless a model can lie so; it says what can."""
     if not layout.own_attention:
         check_split(config, layout.tensor)
-    if layout.pipeline > config.num_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size is {layout.pipeline}; this {config.family} model has "
-            f"{config.num_layers} layers, and a stage needs at least one."
-        )
+    check_stages(config, layout.pipeline)
     if not layout.expert_parallel:
         return
     if config.moe is None:
@@ -84,34 +80,8 @@ def check_layout(config: ModelConfig, layout: Layout) -> None:
 
 
 def cut_layers(config: ModelConfig, stages: int) -> list[range]:
-    """Layers of each stage, in order, cut so that the largest stage stores as little as possible;
-    the embedding counts with the first layer, the output matrix with the last."""
-    sizes = [
-        sum(each.parameters for each in layer_products(config, layer))
-        for layer in range(config.num_layers)
-    ]
-    sizes[0] += config.vocab_size * config.hidden_size
-    sizes[-1] += config.vocab_size * config.hidden_size
-    low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_filled(sizes, middle, 1)) <= stages:
-            high = middle
-        else:
-            low = middle + 1
-    return _filled(sizes, low, stages)
-
-
-def _filled(sizes: Sequence[int], limit: int, stages: int) -> list[range]:
-    """Stages of at most `limit` each, filled from the first; at least `stages` of them."""
-    cuts, filled = [0], 0
-    for layer, each in enumerate(sizes):
-        is_needed = len(sizes) - layer <= stages - len(cuts)  # one layer for each stage to come
-        if layer > cuts[-1] and (filled + each > limit or is_needed):
-            cuts.append(layer)
-            filled = 0
-        filled += each
-    return [range(*pair) for pair in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
+    """Layers of each stage, in order, as the engine cuts them."""
+    return split.cut_layers(*split.layer_costs(config), stages)
 
 
 def device_config(config: ModelConfig, layout: Layout, layers: range | None = None) -> ModelConfig:
@@ -131,10 +101,7 @@ def device_config(config: ModelConfig, layout: Layout, layers: range | None = No
         return mine
     ends = layers.start == 0 or layers.stop == config.num_layers
     return replace(
-        mine,
-        num_layers=len(layers),
-        sliding_windows=mine.sliding_windows and mine.sliding_windows[layers.start : layers.stop],
-        moe_layers=mine.moe_layers and mine.moe_layers[layers.start : layers.stop],
+        stage_config(mine, layers),
         vocab_size=mine.vocab_size if ends else 1,
         tie_word_embeddings=True,  # one table, whichever it is
     )

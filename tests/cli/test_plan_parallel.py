@@ -164,7 +164,7 @@ MISTAKES = [
     ([L70, "-tp", "3", "--gpu", "h100"], "it can be 1, 2, 4, 8, 16, 32, 64."),
     ([L70, "-tp", "0", "--gpu", "h100"], "both must be at least 1"),
     ([L70, "-pp", "-2", "--gpu", "h100"], "both must be at least 1"),
-    ([L70, "-pp", "81", "--gpu", "h100"], "has 80 layers"),
+    ([L70, "-pp", "81", "--gpu", "h100"], "it must be at most 80"),
     ([L70, "-tp", "4", "--gpu", "h100", "--link", "nvlnk"], "Did you mean 'nvlink'?"),
     ([L70, "-tp", "4", "--gpu", "h100", "--link", ""], "Known are nvlink, pcie, infiniband."),
     ([L70, "-tp", "4", "--gpu", "h1000"], "is not in the datasheet"),
