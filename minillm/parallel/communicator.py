@@ -11,12 +11,15 @@ method, `exchange`; some bring a faster `sum`.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minillm.errors import MinillmError
+
+PATIENCE = 60.0  # seconds that a rank waits for the others
 
 
 class CommunicationError(MinillmError):
@@ -71,6 +74,27 @@ class Communicator:
         """Count from 0."""
         self._calls.clear()
         self._bytes.clear()
+
+    def stopped(self) -> CommunicationError:
+        """Another rank has failed; its own error says why."""
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} stopped, because another rank has failed, has ended, "
+            "or does not answer."
+        )
+
+    def waited(self, seconds: float, missing: Sequence[int]) -> CommunicationError:
+        """Ranks did not arrive; `missing` says which, where that is known."""
+        names = " and ".join(f"rank {each}" for each in missing) or "the other ranks"
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} waited {seconds:g} s for {names}."
+        )
+
+    def unequal(self, sizes: Sequence[int]) -> CommunicationError:
+        """Ranks brought parts of other sizes, in bytes, to the same call."""
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} found parts of unequal size in one call: "
+            f"{', '.join(map(str, sizes))} bytes."
+        )
 
     def _count(self, name: str, part: Tensor) -> None:
         if not part.is_contiguous():  # gloo would add the wrong bytes, without an error
