@@ -89,11 +89,11 @@ class Communicator:
             f"Rank {self.rank} of {self.size} waited {seconds:g} s for {names}."
         )
 
-    def unequal(self, sizes: Sequence[int]) -> CommunicationError:
-        """Ranks brought parts of other sizes, in bytes, to the same call."""
+    def unequal(self, parts: Sequence[object]) -> CommunicationError:
+        """Ranks have brought different parts to a call; `parts` says what each brought."""
         return CommunicationError(
-            f"Rank {self.rank} of {self.size} found parts of unequal size in one call: "
-            f"{', '.join(map(str, sizes))} bytes."
+            f"Rank {self.rank} of {self.size} found that the parts of the ranks differ: "
+            f"{', '.join(map(str, parts))}."
         )
 
     def _count(self, name: str, part: Tensor) -> None:

@@ -149,4 +149,4 @@ class GlooCommunicator(Communicator):
         """CommunicationError if the ranks' parts have unequal sizes."""
         sizes = self._gather(torch.tensor([part.nbytes])).flatten().tolist()
         if len(set(sizes)) > 1:
-            raise self.unequal(sizes)
+            raise self.unequal([f"{each} bytes" for each in sizes])
