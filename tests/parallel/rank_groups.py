@@ -16,10 +16,10 @@ from minillm.parallel.shared_memory import SharedGroup, why_not
 from minillm.parallel.threads import ThreadGroup
 
 KINDS = ("threads", "gloo", "shared")
-ROOM = 4096  # bytes: the least
+ROOM = 8192  # bytes of shared memory for a part
 LONG = 600.0  # seconds: a test that waits so long hangs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-COUNTS = (0, 1, 7, 1024, 1025, 5003)  # a piece is 1,024 float32
+COUNTS = (0, 1, 7, 1025, 2048, 2049, 9001)  # a piece is 2,048 float32
 
 
 def on_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
