@@ -7,8 +7,9 @@ puts a sum behind each product whose inputs are split:
     x --> qkv (rows) --> attention of own heads --> o (columns) --> sum --> x
     x --> gate, up (rows) --> own units ----------> down (columns) --> sum --> x
 
-Two sums per layer, and one for the embedding; what the choice of tokens sends is in `sampler.py`. A row layer's bias is added
-once, after the sum. The router and the latent cache of MLA are the same on every rank.
+Two sums per layer, and one for the embedding; what the choice of tokens sends is in `sampler.py`.
+A row layer's bias is added once, after the sum. The router and the latent cache of MLA are the same
+on every rank.
 """
 
 from collections.abc import Iterator
@@ -58,8 +59,8 @@ def slice_matrices(model: Decoder, whole: ModelConfig, split: Split) -> None:
 
 
 def vocabulary_matrices(model: Decoder) -> list[Matrix]:
-    """The embedding, and the output matrix where it is another."""
-    return [each for each in (model.embedding, model.lm_head) if each is not None]
+    """The embedding, and the output matrix where it is another; a stage may have one or none."""
+    return [each for each in (model.embedding, model.lm_head) if isinstance(each, Matrix)]
 
 
 def rows(part: WeightSlice, total: int, held: range) -> WeightSlice:

@@ -8,12 +8,16 @@ Pure numbers: a loader, a cost model and a test use the same.
     embedding, head rows     a share of the vocabulary in blocks of 64
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
+from minillm.parameters import layer_products
 
 MOST_RANKS = 64
+DECODE_ROWS = 32  # of the step by which the cost of layers is compared
 VOCABULARY_BLOCK = 64  # token ids whose noise is drawn together
 
 
@@ -45,6 +49,88 @@ class Split:
     def most_tokens(self, vocab_size: int) -> int:
         """Token ids of the first rank, which has the most."""
         return -(-vocab_size // (self.size * VOCABULARY_BLOCK)) * VOCABULARY_BLOCK
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Stage `index` of `count` of a pipeline: some of the layers, one after another."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """It has the embedding."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """It has the last norm and the output matrix, and chooses tokens."""
+        return self.index == self.count - 1
+
+    def layers(self, config: ModelConfig) -> range:
+        """The layers that it computes."""
+        return cut_layers(*layer_costs(config), self.count)[self.index]
+
+
+def layer_costs(config: ModelConfig) -> tuple[list[float], float]:
+    """Weights that a decode step reads of each layer, and of the output matrix."""
+    products = [layer_products(config, layer) for layer in range(config.num_layers)]
+    layers = [sum(each.parameters_read(DECODE_ROWS) for each in some) for some in products]
+    return layers, config.vocab_size * config.hidden_size
+
+
+def cut_layers(costs: Sequence[float], output_cost: float, count: int) -> list[range]:
+    """Cut layers into `count` stages whose most expensive is as cheap as can be; the last also has
+    the output matrix. Each has a layer at least."""
+    before = [0.0, *accumulate(costs)]
+    end = len(costs)
+    # From the end: for each first layer, the dearest of the stages from there, and their first cut.
+    best = [(before[end] - before[first] + output_cost, end) for first in range(end)]
+    cuts = [best]
+    for stages in range(2, count + 1):
+        later = best
+        best = [
+            min(
+                (max(before[cut] - before[first], later[cut][0]), cut)
+                for cut in range(first + 1, end - stages + 2)
+            )
+            for first in range(end - stages + 1)
+        ]
+        cuts.append(best)
+    found, first = [], 0
+    for best in reversed(cuts):
+        found.append(range(first, best[first][1]))
+        first = best[first][1]
+    return found
+
+
+def check_stages(config: ModelConfig, count: int) -> None:
+    """ConfigError unless each of so many stages gets a layer."""
+    if count > config.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {count}; it must be at most {config.num_layers}, the "
+            f"layers of this {config.family} model."
+        )
+
+
+def largest_part(config: ModelConfig, size: int, stages: int) -> ModelConfig:
+    """The shapes of the rank that needs the most memory; ConfigError where there is no such cut."""
+    check_split(config, size)
+    check_stages(config, stages)
+    cuts = [Stage(index, stages).layers(config) for index in range(stages)]
+    return stage_config(rank_config(config, size), max(cuts, key=len))
+
+
+def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
+    """The shapes of a model of these layers."""
+    own = slice(layers.start, layers.stop)
+    return replace(
+        config,
+        num_layers=len(layers),
+        sliding_windows=config.sliding_windows and config.sliding_windows[own],
+        moe_layers=config.moe_layers and config.moe_layers[own],
+    )
 
 
 def divides(config: ModelConfig, size: int) -> bool:
