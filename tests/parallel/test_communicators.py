@@ -147,6 +147,13 @@ def test_a_rank_that_never_arrives_is_named():
         GlooCommunicator(1, 2, store, patience=1)
 
 
+def test_groups_in_one_store_do_not_see_each_other():
+    store = HashStore()
+    ranks("gloo", 2, store=store, name="one")
+    with pytest.raises(CommunicationError, match=r"Rank 0 of 2 waited 1 s for rank 1\."):
+        GlooCommunicator(0, 2, store, patience=1, name="two")
+
+
 def test_an_interface_that_is_not_there():
     with pytest.raises(CommunicationError, match=r"Rank 0 of 2 cannot reach .* 192\.0\.2\.1"):
         GlooCommunicator(0, 2, HashStore(), patience=5, host="192.0.2.1")
