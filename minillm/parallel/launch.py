@@ -1,18 +1,28 @@
 """Starting ranks: threads of this process, or processes of their own."""
 
+import logging
+import os
+
 import torch
 
+from minillm import machine
 from minillm.cost import MemoryPlan
 from minillm.engine_args import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.executor import Executor
-from minillm.models.checkpoint import ModelSource
+from minillm.models.checkpoint import ModelSource, weight_files
+from minillm.parallel import processes
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.executor import RankThreads
+from minillm.parallel.groups import open_group
+from minillm.parallel.messages import SetUp
+from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank import build_rank
 from minillm.parallel.threads import ThreadGroup
 from minillm.runner import Runner
 from minillm.speculative.setup import DraftSource
+
+logger = logging.getLogger(__name__)
 
 
 def open_ranks(
@@ -23,12 +33,73 @@ def open_ranks(
     draft: DraftSource | None,
 ) -> Executor:
     """The ranks of an engine, each over the blocks of the plan."""
+    parts = args, source, plan, device, draft
     if args.distributed_executor_backend == "threads":
+        return open_threads(*parts)
+    return open_processes(*parts)
 
-        def build(communicator: Communicator) -> Runner:
-            return build_rank(args, source, plan, device, communicator, draft)
 
-        return RankThreads(ThreadGroup(args.tensor_parallel_size).communicators(), build)
-    raise UnsupportedFeatureError(
-        "Processes are not built yet; use distributed_executor_backend='threads'."
-    )
+def open_threads(
+    args: EngineArgs,
+    source: ModelSource,
+    plan: MemoryPlan,
+    device: torch.device,
+    draft: DraftSource | None,
+) -> Executor:
+    """Ranks that are threads of this process."""
+
+    def build(communicator: Communicator) -> Runner:
+        return build_rank(args, source, plan, device, communicator, draft)
+
+    return RankThreads(ThreadGroup(args.tensor_parallel_size).communicators(), build)
+
+
+def open_processes(
+    args: EngineArgs,
+    source: ModelSource,
+    plan: MemoryPlan,
+    device: torch.device,
+    draft: DraftSource | None,
+) -> Executor:
+    """Ranks that are processes of this machine."""
+    if os.name != "posix":
+        raise UnsupportedFeatureError(
+            "Ranks that are processes need Linux or macOS; on this system use "
+            "distributed_executor_backend='threads'."
+        )
+    if device.type != "cpu":
+        raise UnsupportedFeatureError(
+            f"Ranks that are processes compute on the CPU in this version, not on {device}; use "
+            "device='cpu'."
+        )
+    for each in (source, draft.source if draft else source):
+        weight_files(each)  # fetched once, and not by every rank
+    size, level = args.tensor_parallel_size, logging.getLogger("minillm").getEffectiveLevel()
+    patience = processes.STEP_PATIENCE
+    # The driver waits longer than the ranks for each other: these say which of them is missing.
+    group = open_group(plan, size, 0.8 * patience)
+    try:
+        set_ups = [
+            SetUp(rank, size, args, source, plan, str(device), draft, group.plain, level)
+            for rank in range(size)
+        ]
+        return RankProcesses(set_ups, group, environment(size), patience)
+    except BaseException:
+        group.close()
+        raise
+
+
+def environment(size: int) -> dict[str, str]:
+    """Of each rank: this process's, with an equal share of the processors, unless the user has set
+    a number of threads."""
+    processors = machine.cpu_count()
+    if size > processors:
+        logger.warning(
+            "%d ranks share %d processor%s, so each step takes about %.1f times as long as with a "
+            "processor for each; use a smaller tensor_parallel_size.",
+            size,
+            processors,
+            "s" * (processors > 1),
+            size / processors,
+        )
+    return {"OMP_NUM_THREADS": str(max(processors // size, 1)), **os.environ}

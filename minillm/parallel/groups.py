@@ -1,0 +1,40 @@
+"""How ranks that are processes reach each other: the driver opens a group, each rank joins it."""
+
+from datetime import timedelta
+from typing import Any
+
+from minillm.cost import MemoryPlan
+from minillm.parallel.communicator import Communicator
+from minillm.parallel.gloo import GlooCommunicator
+
+LOOPBACK = "127.0.0.1"
+
+
+class GlooGroup:
+    """Ranks that send over TCP, and meet at a store of the driver; the system chooses its port."""
+
+    fds = ()
+
+    def __init__(self, patience: float):
+        from torch.distributed import TCPStore
+
+        self._store: TCPStore | None = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self.plain = {"kind": "gloo", "port": self._store.port, "patience": patience}
+
+    def close(self) -> None:
+        """Close the store. Closing twice is fine."""
+        self._store = None
+
+
+def open_group(plan: MemoryPlan, size: int, patience: float) -> GlooGroup:
+    """The group of an engine's ranks, which wait for each other for so many seconds."""
+    return GlooGroup(patience)
+
+
+def join(plain: dict[str, Any], rank: int, size: int) -> Communicator:
+    """A rank's communicator, in the group with this description."""
+    from torch.distributed import TCPStore
+
+    patience = timedelta(seconds=plain["patience"])
+    store = TCPStore(LOOPBACK, plain["port"], timeout=patience)
+    return GlooCommunicator(rank, size, store, plain["patience"])
