@@ -1,5 +1,6 @@
 """How ranks that are processes reach each other: the driver opens a group, each rank joins it."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -8,12 +9,13 @@ from minillm.parallel.communicator import Communicator
 from minillm.parallel.gloo import GlooCommunicator
 
 LOOPBACK = "127.0.0.1"
+START_PATIENCE = 1800.0  # seconds in which all ranks arrive
 
 
 class GlooGroup:
     """Ranks that send over TCP, and meet at a store of the driver; the system chooses its port."""
 
-    fds = ()
+    fds: Sequence[int] = ()
 
     def __init__(self, patience: float):
         from torch.distributed import TCPStore
@@ -35,6 +37,7 @@ def join(plain: dict[str, Any], rank: int, size: int) -> Communicator:
     """A rank's communicator, in the group with this description."""
     from torch.distributed import TCPStore
 
-    patience = timedelta(seconds=plain["patience"])
-    store = TCPStore(LOOPBACK, plain["port"], timeout=patience)
-    return GlooCommunicator(rank, size, store, plain["patience"])
+    store = TCPStore(LOOPBACK, plain["port"], timeout=timedelta(seconds=START_PATIENCE))
+    communicator = GlooCommunicator(rank, size, store, START_PATIENCE)
+    communicator.patience = plain["patience"]
+    return communicator

@@ -22,7 +22,7 @@ from minillm.cost import BatchFit, MemoryPlan, PlanSettings
 from minillm.engine_args import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.models.checkpoint import ModelSource, open_model
-from minillm.speculative.setup import DraftSource
+from minillm.speculative.setup import DraftSource, speculation_of
 
 HEADER = struct.Struct(">IBI")  # bytes of the body, kind, number
 
@@ -160,16 +160,14 @@ def args_to_plain(args: EngineArgs) -> dict[str, Any]:
         if value is None or value == each.default:
             continue
         plain[each.name] = str(value) if isinstance(value, Path) else value
-    if (config := args.speculative_config) is not None:
-        config = plain["speculative_config"] = {
-            each.name: getattr(config, each.name) for each in fields(config)
-        }
-        if not isinstance(config["method"], str | None):
+    if (config := speculation_of(args)) is not None:
+        if not isinstance(config.method, str):
             raise UnsupportedFeatureError(
-                f"speculative_config's method is a {type(config['method']).__name__}, which cannot "
-                "be sent to ranks that are processes; use a method by name, or "
+                f"speculative_config's method is a {config.name}, which cannot be sent to ranks "
+                "that are processes; use a method by name, or "
                 "distributed_executor_backend='threads'."
             )
+        plain["speculative_config"] = asdict(config)
     return plain
 
 

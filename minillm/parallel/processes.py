@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from minillm.errors import MinillmError
 from minillm.executor import Capacity
 from minillm.flight import Flight
 from minillm.parallel.executor import check_agreement, smallest
@@ -68,11 +69,9 @@ class RankProcesses:
         """Of the ranks."""
         return [each.process.pid for each in self._loop.ranks]
 
-    def when_dead(self, tell: Callable[[], None]) -> None:
+    def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
         """Have `tell` called, by another thread, when a rank has failed, also between steps."""
         self._loop.when_dead = tell
-        if self._loop.death is not None:
-            tell()
 
     def capacity(self) -> Capacity:
         """What the smallest rank has."""

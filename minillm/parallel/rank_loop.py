@@ -20,7 +20,7 @@ from functools import partial
 from threading import Thread, current_thread
 from time import monotonic
 
-from minillm.errors import in_one_line
+from minillm.errors import MinillmError, in_one_line
 from minillm.parallel.messages import Kind, Message
 from minillm.parallel.rank_process import Death, Rank, find_cause, silent
 
@@ -54,7 +54,7 @@ class RankLoop(Thread):
         super().__init__(name="minillm-ranks", daemon=True)
         self.size, self._spawn, self._release = size, spawn, release
         self.death: Death | None = None  # why no order is carried out any more
-        self.when_dead: Callable[[], None] | None = None
+        self.when_dead: Callable[[MinillmError], None] | None = None
         self.ranks: list[Rank] = []
         self._posted: deque[Order] = deque()
         self._waiting: deque[Order] = deque()
@@ -106,8 +106,8 @@ class RankLoop(Thread):
         self._end_all()
         self._ended = True
         self._bury()
-        if not self._stopping and self.when_dead is not None:
-            self.when_dead()
+        if self.death is not None and self.when_dead is not None:
+            self.when_dead(self.death.error())
 
     @property
     def _is_starting(self) -> bool:

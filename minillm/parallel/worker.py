@@ -5,6 +5,7 @@ is told to, when the driver is gone, or with an error, which it reports. Modules
 are imported late: from the first moment on Ctrl-C is ignored and the driver's life is watched.
 """
 
+import gc
 import json
 import logging
 import os
@@ -13,13 +14,14 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import astuple
 from threading import Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from minillm.parallel.communicator import Communicator
-    from minillm.parallel.messages import Channel, Message
+    from minillm.parallel.messages import Channel, Message, SetUp
     from minillm.runner import Runner
 
 LOOK = 1.0  # seconds between two looks at the parent's id
@@ -62,6 +64,7 @@ def serve(channel: "Channel") -> bool:
         communicator = join(set_up.group, set_up.rank, set_up.size)
         channel.send(Kind.NOTE, b'"loading the model"')
         runner = build(set_up, communicator)
+        gc.freeze()  # the collector need not look at torch's objects again and again
         channel.send(Kind.DONE, json.dumps(astuple(runner.capacity())).encode())
         for message in messages:
             if message.kind is Kind.CLOSE:
@@ -124,10 +127,8 @@ class Telling(logging.Handler):
         from minillm.parallel.messages import Kind
 
         told = record.levelno, record.name, record.getMessage()
-        try:
+        with suppress(OSError):  # the driver is gone
             self.channel.send(Kind.LOG, json.dumps(told).encode())
-        except OSError:  # the driver is gone
-            pass
 
 
 if __name__ == "__main__":
