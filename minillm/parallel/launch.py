@@ -77,7 +77,7 @@ def open_processes(
     size, level = args.tensor_parallel_size, logging.getLogger("minillm").getEffectiveLevel()
     patience = processes.STEP_PATIENCE
     # The driver waits longer than the ranks for each other: these say which of them is missing.
-    group = open_group(plan, size, 0.8 * patience)
+    group = open_group(size, 0.8 * patience)
     try:
         set_ups = [
             SetUp(rank, size, args, source, plan, str(device), draft, group.plain, level)
