@@ -93,7 +93,7 @@ class Channel:
 
     def messages(self) -> Iterator[Message]:
         """What the driver says, until it is gone."""
-        while data := self._socket.recv(1 << 18):
+        while data := self._socket.recv(1 << 16):
             yield from self._frames.add(data)
 
 

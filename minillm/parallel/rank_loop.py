@@ -31,7 +31,7 @@ GRACE = 0.2  # seconds in which other ranks may show that they failed first
 SECONDS_TO_CLOSE = 5.0  # that a rank has for its last step, before SIGTERM
 SECONDS_TO_END = 2.0  # after SIGTERM, before SIGKILL
 POLL = 0.02  # seconds between two looks at processes that are ending
-CHUNK = 1 << 18  # bytes that are read at once
+CHUNK = 1 << 16  # bytes that are read at once
 
 
 @dataclass(eq=False)
