@@ -29,6 +29,7 @@ from tests.async_small import LONG, last, make_async, run
 from tests.engine.small import make, tokens, write_model
 from tests.models.tiny import Tiny
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 LIMIT = 60.0  # seconds; what takes longer hangs
 TWO = {"tensor_parallel_size": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
