@@ -31,9 +31,8 @@ USAGE = "[PROMPT] [options]"
 EXAMPLES = """\
 examples:
   minillm generate "def fib(n):"
-  minillm generate --model PATH_TO_A_HF_FOLDER "Once upon a time"
+  minillm generate --model PATH_TO_A_HF_FOLDER -tp 2 "Once upon a time"
   minillm generate --temperature 0.8 --n 3 --seed 1 "import os"
-  minillm generate -tp 2 "import os"          two processes share every layer
   git diff | minillm generate --json | jq -r '.outputs[0].text'
 """
 DEFAULT_PROMPT = "def fib(n):"

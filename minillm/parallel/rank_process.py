@@ -111,7 +111,7 @@ def find_cause(ranks: Sequence[Rank], in_a_step: bool) -> Death:
     if key(rank) == 0:
         number = -(rank.code or 0)
         if number == signal.SIGKILL:
-            why = "; the system does that to a process when memory runs out"
+            why = "; Linux sends it when memory runs out"
         return Death(f"{name(rank)} was ended{when} by {signal_name(number)}{why}.")
     if rank.error is not None:
         kind, text, note = rank.error
@@ -127,7 +127,7 @@ def find_cause(ranks: Sequence[Rank], in_a_step: bool) -> Death:
 def silent(ranks: Sequence[Rank], size: int) -> Death:
     """Ranks that do not answer: those that are stopped, if some are."""
     stopped = [each for each in ranks if each.is_stopped]
-    names = ", ".join(str(each.number) for each in stopped or ranks)
+    names = " and ".join(str(each.number) for each in stopped or ranks)
     why = " (the process is stopped)" if stopped else ""
     return Death(f"Rank {names} of {size} did not answer in time{why}, so all ranks were ended.")
 
