@@ -317,7 +317,7 @@ from minillm.parallel import rank_process
 signal.alarm(300)  # should this test be killed
 if "MINILLM_ODD" in os.environ:
     rank_process.WORKER = "tests.parallel.odd_worker"
-sizes = {"max_model_len": 96, "num_gpu_blocks_override": 64, "block_size": 4}
+sizes = {"max_model_len": 96, "num_gpu_blocks_override": 64, "block_size": 4, "max_num_seqs": 3}
 llm = LLM(sys.argv[1], dtype="float32", tensor_parallel_size=2, **sizes)
 params = SamplingParams(temperature=0.9, n=3, seed=5, max_tokens=20, ignore_eos=True)
 
