@@ -372,7 +372,7 @@ class Runner:
                 continue
             try:
                 entries = token_logprobs(
-                    self.model.logits,
+                    lambda some: self.sampler.whole(self.model.logits(some)),
                     hidden[start : start + len(targets)],
                     self._tensor(targets),
                     wanted,

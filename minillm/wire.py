@@ -26,12 +26,13 @@ def plan_to_bytes(plan: StepPlan) -> bytes:
         for each in plan.new
     ]
     moves = [plan.swap_out, plan.copies, plan.swap_in]
-    return json.dumps([plan.step, plan.dropped, new, moves, _columns(plan.rows)]).encode()
+    rows, learned = _columns(plan.rows), list(plan.learned.items())
+    return json.dumps([plan.step, plan.dropped, new, moves, rows, learned]).encode()
 
 
 def plan_from_bytes(data: bytes) -> StepPlan:
     """What `plan_to_bytes` wrote."""
-    step, dropped, new, moves, columns = json.loads(data)
+    step, dropped, new, moves, columns, learned = json.loads(data)
     swap_out, copies, swap_in = ([BlockCopy(*pair) for pair in pairs] for pairs in moves)
     return StepPlan(
         step,
@@ -41,6 +42,7 @@ def plan_from_bytes(data: bytes) -> StepPlan:
         copies,
         swap_in,
         _rows(*columns) if columns else [],
+        dict(learned),
     )
 
 

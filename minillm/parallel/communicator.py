@@ -45,7 +45,7 @@ class Communicator:
         """The sum of the parts of all ranks, in place and returned. Any shape and float dtype."""
         self._count("sum", part)
         parts = self.exchange(part)
-        total = parts[0].float()
+        total = parts[0].to(torch.promote_types(part.dtype, torch.float32))
         for each in parts[1:]:
             total = total + each
         return part.copy_(total)

@@ -93,11 +93,10 @@ class GlooCommunicator(Communicator):
         if group is None:
             raise self.stopped()
         received = part.new_empty((self.size, *part.shape))
-        places = received.flatten().view(torch.uint8).view(self.size, part.nbytes)
+        places = as_bytes(received).view(self.size, part.nbytes)
         self._num_calls += 1
         try:
-            sent = part.flatten().view(torch.uint8)
-            self._work = group.allgather([list(places.unbind(0))], [sent])
+            self._work = group.allgather([list(places.unbind(0))], [as_bytes(part)])
             self._wait(self._work)
             self._work = None
         except RuntimeError as error:
@@ -150,3 +149,8 @@ class GlooCommunicator(Communicator):
         sizes = self._gather(torch.tensor([part.nbytes])).flatten().tolist()
         if len(set(sizes)) > 1:
             raise self.unequal([f"{each} bytes" for each in sizes])
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A view of a contiguous tensor: uint8 [bytes]. Strides of an empty one may be anything."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -12,13 +12,12 @@ from minillm.errors import UnsupportedFeatureError
 from minillm.executor import Executor
 from minillm.models.checkpoint import ModelSource, weight_files
 from minillm.parallel import processes
-from minillm.parallel.communicator import Communicator
 from minillm.parallel.executor import RankThreads
-from minillm.parallel.groups import open_group
+from minillm.parallel.groups import Groups
 from minillm.parallel.messages import SetUp
+from minillm.parallel.place import Place, thread_places
 from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank import build_rank
-from minillm.parallel.threads import ThreadGroup
 from minillm.runner import Runner
 from minillm.speculative.setup import DraftSource
 
@@ -48,10 +47,11 @@ def open_threads(
 ) -> Executor:
     """Ranks that are threads of this process."""
 
-    def build(communicator: Communicator) -> Runner:
-        return build_rank(args, source, plan, device, communicator, draft)
+    def build(place: Place) -> Runner:
+        return build_rank(args, source, plan, device, place, draft)
 
-    return RankThreads(ThreadGroup(args.tensor_parallel_size).communicators(), build)
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size
+    return RankThreads(thread_places(*sizes), build)
 
 
 def open_processes(
@@ -74,13 +74,14 @@ def open_processes(
         )
     for each in (source, draft.source if draft else source):
         weight_files(each)  # fetched once, and not by every rank
-    size, level = args.tensor_parallel_size, logging.getLogger("minillm").getEffectiveLevel()
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size
+    size, level = sizes[0] * sizes[1], logging.getLogger("minillm").getEffectiveLevel()
     patience = processes.STEP_PATIENCE
     # The driver waits longer than the ranks for each other: these say which of them is missing.
-    group = open_group(size, 0.8 * patience)
+    group = Groups(*sizes, 0.8 * patience)
     try:
         set_ups = [
-            SetUp(rank, size, args, source, plan, str(device), draft, group.plain, level)
+            SetUp(rank, size, args, source, plan, str(device), draft, group.of(rank), level)
             for rank in range(size)
         ]
         return RankProcesses(set_ups, group, environment(size), patience)
@@ -96,7 +97,7 @@ def environment(size: int) -> dict[str, str]:
     if size > processors:
         logger.warning(
             "%d ranks share %d processor%s, so each step takes about %.1f times as long as with a "
-            "processor for each; use a smaller tensor_parallel_size.",
+            "processor for each; use fewer ranks.",
             size,
             processors,
             "s" * (processors > 1),

@@ -4,31 +4,21 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Protocol
 
 from minillm.errors import MinillmError
 from minillm.executor import Capacity
 from minillm.flight import Flight
-from minillm.parallel.executor import check_agreement, smallest
+from minillm.parallel.executor import Stages, check_agreement, smallest
+from minillm.parallel.groups import Groups
 from minillm.parallel.messages import Kind, SetUp
 from minillm.parallel.rank_loop import RankLoop
-from minillm.parallel.rank_process import start
+from minillm.parallel.rank_process import Rank, start
 from minillm.scheduling.plan import StepPlan
 from minillm.wire import plan_to_bytes, result_from_bytes
 
 HASH_SIZE = 16  # characters of `token_hash`
 START_PATIENCE = 1800.0  # seconds in which a model is loaded
 STEP_PATIENCE = 300.0  # seconds for a step, and those that ranks wait for each other
-
-
-class Group(Protocol):
-    """How the ranks reach each other (`groups.py`)."""
-
-    fds: Sequence[int]
-
-    def close(self) -> None:
-        """Give back what it needs of the system. Closing twice is fine."""
 
 
 class RankProcesses:
@@ -40,7 +30,7 @@ class RankProcesses:
     def __init__(
         self,
         set_ups: Sequence[SetUp],
-        group: Group,
+        group: Groups,
         environment: Mapping[str, str],
         patience: float = STEP_PATIENCE,
     ):
@@ -53,7 +43,10 @@ class RankProcesses:
             os.close(alive)
             group.close()
 
-        spawn = partial(start, life=life, fds=group.fds, environment=environment)
+        def spawn(rank: int) -> Rank:
+            return start(rank, life, group.fds_of(rank), environment)
+
+        self._stages = Stages(group.size, group.num_stages)
         self._loop = RankLoop(len(set_ups), spawn, release)
         self._end = weakref.finalize(self, self._loop.stop)  # also when the interpreter ends
         self._loop.start()
@@ -79,19 +72,22 @@ class RankProcesses:
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step on all ranks."""
+        self._stages.teach(plan)
         future = self._loop.order(Kind.PLAN, [plan_to_bytes(plan)], self.patience)
         flight = Flight()
 
         def read() -> None:
-            answers = future.result()
+            answers = future.result()[-self._stages.size :]
             check_agreement([each[:HASH_SIZE].decode() for each in answers])
             flight.result = result_from_bytes(answers[0][HASH_SIZE:])
+            self._stages.note(plan, flight.result)
 
         flight.reads.append(read)
         return flight
 
     def reset(self) -> None:
         """Forget all sequences: after the steps that were launched, before those to come."""
+        self._stages.forget()
         self._loop.order(Kind.RESET, [b""], self.patience)
 
     def stats(self) -> dict[str, int]:

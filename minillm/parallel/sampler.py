@@ -99,9 +99,7 @@ class ShardedSampler(Sampler):
             tokens = torch.where(greedy | ~best.isfinite(), tokens, drawn)
         return tokens, best
 
-    def _best_here(
-        self, logits: Tensor, pack: Pack, counts: list[int]
-    ) -> tuple[Tensor, Tensor]:
+    def _best_here(self, logits: Tensor, pack: Pack, counts: list[int]) -> tuple[Tensor, Tensor]:
         """Ids and values of the largest logits of this rank's tokens, one for each sample."""
         many = torch.tensor(counts)
         if not self.held:

@@ -25,7 +25,7 @@ P, N, D = c_void_p, c_int64, c_double
 ROOM = 2**20  # bytes of a part; larger ones go in pieces
 STEP = 4096  # bytes of which `room` is a multiple
 DONE, LATE, ABORTED, UNEQUAL = range(4)  # as in shared_sum.c
-KINDS = {1: "sum", 2: "gather"}
+KINDS = ("", "sum", "gather")
 
 
 @dataclass(frozen=True)

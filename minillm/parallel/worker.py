@@ -20,8 +20,8 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from minillm.parallel.communicator import Communicator
     from minillm.parallel.messages import Channel, Message, SetUp
+    from minillm.parallel.place import Place
     from minillm.runner import Runner
 
 LOOK = 1.0  # seconds between two looks at the parent's id
@@ -55,31 +55,31 @@ def serve(channel: "Channel") -> bool:
     from minillm.parallel.groups import join
     from minillm.parallel.messages import Kind, SetUp
 
-    communicator: Communicator | None = None
+    place: Place | None = None
     try:
         messages = channel.messages()
         set_up = SetUp.from_bytes(next(messages).body)
         logging.basicConfig(level=set_up.log_level, handlers=[Telling(channel)])
         channel.send(Kind.NOTE, b'"joining the others"')
-        communicator = join(set_up.group, set_up.rank, set_up.size)
+        place = join(set_up.group)
         channel.send(Kind.NOTE, b'"loading the model"')
-        runner = build(set_up, communicator)
+        runner = build(set_up, place)
         gc.freeze()  # the collector need not look at torch's objects again and again
         channel.send(Kind.DONE, json.dumps(astuple(runner.capacity())).encode())
         for message in messages:
             if message.kind is Kind.CLOSE:
                 break
-            channel.send(Kind.DONE, answer(runner, message, set_up.rank), message.number)
-        communicator.close()
+            channel.send(Kind.DONE, answer(runner, message, place), message.number)
+        place.close()
     except BaseException as error:
-        if communicator is not None:
-            communicator.abort()
+        if place is not None:
+            place.abort()
         channel.send(Kind.ERROR, last_words(error))
         return False
     return True
 
 
-def build(set_up: "SetUp", communicator: "Communicator") -> "Runner":
+def build(set_up: "SetUp", place: "Place") -> "Runner":
     """The rank's runner."""
     import torch
 
@@ -88,18 +88,20 @@ def build(set_up: "SetUp", communicator: "Communicator") -> "Runner":
 
     limit_threads()
     parts = set_up.args, set_up.source, set_up.plan, torch.device(set_up.device)
-    return build_rank(*parts, communicator, set_up.draft)
+    return build_rank(*parts, place, set_up.draft)
 
 
-def answer(runner: "Runner", message: "Message", rank: int) -> bytes:
-    """Carry out one order. Of a plan each rank tells the hash of its tokens, rank 0 all."""
+def answer(runner: "Runner", message: "Message", place: "Place") -> bytes:
+    """Carry out one order. Of a plan each rank tells the hash of its tokens, and the
+    first rank of the last stage tells all."""
     from minillm.parallel.executor import token_hash
     from minillm.parallel.messages import Kind
     from minillm.wire import plan_from_bytes, result_to_bytes
 
     if message.kind is Kind.PLAN:
         result = runner.execute(plan_from_bytes(message.body))
-        return token_hash(result).encode() + (b"" if rank else result_to_bytes(result))
+        tells = place.stage.is_last and not place.split.rank
+        return token_hash(result).encode() + (result_to_bytes(result) if tells else b"")
     if message.kind is Kind.RESET:
         runner.reset()
         return b""

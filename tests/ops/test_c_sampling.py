@@ -15,7 +15,7 @@ from minillm.logprobs import describe
 from minillm.ops import c_library, cpu, cpu_sampling
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
-from minillm.sampler import NO_TOKEN, SamplingRow, sample
+from minillm.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from minillm.sampling_params import SamplingParams
 from tests.ops.c_variants import PATHS, folder, functions, poisoned
 
@@ -162,6 +162,34 @@ def test_masses_that_end_exactly_at_the_goal(c):
     """Half of eight equal tokens is four of them, not five."""
     rows = [row(seed, top_p=0.5) for seed in range(200)]
     assert set(tokens(c, torch.zeros(200, 8), rows)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("size", [65, 200, 1003])
+def test_shards_choose_what_the_whole_row_chooses(c, size):
+    """The largest total of the shards belongs to the token that is drawn from all logits."""
+    kinds = dict(), dict(temperature=0.4), dict(temperature=2.5, min_p=0.1), dict(min_p=1.0)
+    rows = [row(i, i + 1, i % 3, **kinds[i % 4]) for i in range(80)]
+    for dtype in DTYPES:
+        logits = draw(80, size, dtype, seed=size, ties=True)
+        whole, best = torch.tensor(tokens(None, logits, rows)), logits.float().amax(1)
+        sampler = Sampler(80, size, torch.device("cpu"))
+        for place, each in enumerate(rows):
+            sampler.set_row(place, each)
+        columns = sampler._pack(range(80), [each.position for each in rows], None)[:-1]
+        parts = []
+        with using(c):
+            for start in range(0, size, 64):
+                mine = logits[:, start : start + 64].contiguous()
+                parts.append(
+                    cpu_sampling.draw_from_shard(mine, start, best, Purpose.SAMPLE, *columns)
+                )
+        totals, places = map(torch.stack, zip(*parts, strict=True))
+        winner = totals.argmax(0)
+        assert torch.equal(places.gather(0, winner[None])[0] + 64 * winner, whole)
+        # The noise differs by less than a rounding from torch's, which is computed in another way.
+        scaled = (logits.float().gather(1, whole[:, None])[:, 0] - best) / columns[0]
+        expected = scaled + noise_of(rows, size).gather(1, whole[:, None])[:, 0]
+        torch.testing.assert_close(totals.amax(0), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("by", [1e-4, -1e-4])

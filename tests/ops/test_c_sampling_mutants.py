@@ -37,6 +37,10 @@ def far_below(c):
     sampling.test_no_bound_is_too_low(c, 1e-4)
 
 
+def shards(c):
+    sampling.test_shards_choose_what_the_whole_row_chooses(c, 200)
+
+
 def logprobs(c):
     sampling.test_logprobs_are_those_of_float64(c, torch.float32, 1003, 5)
 
@@ -107,6 +111,11 @@ MUTANTS = {
     "padding is a token": Mutant(
         r"memory\[i\] = -INFINITY;", "memory[i] = 0;", masked
     ),
+    "noise by the place in the shard": Mutant(r"r->before \+ block", "block", shards),
+    "the best of the shard": Mutant(r"r\.best = best\[i\]", "r.best += 0 * best[i]", shards),
+    "the noise alone": Mutant(r"total = peak \+ noise", "total = noise", shards),
+    "min-p of the whole only": Mutant(r"floor = q\.floor;\n(?= +for .*\n +tokens\[i\] = draw)",
+                                      "floor = -INFINITY;\n", shards),
     "ranks of ties": Mutant(r"\? ranks\[j\] : j \+ 1", "? j + 1 : j + 1", logprobs),
     "ties in falling order": Mutant(r"a->id < b->id \? -1 : 1", "a->id < b->id ? 1 : -1", logprobs),
     "the normaliser": Mutant(r"- r->best - normaliser", "- r->best", logprobs),

@@ -12,15 +12,15 @@ RANK, _, FAULT = os.environ["MINILLM_ODD"].partition(" ")
 NORMAL = worker.build
 
 
-def build(set_up: Any, communicator: Any) -> Any:
+def build(set_up: Any, place: Any) -> Any:
     if RANK not in ("all", str(set_up.rank)):
-        return NORMAL(set_up, communicator)
+        return NORMAL(set_up, place)
     if FAULT == "never ready":
         print("this rank never gets ready", file=sys.stderr, flush=True)
         time.sleep(600)
     if FAULT == "no memory":
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes.")
-    runner = NORMAL(set_up, communicator)
+    runner = NORMAL(set_up, place)
     if FAULT == "fewer blocks":
         capacity = runner.capacity()
         runner.capacity = lambda: replace(capacity, num_blocks=capacity.num_blocks - 5)

@@ -157,7 +157,10 @@ def test_b19_mixture_of_experts_and_a_rank_that_is_killed_between_steps(tmp_path
     llm = make(folder, max_model_len=96, **TWO)
     assert generate(llm) == expected
     os.kill(llm.engine.runner.process_ids[0], signal.SIGKILL)
-    assert_dead(llm, r"^Rank 0 of 2 was ended .*SIGKILL \(signal 9\); Linux sends it when memory runs out\.$")
+    assert_dead(
+        llm,
+        r"^Rank 0 of 2 was ended .*SIGKILL \(signal 9\); Linux sends it when memory runs out\.$",
+    )
     llm.close()
 
 
@@ -172,6 +175,17 @@ def test_drafts_and_two_engines(folder, gloo):
     assert generate(plain) == expected
     del plain, drafting  # without close
     gc.collect()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_stages(sizes, folder):
+    expected = alone(folder)
+    more = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), sizes, strict=True))
+    with make(folder, max_model_len=96, **more) as llm:
+        assert len(llm.engine.runner.process_ids) == sizes[0] * sizes[1]
+        assert generate(llm) == expected
+        os.kill(llm.engine.runner.process_ids[0], signal.SIGKILL)
+        assert_dead(llm, "^Rank 0 of .*SIGKILL")
 
 
 # ---- ranks that end ----------------------------------------------------------------------------
