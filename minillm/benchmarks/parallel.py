@@ -1,4 +1,4 @@
-"""``minillm bench parallel``: what parallelism costs on this machine, and what it may bring on others.
+"""``minillm bench parallel``: what parallelism costs here, and what it may bring elsewhere.
 
 Three tables: sums and gathers of two ranks beside the model "latency + bytes / bandwidth" that fits
 them best; steps of one rank beside those of several; and predictions for models that no laptop
@@ -130,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += [] if why_not() else collectives.measure("shared", calls)
     fits = fit_sums(rows)
     show_collectives(rows, fits, terminal)
-    model, sizes = parallel_steps.chosen_sizes(chosen.quick)
+    model, sizes = parallel_steps.MODEL, parallel_steps.Sizes()
+    if chosen.quick:
+        model, sizes = parallel_steps.quick()
     steps = parallel_steps.measure(model, "auto", sizes, terminal)
     parallel_steps.show(model, sizes, steps, terminal)
     predictions = predicted(large_model_predictions())

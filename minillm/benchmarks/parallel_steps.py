@@ -8,10 +8,11 @@ machine does meets all. A number is the median of its steps; the ratio is that o
 import gc
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ EXAMPLES = """examples:
   python -m minillm.benchmarks.parallel_steps --ranks 4 --batch 1 --batch 16
   python -m minillm.benchmarks.parallel_steps --quick            a small model: does it run at all?
 """
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 MODEL, QUICK_MODEL = "preset:qwen3-0.6b", "tiny"
 WARM_UP = 3  # steps that are not timed
 PREFILLS = 3
@@ -66,9 +68,24 @@ class Steps:
         return low, high
 
 
-def open_engine(model: str, dtype: str, sizes: Sizes, ranks: int, group: str) -> LLM:
+def kinds_of_ranks(ranks: int, has_experts: bool) -> dict[str, dict[str, Any]]:
+    """How ranks can work together here: what it is called, and the engine's arguments. "tp" shares
+    each layer, with sums over shared memory or gloo; "pp" has stages; "ep" has whole experts."""
+    shared = {"tensor_parallel_size": ranks}
+    found = {"tp, memory": shared, "tp, gloo": shared, "pp": {"pipeline_parallel_size": ranks}}
+    if has_experts:
+        found["ep"] = shared | {"enable_expert_parallel": True}
+    if not groups.shared_memory_works():
+        del found["tp, memory"]
+    return found
+
+
+def open_engine(
+    model: str, dtype: str, sizes: Sizes, kind: str = "", fields: Mapping[str, Any] = NO_FIELDS
+) -> LLM:
     """An engine without prefix cache, so that the same prompt is computed again and again."""
-    with patch.object(groups, "shared_memory_works", lambda: group == "memory"):
+    has_memory = groups.shared_memory_works() and "gloo" not in kind
+    with patch.object(groups, "shared_memory_works", lambda: has_memory):
         return LLM(
             model,
             dtype=dtype,
@@ -79,7 +96,7 @@ def open_engine(model: str, dtype: str, sizes: Sizes, ranks: int, group: str) ->
             max_num_seqs=max(sizes.batches),
             max_num_batched_tokens=max(2048, sizes.context * max(sizes.batches)),
             enable_prefix_caching=False,
-            tensor_parallel_size=ranks,
+            **fields,
         )
 
 
@@ -128,12 +145,15 @@ def prefill_times(engines: Sequence[LLM], sizes: Sizes) -> list[list[float]]:
 
 def measure(model: str, dtype: str, sizes: Sizes, terminal: Terminal) -> list[Steps]:
     """All kinds of steps."""
-    names = [name for name in ("memory", "gloo") if name == "gloo" or groups.shared_memory_works()]
     found: list[Steps] = []
-    with terminal.progress(f"{model}: opening"):
-        engines = [open_engine(model, dtype, sizes, 1, "")]
-        engines += [open_engine(model, dtype, sizes, sizes.ranks, name) for name in names]
+    engines: list[LLM] = []
     try:
+        with terminal.progress(f"{model}: opening"):
+            engines.append(open_engine(model, dtype, sizes))
+            has_experts = engines[0].engine.source.config.moe is not None
+            kinds = kinds_of_ranks(sizes.ranks, has_experts)
+            engines += [open_engine(model, dtype, sizes, *each) for each in kinds.items()]
+        names = list(kinds)
         for batch in sizes.batches:
             with terminal.progress(f"{model}: decode, {batch}"):
                 one, *several = zip(*decode_times(engines, batch, sizes), strict=True)
@@ -176,6 +196,18 @@ def as_json(model: str, dtype: str, sizes: Sizes, steps: Sequence[Steps]) -> dic
     }
 
 
+def quick(ranks: int = 2) -> tuple[str, Sizes]:
+    """A model and sizes that only show that everything runs."""
+    return QUICK_MODEL, Sizes(ranks, (1,), context=16, steps=4, prefill=32)
+
+
+def show(model: str, sizes: Sizes, steps: Sequence[Steps], terminal: Terminal) -> None:
+    """Print the table."""
+    terminal.heading(f"{model}: milliseconds of a step, one rank and {sizes.ranks} ranks")
+    columns = ["step", "by", "1 rank", f"{sizes.ranks} ranks", "speed", "middle half"]
+    terminal.table(columns, table(steps))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then print the table and JSON."""
     parser = benchmark_parser("parallel_steps", __doc__, EXAMPLES)
@@ -190,11 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = Sizes(chosen.ranks, batches, steps=chosen.steps)
     model = chosen.model
     if chosen.quick:
-        model, sizes = QUICK_MODEL, Sizes(chosen.ranks, (1,), context=16, steps=4, prefill=32)
+        model, sizes = quick(chosen.ranks)
     steps = measure(model, chosen.dtype, sizes, terminal)
-    terminal.heading(f"{model}: milliseconds of a step, one rank and {sizes.ranks} ranks")
-    columns = ["step", "by", "1 rank", f"{sizes.ranks} ranks", "speed", "middle half"]
-    terminal.table(columns, table(steps))
+    show(model, sizes, steps, terminal)
     write_result(as_json(model, chosen.dtype, sizes, steps), chosen.json, terminal)
     return 0
 
