@@ -176,6 +176,20 @@ def as_json(model: str, dtype: str, sizes: Sizes, steps: Sequence[Steps]) -> dic
     }
 
 
+def chosen_sizes(quick: bool) -> tuple[str, Sizes]:
+    """The model and how much is measured of it; `quick` only shows that it runs."""
+    if quick:
+        return QUICK_MODEL, Sizes(batches=(1,), context=16, steps=4, prefill=32)
+    return MODEL, Sizes()
+
+
+def show(model: str, sizes: Sizes, steps: Sequence[Steps], terminal: Terminal) -> None:
+    """Print the table."""
+    terminal.heading(f"{model}: milliseconds of a step, one rank and {sizes.ranks} ranks")
+    columns = ["step", "by", "1 rank", f"{sizes.ranks} ranks", "speed", "middle half"]
+    terminal.table(columns, table(steps))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then print the table and JSON."""
     parser = benchmark_parser("parallel_steps", __doc__, EXAMPLES)
@@ -190,11 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = Sizes(chosen.ranks, batches, steps=chosen.steps)
     model = chosen.model
     if chosen.quick:
-        model, sizes = QUICK_MODEL, Sizes(chosen.ranks, (1,), context=16, steps=4, prefill=32)
+        model, sizes = chosen_sizes(quick=True)
     steps = measure(model, chosen.dtype, sizes, terminal)
-    terminal.heading(f"{model}: milliseconds of a step, one rank and {sizes.ranks} ranks")
-    columns = ["step", "by", "1 rank", f"{sizes.ranks} ranks", "speed", "middle half"]
-    terminal.table(columns, table(steps))
+    show(model, sizes, steps, terminal)
     write_result(as_json(model, chosen.dtype, sizes, steps), chosen.json, terminal)
     return 0
 
