@@ -54,12 +54,13 @@ def load_rank(
     """A rank's slices of the checkpoint: peak memory is the shard and one tensor. Random weights
     ("dummy") are slices of those that one rank would have."""
     whole = source.config
-    mine = rank_config(whole, place.split.size)
+    whole_experts = args.enable_expert_parallel
+    mine = rank_config(whole, place.split.size, whole_experts)
 
     def shard(model: Decoder) -> None:
         if place.stage.count > 1:
             cut_model(model, place.stage, whole, dtype)
-        slice_matrices(model, whole, place.split)
+        slice_matrices(model, whole, place.split, whole_experts)
 
     if args.load_format != "dummy":
         format = args.load_format

@@ -114,9 +114,12 @@ def check_stages(config: ModelConfig, count: int) -> None:
         )
 
 
-def largest_part(config: ModelConfig, size: int, stages: int) -> ModelConfig:
-    """The shapes of the rank that needs the most memory; ConfigError where there is no such cut."""
-    check_split(config, size)
+def largest_part(
+    config: ModelConfig, size: int, stages: int, whole_experts: bool = False
+) -> ModelConfig:
+    """The shapes of the rank that needs the most memory: of experts a share of all has the size of
+    a share of each. ConfigError where there is no such cut."""
+    check_split(config, size, whole_experts)
     check_stages(config, stages)
     cuts = [Stage(index, stages).layers(config) for index in range(stages)]
     return stage_config(rank_config(config, size), max(cuts, key=len))
@@ -133,12 +136,12 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     )
 
 
-def divides(config: ModelConfig, size: int) -> bool:
+def divides(config: ModelConfig, size: int, whole_experts: bool = False) -> bool:
     """Whether a model can be split among so many ranks."""
-    return not why_not(config, size)
+    return not why_not(config, size, whole_experts)
 
 
-def why_not(config: ModelConfig, size: int) -> str:
+def why_not(config: ModelConfig, size: int, whole_experts: bool = False) -> str:
     """Which of a model's numbers cannot be split among so many ranks; empty if all can."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
@@ -149,33 +152,42 @@ def why_not(config: ModelConfig, size: int) -> str:
     if dense and config.intermediate_size % size:
         return f"intermediate size {config.intermediate_size}"
     moe = config.moe
-    if moe is not None and moe.intermediate_size % size:
+    if moe is not None and whole_experts and moe.num_experts % size:
+        return f"{moe.num_experts} experts"
+    if moe is not None and not whole_experts and moe.intermediate_size % size:
         return f"intermediate size {moe.intermediate_size} of the experts"
     if moe is not None and moe.shared_intermediate_size % size:
         return f"intermediate size {moe.shared_intermediate_size} of the shared experts"
     return ""
 
 
-def check_split(config: ModelConfig, size: int) -> None:
+def check_split(config: ModelConfig, size: int, whole_experts: bool = False) -> None:
     """ConfigError unless a model can be split among so many ranks; it lists the sizes that can."""
-    if why := why_not(config, size):
-        sizes = ", ".join(str(each) for each in range(1, MOST_RANKS + 1) if divides(config, each))
+    if whole_experts and config.moe is None:
+        raise ConfigError(
+            f"enable_expert_parallel needs a model with experts, which this {config.family} model "
+            "does not have; leave it out."
+        )
+    if why := why_not(config, size, whole_experts):
+        every = range(1, MOST_RANKS + 1)
+        sizes = ", ".join(str(each) for each in every if divides(config, each, whole_experts))
         raise ConfigError(
             f"tensor_parallel_size is {size}, which does not divide {why} of this "
             f"{config.family} model; it can be {sizes}."
         )
 
 
-def rank_config(config: ModelConfig, size: int) -> ModelConfig:
+def rank_config(config: ModelConfig, size: int, whole_experts: bool = False) -> ModelConfig:
     """The shapes of one rank's layers: fewer heads and units, everything else as in the model. The
-    vocabulary is the model's, because every rank chooses among all tokens."""
+    vocabulary is the model's, because every rank chooses among all tokens, and the experts are
+    too, of which `whole_experts` keep all their units (`experts.py`)."""
     if size == 1:
         return config
     moe = config.moe
     if moe is not None:
         moe = replace(
             moe,
-            intermediate_size=moe.intermediate_size // size,
+            intermediate_size=moe.intermediate_size // (1 if whole_experts else size),
             shared_intermediate_size=moe.shared_intermediate_size // size,
         )
     return replace(

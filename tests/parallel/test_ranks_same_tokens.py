@@ -16,6 +16,7 @@ from minillm.errors import EngineDeadError
 from minillm.parallel import shard
 from minillm.parallel.communicator import Traffic
 from minillm.parallel.executor import Stages
+from minillm.parallel.experts import OwnExperts
 from minillm.parallel.split import Split, Stage
 from minillm.parallel.stages import Sent
 from tests.engine.small import make, write_model
@@ -65,21 +66,25 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
     return get
 
 
-def ranks(reference: Reference, sizes: tuple[int, int]) -> Reference:
+def ranks(reference: Reference, sizes: tuple[int, int], **more: Any) -> Reference:
     """The same reference, for engines of several ranks."""
     made = object.__new__(Reference)
     made.__dict__.update(reference.__dict__)
-    more = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
+    more |= {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
     more |= {"distributed_executor_backend": "threads"}
     made.arguments = reference.arguments | more
     return made
 
 
 def check(
-    reference: Reference, sizes: tuple[int, int], cell: Cell, config: dict[str, Any] | None = None
+    reference: Reference,
+    sizes: tuple[int, int],
+    cell: Cell,
+    config: dict[str, Any] | None = None,
+    **more: Any,
 ) -> LLM:
     """An engine of this many ranks gives what one rank gives."""
-    llm = open_cell(ranks(reference, sizes), cell, config)
+    llm = open_cell(ranks(reference, sizes, **more), cell, config)
     try:
         outputs = run_cell(reference, llm)
         assert not reference.differences(outputs)
@@ -119,6 +124,34 @@ def test_ranks_give_the_tokens_of_one(name, sizes, cell, reference_of):
 @pytest.mark.parametrize(("name", "sizes", "cell"), named(REST))
 def test_the_rest_of_the_matrix(name, sizes, cell, reference_of):
     check(reference_of(name), sizes, cell)
+
+
+MIXTURES = "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"
+WITH_EXPERTS = [
+    (name, sizes, CELLS[(11 * i + 3) % len(CELLS)])
+    for i, (name, sizes) in enumerate(zip(MIXTURES, ((2, 1), (2, 1), (2, 2), (4, 1)), strict=True))
+]
+OTHER_EXPERTS = [
+    each
+    for each in (
+        (name, sizes, cell)
+        for name in MIXTURES
+        for sizes in ((2, 1), (4, 1), (2, 2))
+        for cell in CELLS
+    )
+    if each not in WITH_EXPERTS
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "cell"), named(WITH_EXPERTS))
+def test_ranks_with_whole_experts_give_the_tokens_of_one(name, sizes, cell, reference_of):
+    check(reference_of(name), sizes, cell, enable_expert_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sizes", "cell"), named(OTHER_EXPERTS))
+def test_the_rest_of_the_matrix_of_experts(name, sizes, cell, reference_of):
+    check(reference_of(name), sizes, cell, enable_expert_parallel=True)
 
 
 # ---- drafts ------------------------------------------------------------------------------------
@@ -278,6 +311,27 @@ def twice_rounded(self, x, residual):
     total = x if residual is None else x.bfloat16().float() + residual
     self.pipe.send(total)
     return total, total
+
+
+def own_by_place(self, x, weights, ids):
+    """As if the second rank's experts were the first's."""
+    own = ids % len(self.held)
+    return self.experts(x, weights, own)
+
+
+def weights_of_the_first_choice(self, x, weights, ids):
+    own = ids - self.held.start
+    rows, choices = torch.where((own >= 0) & (own < len(self.held)))
+    chosen = weights[rows, 0, None], own[rows, choices, None]
+    return torch.zeros_like(x).index_add(0, rows, self.experts(x[rows], *chosen))
+
+
+@pytest.mark.parametrize("wrong", [own_by_place, weights_of_the_first_choice])
+def test_a_planted_bug_of_experts_changes_tokens(wrong, reference_of, monkeypatch):
+    monkeypatch.setattr(OwnExperts, "forward", wrong)
+    cell = Cell(0, "off", "ample", False)
+    with pytest.raises(AssertionError, match="token_ids"):
+        check(reference_of("qwen3_moe"), (2, 1), cell, enable_expert_parallel=True)
 
 
 PLANTED_IN_STAGES = {
