@@ -45,6 +45,7 @@ class Functions:
     prefill_attention: Callable[..., int]
     pack_panels: Callable[..., None]
     panel_product: Callable[..., None]
+    panel_sums: Callable[..., None]
     panel_rows: Callable[..., int]
     panel_unit: int  # in UNITS: what multiplies
 
@@ -73,6 +74,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("prefill_attention", N, *attention, N),
         bind("pack_panels", None, P, P, N, N),
         bind("panel_product", None, P, P, P, P, N, N, N, N),
+        bind("panel_sums", None, P, P, P, N, N, N, N),
         bind("panel_rows", N, P, P, P, N, N, N),
         bind("panel_unit", N)(),
     )

@@ -212,23 +212,23 @@ MUTANTS = {
         r"floats\[j\] = load\(bias\[j\]\)", "floats[j] = 0", products, L
     ),
     "the first panel's bias for both": Mutant(
-        r"i \? other : p\) \* PANEL", "p) * PANEL", products, L
+        r"i \? other : at\) \* PANEL", "at) * PANEL", products, L
     ),
     "neighbouring pairs are swapped": Mutant(
         r"j \* 2, line \+ i,", "j * 2, line + (i ^ 2),", products, "pack_panels"
     ),
-    "a gate is its own partner": Mutant(r"p \+ num_panels : p", "p : p", gates, L),
-    "gate for up, with more rows": Mutant(r"panel \+ out \* in, in", "panel, in", gates, L),
-    "the other panel of a pair is not written": Mutant(r"i <= other - p", "i <= 0", products, L),
+    "a gate is its own partner": Mutant(r"at \+ num_panels : at", "at : at", gates, L),
+    "gate for up, with more rows": Mutant(r"panel \+ out \* p->in, rows", "panel, rows", gates, L),
+    "the other panel of a pair is not written": Mutant(r"i <= other - at", "i <= 0", products, L),
     "the panel before": Mutant(
-        r"\*panel = panels \+ p \* in", "*panel = panels + (p ? p - 1 : 0) * in", products, L
+        r"\*panel = p->panels \+ at \* p", "*panel = p->panels + (at ? at - 1 : 0) * p", products, L
     ),
     "the row beside the embedding's": Mutant(
         r"ids\[row\] % PANEL \* 2", "ids[row] % PANEL", embedded, "panel_rows"
     ),
-    "chunks begin at 0": Mutant(r"task / num_panels \* chunk, p", "0, p", chunks, L),
+    "chunks begin at 0": Mutant(r"= task / num_panels \* chunk", "= 0", chunks, L),
     "the second tile has the first's rows": Mutant(
-        r"x \+ 16 \* in \+ k, ", "x + k, ", products, L, "BF16", "tiles in C"
+        r"x \+ 16 \* stride \+ k, ", "x + k, ", products, L, "BF16", "tiles in C"
     ),
     "tiles of fewer rows": Mutant(
         r"rows > 16 \? rows - 16 : 1", "1", products, L, "BF16", "tiles in C"
@@ -245,10 +245,10 @@ MUTANTS = {
         "no tiles",
     ),
     "one row for all": Mutant(
-        r"x \+ r \* in \+ k, two", "x + k, two", products, L, "BF16", "no tiles"
+        r"x \+ r \* stride \+ k, two", "x + k, two", products, L, "BF16", "no tiles"
     ),
     "a row is left out": Mutant(
-        r"rows_by_panel\(3, x", "rows_by_panel(2, x", products, L, "BF16", "no tiles"
+        r"rows_by_panel\(3, x", "rows_by_panel(2, x + stride", products, L, "BF16", "no tiles"
     ),
     "the second half of a panel is not computed": Mutant(
         r"first < PANEL; first", "first < 2 * LANES; first", products, L, "BF16", "plain C"
