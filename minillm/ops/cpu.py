@@ -286,16 +286,17 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 
 def panels_are_fast(dtype: torch.dtype) -> bool:
     """Whether weights of this type are kept in panels here: where the processor multiplies pairs of
-    bf16, in tiles or in vectors. Elsewhere oneDNN is faster. The environment may say otherwise.
+    bf16, in tiles or in vectors. Elsewhere oneDNN is faster. The environment may say otherwise."""
+    found, wish = functions(dtype), wish_for_panels()
+    return found is not None and (wish == "1" if wish else found.panel_unit > 0)
 
-    Raises:
-        ConfigError: `MINILLM_PANELS` is neither 0 nor 1.
-    """
+
+def wish_for_panels() -> str:
+    """What the environment says: "1" wherever there is C, "0" nowhere, "" nothing; or ConfigError."""
     wish = os.environ.get(PANELS, "")
     if wish not in ("", "0", "1"):
         raise ConfigError(f"{PANELS} is {wish!r}; it must be 0 (never), 1 (always) or not set.")
-    found = functions(dtype)
-    return found is not None and (wish == "1" if wish else found.panel_unit > 0)
+    return wish
 
 
 def takes_panels(weight: Tensor) -> bool:

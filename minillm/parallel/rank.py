@@ -1,5 +1,6 @@
 """One rank: its part of the model, and the runner that carries out the same plans as the others."""
 
+import logging
 from dataclasses import replace
 from functools import partial
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minillm.cost import MemoryPlan
+from minillm.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.engine_args import EngineArgs
 from minillm.engine_setup import build_executor
 from minillm.linear_methods import Matrix
@@ -19,6 +21,8 @@ from minillm.parallel.shard import connect, slice_matrices
 from minillm.parallel.split import Split, rank_config
 from minillm.runner import Runner
 from minillm.speculative.setup import DraftSource
+
+logger = logging.getLogger(__name__)
 
 
 def build_rank(
@@ -35,10 +39,30 @@ def build_rank(
     runner = build_executor(args, model, plan, limit, draft)
     runner.isolates = False  # what fails on one rank fails on all, or the ranks part company
     connect(model, source.config, communicator)
+    if isinstance(runner.model, TiledDecoder):
+        agree(runner.model, communicator)
     rule, seats = runner.sampler.rule, runner.rows.num_rows
     runner.sampler = ShardedSampler(seats, source.config.vocab_size, device, communicator)
     runner.sampler.rule = rule
     return runner
+
+
+def agree(tiled: TiledDecoder, communicator: Communicator) -> None:
+    """Have all ranks use the tiles that each of them can use: cut in different ways, a batch would
+    make them meet in different sums. Every rank makes the same calls, whatever it finds."""
+    if tiled.obstacle and communicator.rank == 0:
+        logger.warning(
+            "Deterministic mode: a request has the same bits in every batch of %d ranks, but other "
+            "bits on another number of ranks, because %s.",
+            communicator.size,
+            tiled.obstacle,
+        )
+    if not tiled.tiles:
+        return
+    own = find_tiles(tiled.model)
+    masks = communicator.gather(torch.tensor([size in own for size in TILES], dtype=torch.uint8))
+    common = [size for size, each in zip(TILES, masks.T, strict=True) if each.all()]
+    tiled.use(common or (1,))
 
 
 def load_rank(
