@@ -19,6 +19,7 @@ from tests.ops import test_c_halves as halves
 from tests.ops import test_c_layers as layers
 from tests.ops import test_c_linear as linear
 from tests.ops import test_c_rows as rows
+from tests.ops import test_c_sums as sums
 from tests.ops.c_variants import ELEMENTS, functions
 
 QUICKLY = "-O1"
@@ -113,6 +114,11 @@ def embedded(c):
 
 def chunks(c):
     linear.test_rows_in_several_chunks(linear.Panels(*c), 150, 8192, 40)
+
+
+def tree(c):
+    for count in (8, 40):
+        sums.check_parts(sums.Sums(*c), count, 32, 33, 8)
 
 
 N, A, S, W, D, L = (
@@ -227,6 +233,28 @@ MUTANTS = {
         r"ids\[row\] % PANEL \* 2", "ids[row] % PANEL", embedded, "panel_rows"
     ),
     "chunks begin at 0": Mutant(r"= task / num_panels \* chunk", "= 0", chunks, L),
+    "parts are added from left to right": Mutant(
+        r"; part & 1; part >>= 1\)", "; part > 0; part = 0)", tree, "panel_sums"
+    ),
+    "the last part of a subtree is left out": Mutant(
+        r"left\[i\] \+= right\[i\]", "left[i] += 0", tree, "panel_sums"
+    ),
+    "every part reads the first inputs": Mutant(
+        r"multiply_rows\(p, x \+ k,", "multiply_rows(p, x,", tree, "panel_sums"
+    ),
+    "every part reads the first weights": Mutant(
+        r"p->x \+ k, panel \+ k \* PANEL", "p->x + k, panel", tree, "panel_sums"
+    ),
+    "the other panel's parts are not added": Mutant(
+        r"if \(other != panel\) join", "if (0) join", tree, "panel_sums"
+    ),
+    "the next part overwrites the sum": Mutant(
+        r"return height \+ 1;", "return height;", tree, "panel_sums"
+    ),
+    "sums begin in the first row": Mutant(
+        r"write_totals\(sums\[0\], p->totals \+ to", "write_totals(sums[0], p->totals + first", tree,
+        "panel_sums",
+    ),
     "the second tile has the first's rows": Mutant(
         r"x \+ 16 \* stride \+ k, ", "x + k, ", products, L, "BF16", "tiles in C"
     ),
