@@ -12,10 +12,10 @@ from minillm.cache_spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.cost import BatchFit, MemoryPlan, memory_plan
 from minillm.deterministic import PASS_ROWS, TiledDecoder
-from minillm.fixed_sums import make_deterministic
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.executor import Capacity, Executor
+from minillm.fixed_sums import make_deterministic
 from minillm.forward_pass import ForwardPass
 from minillm.graphs import CudaCapture, has_graphs
 from minillm.layers.kv_cache import KVCache

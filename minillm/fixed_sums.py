@@ -38,7 +38,7 @@ PARTS = MOST_PARTS  # into which the inputs of o and down are cut
 
 
 class FixedSumMethod(PanelLinearMethod):
-    """A weight in panels whose columns are `parts` of a sum, added in float32 as a balanced tree."""
+    """A weight in panels whose columns are `parts` of a sum, added as a tree in float32."""
 
     def __init__(self, out_features: int, parts: int):
         super().__init__(out_features)

@@ -292,7 +292,11 @@ def panels_are_fast(dtype: torch.dtype) -> bool:
 
 
 def wish_for_panels() -> str:
-    """What the environment says: "1" wherever there is C, "0" nowhere, "" nothing; or ConfigError."""
+    """What the environment says: "1" wherever there is C, "0" nowhere, "" nothing.
+
+    Raises:
+        ConfigError: `MINILLM_PANELS` is neither 0 nor 1.
+    """
     wish = os.environ.get(PANELS, "")
     if wish not in ("", "0", "1"):
         raise ConfigError(f"{PANELS} is {wish!r}; it must be 0 (never), 1 (always) or not set.")

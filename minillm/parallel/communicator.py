@@ -7,8 +7,8 @@
 A sum adds the parts as a balanced tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), in float32, and
 rounds once: so all ranks get the same bits, and a row gets the same bits whatever stands beside it.
 A ring would give neither (issue B9 of the parallelism notes: libraries start each chunk at another
-rank). Ranks that bring subtrees of one tree get its bits, however many they are (`fixed_sums`). A kind of communicator is one
-method, `exchange`; some bring a faster `sum`.
+rank). Ranks that bring subtrees of one tree get its bits, however many they are (`fixed_sums`). A
+kind of communicator is one method, `exchange`; some bring a faster `sum`.
 """
 
 from collections import Counter

@@ -252,7 +252,9 @@ MUTANTS = {
         r"return height \+ 1;", "return height;", tree, "panel_sums"
     ),
     "sums begin in the first row": Mutant(
-        r"write_totals\(sums\[0\], p->totals \+ to", "write_totals(sums[0], p->totals + first", tree,
+        r"write_totals\(sums\[0\], p->totals \+ to",
+        "write_totals(sums[0], p->totals + first",
+        tree,
         "panel_sums",
     ),
     "the second tile has the first's rows": Mutant(
