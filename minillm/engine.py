@@ -3,7 +3,8 @@
 add -> waiting -> [ schedule -> run -> commit -> text ] -> finished
                          one step, for all who run
 
-With `async_scheduling` the next step is planned and launched before this one's tokens are here:
+With `async_scheduling` the next step is planned and launched before this one's tokens are here,
+with a pipeline of p stages p steps (`scheduling/pipelined.py`):
 
     host      plan n + 1 | launch | wait for n | commit n, text | plan n + 2 | launch | ...
     device    ... step n ................... | step n + 1 .......................... | ...
@@ -67,15 +68,16 @@ class Engine:
         self._seeds = random.Random(args.seed)
         self._live: dict[str, LiveRequest] = {}
         self._dead = ""
-        self._steps: list[Step] = []  # uncommitted: at most 2 inside `step()`, else at most 1
+        self._steps: list[Step] = []  # uncommitted: at most `depth` inside `step()`, else one less
         self._stepping = False
         self._forward_pass: ForwardPass | None = None
         self._runner: Executor | None = None
         parts = args, self.source, self.memory, self.device, draft
         self._runner, self._forward_pass = open_executor(*parts)
         self.scheduler = build_scheduler(args, self._runner.capacity(), draft)
-        asked = args.async_scheduling
-        self.overlaps = self.device.type != "cpu" if asked is None else asked
+        asked, stages = args.async_scheduling, args.pipeline_parallel_size
+        self.overlaps = stages > 1 or (self.device.type != "cpu" if asked is None else asked)
+        self.depth = max(stages, 2)  # plans in flight, where steps overlap
         settings = trace_settings(self.source.name, self.dtype, self.device, self.scheduler)
         self.trace = Trace(settings)
 
@@ -262,12 +264,11 @@ class Engine:
             return []
         with self._errors_end_everything():
             if not self._steps:
-                self._begin(self.scheduler.schedule, perf_counter())
+                self._begin(self.scheduler.schedule)
             if self.overlaps:
                 self._steps[0].launch(runner)
-                self._begin(self.scheduler.schedule_ahead, perf_counter())
-                if len(self._steps) > 1:
-                    self._steps[1].launch(runner)
+                while len(self._steps) < self.depth and self._begin(self.scheduler.schedule_ahead):
+                    self._steps[-1].launch(runner)
             touched = self._complete()
             self._land_in_vain()
             return touched
@@ -288,11 +289,11 @@ class Engine:
         finally:
             self._stepping = False
 
-    def _begin(self, schedule: Callable[[], StepPlan | None], started: float) -> None:
-        """Plan a step, if there is one to plan."""
-        plan = schedule()
+    def _begin(self, schedule: Callable[[], StepPlan | None]) -> bool:
+        """Plan a step, if there is one to plan; returns whether there is."""
+        started, plan = perf_counter(), schedule()
         if plan is None:
-            return
+            return False
         record = self.scheduler.record
         record.started, record.planned = started, perf_counter()
         if not self._steps:
@@ -303,6 +304,7 @@ class Engine:
             owner = self.scheduler.sequences[seq_id].request.request_id
             self._live[owner].schedule(record.planned)
         self._steps.append(Step(plan, record))
+        return True
 
     def _complete(self) -> list[LiveRequest]:
         """Wait for the oldest step, and commit it."""

@@ -17,7 +17,6 @@ NOT_BUILT_YET: Mapping[str, Any] = MappingProxyType(
     {
         "quantization": None,
         "kv_cache_dtype": "auto",
-        "pipeline_parallel_size": 1,
     }
 )
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
@@ -34,7 +33,13 @@ COUNTS = (
 PREFIX_CACHES = ("hash", "radix")
 EXECUTOR_BACKENDS = ("mp", "threads")
 PREEMPTION_MODES = ("recompute", "swap")
-FLAGS = ("enable_chunked_prefill", "enforce_eager", "deterministic", "disable_log_stats")
+FLAGS = (
+    "enable_chunked_prefill",
+    "enforce_eager",
+    "enable_expert_parallel",
+    "deterministic",
+    "disable_log_stats",
+)
 MOST_SWAP = 2**20  # GiB; more is a typing error
 
 
@@ -84,7 +89,9 @@ class EngineArgs:
     ``{"method": "ngram", "num_speculative_tokens": 4}``; it changes no token.
     `tensor_parallel_size` ranks share every layer, each with some of the heads and units: by
     `distributed_executor_backend` processes ("mp", the default), or threads of this process
-    ("threads", for tests and experiments).
+    ("threads", for tests and experiments). `pipeline_parallel_size` stages each have some of the
+    layers, and as many steps run at once. With `enable_expert_parallel` the ranks of a stage each
+    have whole experts, and not a share of the units of each.
     An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
     "minillm.stat_logger") unless `disable_log_stats`.
 
@@ -120,6 +127,7 @@ class EngineArgs:
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     distributed_executor_backend: str | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     deterministic: bool = False
@@ -202,14 +210,39 @@ class EngineArgs:
             )
         object.__setattr__(self, "gpu_memory_utilization", float(share))
 
+    @property
+    def num_ranks(self) -> int:
+        """Threads or processes that compute, each with a part of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def _check_ranks(self) -> None:
         self._check_count("tensor_parallel_size")
+        self._check_count("pipeline_parallel_size")
+        if self.pipeline_parallel_size > 1:
+            self._check_pipeline()
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel shares experts among the ranks of tensor_parallel_size, "
+                "which is 1; set it to 2 or more, or leave enable_expert_parallel out."
+            )
         if self.distributed_executor_backend == "ray":
             raise UnsupportedFeatureError(
                 "distributed_executor_backend='ray' is not built yet; leave it out in this version."
             )
         if self.distributed_executor_backend is not None:
             self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
+
+    def _check_pipeline(self) -> None:
+        refused = {
+            "speculative_config": "a draft follows a token that is still in the pipeline",
+            "deterministic": "its tiles are not cut alike on all stages yet",
+        }
+        for name, why in refused.items():
+            if getattr(self, name):
+                raise UnsupportedFeatureError(
+                    f"pipeline_parallel_size is {self.pipeline_parallel_size}, which does not go "
+                    f"with {name}: {why}; leave one of them out."
+                )
 
     def _check_cache(self) -> None:
         """What belongs together: the cache's size, its prefixes, and what preemption does."""

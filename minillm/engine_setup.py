@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 
 import torch
 
@@ -24,7 +24,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES, load_model
 from minillm.models.packing import copied_weight_bytes, keep_plain, pack_weights
 from minillm.ops.batch import AttentionMode
-from minillm.parallel.split import check_split, rank_config
+from minillm.parallel.split import largest_part
 from minillm.runner import Runner
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.scheduler import Scheduler
@@ -128,15 +128,14 @@ def plan_memory(
             f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
             f"positions for {longest} tokens."
         )
-    ranks, free = args.tensor_parallel_size, free_memory(device)
-    check_split(config, ranks)
+    sizes, free = (args.tensor_parallel_size, args.pipeline_parallel_size), free_memory(device)
     if device.type == "cpu":
-        free //= ranks  # which share it
+        free //= prod(sizes)  # ranks, which share it
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # rows that a tile may have beyond the batch
     speculation, copies = speculation_of(args), packs(args, device)
     plan = memory_plan(
-        rank_config(config, ranks),
+        largest_part(config, *sizes, args.enable_expert_parallel),
         free,
         dtype=dtype,
         max_model_len=args.max_model_len or longest,
@@ -271,7 +270,7 @@ def packs(args: EngineArgs, device: torch.device) -> bool:
 def records(args: EngineArgs, device: torch.device) -> bool:
     """Whether decode steps become CUDA graphs: only our kernels never ask the device for a number,
     and a deterministic model is cut into tiles by the host."""
-    special = args.enforce_eager or args.deterministic or args.tensor_parallel_size > 1
+    special = args.enforce_eager or args.deterministic or args.num_ranks > 1
     return has_graphs(device) and not special
 
 
@@ -286,6 +285,7 @@ def scheduler_config(args: EngineArgs) -> SchedulerConfig:
         policy=args.scheduling_policy,
         admission=args.admission_policy,
         preemption_mode="swap" if args.swap_space else "recompute",
+        num_stages=args.pipeline_parallel_size,
     )
 
 
@@ -321,7 +321,7 @@ def open_executor(
     draft: DraftSource | None = None,
 ) -> tuple[Executor, ForwardPass | None]:
     """What carries out plans; and the whole model, where this process has it."""
-    if args.tensor_parallel_size > 1:
+    if args.num_ranks > 1:
         from minillm.parallel.launch import open_ranks
 
         return open_ranks(args, source, plan, device, draft), None
@@ -336,12 +336,12 @@ def build_executor(
     plan: MemoryPlan,
     max_model_len: int,
     draft: DraftSource | None = None,
+    kind: type[Runner] = Runner,
 ) -> Runner:
-    """The runner with the tensors behind the blocks, its proposer of drafts, and its graphs where
-    there are any."""
+    """The runner with the tensors behind the blocks, its proposer of drafts, and its graphs."""
     runs, kv, host = with_cache(args, model, plan)
     seats = scheduler_config(args).max_num_seqs
-    runner = Runner(runs, kv, host, seats, ceil(max_model_len / plan.settings.block_size))
+    runner = kind(runs, kv, host, seats, ceil(max_model_len / plan.settings.block_size))
     if (speculation := speculation_of(args)) is not None:
         proposer = (
             build_proposer(speculation)

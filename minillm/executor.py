@@ -31,7 +31,8 @@ class Executor(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> Flight:
-        """Start a step. At most one other may not have been collected."""
+        """Start a step. Those of one stage may have one other that is not collected, those of a
+        pipeline as many as it has stages."""
         ...
 
     def reset(self) -> None:

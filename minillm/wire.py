@@ -25,12 +25,13 @@ def plan_to_bytes(plan: StepPlan) -> bytes:
         for each in plan.new
     ]
     moves = [plan.swap_out, plan.copies, plan.swap_in]
-    return json.dumps([plan.step, plan.dropped, new, moves, plan.rows]).encode()
+    learned = list(plan.learned.items())
+    return json.dumps([plan.step, plan.dropped, new, moves, plan.rows, learned]).encode()
 
 
 def plan_from_bytes(data: bytes) -> StepPlan:
     """What `plan_to_bytes` wrote."""
-    step, dropped, new, moves, rows = json.loads(data)
+    step, dropped, new, moves, rows, learned = json.loads(data)
     swap_out, copies, swap_in = ([BlockCopy(*pair) for pair in pairs] for pairs in moves)
     return StepPlan(
         step,
@@ -40,6 +41,7 @@ def plan_from_bytes(data: bytes) -> StepPlan:
         copies,
         swap_in,
         [Row(*row)._replace(blocks=tuple(row[-1])) for row in rows],
+        dict(learned),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
 from minillm.linear_methods import CheckpointTensor
 from minillm.models.checkpoint import ModelSource, read_tensors, shard_shapes, weight_files
@@ -37,9 +38,11 @@ def load_model(
     seed: int = 0,
     method_of: MethodOf | None = None,
     shard: Callable[[Decoder], None] | None = None,
+    config: ModelConfig | None = None,
 ) -> Decoder:
     """Build the model of `source` and fill it: from its files, or at random ("dummy").
 
+    Where the model is a part of it, `config` has the part's shapes, and `shard` says which part.
     Peak memory is the weights plus one tensor. Raises CheckpointError naming the tensor when a
     file is damaged, has a tensor too many or too few, or one of another shape.
     """
@@ -54,10 +57,10 @@ def load_model(
     files = weight_files(source)
     shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
     # Compared before memory is taken for sizes that the files may not have.
-    expected = Decoder(source.config, dtype, "meta", None, method_of, shard).checkpoint_tensors()
+    expected = Decoder(source.config, dtype, "meta", None, method_of).checkpoint_tensors()
     check_tensors(source, expected, shapes)
-    model = Decoder(source.config, dtype, device, max_model_len, method_of, shard)
-    fill(model.checkpoint_tensors(), files)
+    model = Decoder(config or source.config, dtype, device, max_model_len, method_of, shard)
+    fill(model.checkpoint_tensors(), files, source.config.tie_word_embeddings)
     return model.eval()
 
 
@@ -102,11 +105,10 @@ def is_expected_extra(source: ModelSource, name: str) -> bool:
     return bool(layer) and source.config.num_layers <= int(layer[1]) < last  # type: ignore[index]
 
 
-def fill(wanted: dict[str, CheckpointTensor], files: list[Path]) -> None:
+def fill(wanted: dict[str, CheckpointTensor], files: list[Path], tied: bool) -> None:
     """Load every tensor, or the part that is held of it, as its layer's method does."""
     slices = {name: tensor.slice for name, tensor in wanted.items()}
-    tied = OUTPUT not in wanted and INPUT in wanted
-    if tied:
+    if tied and INPUT in wanted:
         slices[OUTPUT] = slices[INPUT]
     total = sum(path.stat().st_size for path in files)
     with tqdm(

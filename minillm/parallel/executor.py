@@ -5,7 +5,8 @@
                               |____ sums, gathers ____|
 
 Ranks have no opinions: the same plan, the same logits and the same noise give the same tokens. Each
-returns a hash of its tokens, so that a rank that has gone astray is noticed in the same step.
+returns a hash of its tokens, so that a rank that has gone astray is noticed in the same step. With
+several stages the last one chooses, and the others learn its tokens from a later plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +19,14 @@ from typing import TypeVar
 from minillm.errors import EngineDeadError, MinillmError, in_one_line
 from minillm.executor import Capacity
 from minillm.flight import Flight, StepResult
-from minillm.parallel.communicator import CommunicationError, Communicator
+from minillm.parallel.communicator import CommunicationError
+from minillm.parallel.place import Place
 from minillm.runner import Runner
 from minillm.scheduling.plan import StepPlan
 from minillm.wire import plan_from_bytes, plan_to_bytes
 
 T = TypeVar("T")
-Build = Callable[[Communicator], Runner]
+Build = Callable[[Place], Runner]
 
 
 def token_hash(result: StepResult) -> str:
@@ -48,19 +50,43 @@ def check_agreement(hashes: Sequence[str]) -> None:
             )
 
 
+class Stages:
+    """The results of a step that stages of `size` ranks each carry out, and what the first stages
+    have to learn of it."""
+
+    def __init__(self, size: int, count: int):
+        self.size, self.count = size, count
+        self._learned: dict[int, list[int]] = {}
+
+    def teach(self, plan: StepPlan) -> None:
+        """Put into a plan the tokens that were chosen since the last one."""
+        if self.count > 1:
+            plan.learned, self._learned = self._learned, {}
+
+    def note(self, plan: StepPlan, result: StepResult) -> None:
+        """A step's tokens are here."""
+        for row in plan.rows if self.count > 1 else ():
+            own = result.token_ids[row.seq_id][:1] if row.num_logits else []
+            self._learned[row.seq_id] = [token for token in own if token is not None]
+
+    def forget(self) -> None:
+        """No sequence is known any more."""
+        self._learned = {}
+
+
 class RankThreads:
     """Ranks that are threads of this process; for tests and experiments."""
 
-    def __init__(self, communicators: Sequence[Communicator], build: Build):
-        self.communicators = communicators
+    def __init__(self, places: Sequence[Place], build: Build):
+        self.places = places
+        self._stages = Stages(places[-1].split.size, places[-1].stage.count)
         self._pools = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"minillm-rank-{each.rank}")
-            for each in communicators
+            ThreadPoolExecutor(1, thread_name_prefix=f"minillm-rank-{each.rank}") for each in places
         ]
         self._is_closed = False
         self.runners: list[Runner] = []
         try:
-            self.runners = self._on_all([partial(build, each) for each in communicators])
+            self.runners = self._on_all([partial(build, each) for each in places])
         except BaseException:
             self.close()
             raise
@@ -71,20 +97,23 @@ class RankThreads:
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step on all ranks."""
+        self._stages.teach(plan)
         data = plan_to_bytes(plan)
         futures = self._submit([partial(self._execute, each, data) for each in self.runners])
         flight = Flight()
 
         def read() -> None:
-            results = self._wait(futures)
+            results = self._wait(futures)[-self._stages.size :]
             check_agreement([token_hash(each) for each in results])
             flight.result = results[0]
+            self._stages.note(plan, flight.result)
 
         flight.reads.append(read)
         return flight
 
     def reset(self) -> None:
         """Forget all sequences."""
+        self._stages.forget()
         self._on_all([each.reset for each in self.runners])
 
     def stats(self) -> dict[str, int]:
@@ -99,7 +128,7 @@ class RankThreads:
         """End the threads. Closing twice is fine."""
         if not self._is_closed:
             self._is_closed = True
-            for each in self.communicators:
+            for each in self.places:
                 each.abort()
             for pool in self._pools:
                 pool.shutdown()
@@ -113,7 +142,7 @@ class RankThreads:
         return self._wait(self._submit(calls))
 
     def _submit(self, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
-        pairs = zip(self._pools, self.communicators, calls, strict=True)
+        pairs = zip(self._pools, self.places, calls, strict=True)
         return [pool.submit(guarded, each, call) for pool, each, call in pairs]
 
     @staticmethod
@@ -139,10 +168,10 @@ class RankError(EngineDeadError):
         super().__init__(f"Rank {rank} of {size} failed: {in_one_line(error)}")
 
 
-def guarded(communicator: Communicator, call: Callable[[], T]) -> T:
+def guarded(place: Place, call: Callable[[], T]) -> T:
     """Call it; if it fails, the other ranks do not wait for this one."""
     try:
         return call()
     except BaseException:
-        communicator.abort()
+        place.abort()
         raise

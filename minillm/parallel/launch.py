@@ -7,10 +7,9 @@ from minillm.engine_args import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.executor import Executor
 from minillm.models.checkpoint import ModelSource
-from minillm.parallel.communicator import Communicator
 from minillm.parallel.executor import RankThreads
+from minillm.parallel.place import Place, thread_places
 from minillm.parallel.rank import build_rank
-from minillm.parallel.threads import ThreadGroup
 from minillm.runner import Runner
 from minillm.speculative.setup import DraftSource
 
@@ -25,10 +24,11 @@ def open_ranks(
     """The ranks of an engine, each over the blocks of the plan."""
     if args.distributed_executor_backend == "threads":
 
-        def build(communicator: Communicator) -> Runner:
-            return build_rank(args, source, plan, device, communicator, draft)
+        def build(place: Place) -> Runner:
+            return build_rank(args, source, plan, device, place, draft)
 
-        return RankThreads(ThreadGroup(args.tensor_parallel_size).communicators(), build)
+        sizes = args.tensor_parallel_size, args.pipeline_parallel_size
+        return RankThreads(thread_places(*sizes), build)
     raise UnsupportedFeatureError(
         "Processes are not built yet; use distributed_executor_backend='threads'."
     )

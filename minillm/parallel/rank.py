@@ -1,8 +1,6 @@
 """One rank: its part of the model, and the runner that carries out the same plans as the others."""
 
 import logging
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,9 +14,11 @@ from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES, load_model
 from minillm.parallel.communicator import Communicator
+from minillm.parallel.place import Place
 from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.shard import connect, slice_matrices
-from minillm.parallel.split import Split, rank_config
+from minillm.parallel.split import rank_config
+from minillm.parallel.stages import StageRunner, cut_model, join_pipes
 from minillm.runner import Runner
 from minillm.speculative.setup import DraftSource
 
@@ -30,20 +30,24 @@ def build_rank(
     source: ModelSource,
     plan: MemoryPlan,
     device: torch.device,
-    communicator: Communicator,
+    place: Place,
     draft: DraftSource | None = None,
 ) -> Runner:
     """The runner of a rank, over the blocks of a plan that is the same on all ranks."""
     dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
-    model = load_rank(args, source, dtype, device, limit, communicator)
-    runner = build_executor(args, model, plan, limit, draft)
+    model = load_rank(args, source, dtype, device, limit, place)
+    kind = Runner if place.stage.is_last else StageRunner
+    runner = build_executor(args, model, plan, limit, draft, kind)
     runner.isolates = False  # what fails on one rank fails on all, or the ranks part company
-    connect(model, source.config, communicator)
-    if isinstance(runner.model, TiledDecoder):
-        agree(runner.model, communicator)
-    rule, seats = runner.sampler.rule, runner.rows.num_rows
-    runner.sampler = ShardedSampler(seats, source.config.vocab_size, device, communicator)
-    runner.sampler.rule = rule
+    join_pipes(model, place)
+    if place.split.size > 1:
+        connect(model, source.config, place.communicator)
+        if isinstance(runner.model, TiledDecoder):
+            agree(runner.model, place.communicator)
+        rule, seats = runner.sampler.rule, runner.rows.num_rows
+        width = source.config.vocab_size
+        runner.sampler = ShardedSampler(seats, width, device, place.communicator)
+        runner.sampler.rule = rule
     return runner
 
 
@@ -71,16 +75,23 @@ def load_rank(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    communicator: Communicator,
+    place: Place,
 ) -> Decoder:
     """A rank's slices of the checkpoint: peak memory is the shard and one tensor. Random weights
     ("dummy") are slices of those that one rank would have."""
-    whole, split = source.config, Split(communicator.rank, communicator.size)
-    shard = partial(slice_matrices, whole=whole, split=split)
-    mine = replace(source, config=rank_config(whole, split.size))
+    whole = source.config
+    whole_experts = args.enable_expert_parallel
+    mine = rank_config(whole, place.split.size, whole_experts)
+
+    def shard(model: Decoder) -> None:
+        if place.stage.count > 1:
+            cut_model(model, place.stage, whole, dtype)
+        slice_matrices(model, whole, place.split, whole_experts)
+
     if args.load_format != "dummy":
-        return load_model(mine, dtype, device, max_model_len, args.load_format, shard=shard)
-    model = Decoder(mine.config, dtype, device, max_model_len, shard=shard)
+        format = args.load_format
+        return load_model(source, dtype, device, max_model_len, format, shard=shard, config=mine)
+    model = Decoder(mine, dtype, device, max_model_len, shard=shard)
     initialize_slices(model, Decoder(whole, dtype, "meta"), args.seed)
     return model.eval()
 
@@ -90,15 +101,22 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
     """What `Decoder.initialize` would give the whole model, of which this one holds slices: one
     whole parameter at a time is drawn, and cut."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    matrices = {f"{name}.weight": each for name, each in model.named_modules()}
+    held = {names_of(each): each for each in model.modules() if isinstance(each, Matrix)}
+    matrices = {f"{name}.weight": each for name, each in whole.named_modules()}
     model.initialize()  # norms and biases
-    for (name, mine), (_, shape) in zip(
-        model.named_parameters(), whole.named_parameters(), strict=True
-    ):
+    for name, shape in whole.named_parameters():
         matrix = matrices.get(name)
-        if isinstance(matrix, Matrix):
-            drawn = torch.empty(shape.shape, dtype=mine.dtype, device=mine.device)
-            mine.copy_(held_of(matrix, drawn.normal_(0.0, std, generator=generator)))
+        if not isinstance(matrix, Matrix):
+            continue
+        drawn = torch.empty(shape.shape, dtype=shape.dtype, device=model.device)
+        drawn.normal_(0.0, std, generator=generator)
+        if (mine := held.get(names_of(matrix))) is not None:
+            mine.weight.copy_(held_of(mine, drawn))
+
+
+def names_of(matrix: Matrix) -> tuple[str, ...]:
+    """What identifies a matrix in every part of a model: its tensors in the checkpoint."""
+    return tuple(part.name for part in matrix.parts)
 
 
 def held_of(matrix: Matrix, whole: Tensor) -> Tensor:

@@ -27,12 +27,15 @@ from minillm.linear_methods import LinearMethod, Matrix, WeightSlice, finished
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.parallel.communicator import Communicator
+from minillm.parallel.experts import OwnExperts, share_experts
 from minillm.parallel.split import Split
 
 # ---- what is held ------------------------------------------------------------------------------
 
 
-def slice_matrices(model: Decoder, whole: ModelConfig, split: Split) -> None:
+def slice_matrices(
+    model: Decoder, whole: ModelConfig, split: Split, whole_experts: bool = False
+) -> None:
     """Say which rows and columns of the checkpoint's matrices a rank's layers hold."""
     for layer in model.modules():
         if isinstance(layer, Attention):
@@ -50,6 +53,8 @@ def slice_matrices(model: Decoder, whole: ModelConfig, split: Split) -> None:
         elif isinstance(layer, MLP):
             share_rows(layer.gate_up_proj, split)
             share_columns(layer.down_proj, split)
+        elif isinstance(layer, Experts) and whole_experts:
+            share_experts(layer, split)
         elif isinstance(layer, Experts):
             share_rows(layer.gate_up, split)
             share_columns(layer.down, split)
@@ -59,8 +64,8 @@ def slice_matrices(model: Decoder, whole: ModelConfig, split: Split) -> None:
 
 
 def vocabulary_matrices(model: Decoder) -> list[Matrix]:
-    """The embedding, and the output matrix where it is another."""
-    return [each for each in (model.embedding, model.lm_head) if each is not None]
+    """The embedding, and the output matrix where it is another; a stage may have one or none."""
+    return [each for each in (model.embedding, model.lm_head) if isinstance(each, Matrix)]
 
 
 def rows(part: WeightSlice, total: int, held: range) -> WeightSlice:
@@ -135,7 +140,8 @@ class VocabularyParallel(LinearMethod):
 
 
 class SummedMoE(nn.Module):
-    """Experts of which each rank has a share of the units: routed and shared parts, one sum."""
+    """Experts of which each rank has some, or a share of the units: routed and shared parts, one
+    sum."""
 
     def __init__(self, moe: MoE, communicator: Communicator):
         super().__init__()
@@ -152,6 +158,7 @@ def connect(model: Decoder, whole: ModelConfig, communicator: Communicator) -> N
     for layer in list(decoder_layers(model)):
         summed = [layer.attention.o_proj]
         if isinstance(layer.mlp, MoE):
+            held_experts(layer.mlp, whole, split)
             layer.mlp = SummedMoE(layer.mlp, communicator)
         else:
             summed.append(layer.mlp.down_proj)
@@ -162,6 +169,13 @@ def connect(model: Decoder, whole: ModelConfig, communicator: Communicator) -> N
         matrix.method = VocabularyParallel(matrix.method, held, communicator)
     if isinstance(model.all_layers, AllLayers):
         model.all_layers.add_up(communicator.sum, owns_biases=communicator.rank == 0)
+
+
+def held_experts(moe: MoE, whole: ModelConfig, split: Split) -> None:
+    """Where a rank has whole experts, let them compute what was chosen of them only."""
+    total = whole.moe.num_experts if whole.moe else 0
+    if moe.experts.down.copies != total:
+        moe.experts = OwnExperts(moe.experts, split.share(total))  # type: ignore[assignment]
 
 
 def decoder_layers(model: Decoder) -> Iterator[Any]:

@@ -8,12 +8,16 @@ Pure numbers: a loader, a cost model and a test use the same.
     embedding, head rows     a share of the vocabulary in blocks of 64
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
+from minillm.parameters import layer_products
 
 MOST_RANKS = 64
+DECODE_ROWS = 32  # of the step by which the cost of layers is compared
 VOCABULARY_BLOCK = 64  # token ids whose noise is drawn together
 
 
@@ -47,12 +51,97 @@ class Split:
         return -(-vocab_size // (self.size * VOCABULARY_BLOCK)) * VOCABULARY_BLOCK
 
 
-def divides(config: ModelConfig, size: int) -> bool:
+@dataclass(frozen=True)
+class Stage:
+    """Stage `index` of `count` of a pipeline: some of the layers, one after another."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """It has the embedding."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """It has the last norm and the output matrix, and chooses tokens."""
+        return self.index == self.count - 1
+
+    def layers(self, config: ModelConfig) -> range:
+        """The layers that it computes."""
+        return cut_layers(*layer_costs(config), self.count)[self.index]
+
+
+def layer_costs(config: ModelConfig) -> tuple[list[float], float]:
+    """Weights that a decode step reads of each layer, and of the output matrix."""
+    products = [layer_products(config, layer) for layer in range(config.num_layers)]
+    layers = [sum(each.parameters_read(DECODE_ROWS) for each in some) for some in products]
+    return layers, config.vocab_size * config.hidden_size
+
+
+def cut_layers(costs: Sequence[float], output_cost: float, count: int) -> list[range]:
+    """Cut layers into `count` stages whose most expensive is as cheap as can be; the last also has
+    the output matrix. Each has a layer at least."""
+    before = [0.0, *accumulate(costs)]
+    end = len(costs)
+    # From the end: for each first layer, the dearest of the stages from there, and their first cut.
+    best = [(before[end] - before[first] + output_cost, end) for first in range(end)]
+    cuts = [best]
+    for stages in range(2, count + 1):
+        later = best
+        best = [
+            min(
+                (max(before[cut] - before[first], later[cut][0]), cut)
+                for cut in range(first + 1, end - stages + 2)
+            )
+            for first in range(end - stages + 1)
+        ]
+        cuts.append(best)
+    found, first = [], 0
+    for best in reversed(cuts):
+        found.append(range(first, best[first][1]))
+        first = best[first][1]
+    return found
+
+
+def check_stages(config: ModelConfig, count: int) -> None:
+    """ConfigError unless each of so many stages gets a layer."""
+    if count > config.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {count}; it must be at most {config.num_layers}, the "
+            f"layers of this {config.family} model."
+        )
+
+
+def largest_part(
+    config: ModelConfig, size: int, stages: int, whole_experts: bool = False
+) -> ModelConfig:
+    """The shapes of the rank that needs the most memory: of experts a share of all has the size of
+    a share of each. ConfigError where there is no such cut."""
+    check_split(config, size, whole_experts)
+    check_stages(config, stages)
+    cuts = [Stage(index, stages).layers(config) for index in range(stages)]
+    return stage_config(rank_config(config, size), max(cuts, key=len))
+
+
+def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
+    """The shapes of a model of these layers."""
+    own = slice(layers.start, layers.stop)
+    return replace(
+        config,
+        num_layers=len(layers),
+        sliding_windows=config.sliding_windows and config.sliding_windows[own],
+        moe_layers=config.moe_layers and config.moe_layers[own],
+    )
+
+
+def divides(config: ModelConfig, size: int, whole_experts: bool = False) -> bool:
     """Whether a model can be split among so many ranks."""
-    return not why_not(config, size)
+    return not why_not(config, size, whole_experts)
 
 
-def why_not(config: ModelConfig, size: int) -> str:
+def why_not(config: ModelConfig, size: int, whole_experts: bool = False) -> str:
     """Which of a model's numbers cannot be split among so many ranks; empty if all can."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
@@ -63,33 +152,42 @@ def why_not(config: ModelConfig, size: int) -> str:
     if dense and config.intermediate_size % size:
         return f"intermediate size {config.intermediate_size}"
     moe = config.moe
-    if moe is not None and moe.intermediate_size % size:
+    if moe is not None and whole_experts and moe.num_experts % size:
+        return f"{moe.num_experts} experts"
+    if moe is not None and not whole_experts and moe.intermediate_size % size:
         return f"intermediate size {moe.intermediate_size} of the experts"
     if moe is not None and moe.shared_intermediate_size % size:
         return f"intermediate size {moe.shared_intermediate_size} of the shared experts"
     return ""
 
 
-def check_split(config: ModelConfig, size: int) -> None:
+def check_split(config: ModelConfig, size: int, whole_experts: bool = False) -> None:
     """ConfigError unless a model can be split among so many ranks; it lists the sizes that can."""
-    if why := why_not(config, size):
-        sizes = ", ".join(str(each) for each in range(1, MOST_RANKS + 1) if divides(config, each))
+    if whole_experts and config.moe is None:
+        raise ConfigError(
+            f"enable_expert_parallel needs a model with experts, which this {config.family} model "
+            "does not have; leave it out."
+        )
+    if why := why_not(config, size, whole_experts):
+        every = range(1, MOST_RANKS + 1)
+        sizes = ", ".join(str(each) for each in every if divides(config, each, whole_experts))
         raise ConfigError(
             f"tensor_parallel_size is {size}, which does not divide {why} of this "
             f"{config.family} model; it can be {sizes}."
         )
 
 
-def rank_config(config: ModelConfig, size: int) -> ModelConfig:
+def rank_config(config: ModelConfig, size: int, whole_experts: bool = False) -> ModelConfig:
     """The shapes of one rank's layers: fewer heads and units, everything else as in the model. The
-    vocabulary is the model's, because every rank chooses among all tokens."""
+    vocabulary is the model's, because every rank chooses among all tokens, and the experts are
+    too, of which `whole_experts` keep all their units (`experts.py`)."""
     if size == 1:
         return config
     moe = config.moe
     if moe is not None:
         moe = replace(
             moe,
-            intermediate_size=moe.intermediate_size // size,
+            intermediate_size=moe.intermediate_size // (1 if whole_experts else size),
             shared_intermediate_size=moe.shared_intermediate_size // size,
         )
     return replace(

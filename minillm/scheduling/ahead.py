@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Flights:
-    """Plans that are not committed, one or two, the oldest first, and the sequences in them."""
+    """Plans that are not committed, the oldest first, and the sequences in them."""
 
     def __init__(self) -> None:
         self.plans: list[tuple[StepPlan, StepRecord]] = []
@@ -36,6 +36,7 @@ class Flights:
     def enter(self, sequence: Sequence) -> None:
         """The newest plan has a row of it."""
         self.sequences[sequence.seq_id] = sequence
+        sequence.last_step = self.plans[-1][0].step
         sequence.num_in_flight += 1
 
     def leave(self, seq_id: int) -> Sequence:

@@ -21,6 +21,7 @@ class SchedulerConfig:
             in a step they share only what its chunks complete.
         enable_chunked_prefill: whether a prompt may be computed in several steps.
         watermark: share of the blocks that admission "watermark" keeps free.
+        num_stages: of a pipeline, which has as many plans in flight (`pipelined.py`).
 
     Raises:
         ConfigError: a value out of its range.
@@ -34,6 +35,7 @@ class SchedulerConfig:
     admission: str = "watermark"
     watermark: float = 0.01
     preemption_mode: str = "recompute"
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):

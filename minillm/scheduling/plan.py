@@ -61,7 +61,9 @@ class StepPlan:
     The order matters: forget `dropped`, copy `swap_out` (device, host), then `copies`, then
     `swap_in` (host, device), then compute `rows`, of which those with one token come first. A
     block that one of these frees may be the target of the next. A row may read blocks that a row
-    before it writes, and if it has one token only, it comes among the others for that.
+    before it writes, and if it has one token only, it comes among the others for that. First of
+    all, stages of a pipeline that choose no tokens add those that were `learned` since the last
+    plan, by seq_id.
     """
 
     step: int
@@ -71,3 +73,4 @@ class StepPlan:
     copies: list[BlockCopy] = field(default_factory=list)
     swap_in: list[BlockCopy] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    learned: dict[int, list[int]] = field(default_factory=dict)

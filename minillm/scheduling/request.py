@@ -72,6 +72,7 @@ class Sequence:
         "index",
         "is_void",
         "key",
+        "last_step",
         "num_accepted_tokens",
         "num_certain",
         "num_computed",
@@ -108,6 +109,7 @@ class Sequence:
         self.num_in_flight = 0  # plans that have a row of it and are not committed
         self.num_pending = 0  # tokens to come, whose positions the next plan may compute already
         self.awaits_commit = False  # no plan is made ahead of the row that is running
+        self.last_step = 0  # the newest plan that has a row of it
         self.is_void = False  # it reads what failed, and is computed again (`doubt.py`)
         self.num_recomputed = 0
         self.num_preemptions = 0

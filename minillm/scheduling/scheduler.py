@@ -17,12 +17,13 @@ from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.admission import Admission
-from minillm.scheduling.ahead import Flights, look_ahead
+from minillm.scheduling.ahead import Flights
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.doubt import distrust
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.line import enter, leave
+from minillm.scheduling.pipelined import in_turn, look_beyond, most_decoding
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord
@@ -33,8 +34,7 @@ from minillm.scheduling.rows import Sampled, accept, next_row, put_in_order, why
 class Scheduler:
     """Decides in every step who computes how many tokens, and in which blocks.
 
-    `running` and `waiting` are sorted by the policy's keys. Sequences of `running` hold blocks and
-    are never more than `max_num_seqs`. `record` explains the last step, `counters` add up all.
+    `running` and `waiting` are sorted by the policy's keys. `record` explains the last step.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Scheduler:
         return self._plan()
 
     def schedule_ahead(self) -> StepPlan | None:
-        """The step after the one that runs, where `ahead.py` lets it be made before a commit."""
-        may = look_ahead(self._flights, self.running, self.blocks, self.config, self.drafts)
+        """A step before a commit, where `ahead.py` or `pipelined.py` lets it be made."""
+        may = look_beyond(self._flights, self.running, self.blocks, self.config, self.drafts)
         return self._plan() if may else None
 
     def _plan(self) -> StepPlan:
@@ -169,13 +169,13 @@ class Scheduler:
     def _take_running(self, plan: StepPlan, budget: int) -> int:
         """Rows for running sequences, decoding ones first; returns the budget that is left.
 
-        `max_num_seqs` is at most the budget, so no arrival and no long prompt delays a decode.
-        """
-        decoding = [seq for seq in self.running if seq.num_uncomputed == 1]
-        prefilling = [seq for seq in self.running if seq.num_uncomputed > 1]
-        for sequence in (*decoding, *prefilling):
+        `max_num_seqs` is at most the budget, so no arrival and no long prompt delays a decode."""
+        most = most_decoding(len(self.running), self.config)
+        for sequence in in_turn(self.running, self.config):
             if sequence.status is not Status.RUNNING or sequence.awaits_commit:
                 continue  # preempted for one before it, or not to be planned ahead
+            if len(plan.rows) >= most and sequence.num_uncomputed == 1:
+                continue  # another plan's
             num_tokens = self._make_room(sequence, self._chunk(sequence, budget), plan)
             if num_tokens:
                 self._add_row(plan, sequence, num_tokens)

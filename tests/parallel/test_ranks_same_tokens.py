@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.errors import EngineDeadError
 from minillm.parallel import shard
 from minillm.parallel.communicator import Traffic
-from minillm.parallel.split import Split
+from minillm.parallel.executor import Stages
+from minillm.parallel.experts import OwnExperts
+from minillm.parallel.split import Split, Stage
+from minillm.parallel.stages import Sent
 from tests.engine.small import make, write_model
 from tests.models.tiny import Tiny
 from tests.speculative.cells import CELLS, KINDS, Cell, Reference, open_cell, run_cell
@@ -40,8 +44,12 @@ MODELS = {
         | {"vocab_size": 103},
     ),
 }
-SIZES = {name: (3, 6) if name == "three KV heads" else (2, 4) for name in MODELS}
-ENGINES = [(name, size) for name in MODELS for size in SIZES[name]]
+# Ranks per stage, and stages.
+SIZES = {
+    name: ((3, 1), (6, 1), (3, 2)) if name == "three KV heads" else ((2, 1), (4, 1), (1, 2), (2, 2))
+    for name in MODELS
+}
+ENGINES = [(name, sizes) for name in MODELS for sizes in SIZES[name]]
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +66,25 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
     return get
 
 
-def ranks(reference: Reference, size: int) -> Reference:
+def ranks(reference: Reference, sizes: tuple[int, int], **more: Any) -> Reference:
     """The same reference, for engines of several ranks."""
     made = object.__new__(Reference)
     made.__dict__.update(reference.__dict__)
-    more = {"tensor_parallel_size": size, "distributed_executor_backend": "threads"}
+    more |= {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
+    more |= {"distributed_executor_backend": "threads"}
     made.arguments = reference.arguments | more
     return made
 
 
-def check(reference: Reference, size: int, cell: Cell, config: dict[str, Any] | None = None) -> LLM:
+def check(
+    reference: Reference,
+    sizes: tuple[int, int],
+    cell: Cell,
+    config: dict[str, Any] | None = None,
+    **more: Any,
+) -> LLM:
     """An engine of this many ranks gives what one rank gives."""
-    llm = open_cell(ranks(reference, size), cell, config)
+    llm = open_cell(ranks(reference, sizes, **more), cell, config)
     try:
         outputs = run_cell(reference, llm)
         assert not reference.differences(outputs)
@@ -84,24 +99,59 @@ def check(reference: Reference, size: int, cell: Cell, config: dict[str, Any] | 
 
 
 # Each engine with one cell, so that the cells of all together meet every setting.
-USUAL = [(*engine, CELLS[(7 * i + 5) % len(CELLS)]) for i, engine in enumerate(ENGINES)]
+USUAL = [
+    (name, sizes, CELLS[(7 * i + 5) % len(CELLS)])
+    for i, (name, sizes) in enumerate(ENGINES)
+    if sizes != ((4, 1), (1, 2), (2, 2))[i // 4 % 3]
+]
 REST = [(*engine, cell) for engine in ENGINES for cell in CELLS]
 REST = [each for each in REST if each not in USUAL]
 
 
-def named(cells: list[tuple[str, int, Cell]]) -> list[Any]:
-    return [pytest.param(*each, id=f"{each[0]}-{each[1]}-{each[2]}") for each in cells]
+def named(cells: list[tuple[str, tuple[int, int], Cell]]) -> list[Any]:
+    return [
+        pytest.param(name, sizes, cell, id=f"{name}-tp{sizes[0]}-pp{sizes[1]}-{cell}")
+        for name, sizes, cell in cells
+    ]
 
 
-@pytest.mark.parametrize(("name", "size", "cell"), named(USUAL))
-def test_ranks_give_the_tokens_of_one(name, size, cell, reference_of):
-    check(reference_of(name), size, cell)
+@pytest.mark.parametrize(("name", "sizes", "cell"), named(USUAL))
+def test_ranks_give_the_tokens_of_one(name, sizes, cell, reference_of):
+    check(reference_of(name), sizes, cell)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size", "cell"), named(REST))
-def test_the_rest_of_the_matrix(name, size, cell, reference_of):
-    check(reference_of(name), size, cell)
+@pytest.mark.parametrize(("name", "sizes", "cell"), named(REST))
+def test_the_rest_of_the_matrix(name, sizes, cell, reference_of):
+    check(reference_of(name), sizes, cell)
+
+
+MIXTURES = "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"
+WITH_EXPERTS = [
+    (name, sizes, CELLS[(11 * i + 3) % len(CELLS)])
+    for i, (name, sizes) in enumerate(zip(MIXTURES, ((2, 1), (2, 1), (2, 2), (4, 1)), strict=True))
+]
+OTHER_EXPERTS = [
+    each
+    for each in (
+        (name, sizes, cell)
+        for name in MIXTURES
+        for sizes in ((2, 1), (4, 1), (2, 2))
+        for cell in CELLS
+    )
+    if each not in WITH_EXPERTS
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "cell"), named(WITH_EXPERTS))
+def test_ranks_with_whole_experts_give_the_tokens_of_one(name, sizes, cell, reference_of):
+    check(reference_of(name), sizes, cell, enable_expert_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sizes", "cell"), named(OTHER_EXPERTS))
+def test_the_rest_of_the_matrix_of_experts(name, sizes, cell, reference_of):
+    check(reference_of(name), sizes, cell, enable_expert_parallel=True)
 
 
 # ---- drafts ------------------------------------------------------------------------------------
@@ -124,7 +174,7 @@ def test_texts_and_drafts(cell, config, bytes_reference, folder):
     """Stop strings, bad words and drafts: the draft model is whole on every rank."""
     if config == "draft model":
         config = {"model": str(folder), "num_speculative_tokens": 3}
-    check(bytes_reference, 2, cell, config)
+    check(bytes_reference, (2, 1), cell, config)
 
 
 # ---- what it costs -----------------------------------------------------------------------------
@@ -144,9 +194,9 @@ def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_what_the_law_ga
     name, size, law, gathers, num_bytes, reference_of
 ):
     reference = reference_of(name)
-    with_ranks = make(reference.model, max_num_seqs=8, **ranks(reference, size).arguments)
+    with_ranks = make(reference.model, max_num_seqs=8, **ranks(reference, (size, 1)).arguments)
     config = with_ranks.engine.source.config
-    groups = with_ranks.engine.runner.communicators
+    groups = [each.communicator for each in with_ranks.engine.runner.places]
     for each in groups:
         each.forget_traffic()
     with_ranks.generate([[5, 6, 7]], SamplingParams(max_tokens=6, **law), use_tqdm=False)
@@ -162,6 +212,41 @@ def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_what_the_law_ga
         }
     ]
     with_ranks.close()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
+def test_a_step_crosses_each_boundary_once(name, reference_of):
+    """With the residual stream of its tokens, from each rank of a stage."""
+    reference = reference_of(name)
+    llm = make(reference.model, **ranks(reference, (2, 2)).arguments)
+    prompts, params = [[5, 6, 7], [5] * 30], SamplingParams(max_tokens=6)
+    llm.generate(prompts, params, use_tqdm=False)
+    steps = list(llm.trace)
+    num_tokens = sum(record.num_prefill_tokens + record.num_decode_tokens for record in steps)
+    sent = Traffic(len(steps), num_tokens * llm.engine.source.config.hidden_size * 4)
+    first, last = llm.engine.runner.places[:2], llm.engine.runner.places[2:]
+    assert [each.traffic["send"] for each in first] == [sent, sent]
+    assert all("gather" not in each.traffic for each in first)  # the last stage chooses
+    assert all("send" not in each.traffic and each.traffic["gather"].calls for each in last)
+    llm.close()
+
+
+def test_a_stage_holds_its_layers(tmp_path):
+    """Of tied weights the first stage has the embedding, the last the output matrix."""
+    fields = {"num_hidden_layers": 4, "tie_word_embeddings": True, "vocab_size": 512}
+    folder = Tiny("llama", fields).write(tmp_path).folder
+    alone = make(folder, enforce_eager=True).engine
+    more = {"distributed_executor_backend": "threads", "enforce_eager": True}
+    llm = make(folder, pipeline_parallel_size=2, **more)
+    runners = llm.engine.runner.runners
+    weights = [each.stats()["weights"] for each in runners]
+    frequencies = sum(each.nbytes for each in runners[0].model.rope.buffers())
+    twice = 512 * 64 * 4 + 64 * 4 + frequencies  # the vocabulary, and the last norm
+    assert sum(weights) == alone.allocated()["weights"] + twice
+    layers = [len(each.model.layers) for each in runners]
+    assert layers == [len(each.layers(alone.source.config)) for each in (Stage(0, 2), Stage(1, 2))]
+    assert all(each.kv.key.shape[0] == len(each.model.layers) for each in runners)
+    llm.close()
 
 
 def test_a_rank_holds_its_share(tmp_path):
@@ -214,6 +299,58 @@ def local_ids(self, matrix, ids):
     return self.communicator.sum(self.inner.lookup(matrix, ids % len(self.held)))
 
 
+def of_another_row(self, plan, result):
+    """A stage is fed the tokens of its neighbours."""
+    rows = [row.seq_id for row in plan.rows if row.num_logits]
+    for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
+        self._learned[row] = result.token_ids[other][:1]
+
+
+def twice_rounded(self, x, residual):
+    """As if half of the boundary's sum were lost."""
+    total = x if residual is None else x.bfloat16().float() + residual
+    self.pipe.send(total)
+    return total, total
+
+
+def own_by_place(self, x, weights, ids):
+    """As if the second rank's experts were the first's."""
+    own = ids % len(self.held)
+    return self.experts(x, weights, own)
+
+
+def weights_of_the_first_choice(self, x, weights, ids):
+    own = ids - self.held.start
+    rows, choices = torch.where((own >= 0) & (own < len(self.held)))
+    chosen = weights[rows, 0, None], own[rows, choices, None]
+    return torch.zeros_like(x).index_add(0, rows, self.experts(x[rows], *chosen))
+
+
+@pytest.mark.parametrize("wrong", [own_by_place, weights_of_the_first_choice])
+def test_a_planted_bug_of_experts_changes_tokens(wrong, reference_of, monkeypatch):
+    monkeypatch.setattr(OwnExperts, "forward", wrong)
+    cell = Cell(0, "off", "ample", False)
+    with pytest.raises(AssertionError, match="token_ids"):
+        check(reference_of("qwen3_moe"), (2, 1), cell, enable_expert_parallel=True)
+
+
+PLANTED_IN_STAGES = {
+    "tokens of another row": (Stages, "note", of_another_row),
+    "tokens are not learned": (Stages, "note", lambda *_: None),
+    "a boundary rounds": (Sent, "add", twice_rounded),
+    "a layer on both stages": (Stage, "layers", lambda self, _: range(self.index, 2)),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED_IN_STAGES)
+def test_a_planted_bug_of_stages_changes_tokens(bug, reference_of, monkeypatch):
+    owner, attribute, wrong = PLANTED_IN_STAGES[bug]
+    cell = Cell(7, "off", "ample", False)
+    monkeypatch.setattr(owner, attribute, wrong)
+    with pytest.raises((AssertionError, EngineDeadError)):
+        check(reference_of("mistral"), (1, 2), cell)
+
+
 PLANTED = {  # what is replaced, and a model on which it shows
     "KV head r mod Hkv": (Split, "kv_heads", wrong_kv_head, "llama"),
     "a bias on every rank": (shard.RowParallel, "apply", bias_on_every_rank, "llama"),
@@ -230,6 +367,6 @@ def test_a_planted_bug_changes_tokens(bug, reference_of, monkeypatch):
     monkeypatch.setattr(owner, attribute, wrong)
     cell = Cell(0, "off", "ample", False)
     with pytest.raises(AssertionError, match="token_ids"):
-        check(reference_of(name), 4, cell)
+        check(reference_of(name), (4, 1), cell)
     monkeypatch.undo()
-    check(reference_of(name), 4, cell)
+    check(reference_of(name), (4, 1), cell)

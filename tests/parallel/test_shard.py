@@ -1,5 +1,7 @@
 """What each rank holds of a model, and what it refuses."""
 
+import itertools
+import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -12,9 +14,10 @@ from minillm.engine_args import EngineArgs
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.linear_methods import Matrix, PlainLinearMethod, WeightSlice
 from minillm.models.checkpoint import open_model
+from minillm.parallel.place import thread_places
 from minillm.parallel.rank import load_rank
 from minillm.parallel.shard import VocabularyParallel
-from minillm.parallel.split import Split, check_split, divides, rank_config
+from minillm.parallel.split import Split, check_split, cut_layers, divides, rank_config
 from minillm.parallel.threads import ThreadGroup
 from minillm.presets import PRESETS, preset
 
@@ -86,6 +89,71 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do(fields, size,
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("costs", "output", "count", "cuts"),
+    [
+        ([1] * 8, 0, 2, [4, 4]),
+        ([1] * 8, 2, 2, [5, 3]),
+        ([1] * 6, 9, 3, [3, 2, 1]),
+        ([5, 1, 1, 1, 1, 1], 0, 2, [1, 5]),
+        ([1, 1, 1, 5], 0, 3, [2, 1, 1]),
+        ([1, 2], 0, 2, [1, 1]),
+        ([1, 2, 3], 4, 1, [3]),
+    ],
+)
+def test_layers_are_cut_by_cost(costs, output, count, cuts):
+    found = cut_layers(costs, output, count)
+    assert [token for each in found for token in each] == list(range(len(costs)))
+    assert dearest(costs, output, found) == dearest(costs, output, ranges(cuts))
+
+
+def ranges(lengths):
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return [range(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+
+
+def dearest(costs, output, cuts):
+    sums = [sum(costs[layer] for layer in each) for each in cuts]
+    return max(*sums[:-1], sums[-1] + output) if len(sums) > 1 else sums[0] + output
+
+
+def test_no_cut_is_better():
+    """Against all cuts there are."""
+    generator = random.Random(0)
+    for _ in range(60):
+        costs = [generator.randint(1, 9) for _ in range(generator.randint(1, 8))]
+        output, count = generator.randint(0, 12), generator.randint(1, len(costs))
+        every = itertools.combinations(range(1, len(costs)), count - 1)
+        cuts = [[b - a for a, b in itertools.pairwise((0, *c, len(costs)))] for c in every]
+        best = min(dearest(costs, output, ranges(cut)) for cut in cuts)
+        assert dearest(costs, output, cut_layers(costs, output, count)) == best
+
+
+def test_arguments_of_experts():
+    with pytest.raises(ConfigError, match="enable_expert_parallel is 1"):
+        EngineArgs("tiny", enable_expert_parallel=1, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="which is 1; set it to 2"):
+        EngineArgs("tiny", enable_expert_parallel=True)
+    more = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
+    with pytest.raises(ConfigError, match="a model with experts, which this llama"):
+        LLM("tiny", enable_expert_parallel=True, **more)
+    mixtral = replace(preset("mixtral-8x7b"), num_heads=48, num_kv_heads=8, intermediate_size=6)
+    with pytest.raises(ConfigError, match=r"8 experts.*can be 1, 2, 4, 8"):
+        check_split(mixtral, 3, whole_experts=True)
+
+
+def test_arguments_of_a_pipeline():
+    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
+        EngineArgs("tiny", pipeline_parallel_size=0)
+    with pytest.raises(ConfigError, match="at most 7, the layers"):
+        LLM("tiny", pipeline_parallel_size=8, distributed_executor_backend="threads")
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedFeatureError, match="speculative_config: a draft follows"):
+        EngineArgs("tiny", pipeline_parallel_size=2, speculative_config=ngram)
+    with pytest.raises(UnsupportedFeatureError, match="deterministic"):
+        EngineArgs("tiny", pipeline_parallel_size=2, deterministic=True)
+
+
 def test_arguments():
     for wrong in (0, -1, 1.5, True, "2"):
         with pytest.raises(ConfigError, match="tensor_parallel_size"):
@@ -130,8 +198,8 @@ def test_random_weights_are_slices_of_one_rank_s(name):
     source = replace(source, config=config)
     args = EngineArgs("tiny", load_format="dummy", seed=3)
     load = partial(load_rank, args, source, torch.float32, torch.device("cpu"), 64)
-    (whole,) = on_ranks(1, load)
-    left, right = on_ranks(2, load)
+    (whole,) = map(load, thread_places(1))
+    left, right = map(load, thread_places(2))
     mine = dict(whole.named_parameters())
     for name, one in left.named_parameters():
         other, all_of_it = dict(right.named_parameters())[name], mine[name]
@@ -149,3 +217,18 @@ def test_random_weights_are_slices_of_one_rank_s(name):
             assert name.endswith("qkv_proj.weight")
             q, k, v = all_of_it.split((96, 48, 48))
             assert torch.equal(one, torch.cat([each.chunk(2)[0] for each in (q, k, v)]))
+
+
+def test_random_weights_of_stages_are_layers_of_one_rank_s():
+    source = open_model("preset:smollm2-135m")
+    config = replace(source.config, num_layers=3, hidden_size=48, num_heads=4, num_kv_heads=2)
+    config = replace(config, head_dim=24, intermediate_size=64, vocab_size=101)
+    args = EngineArgs("tiny", load_format="dummy", seed=3)
+    parts = args, replace(source, config=config), torch.float32, torch.device("cpu"), 64
+    (whole,) = (load_rank(*parts, place) for place in thread_places(1))
+    first, last = (load_rank(*parts, place) for place in thread_places(1, 2))
+    layers = [each.mlp.down_proj.weight for one in (first, last) for each in one.layers]
+    for mine, right in zip(layers, whole.layers, strict=True):
+        assert torch.equal(mine, right.mlp.down_proj.weight)
+    assert torch.equal(first.embedding.weight, whole.embedding.weight)
+    assert torch.equal(last.lm_head.weight, whole.embedding.weight)

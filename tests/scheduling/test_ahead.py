@@ -59,8 +59,8 @@ class AheadWorld(World):
         self.runner.append = lambda *_: None  # not at the commit: it has its tokens already
 
     def step(self) -> None:
-        if self.under_way and not self.scheduler.has_work:
-            super().step()  # what was computed in vain
+        while self.under_way and not self.scheduler.has_work:
+            super().step()  # rows of sequences that have ended
         super().step()
 
     def _step(self, event: str | None, which: int, early: bool) -> None:
@@ -81,6 +81,10 @@ class AheadWorld(World):
             self._check_ahead(following)
             self._launch(following)
         self._check_books()
+        self._land(event, which, early)
+
+    def _land(self, event: str | None, which: int, early: bool) -> None:
+        """The oldest plan is carried out and committed."""
         plan = self.under_way.pop(0)
         if early:
             self._interrupt(event, which, plan)

@@ -1,0 +1,83 @@
+"""From one stage of a pipeline to the next: activations, in the order of the plans."""
+
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+
+from minillm.parallel.communicator import CommunicationError, Traffic
+
+
+class Pipe:
+    """One end of a one-way connection between the same ranks of neighbouring stages."""
+
+    def __init__(self) -> None:
+        self.calls = self.num_bytes = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """What went through this end."""
+        return Traffic(self.calls, self.num_bytes)
+
+    def send(self, x: Tensor) -> None:
+        """Hand [N, d] on; the receiver may be several plans behind."""
+        self._count(x)
+        self.put(x)
+
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The oldest tensor that was not received, which has this shape and dtype."""
+        x = self.get(shape, dtype)
+        self._count(x)
+        return x
+
+    def put(self, x: Tensor) -> None:
+        """Send without counting."""
+        raise NotImplementedError
+
+    def get(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Receive without counting."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """This end has failed: a receiver that waits raises."""
+
+    def close(self) -> None:
+        """Give back what the connection needs of the system. Closing twice is fine."""
+
+    def _count(self, x: Tensor) -> None:
+        self.calls += 1
+        self.num_bytes += x.nbytes
+
+
+class ThreadPipe(Pipe):
+    """Between two threads, which share this object."""
+
+    def __init__(self, patience: float):
+        super().__init__()
+        self.patience = patience
+        self._queue: SimpleQueue[Tensor | None] = SimpleQueue()
+
+    def send(self, x: Tensor) -> None:
+        """Counted once, by the receiver."""
+        self.put(x)
+
+    def put(self, x: Tensor) -> None:
+        """A copy: the sender's memory may be used again."""
+        self._queue.put(x.clone())
+
+    def get(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Raises CommunicationError where nothing comes, or the sender has failed."""
+        try:
+            x = self._queue.get(timeout=self.patience)
+        except Empty:
+            raise CommunicationError(
+                f"Nothing came from the stage before in {self.patience:g} seconds."
+            ) from None
+        if x is None:
+            self.abort()  # for the next call
+            raise CommunicationError("The stage before has failed.")
+        return x
+
+    def abort(self) -> None:
+        """Whoever receives gets an error."""
+        self._queue.put(None)

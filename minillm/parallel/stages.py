@@ -1,0 +1,107 @@
+"""Pipeline parallelism: each stage has some of the layers (Huang et al., 2019; Narayanan et al.,
+2019).
+
+    stage 0   embedding, layers 0 .. 13        x -->|
+    stage 1                                         |--> layers 14 .. 27, norm, logits --> tokens
+
+A stage is the usual decoder with fewer layers. In place of the embedding it may have `Received`, in
+place of the last norm `Sent`. One tensor crosses a boundary: a layer hands on the residual stream
+and what is still to be added, and the norm of the next layer would round their sum first; so the
+sum is sent, rounded once, and the bits are those of one stage.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from minillm.config import ModelConfig
+from minillm.flight import Flight
+from minillm.layers.linear import Linear
+from minillm.layers.norm import RMSNorm
+from minillm.models.decoder import Decoder
+from minillm.parallel.pipes import Pipe
+from minillm.parallel.place import Place
+from minillm.parallel.split import Stage, stage_config
+from minillm.runner import Runner
+from minillm.scheduling.plan import StepPlan
+
+
+class Received(nn.Module):
+    """What comes from the stage before, where another model looks up its tokens."""
+
+    def __init__(self, size: int, dtype: torch.dtype):
+        super().__init__()
+        self.size, self.dtype = size, dtype
+        self.pipe = Pipe()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[N] -> [N, d]"""
+        found = self.pipe.receive((len(input_ids), self.size), self.dtype)
+        return found.to(input_ids.device)
+
+
+class Sent(RMSNorm):
+    """What goes to the next stage, where another model has its last norm."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__("model.norm", config.hidden_size, config.rms_norm_eps)
+        self.pipe = Pipe()
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Two of [N, d] -> their sum, twice."""
+        total = x if residual is None else x + residual
+        self.pipe.send(total)
+        return total, total
+
+
+class NoLogits(nn.Module):
+    """The output matrix is another stage's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """No stage but the last is asked."""
+        raise RuntimeError(f"A stage that is not the last was asked for logits of {list(x.shape)}.")
+
+
+def cut_model(model: Decoder, stage: Stage, whole: ModelConfig, dtype: torch.dtype) -> None:
+    """Leave a decoder, before it has memory, only what a stage of the `whole` model computes."""
+    config, held = model.config, stage.layers(whole)
+    layers = list(model.layers)[held.start : held.stop]
+    for place, layer in enumerate(layers):
+        layer.attention.layer = place  # type: ignore[union-attr, assignment]
+    model.layers = nn.ModuleList(layers)
+    model.config = stage_config(config, held)
+    if stage.is_last and model.lm_head is None:
+        outputs = {"model.embed_tokens": model.embedding.out_features}
+        with torch.device("meta"):
+            model.lm_head = Linear("", config.hidden_size, outputs)
+    if not stage.is_first:
+        model.embedding = Received(config.hidden_size, dtype)  # type: ignore[assignment]
+    if not stage.is_last:
+        with torch.device("meta"):
+            model.norm = Sent(config)
+        model.lm_head = NoLogits()  # type: ignore[assignment]
+
+
+def join_pipes(model: Decoder, place: Place) -> None:
+    """Give a stage's model the ends of its pipes."""
+    if isinstance(model.embedding, Received) and place.before is not None:
+        model.embedding.pipe = place.before
+    if isinstance(model.norm, Sent) and place.after is not None:
+        model.norm.pipe = place.after
+
+
+class StageRunner(Runner):
+    """The runner of a stage that is not the last: it chooses no tokens, and learns them from the
+    plans."""
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Flight:
+        """Compute the stage's layers for one plan."""
+        with torch.accelerator.device_index(self.device.index):
+            for seq_id, tokens in plan.learned.items():
+                if seq_id in self._rows:
+                    self._rows[seq_id].token_ids += tokens
+            self._update_rows(plan)
+            self._move_blocks(plan)
+            flight = Flight()
+            self._passes(plan.rows, flight.result)
+            return flight
