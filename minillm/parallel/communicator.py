@@ -12,12 +12,15 @@ kind of communicator is one method, `exchange`; some bring a faster `sum`.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minillm.errors import MinillmError
+
+PATIENCE = 60.0  # seconds that a rank waits for the others
 
 
 class CommunicationError(MinillmError):
@@ -69,6 +72,27 @@ class Communicator:
         self._calls.clear()
         self._bytes.clear()
 
+    def stopped(self) -> CommunicationError:
+        """Another rank has failed; its own error says why."""
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} stopped, because another rank has failed, has ended, "
+            "or does not answer."
+        )
+
+    def waited(self, seconds: float, missing: Sequence[int]) -> CommunicationError:
+        """Ranks did not arrive; `missing` says which, where that is known."""
+        names = " and ".join(f"rank {each}" for each in missing) or "the other ranks"
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} waited {seconds:g} s for {names}."
+        )
+
+    def unequal(self, parts: Sequence[object]) -> CommunicationError:
+        """Ranks have brought different parts to a call; `parts` says what each brought."""
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} found that the parts of the ranks differ: "
+            f"{', '.join(map(str, parts))}."
+        )
+
     def _count(self, name: str, part: Tensor) -> None:
         if not part.is_contiguous():  # gloo would add the wrong bytes, without an error
             raise ValueError(
@@ -82,7 +106,8 @@ class Communicator:
 def tree_sum(parts: Tensor) -> Tensor:
     """The sum over the first dimension in float32: neighbours are added, then their sums, until one
     is left; a last one without a neighbour waits for the next round."""
-    left = [each.float() for each in parts]
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    left = [each.to(wide) for each in parts]
     while len(left) > 1:
         pairs = [a + b for a, b in zip(left[::2], left[1::2], strict=False)]
         left = pairs + left[2 * len(pairs) :]
