@@ -3,8 +3,7 @@
 add -> waiting -> [ schedule -> run -> commit -> text ] -> finished
                          one step, for all who run
 
-With `async_scheduling` the next step is planned and launched before this one's tokens are here,
-with a pipeline of p stages p steps (`scheduling/pipelined.py`):
+With `async_scheduling` the next step is planned and launched before this one's tokens are here:
 
     host      plan n + 1 | launch | wait for n | commit n, text | plan n + 2 | launch | ...
     device    ... step n ................... | step n + 1 .......................... | ...
@@ -70,14 +69,13 @@ class Engine:
         self._dead = ""
         self._steps: list[Step] = []  # uncommitted: at most `depth` inside `step()`, else one less
         self._stepping = False
-        self._forward_pass: ForwardPass | None = None
         self._runner: Executor | None = None
         parts = args, self.source, self.memory, self.device, draft
         self._runner, self._forward_pass = open_executor(*parts)
         self.scheduler = build_scheduler(args, self._runner.capacity(), draft)
-        asked, stages = args.async_scheduling, args.pipeline_parallel_size
-        self.overlaps = stages > 1 or (self.device.type != "cpu" if asked is None else asked)
-        self.depth = max(stages, 2)  # plans in flight, where steps overlap
+        asked, self.depth = args.async_scheduling, max(args.pipeline_parallel_size, 2)
+        pipelined = args.pipeline_parallel_size > 1
+        self.overlaps = pipelined or (self.device.type != "cpu" if asked is None else asked)
         settings = trace_settings(self.source.name, self.dtype, self.device, self.scheduler)
         self.trace = Trace(settings)
 

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm import LLM, MinillmError, SamplingParams
-from minillm.cli import demo, generate, main, plan
+from minillm.cli import demo, generate, main, place, plan
 from minillm.cli.app import COMMANDS
 from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
@@ -731,7 +731,7 @@ def test_a_loaded_plan_shows_what_was_allocated(base: Path, cli: Any) -> None:
      ("1.5 TiB", 1.5 * 2**40), ("512MiB", 2**29), ("64KiB", 2**16), ("1000", 1000)],
 )  # fmt: skip
 def test_sizes_are_read_in_both_kinds_of_units(text: str, expected: int) -> None:
-    assert plan.parse_size(text) == expected
+    assert place.parse_size(text) == expected
 
 
 # ---- the demonstration -------------------------------------------------------------------

@@ -18,7 +18,7 @@ FLOORS = {
     **dict.fromkeys(["config", "sampling_params", "outputs", "errors", "hardware"], 0),
     **dict.fromkeys(["engine_args", "machine", "parameters", "cost", "decode_law", "presets"], 0),
     **dict.fromkeys(["attention_pairs", "cache_spec"], 0),
-    **dict.fromkeys(["speculative_config", "speculation_cost"], 0),
+    **dict.fromkeys(["speculative_config", "speculation_cost", "links", "expert_load"], 0),
     **dict.fromkeys(["prompts", "vllm_arguments", "async_engine_args"], 0),
     **dict.fromkeys(["ops", "linear_methods"], 1),
     **dict.fromkeys(["layers"], 2),
@@ -40,6 +40,7 @@ FLOORS = {
     **dict.fromkeys(["collect", "executor", "flight", "sequence_row", "wire"], 5),
     **dict.fromkeys(["engine", "engine_setup", "engine_report", "completion", "live_request"], 6),
     **dict.fromkeys(["trace", "simulation", "parallel"], 6),
+    **dict.fromkeys(["parallel_cost", "parallel_layout"], 6),  # need parallel/split.py, no torch
     **dict.fromkeys(["llm", "async_engine", "request_stream", "step_thread"], 7),
     **dict.fromkeys(["ticket", "stat_logger"], 7),
     **dict.fromkeys(["cli", "__main__", "serving"], 8),

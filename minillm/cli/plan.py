@@ -4,13 +4,14 @@ import json
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from minillm.cli import plan_speculation
+from minillm.cli import plan_parallel, plan_speculation
 from minillm.cli.engine_import import import_engine
 from minillm.cli.options import json_object
+from minillm.cli.place import Place, find_place
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
 from minillm.config import ModelConfig
 from minillm.cost import (
@@ -22,40 +23,27 @@ from minillm.cost import (
     step_cost,
     step_time,
 )
-from minillm.errors import ConfigError, did_you_mean
-from minillm.hardware import DATASHEET, Hardware, measure
+from minillm.errors import ConfigError
+from minillm.hardware import DATASHEET, Hardware
 from minillm.presets import preset
 from minillm.speculative_config import SpeculativeConfig, check_vocabulary
 
 USAGE = "MODEL [options]"
 EXAMPLES = """\
 examples:
-  minillm plan preset:llama-3.1-70b --hardware h100
+  minillm plan preset:llama-3.1-70b --hardware h100 -tp 4
   minillm plan preset:qwen3-8b --memory 24GiB --max-model-len 8192
   minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16 --load
   minillm plan preset:qwen3-8b --hardware h200 --speculate preset:qwen3-0.6b
 """
-UNITS: Mapping[str, float] = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
-         "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
-MOST_BYTES = 2**63  # what a 64-bit address reaches; a larger number is a typing error
 PROMPT = 1024  # tokens of the prompt, and of the context, whose time is predicted
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the model would run: how much memory, and how fast, where that is known."""
-
-    what: str
-    memory_bytes: int
-    hardware: Hardware | None
-    is_cpu: bool = False
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("model", metavar="MODEL",
                         help="embedded name, folder, hub id or preset:NAME")  # fmt: skip
-    parser.add_argument("--hardware", metavar="NAME", help=", ".join(DATASHEET))
+    parser.add_argument("--hardware", "--gpu", metavar="NAME", help=", ".join(DATASHEET))
     parser.add_argument("--memory", metavar="SIZE",
                         help="such as 24GiB or 24GB (what is free on this machine)")  # fmt: skip
     parser.add_argument("--dtype", metavar="NAME", help="of the weights (the checkpoint's)")
@@ -74,11 +62,13 @@ def add_options(parser: ArgumentParser) -> None:
                         help="load it here, and print what was really allocated")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     plan_speculation.add_options(parser)
+    plan_parallel.add_options(parser)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Print the plan, and return the exit code: 0 also for a model that does not fit."""
     plan_speculation.check(args)
+    is_parallel = plan_parallel.check(args)
     config = find_config(args.model)
     if args.max_model_len is not None:
         check_length(args.max_model_len, config)
@@ -93,6 +83,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
         speculation = SpeculativeConfig.of(args.speculative_config)
         draft = find_draft(speculation, args.model, config)
     place = find_place(args, terminal)
+    if is_parallel and place.hardware is not None:
+        return plan_parallel.run(args, config, place.hardware, place.memory_bytes, terminal)
     plan = memory_plan(
         config,
         place.memory_bytes,
@@ -182,28 +174,6 @@ def check_length(length: int, config: ModelConfig) -> None:
         )
 
 
-def find_place(args: Namespace, terminal: Terminal) -> Place:
-    """The hardware that was named, or this machine; --memory overrides how much there is."""
-    memory = None if args.memory is None else parse_size(args.memory)
-    if args.hardware is not None:
-        hardware = find_hardware(args.hardware)
-        held = hardware.memory_bytes if memory is None else memory
-        return Place(hardware.name, held, hardware)
-    if memory is not None:
-        return Place(f"{args.memory} of memory", memory, None)
-    from minillm.engine_setup import choose_device, free_memory
-
-    device = choose_device("auto")
-    with terminal.progress("Measuring this machine"):
-        hardware = measure(device=str(device))
-    return Place(
-        f"this machine ({hardware.name}), as much as is free now",
-        free_memory(device),
-        hardware,
-        device.type == "cpu",
-    )
-
-
 def best_dtype(config: ModelConfig, place: Place) -> str:
     """What the engine would choose: the checkpoint's, but on this machine's CPU what is fast."""
     if not place.is_cpu:
@@ -213,28 +183,6 @@ def best_dtype(config: ModelConfig, place: Place) -> str:
     from minillm.engine_setup import choose_dtype
 
     return choose_dtype("auto", config, torch.device("cpu"))
-
-
-def find_hardware(name: str) -> Hardware:
-    """An entry of the datasheet by its name, or by the start of it."""
-    key = name.lower()
-    matches = [key] if key in DATASHEET else [known for known in DATASHEET if known.startswith(key)]
-    if len(matches) == 1:
-        return DATASHEET[matches[0]]
-    what = f"could be {' or '.join(matches)}." if matches else "is not in the datasheet."
-    raise ConfigError(
-        f"--hardware {name!r} {what}{'' if matches else did_you_mean(key, DATASHEET)} "
-        f"Known are {', '.join(DATASHEET)}."
-    )
-
-
-def parse_size(text: str) -> int:
-    """``24GiB``, ``24GB``, ``512MiB`` or plain bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    num_bytes = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0.0
-    if not 1 <= num_bytes < MOST_BYTES:
-        raise ConfigError(f"--memory is {text[:80]!r}; it must be a size such as 24GiB or 24GB.")
-    return int(num_bytes)
 
 
 def predictions(

@@ -1,0 +1,68 @@
+"""Where a model would run: hardware that is named, an amount of memory, or this machine."""
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from minillm.cli.terminal import Terminal
+from minillm.errors import ConfigError, did_you_mean
+from minillm.hardware import DATASHEET, Hardware, measure
+
+UNITS: Mapping[str, float] = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
+         "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
+MOST_BYTES = 2**63  # what a 64-bit address reaches; a larger number is a typing error
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the model would run: how much memory, and how fast, where that is known."""
+
+    what: str
+    memory_bytes: int
+    hardware: Hardware | None
+    is_cpu: bool = False
+
+
+def find_place(args: Namespace, terminal: Terminal) -> Place:
+    """The hardware that was named, or this machine; --memory overrides how much there is."""
+    memory = None if args.memory is None else parse_size(args.memory)
+    if args.hardware is not None:
+        hardware = find_hardware(args.hardware)
+        held = hardware.memory_bytes if memory is None else memory
+        return Place(hardware.name, held, hardware)
+    if memory is not None:
+        return Place(f"{args.memory} of memory", memory, None)
+    from minillm.engine_setup import choose_device, free_memory
+
+    device = choose_device("auto")
+    with terminal.progress("Measuring this machine"):
+        hardware = measure(device=str(device))
+    return Place(
+        f"this machine ({hardware.name}), as much as is free now",
+        free_memory(device),
+        hardware,
+        device.type == "cpu",
+    )
+
+
+def find_hardware(name: str) -> Hardware:
+    """An entry of the datasheet by its name, or by the start of it."""
+    key = name.lower()
+    matches = [key] if key in DATASHEET else [known for known in DATASHEET if known.startswith(key)]
+    if len(matches) == 1:
+        return DATASHEET[matches[0]]
+    what = f"could be {' or '.join(matches)}." if matches else "is not in the datasheet."
+    raise ConfigError(
+        f"--hardware {name!r} {what}{'' if matches else did_you_mean(key, DATASHEET)} "
+        f"Known are {', '.join(DATASHEET)}."
+    )
+
+
+def parse_size(text: str) -> int:
+    """``24GiB``, ``24GB``, ``512MiB`` or plain bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    num_bytes = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0.0
+    if not 1 <= num_bytes < MOST_BYTES:
+        raise ConfigError(f"--memory is {text[:80]!r}; it must be a size such as 24GiB or 24GB.")
+    return int(num_bytes)
