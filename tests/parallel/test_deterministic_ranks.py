@@ -160,6 +160,17 @@ def test_other_models_have_the_same_bits_on_the_same_number_of_ranks(name, size,
     assert len(said) == 1
 
 
+def test_ranks_without_c_are_cut_into_tiles(folder_of, monkeypatch, caplog):
+    monkeypatch.setenv(cpu.PANELS, "0")
+    llm = open_engine(folder_of("qwen2"), "float32", **on(4))
+    assert all(each.model.tiles for each in llm.engine.runner.runners)
+    assert "because our C functions are not used" in caplog.text
+    some = jobs()[:6]
+    alone = [everything(generate(llm, [job])[0]) for job in some]
+    assert [everything(each) for each in generate(llm, some)] == alone
+    llm.close()
+
+
 def test_nothing_is_said_where_the_bits_are_those_of_one(folder_of, caplog):
     open_engine(folder_of("llama"), "float32", **on(2)).close()
     assert not [each for each in caplog.records if "number of ranks" in each.message]
