@@ -147,6 +147,16 @@ def test_a_rank_that_never_arrives_is_named():
         GlooCommunicator(1, 2, store, patience=1)
 
 
+def test_no_call_follows_one_that_failed():
+    """Or the next one would meet a call of another step."""
+    first, second = ranks("shared", 2, patience=0.5)
+    with pytest.raises(CommunicationError, match=r"waited 0\.5 s for rank 1"):
+        first.gather(torch.zeros(3))
+    second.gather(torch.ones(3))  # finds the part that was brought
+    (error, _) = on_all([lambda: first.gather(torch.zeros(3)), lambda: second.sum(torch.zeros(3))])
+    assert "Rank 0 of 2 stopped" in str(error)
+
+
 def test_groups_in_one_store_do_not_see_each_other():
     store = HashStore()
     ranks("gloo", 2, store=store, name="one")

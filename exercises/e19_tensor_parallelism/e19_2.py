@@ -1,0 +1,35 @@
+"""e19.2: one token from several ranks. The task is in README.md."""
+
+from collections.abc import Callable
+
+Pair = tuple[float, int]  # a value, and the token that it belongs to
+
+
+def share(vocab_size: int, rank: int, size: int) -> range:
+    """The tokens of a rank."""
+    raise NotImplementedError("TODO e19.2: a range that ends at vocab_size at the latest")
+
+
+def best(values: list[float], tokens: range) -> Pair:
+    """The largest of the values that belong to `tokens`, and its token."""
+    raise NotImplementedError("TODO e19.2: of equal ones the lowest token")
+
+
+def winner(pairs: list[Pair]) -> Pair:
+    """Of the pairs of all ranks the one with the largest value."""
+    raise NotImplementedError("TODO e19.2: of equal ones the lowest token")
+
+
+def choose(
+    logits: list[float],
+    tokens: range,
+    temperature: float,
+    noise: Callable[[int], float],
+    gather: Callable[[Pair], list[Pair]],
+) -> int:
+    """The token that one rank with all logits would choose; every rank returns the same.
+
+    `logits` are those of this rank's `tokens`, and after them perhaps some that belong to none.
+    `gather(pair)` returns the pairs of all ranks, in rank order.
+    """
+    raise NotImplementedError("TODO e19.2: the best logit of all ranks, then the best score")

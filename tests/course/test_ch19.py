@@ -1,0 +1,168 @@
+"""Chapter 19's own functions: ranks, who holds what, laws, orders of sums, and prices."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.hardware import DATASHEET
+from minillm.links import LINKS, all_reduce
+from minillm.parallel import sampler
+from minillm.parallel.split import Split
+from minillm.presets import preset
+from minillm.sampler import SamplingRow, sample
+from minillm_exercises.chapters import ch19, ch19_pictures
+
+H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-70b")
+P = [Fraction(each, 100) for each in (30, 5, 15, 2, 20, 10, 8, 10)]
+
+
+@pytest.fixture
+def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The captions of figures that would be displayed."""
+    seen: list[str] = []
+    monkeypatch.setattr(ch19_pictures, "show", lambda fig, caption: seen.append(caption))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def two() -> LLM:
+    return ch19.open_ranks("tiny", 2)
+
+
+# Ranks ---------------------------------------------------------------------------------------
+
+
+def test_on_ranks_gives_what_each_rank_returns():
+    def call(comm):
+        part = torch.tensor([1.0 + comm.rank])
+        return comm.rank, ch19.share(comm, 6), comm.sum(part).item()
+
+    assert ch19.on_ranks(3, call) == [(r, slice(2 * r, 2 * r + 2), 6.0) for r in range(3)]
+
+
+def test_what_a_token_asks_for_is_counted_without_the_prompt(two):
+    """2 L + 1 sums of one row in float32, a gather of a pair, two where a token is drawn."""
+    prompt = two.tokenizer.encode("def f(x):\n")
+    counted = ch19.per_token(two, prompt, 4)
+    assert counted == {
+        "sum calls": 15,
+        "sum num_bytes": 15 * 256 * 4,
+        "gather calls": 1,
+        "gather num_bytes": 16,
+    }
+    assert ch19.per_token(two, prompt * 3, 4) == counted
+    drawn = ch19.per_token(two, prompt, 4, temperature=1.0)
+    assert drawn["gather calls"] == 2
+    assert ch19.sums_per_step(two.engine.source.config) == 15
+
+
+def test_the_table_of_what_a_rank_holds(two):
+    rows = {name.strip("`"): rest for name, *rest in ch19.held(two, 1)}
+    assert rows["gate_proj"] == ["768 × 256", "384 to 767", "all"]
+    assert rows["down_proj"] == ["256 × 768", "all", "384 to 767"]
+    assert rows["embed_tokens"][1] == "2048 to 4095"
+    assert len(rows) == 8
+
+
+def test_the_table_of_heads(two):
+    rows = ch19.heads_table(two.engine.source.config, (1, 2, 4))
+    assert rows[0] == ["1", "0, 1, 2, 3", "0, 1", "3,584"]
+    assert rows[2] == ["4", "0 \\| 1 \\| 2 \\| 3", "0 \\| 0 \\| 1 \\| 1", "1,792"]
+
+
+def test_bugs_are_there_inside_and_gone_after():
+    right = sampler.draw_from_shard
+    with ch19.heads_in_turn():
+        assert [list(Split(rank, 4).kv_heads(2)) for rank in range(4)] == [[0], [1], [0], [1]]
+        assert list(Split(1, 2).kv_heads(4)) == [2, 3]
+    assert [list(Split(rank, 4).kv_heads(2)) for rank in range(4)] == [[0], [0], [1], [1]]
+    with ch19.local_noise():
+        assert sampler.draw_from_shard is not right
+    assert sampler.draw_from_shard is right
+
+
+# Tokens: the law of a bug --------------------------------------------------------------------
+
+
+def test_the_noise_is_the_engine_s():
+    """Logits plus this noise give the tokens that the engine draws at these positions."""
+    logits = 4 * torch.rand(20, 128, generator=torch.Generator().manual_seed(1))
+    rows = [SamplingRow(SamplingParams(temperature=1.0), 0, 0, position) for position in range(20)]
+    want = (logits + ch19.noise(20, 128)).argmax(dim=-1)
+    assert want.tolist() == sample(logits, rows).token_ids
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_law_of_local_noise(size):
+    """By drawing: tokens at the same place share their noise."""
+    generator = torch.Generator().manual_seed(0)
+    rows, each = 200_000, len(P) // size
+    gumbel = -(-torch.rand(rows, each, generator=generator).log()).log()
+    scores = torch.tensor([float(p) for p in P]).log() + gumbel.repeat(1, size)
+    found = scores.argmax(1).bincount(minlength=len(P)) / rows
+    law = ch19.law_of_local_noise(P, size)
+    assert sum(law) == 1
+    assert found.tolist() == pytest.approx([float(p) for p in law], abs=0.006)
+    assert (law == P) == (size == 1)
+    assert ch19.distance(law, P) == sum(max(a - b, 0) for a, b in zip(law, P, strict=True))
+
+
+# Sums ----------------------------------------------------------------------------------------
+
+
+def test_values_change_where_the_order_depends_on_the_place():
+    def in_order(parts):
+        return sum(parts[1:], parts[0])
+
+    def by_place(parts):
+        """Odd places of the whole tensor begin at the last rank."""
+        odd = torch.arange(parts[0].numel()).view(parts.shape[1:]) // parts.shape[2] % 2 == 1
+        return torch.where(odd, in_order(parts.flip(0)), in_order(parts))
+
+    assert ch19.changed(in_order, 4, 6) == 0
+    assert ch19.changed(by_place, 2, 6) == 0
+    assert 5 < ch19.changed(by_place, 3, 6) < 50
+
+
+# What it costs: claims K2, K7, K10 -----------------------------------------------------------
+
+
+def test_the_published_predictions():
+    """The table of the notes, in ms: 70B on H100s."""
+    table = {
+        ("nvlink", 1): (41.6, 21.5, 11.1, 6.3),
+        ("pcie", 1): (41.6, 24.9, 14.6, 9.4),
+        ("pcie", 64): (47.9, 34.7, 26.1, 21.8),
+        ("pcie", 0): (300, 370, 403, 420),
+    }
+    for (link, batch), want in table.items():
+        found = [1e3 * ch19.seconds(LLAMA, H100, link, ranks, batch) for ranks in (1, 2, 4, 8)]
+        assert found == pytest.approx(want, rel=0.05)
+    assert ch19.sums_per_step(LLAMA) == 161
+    assert ch19.speed_up(LLAMA, H100, "pcie", 2, 0) < 1 < ch19.speed_up(LLAMA, H100, "pcie", 2, 1)
+    assert ch19.weight_gigabytes(LLAMA) == pytest.approx(141.1, abs=0.1)
+
+
+def test_the_formula_of_the_chapter_is_the_cost_model_s():
+    for ranks, num_bytes in ((2, 2**10), (4, 2**20), (8, 2**25)):
+        want = 25e-6 + 2 * (ranks - 1) / ranks * num_bytes / 25e9
+        assert all_reduce(LINKS["pcie"], ranks, num_bytes).seconds == pytest.approx(want)
+
+
+# Pictures ------------------------------------------------------------------------------------
+
+
+def test_pictures(captions):
+    x, up = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 1.0], [3.0, -1.0]])
+    ch19_pictures.draw_pair(x, up, torch.tensor([[1.0, 2.0], [0.0, -1.0]]), 2)
+    assert captions[-1].endswith("[3, 0] + [2, -1] = [5, -1].")
+    ch19_pictures.draw_ring(3, 2)
+    assert "3 chunks" in captions[-1]
+    ch19_pictures.draw_law(P, ch19.law_of_local_noise(P, 2), 2)
+    assert "4 of 8 tokens are never drawn" in captions[-1]
+    ch19_pictures.draw_sums({"one": 2**14, "many": 2**20}, 2)
+    assert "26 µs over PCIe" in captions[-1]
+    ch19_pictures.draw_speed_ups({"a step": {"PCIe": {1: 1.0, 2: 0.75}}}, "a model")
+    assert captions[-1].endswith("with 2 ranks, a step: 0.8 over PCIe.")
