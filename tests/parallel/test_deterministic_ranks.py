@@ -5,6 +5,7 @@ compared with what 2, 4 and 8 ranks with one thread each give it in batches, in 
 prefix cache and after preemption.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +135,18 @@ def test_so_many_ranks_as_threads_want(folder_of, reference_of):
     with threads(3):
         llm = open_engine(folder_of("llama"), "bfloat16", **on(2))
         assert [everything(generate(llm, [job])[0]) for job in some] == reference.numbers[:4]
+        llm.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes that share memory")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_processes_have_every_bit_of_one_too(dtype, folder_of, reference_of):
+    """Whose sums are those of shared_sum.c."""
+    reference = reference_of("llama", dtype)
+    llm = open_engine(folder_of("llama"), dtype, tensor_parallel_size=4)
+    try:
+        assert [everything(each) for each in generate(llm, jobs())] == reference.numbers
+    finally:
         llm.close()
 
 
