@@ -1,8 +1,8 @@
 """What ranks that are processes gain or cost on this machine: a step of one rank with all
 processors, and of several ranks that share them.
 
-The engines have the same random weights and take turns, step by step, so that whatever else the
-machine does meets all. A number is the median of its steps; the ratio is that of neighbours.
+The engines have the same random weights and take turns, so that whatever else the machine does
+meets all. A number is the median of its turns; the ratio is that of neighbours.
 """
 
 import gc
@@ -33,6 +33,7 @@ EXAMPLES = """examples:
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 MODEL, QUICK_MODEL = "preset:qwen3-0.6b", "tiny"
 WARM_UP = 3  # steps that are not timed
+TURNS = 7  # of all engines, for each batch size
 PREFILLS = 3
 
 
@@ -43,7 +44,7 @@ class Sizes:
     ranks: int = 2
     batches: tuple[int, ...] = (1, 8)
     context: int = 128
-    steps: int = 24
+    steps: int = 8
     prefill: int = 256
 
 
@@ -91,7 +92,7 @@ def open_engine(
             dtype=dtype,
             device="cpu",
             load_format="auto" if model == QUICK_MODEL else "dummy",
-            max_model_len=max(sizes.context + sizes.steps + 16, sizes.prefill + 1),
+            max_model_len=max(sizes.context + sizes.steps + 32, sizes.prefill + 1),
             kv_cache_memory_bytes=2**28,
             max_num_seqs=max(sizes.batches),
             max_num_batched_tokens=max(2048, sizes.context * max(sizes.batches)),
@@ -119,18 +120,32 @@ def timed(llm: LLM) -> float:
 
 
 def decode_times(engines: Sequence[LLM], batch: int, sizes: Sizes) -> list[list[float]]:
-    """Steps in which `batch` sequences get one token each."""
-    names = [f"{batch}-{place}" for place in range(batch)]
-    for llm in engines:
-        for name in names:
-            add(llm, name, sizes.context, sizes.steps + 8)
-        for _ in range(WARM_UP):
-            llm.engine.step()
-    times = [[timed(llm) for llm in engines] for _ in range(sizes.steps)]
-    for llm in engines:
-        for name in names:
-            llm.engine.abort(name)
-    return times
+    """Seconds until `batch` sequences have one token more, in turns of all engines."""
+    return [
+        [decode_turn(llm, f"{batch}-{turn}", batch, sizes) for llm in engines]
+        for turn in range(TURNS)
+    ]
+
+
+def decode_turn(llm: LLM, name: str, batch: int, sizes: Sizes) -> float:
+    """The mean of some steps. Tokens are counted, because a step of a pipeline has only a part of
+    the sequences; and nothing is left in flight, which would run during another engine's turn."""
+    for place in range(batch):
+        add(llm, f"{name}-{place}", sizes.context, sizes.steps + WARM_UP * 8)
+    for _ in range(WARM_UP):
+        llm.engine.step()
+    before, taken = num_tokens(llm), 0.0
+    while num_tokens(llm) - before < batch * sizes.steps:
+        taken += timed(llm)
+    found = taken * batch / (num_tokens(llm) - before)
+    for place in range(batch):
+        llm.engine.abort(f"{name}-{place}")
+    return found
+
+
+def num_tokens(llm: LLM) -> int:
+    """Of all sequences that run."""
+    return sum(len(each.token_ids) for each in llm.engine.scheduler.sequences.values())
 
 
 def prefill_times(engines: Sequence[LLM], sizes: Sizes) -> list[list[float]]:
