@@ -245,7 +245,7 @@ def test_random_weights_of_whole_experts_are_those_of_one_rank():
     (whole,) = (load_rank(*parts, place) for place in thread_places(1))
     ranks = [load_rank(*parts, place) for place in thread_places(2)]
     for name in ("gate_up", "down"):
-        held = [getattr(each.layers[0].mlp.moe.experts, name).weight for each in ranks]
-        all_of_them = getattr(whole.layers[0].mlp.moe.experts, name).weight
+        held = [getattr(each.layers[0].mlp.experts, name).weight for each in ranks]
+        all_of_them = getattr(whole.layers[0].mlp.experts, name).weight
         assert [len(each) for each in held] == [4, 4]
         assert torch.equal(torch.cat(held), all_of_them)
