@@ -199,6 +199,12 @@ def longest_gap(boxes: Sequence[Box], stages: int, sequence: int, start: int) ->
     return max(b - a for a, b in zip(ends, ends[1:], strict=False))
 
 
+def first_token(boxes: Sequence[Box], stages: int, sequence: int) -> Fraction:
+    """When the last chunk of a sequence's prompt leaves the last stage."""
+    last = [box for box in boxes if box.stage == stages - 1]
+    return max(box.end for box in last if dict(box.rows).get(sequence, 0) > 1)
+
+
 @contextmanager
 def all_in_one_plan() -> Iterator[None]:
     """As if the scheduler did not deal sequences out: every plan takes all that decode."""
