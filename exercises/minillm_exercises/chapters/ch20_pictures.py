@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.chapters.ch20 import Box, balance, busy, stage_costs
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,8 +48,8 @@ def draw_rounds(tables: Mapping[str, Sequence[Box]], stages: int, end: int) -> N
         _timetable(ax, boxes, 0, end, lambda box: PLANS[box.plan % len(PLANS)], True)
         ax.set_title(name, loc="left", fontsize=10)
         ax.set_xticks(range(end + 1))
-        idle = sum(box.end <= end for box in boxes)
-        said.append(f"{idle} of {stages * end} boxes ({name})")
+        done = sum(box.end <= end for box in boxes)
+        said.append(f"{done} of {stages * end} boxes ({name})")
     for ax in fig.axes[:-1]:
         ax.set_xlabel("")
     show(
@@ -122,7 +122,7 @@ def draw_speed_ups(found: Mapping[str, Mapping[str, Mapping[int, float]]], what:
     fig, _ = figure("GPUs", "times as fast as one", cols=len(found), size=(9.6, 3.6))
     for ax, (work, ways) in zip(fig.axes, found.items(), strict=True):
         counts = list(next(iter(ways.values())))
-        bound(ax, counts, counts, "n GPUs, n times", "above", at=0.7)
+        ax.plot(counts, counts, "k--", linewidth=1.2, label="n GPUs, n times")
         for number, (name, values) in enumerate(ways.items()):
             ax.plot(list(values), list(values.values()), label=name, **series(number))
         ax.set(title=work, ylim=(0, max(counts) + 0.6))
@@ -146,7 +146,7 @@ def draw_experts(found: Mapping[str, Sequence[int]]) -> None:
     for number, (ax, (name, rows)) in enumerate(zip(fig.axes, found.items(), strict=True)):
         mean = sum(rows) / len(rows)
         ax.bar(range(len(rows)), [each / mean for each in rows], 0.8, **bars(number))
-        bound(ax, [-0.5, len(rows) - 0.5], [1, 1], "mean", "above", at=0)
+        ax.axhline(1, color="black", linestyle="--", linewidth=1.2)
         ax.set(title=name, ylim=(0, 1.75), xlim=(-0.5, len(rows) - 0.5))
         ax.set_xticks(range(len(rows)))
         said.append(f"{name}: {float(balance(rows)):.2f}")
@@ -154,6 +154,6 @@ def draw_experts(found: Mapping[str, Sequence[int]]) -> None:
         ax.set_ylabel("")
     show(
         fig,
-        f"How many rows of experts each rank computes in one layer of one step. The fullest rank "
-        f"decides how long it takes; mean divided by largest is {', '.join(said)}.",
+        f"How many rows of experts each rank computes in one layer of one step; the dashed line is "
+        f"the mean. Mean divided by largest is {', '.join(said)}.",
     )
