@@ -3,7 +3,9 @@
 
 def times(counts: list[int], layers: list[int], embedding: int, head: int) -> list[int]:
     """What each stage costs, where it has so many layers."""
-    raise NotImplementedError("TODO e20.2: the ends of the model belong to the ends of the pipeline")
+    raise NotImplementedError(
+        "TODO e20.2: the ends of the model belong to the ends of the pipeline"
+    )
 
 
 def cut(layers: list[int], embedding: int, head: int, stages: int) -> list[int]:

@@ -48,10 +48,10 @@ def cut_well(
     case = f"cut({shown}, {embedding}, {head}, {stages})"
     counts = accept(impl.cut(given, embedding, head, stages), "cut returns a list", case)
     equal(given, layers, "cut may not change the layers", case)
-    expect(isinstance(counts, list), f"{case} returns a list; it returned {counts!r}.", counts)
+    expect(isinstance(counts, list), f"{case} returns a list; it returned {counts!r}.")
     good = len(counts) == stages and all(type(each) is int and each >= 1 for each in counts)
     message = f"{case}: {counts} is no cut; it has a number of layers, 1 or more, for each stage."
-    expect(good, message, counts)
+    expect(good, message, good or counts)
     equal(sum(counts), len(layers), "The layers of all stages together", f"{case} = {counts}")
     slowest = max(costs_of(counts, layers, embedding, head))
     equal(slowest, want, what, f"{case} = {counts}")

@@ -30,9 +30,7 @@ def next_plan(
     if len(in_flight) == stages:
         return {}
     known = [
-        name
-        for name, left in requests
-        if left == 0 and not any(name in plan for plan in in_flight)
+        name for name, left in requests if left == 0 and not any(name in plan for plan in in_flight)
     ]
     share = math.ceil(len(requests) / stages)
     plan = dict.fromkeys(known[:share][:budget], 1)

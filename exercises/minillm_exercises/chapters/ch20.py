@@ -322,9 +322,7 @@ def read_prompt(config: ModelConfig, on: Devices, chunks: int) -> ParallelTime:
 def room(config: ModelConfig, on: Devices) -> int:
     """Tokens that the caches of all devices hold together, in bfloat16."""
     layout, memory = on.layout, on.hardware.memory_bytes
-    plan = device_memory(
-        config, memory, layout, weight_size=on.weight_size, dtype="bfloat16"
-    )
+    plan = device_memory(config, memory, layout, weight_size=on.weight_size, dtype="bfloat16")
     return plan.num_tokens * (layout.tensor if layout.own_attention else 1)
 
 
