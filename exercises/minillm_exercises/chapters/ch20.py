@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def longest_gap(boxes: Sequence[Box], stages: int, sequence: int, start: int) ->
     """The longest time between two tokens of a sequence, from `start` on."""
     last = [box for box in boxes if box.stage == stages - 1 and box.end >= start]
     ends = [box.end for box in last if dict(box.rows).get(sequence) == 1]
-    return max(b - a for a, b in zip(ends, ends[1:], strict=False))
+    return max(after - before for before, after in pairwise(ends))
 
 
 def first_token(boxes: Sequence[Box], stages: int, sequence: int) -> Fraction:
@@ -220,7 +221,7 @@ def all_in_one_plan() -> Iterator[None]:
 
 
 def open_stages(model: str, stages: int, **options: Any) -> LLM:
-    """An engine of so many stages, which are threads, in float32, so that tokens can be compared."""
+    """An engine of so many stages, which are threads, in float32, to compare tokens."""
     more = {"pipeline_parallel_size": stages, "distributed_executor_backend": "threads"}
     return LLM(model, dtype="float32", **{**more, **options})
 
@@ -239,10 +240,11 @@ def sent_per_token(llm: LLM, prompt: Sequence[int], count: int) -> list[tuple[in
     for tokens in (1, 1 + count):
         write(llm, prompt, tokens)
         counted.append(sent(llm))
-    return [
-        tuple((third - 2 * second + first) // count for first, second, third in zip(*ends))  # type: ignore[misc]
-        for ends in zip(*counted, strict=True)
-    ]
+    found = []
+    for first, second, third in zip(*counted, strict=True):  # at one boundary
+        calls, num_bytes = (c - 2 * b + a for a, b, c in zip(first, second, third, strict=True))
+        found.append((calls // count, num_bytes // count))
+    return found
 
 
 def mixture(ranks: int = 1, whole_experts: bool = False) -> LLM:

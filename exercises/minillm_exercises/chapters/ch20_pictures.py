@@ -42,7 +42,7 @@ def _timetable(ax: "Axes", boxes: Sequence[Box], start: float, end: float, look:
 
 def draw_rounds(tables: Mapping[str, Sequence[Box]], stages: int, end: int) -> None:
     """Draw timetables of plans that go round and round, or of chunks, one above the other."""
-    fig, axes = figure("time", "stage", rows=len(tables), size=(8.6, 1.9 * len(tables) + 0.2))
+    fig, _ = figure("time", "stage", rows=len(tables), size=(8.6, 1.9 * len(tables) + 0.2))
     said = []
     for ax, (name, boxes) in zip(fig.axes, tables.items(), strict=True):
         _timetable(ax, boxes, 0, end, lambda box: PLANS[box.plan % len(PLANS)], True)
@@ -77,8 +77,8 @@ def draw_schedules(
         said.append(f"{100 * float(busy(boxes, stages, start, end)):.0f} % ({name})")
     for ax in fig.axes[:-1]:
         ax.set_xlabel("")
-    handles = [Patch(label="plan with a chunk of the prompt", edgecolor="black", **CHUNK),
-               Patch(label="plan of decoding users alone", edgecolor="black", **DECODES)]  # fmt: skip
+    names = {"plan with a chunk of the prompt": CHUNK, "plan of decoding users alone": DECODES}
+    handles = [Patch(label=name, edgecolor="black", **each) for name, each in names.items()]
     fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
     show(
         fig,
