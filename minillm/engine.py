@@ -32,7 +32,7 @@ from minillm.errors import (
     EngineDeadError,
     InvalidRequestError,
     UnsupportedFeatureError,
-    in_one_line,
+    why_it_stopped,
 )
 from minillm.executor import Executor, Step
 from minillm.flight import StepResult
@@ -278,7 +278,7 @@ class Engine:
         try:
             yield
         except Exception as error:
-            self._dead = f"The engine stopped: {in_one_line(error)}"
+            self._dead = why_it_stopped(error)
             self._abandon("error", self._dead)
             raise EngineDeadError(self._dead) from error
         except BaseException:  # Ctrl-C, at any point of the step

@@ -53,3 +53,9 @@ def in_one_line(error: BaseException) -> str:
     """An error's type and the beginning of what it says."""
     text = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def why_it_stopped(error: Exception) -> str:
+    """What an engine that met this error answers from then on."""
+    known = isinstance(error, EngineDeadError)  # which says what has ended
+    return str(error) if known else f"The engine stopped: {in_one_line(error)}"

@@ -5,9 +5,11 @@ cache and the sampler, and answers with tokens. `runner.Runner` is one in this p
 results are plain data (`wire.py`), so that another may be in other processes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from minillm.errors import MinillmError
 from minillm.flight import Flight
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import StepRecord
@@ -45,6 +47,15 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give the memory back. Closing twice is fine."""
+        ...
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """An executor that can also fail between steps, as other processes can."""
+
+    def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
+        """Have `tell` called, by any thread, when it has failed."""
         ...
 
 

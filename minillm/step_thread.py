@@ -23,7 +23,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from minillm.engine import Engine
-from minillm.errors import EngineDeadError, InvalidRequestError, in_one_line
+from minillm.errors import EngineDeadError, InvalidRequestError, MinillmError, in_one_line
+from minillm.executor import Mortal
 from minillm.sampling_params import RequestOutputKind
 from minillm.scheduling.request import Request
 from minillm.stat_logger import StatLogger
@@ -177,6 +178,8 @@ class StepThread:
         restore_collector = relieve_collector()
         if not self.engine.args.disable_log_stats:
             self._stats = StatLogger(self.engine.scheduler.counters)
+        if isinstance(self.engine.runner, Mortal):
+            self.engine.runner.when_dead(self._fail)
         made.set_result(None)
         del make_engine, made
         try:
@@ -191,6 +194,14 @@ class StepThread:
         with suppress(Exception):  # its books may be damaged
             self.engine.close()
         restore_collector()
+
+    def _fail(self, error: MinillmError) -> None:
+        """End with this error, also while there is nothing to do. Any thread may call it."""
+
+        def fail() -> None:
+            raise error
+
+        self._inbox.put(fail)
 
     def _serve(self) -> None:
         while True:

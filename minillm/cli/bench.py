@@ -20,6 +20,7 @@ EXAMPLES = """\
 decode     one token after the other    prefill    prompts
 offline    requests of mixed lengths    startup    process start to first token
 scheduler  deciding, without a model    kernels    Triton kernels, on a GPU
+parallel   ranks on this machine, and predictions for others
 scale      decode, many batches and contexts    speculation   drafts, on tiny
 
 --vs needs engines that 'make peers' sets up, each in its own environment.
@@ -42,6 +43,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "scale": ("batch", "context", "new_tokens", "repeats", "threads", "dtype", "plot"),
     "speculation": ("batch", "new_tokens", "repeats", "vs", "threads", "dtype", *DRAFTING),
     "scheduler": (),
+    "parallel": (),
     "kernels": (),
 }
 DEFAULTS: Mapping[str, Any] = {
@@ -60,7 +62,8 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 QUICK_SIZES: Mapping[str, Mapping[str, Any]] = {"scale": {"context": "32,64", "new_tokens": 4}}
 MODULES: Mapping[str, str] = {
-    "scheduler": "minillm.benchmarks.scheduler", "kernels": "minillm_kernels.bench.__main__",
+    "scheduler": "minillm.benchmarks.scheduler", "parallel": "minillm.benchmarks.parallel",
+    "kernels": "minillm_kernels.bench.__main__",
 }  # fmt: skip
 # Sequences at once, and tokens of a prompt and of an answer, at most.
 OFFLINE: Mapping[str, tuple[int, int, int]] = {

@@ -30,6 +30,7 @@ EXAMPLES = """\
 examples:
   minillm chat --model PATH_TO_A_HF_FOLDER
   minillm chat --model ORG/NAME --system "Be brief." --temperature 0
+  minillm chat --model PATH_TO_A_HF_FOLDER -tp 2
   printf 'What is 2+2?\\n' | minillm chat --model PATH_TO_A_HF_FOLDER
 """
 WORDS: Mapping[str, str] = {

@@ -31,7 +31,7 @@ USAGE = "[PROMPT] [options]"
 EXAMPLES = """\
 examples:
   minillm generate "def fib(n):"
-  minillm generate --model PATH_TO_A_HF_FOLDER "Once upon a time"
+  minillm generate --model PATH_TO_A_HF_FOLDER -tp 2 "Once upon a time"
   minillm generate --temperature 0.8 --n 3 --seed 1 "import os"
   git diff | minillm generate --json | jq -r '.outputs[0].text'
 """

@@ -17,7 +17,9 @@ from minillm.sampling_params import SamplingParams
 
 ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
           "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
-          "deterministic", "speculative_config")  # fmt: skip
+          "deterministic", "speculative_config", "tensor_parallel_size",
+          "pipeline_parallel_size", "enable_expert_parallel",
+          "distributed_executor_backend")  # fmt: skip
 SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "seed", "stop",
             "ignore_eos", "logprobs", "prompt_logprobs")  # fmt: skip
@@ -39,6 +41,14 @@ def add_engine_options(parser: ArgumentParser) -> None:
                        help="tokens computed in one step, at most (2048)")  # fmt: skip
     group.add_argument("--deterministic", action="store_true", default=None,
                        help="the same bits alone and in any batch; slower")  # fmt: skip
+    group.add_argument("-tp", "--tensor-parallel-size", metavar="N", type=int,
+                       help="processes that share every layer (1)")  # fmt: skip
+    group.add_argument("-pp", "--pipeline-parallel-size", metavar="N", type=int,
+                       help="stages of layers, each of so many processes (1)")  # fmt: skip
+    group.add_argument("-ep", "--enable-expert-parallel", action="store_true", default=None,
+                       help="with -tp: whole experts for each process")  # fmt: skip
+    group.add_argument("--distributed-executor-backend", metavar="NAME",
+                       help="mp: processes; threads: of this process (mp)")  # fmt: skip
     group.add_argument("--speculative-config", metavar="JSON", type=json_object,
                        help="draft tokens that one step verifies; changes no token (vLLM's default,"
                             " rejection_sample_method standard, changes them): "

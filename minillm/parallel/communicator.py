@@ -11,12 +11,15 @@ method, `exchange`; some bring a faster `sum`.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minillm.errors import MinillmError
+
+PATIENCE = 60.0  # seconds that a rank waits for the others
 
 
 class CommunicationError(MinillmError):
@@ -42,7 +45,7 @@ class Communicator:
         """The sum of the parts of all ranks, in place and returned. Any shape and float dtype."""
         self._count("sum", part)
         parts = self.exchange(part)
-        total = parts[0].float()
+        total = parts[0].to(torch.promote_types(part.dtype, torch.float32))
         for each in parts[1:]:
             total = total + each
         return part.copy_(total)
@@ -71,6 +74,27 @@ class Communicator:
         """Count from 0."""
         self._calls.clear()
         self._bytes.clear()
+
+    def stopped(self) -> CommunicationError:
+        """Another rank has failed; its own error says why."""
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} stopped, because another rank has failed, has ended, "
+            "or does not answer."
+        )
+
+    def waited(self, seconds: float, missing: Sequence[int]) -> CommunicationError:
+        """Ranks did not arrive; `missing` says which, where that is known."""
+        names = " and ".join(f"rank {each}" for each in missing) or "the other ranks"
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} waited {seconds:g} s for {names}."
+        )
+
+    def unequal(self, parts: Sequence[object]) -> CommunicationError:
+        """Ranks have brought different parts to a call; `parts` says what each brought."""
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} found that the parts of the ranks differ: "
+            f"{', '.join(map(str, parts))}."
+        )
 
     def _count(self, name: str, part: Tensor) -> None:
         if not part.is_contiguous():  # gloo would add the wrong bytes, without an error

@@ -1,6 +1,9 @@
 """From one stage of a pipeline to the next: activations, in the order of the plans."""
 
+import socket
+from contextlib import suppress
 from queue import Empty, SimpleQueue
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -81,3 +84,59 @@ class ThreadPipe(Pipe):
     def abort(self) -> None:
         """Whoever receives gets an error."""
         self._queue.put(None)
+
+
+class SocketPipe(Pipe):
+    """Between two processes: one end of a socket. A thread sends, so that a stage does not wait for
+    the next one to take what it has computed."""
+
+    def __init__(self, end: socket.socket, patience: float):
+        super().__init__()
+        self._socket, self.patience = end, patience
+        self._queue: SimpleQueue[Tensor | None] = SimpleQueue()
+        self._sender: Thread | None = None
+
+    def put(self, x: Tensor) -> None:
+        """A copy: the sender's memory may be used again."""
+        if self._sender is None:
+            self._socket.settimeout(None)
+            self._sender = Thread(target=self._send_all, name="minillm-pipe", daemon=True)
+            self._sender.start()
+        self._queue.put(x.detach().to("cpu", copy=True).contiguous())
+
+    def get(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Raises CommunicationError where nothing comes, or the sender has ended."""
+        x = torch.empty(shape, dtype=dtype)
+        rest = memoryview(x.view(torch.uint8).numpy().reshape(-1))  # type: ignore[arg-type]
+        self._socket.settimeout(self.patience)
+        while len(rest):
+            try:
+                count = self._socket.recv_into(rest)
+            except TimeoutError:
+                raise CommunicationError(
+                    f"Nothing came from the stage before in {self.patience:g} seconds."
+                ) from None
+            except OSError as error:
+                raise CommunicationError(f"The stage before is gone: {error}.") from None
+            if not count:
+                raise CommunicationError("The stage before has ended.")
+            rest = rest[count:]
+        return x
+
+    def abort(self) -> None:
+        """The other end sees the end of the stream."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this end."""
+        self._queue.put(None)
+        self.abort()
+        self._socket.close()
+
+    def _send_all(self) -> None:
+        while (x := self._queue.get()) is not None:
+            try:
+                self._socket.sendall(memoryview(x.view(torch.uint8).numpy().reshape(-1)))  # type: ignore[arg-type]
+            except OSError:  # the next stage is gone, which the driver notices
+                return

@@ -5,9 +5,7 @@ from threading import Barrier, BrokenBarrierError
 import torch
 from torch import Tensor
 
-from minillm.parallel.communicator import CommunicationError, Communicator
-
-PATIENCE = 60.0  # seconds that a rank waits for the others
+from minillm.parallel.communicator import PATIENCE, Communicator
 
 
 class ThreadGroup:
@@ -46,7 +44,4 @@ class ThreadCommunicator(Communicator):
         try:
             self._group.barrier.wait()
         except BrokenBarrierError:
-            raise CommunicationError(
-                f"Rank {self.rank} of {self.size} stopped, because another rank has failed or does "
-                "not answer."
-            ) from None
+            raise self.stopped() from None

@@ -137,7 +137,7 @@ def test_arguments_of_experts():
     more = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
     with pytest.raises(ConfigError, match="a model with experts, which this"):
         LLM("tiny", enable_expert_parallel=True, **more)
-    mixtral = replace(preset("mixtral-8x7b"), num_heads=48, num_kv_heads=8, intermediate_size=6)
+    mixtral = replace(preset("mixtral-8x7b"), num_heads=48, num_kv_heads=24, intermediate_size=6)
     with pytest.raises(ConfigError, match=r"8 experts.*can be 1, 2, 4, 8"):
         check_split(mixtral, 3, whole_experts=True)
 

@@ -1,0 +1,150 @@
+/* Sums and gathers of ranks, which are processes or threads, in memory that they share.
+ *
+ *   group | slot of rank 0 | slot of rank 1 | .. | parts, even calls | parts, odd calls
+ *                                                  rank 0 | rank 1 ..  rank 0 | rank 1 ..
+ *
+ * A rank writes its part, then its number of calls so far into its slot, and waits until all slots
+ * have that number. Then all parts lie there, and each rank adds all of them, in rank order: the
+ * same bits everywhere. A part is overwritten two calls later. The rank that does so has seen all
+ * others in the call between, and so all have read it.
+ *
+ * What is larger than `room` goes in pieces, each of which is such a call.
+ */
+#include "common.h"
+#include <sched.h>
+#include <stdatomic.h>
+#include <time.h>
+
+#define LINE 128       /* bytes: processors fetch lines of 64 in pairs */
+#define SPINS 2000     /* looks at a flag before the processor is left to others: 20 to 100 us */
+#define YIELDING 0.002 /* seconds, before it is left for longer */
+#define SLEEP 50000    /* nanoseconds */
+#define BLOCK 1024     /* elements that are added up together: the totals stay in the L1 cache */
+
+enum { DONE, LATE, ABORTED, UNEQUAL }; /* as in shared_memory.py */
+enum { SUM = 1, GATHER };
+
+typedef struct {
+    int64_t size, room; /* ranks; bytes of a part, a multiple of LINE */
+    _Alignas(LINE) atomic_int aborted;
+} group;
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint64_t calls; /* that this rank has begun */
+    int64_t brought[2];                    /* to the last two: bytes and kind */
+} slot;
+
+static slot *slot_of(group *g, int64_t rank) { return (slot *)(g + 1) + rank; }
+
+static char *part_of(group *g, uint64_t call, int64_t rank) {
+    return (char *)slot_of(g, g->size) + ((call & 1) * g->size + rank) * g->room;
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+static void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Until a rank has begun a call: at once, or after a few turns, or when its turn comes to compute,
+ * for there may be more ranks than processors. */
+static int wait_for(group *g, int64_t rank, uint64_t call, double patience) {
+    slot *other = slot_of(g, rank);
+    for (int i = 0; i < SPINS; i++) {
+        if (atomic_load_explicit(&other->calls, memory_order_acquire) >= call) return DONE;
+        relax();
+    }
+    double begin = now();
+    while (atomic_load_explicit(&other->calls, memory_order_acquire) < call) {
+        if (atomic_load(&g->aborted)) return ABORTED;
+        double waited = now() - begin;
+        if (waited > patience) return LATE;
+        if (waited < YIELDING) sched_yield();
+        else nanosleep(&(struct timespec){.tv_nsec = SLEEP}, NULL);
+    }
+    return DONE;
+}
+
+/* Bring a piece of a part, and wait for the others' pieces. `report`: where ranks are late, 1 for
+ * each that is; where parts are unequal, what each brought. */
+static int meet(group *g, int64_t rank, uint64_t call, const char *piece, int64_t bytes,
+                int64_t brought, double patience, int64_t *report) {
+    slot *own = slot_of(g, rank);
+    if (atomic_load(&g->aborted)) return ABORTED;
+    memcpy(part_of(g, call, rank), piece, bytes);
+    own->brought[call & 1] = brought;
+    atomic_store_explicit(&own->calls, call, memory_order_release);
+    int found = DONE, unequal = 0;
+    for (int64_t r = 0; r < g->size && found == DONE; r++) found = wait_for(g, r, call, patience);
+    for (int64_t r = 0; r < g->size; r++) {
+        report[r] = found == DONE ? slot_of(g, r)->brought[call & 1]
+                                  : atomic_load(&slot_of(g, r)->calls) < call;
+        unequal |= found == DONE && report[r] != brought;
+    }
+    return unequal ? UNEQUAL : found;
+}
+
+/* The pieces of all ranks, added in rank order in float32 and rounded once. */
+static void add_up(group *g, uint64_t call, element *out, int64_t count) {
+    float total[BLOCK];
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+        int64_t n = count - begin < BLOCK ? count - begin : BLOCK;
+        for (int64_t r = 0; r < g->size; r++) {
+            const element *part = (const element *)part_of(g, call, r) + begin;
+            if (r == 0) for (int64_t i = 0; i < n; i++) total[i] = load(part[i]);
+            else for (int64_t i = 0; i < n; i++) total[i] += load(part[i]);
+        }
+        for (int64_t i = 0; i < n; i++) out[begin + i] = store(total[i]);
+    }
+}
+
+/* part [count] becomes the sum of all ranks' parts. */
+int64_t shared_sum(void *memory, int64_t rank, element *part, int64_t count, double patience,
+                   int64_t *report) {
+    group *g = memory;
+    uint64_t call = atomic_load(&slot_of(g, rank)->calls);
+    int64_t most = g->room / (int64_t)sizeof(element), done = 0;
+    int64_t brought = count * (int64_t)sizeof(element) * 4 + SUM;
+    do {
+        int64_t n = count - done < most ? count - done : most;
+        int found = meet(g, rank, ++call, (char *)(part + done), n * sizeof(element), brought,
+                         patience, report);
+        if (found != DONE) return found;
+        add_up(g, call, part + done, n);
+        done += n;
+    } while (done < count);
+    return DONE;
+}
+
+/* part [bytes] of all ranks -> out [size, bytes]. */
+int64_t shared_gather(void *memory, int64_t rank, const char *part, int64_t bytes, char *out,
+                      double patience, int64_t *report) {
+    group *g = memory;
+    uint64_t call = atomic_load(&slot_of(g, rank)->calls);
+    int64_t done = 0;
+    do {
+        int64_t n = bytes - done < g->room ? bytes - done : g->room;
+        int found = meet(g, rank, ++call, part + done, n, bytes * 4 + GATHER, patience, report);
+        if (found != DONE) return found;
+        for (int64_t r = 0; r < g->size; r++)
+            memcpy(out + r * bytes + done, part_of(g, call, r), n);
+        done += n;
+    } while (done < bytes);
+    return DONE;
+}
+
+/* All calls that wait end, and all further ones. */
+void shared_abort(void *memory) { atomic_store(&((group *)memory)->aborted, 1); }
+
+/* Bytes of memory for a group: all of it 0, but for size and room. */
+int64_t shared_bytes(int64_t size, int64_t room) {
+    return (int64_t)(sizeof(group) + size * sizeof(slot)) + 2 * size * room;
+}

@@ -1,0 +1,156 @@
+"""Ranks that are processes, over TCP: gloo, without torch's global process group.
+
+A group lives under a prefix of a store, so that one process can be in several. A call that waits
+looks into the store a few times per second: there a rank that has failed says so, and each rank
+that waits says in which call, so that an error names the ranks that are missing.
+
+Parts of unequal size end the process inside gloo. Ranks that carry out the same plans have equal
+parts; `checks_sizes` compares the sizes before each call, for twice the time.
+"""
+
+from contextlib import suppress
+from ctypes import py_object, pythonapi
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from minillm.errors import in_one_line
+from minillm.parallel.communicator import PATIENCE, CommunicationError, Communicator
+
+LOOK = 0.2  # seconds between two looks into the store
+FAILED = "failed"  # the key that a rank sets when it fails
+Gloo: Any = ProcessGroupGloo  # its stubs lack most methods
+
+
+class GlooCommunicator(Communicator):
+    """One process of a group.
+
+    Args:
+        rank, size: of this process.
+        store: one that all ranks reach, such as a `TCPStore`.
+        patience: seconds to wait for the other ranks, to begin with and in each call.
+        name: of the group; groups in one store have different names.
+        host: name or address of the network interface; the loopback unless ranks are on several
+            machines.
+        checks_sizes: raise, where parts of unequal size would end the process.
+
+    Raises:
+        CommunicationError: ranks did not arrive, or the interface is not there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        patience: float = PATIENCE,
+        name: str = "ranks",
+        host: str = "127.0.0.1",
+        checks_sizes: bool = False,
+    ):
+        super().__init__(rank, size)
+        self.patience, self.checks_sizes = patience, checks_sizes
+        self._store = PrefixStore(name, store)
+        self._num_calls = 0
+        self._group: Any = None
+        self._work: Any = None  # the call that runs, or that failed
+        try:
+            options = Gloo._Options()
+            options._devices = [Gloo.create_device(hostname=host)]
+            options._timeout = timedelta(seconds=patience)
+            options._threads = 1
+            self._arrive()
+            self._group = Gloo(PrefixStore("gloo", self._store), rank, size, options)
+        except RuntimeError as error:  # all of gloo's and the store's are
+            raise self._explained(error) from None
+
+    def exchange(self, part: Tensor) -> Tensor:
+        """[..] -> [size, ..]; any dtype, because bytes are sent."""
+        if self.checks_sizes:
+            self._check_size(part)
+        return self._gather(part)
+
+    def abort(self) -> None:
+        """The others' calls raise within `LOOK` seconds."""
+        with suppress(RuntimeError):  # the store has ended, and so the others fail
+            self._store.set(FAILED, str(self.rank))
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; the others' calls raise. Closing twice is fine."""
+        group, self._group = self._group, None
+        if group is not None and self._work is not None and not self._work.is_completed():
+            # Destroying it would wait until the call times out: it lives as long as the process.
+            pythonapi.Py_IncRef(py_object(group))
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """[..] -> [size, ..]"""
+        group = self._group
+        if group is None:
+            raise self.stopped()
+        received = part.new_empty((self.size, *part.shape))
+        places = as_bytes(received).view(self.size, part.nbytes)
+        self._num_calls += 1
+        try:
+            self._work = group.allgather([list(places.unbind(0))], [as_bytes(part)])
+            self._wait(self._work)
+            self._work = None
+        except RuntimeError as error:
+            raise self._explained(error) from None
+        return received
+
+    def _wait(self, work: Any) -> None:
+        """Until it is done. It raises what gloo says, or CommunicationError."""
+        deadline = monotonic() + self.patience
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK))
+                return
+            except RuntimeError:
+                if work.is_completed() or monotonic() > deadline:
+                    raise
+            self._arrive()
+            if self._store.check([FAILED]):
+                raise self.stopped()
+
+    def _arrive(self) -> None:
+        """Tell the others in which call this rank waits."""
+        self._store.set(f"call of {self.rank}", str(self._num_calls))
+
+    def _missing(self) -> list[int]:
+        """The ranks that are not in this call."""
+        others = [(each, f"call of {each}") for each in range(self.size) if each != self.rank]
+        return [
+            each
+            for each, key in others
+            if not self._store.check([key]) or int(self._store.get(key)) < self._num_calls
+        ]
+
+    def _explained(self, error: RuntimeError) -> CommunicationError:
+        """What gloo or the store says, in a sentence that names this rank."""
+        said = str(error).lower()
+        if "timed out" in said or "timeout" in said:
+            try:
+                return self.waited(self.patience, self._missing())
+            except RuntimeError:  # the store has ended
+                pass
+        if "closed by peer" in said or "reset by peer" in said:
+            return self.stopped()
+        return CommunicationError(
+            f"Rank {self.rank} of {self.size} cannot reach the other ranks: {in_one_line(error)}"
+        )
+
+    def _check_size(self, part: Tensor) -> None:
+        """CommunicationError if the ranks' parts have unequal sizes."""
+        sizes = self._gather(torch.tensor([part.nbytes])).flatten().tolist()
+        if len(set(sizes)) > 1:
+            raise self.unequal([f"{each} bytes" for each in sizes])
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A view of a contiguous tensor: uint8 [bytes]. Strides of an empty one may be anything."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,103 @@
+"""Ranks that are processes of their own: an executor like `RankThreads`."""
+
+import json
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from minillm.errors import MinillmError
+from minillm.executor import Capacity
+from minillm.flight import Flight
+from minillm.parallel.executor import Stages, check_agreement, smallest
+from minillm.parallel.groups import Groups
+from minillm.parallel.messages import Kind, SetUp
+from minillm.parallel.rank_loop import RankLoop
+from minillm.parallel.rank_process import Rank, start
+from minillm.scheduling.plan import StepPlan
+from minillm.wire import plan_to_bytes, result_from_bytes
+
+HASH_SIZE = 16  # characters of `token_hash`
+START_PATIENCE = 1800.0  # seconds in which a model is loaded
+STEP_PATIENCE = 300.0  # seconds for a step, and those that ranks wait for each other
+
+
+class RankProcesses:
+    """Ranks that are processes on this machine; they end with this object, or with this process.
+
+    Raises what a rank raises that cannot be built, or EngineDeadError when one ends.
+    """
+
+    def __init__(
+        self,
+        set_ups: Sequence[SetUp],
+        group: Groups,
+        environment: Mapping[str, str],
+        patience: float = STEP_PATIENCE,
+    ):
+        self.patience = patience
+        bodies = [each.to_bytes() for each in set_ups]
+        life, alive = os.pipe()
+
+        def release() -> None:
+            os.close(life)
+            os.close(alive)
+            group.close()
+
+        def spawn(rank: int) -> Rank:
+            return start(rank, life, group.fds_of(rank), environment)
+
+        self._stages = Stages(group.size, group.num_stages)
+        self._loop = RankLoop(len(set_ups), spawn, release)
+        self._end = weakref.finalize(self, self._loop.stop)  # also when the interpreter ends
+        self._loop.start()
+        try:
+            answers = self._loop.order(Kind.SET_UP, bodies, START_PATIENCE).result()
+        except BaseException:  # also Ctrl-C
+            self.close()
+            raise
+        self._capacity = smallest([Capacity(*json.loads(each)) for each in answers])
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks."""
+        return [each.process.pid for each in self._loop.ranks]
+
+    def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
+        """Have `tell` called, by another thread, when a rank has failed, also between steps."""
+        self._loop.when_dead = tell
+
+    def capacity(self) -> Capacity:
+        """What the smallest rank has."""
+        return self._capacity
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a step on all ranks."""
+        self._stages.teach(plan)
+        future = self._loop.order(Kind.PLAN, [plan_to_bytes(plan)], self.patience)
+        flight = Flight()
+
+        def read() -> None:
+            answers = future.result()[-self._stages.size :]
+            check_agreement([each[:HASH_SIZE].decode() for each in answers])
+            flight.result = result_from_bytes(answers[0][HASH_SIZE:])
+            self._stages.note(plan, flight.result)
+
+        flight.reads.append(read)
+        return flight
+
+    def reset(self) -> None:
+        """Forget all sequences: after the steps that were launched, before those to come."""
+        self._stages.forget()
+        self._loop.order(Kind.RESET, [b""], self.patience)
+
+    def stats(self) -> dict[str, int]:
+        """Bytes of all ranks together."""
+        found: dict[str, int] = {}
+        for answer in self._loop.order(Kind.STATS, [b""], self.patience).result():
+            for name, value in json.loads(answer).items():
+                found[name] = found.get(name, 0) + value
+        return found
+
+    def close(self) -> None:
+        """End the processes. Closing twice is fine."""
+        self._end()

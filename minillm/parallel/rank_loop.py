@@ -1,0 +1,279 @@
+"""The thread of the driver that talks to ranks which are processes, and sees to their end.
+
+    any thread --- order(PLAN, ..) --> [ posted ] --> this thread --- frames ---> rank 0, rank 1, ..
+         Future <--------------------------------------- answers of all ranks <--|
+
+It alone touches the sockets, so Ctrl-C in another thread never leaves half a message. It notices
+each rank that ends, fails or does not answer, ends the others, and tells everyone who waits.
+"""
+
+import logging
+import os
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Thread, current_thread
+from time import monotonic
+
+from minillm.errors import MinillmError, in_one_line
+from minillm.parallel.messages import Kind, Message
+from minillm.parallel.rank_process import Death, Rank, find_cause, silent
+
+logger = logging.getLogger(__name__)
+
+CLOSED = "This engine is closed; make a new one."
+GRACE = 0.2  # seconds in which other ranks may show that they failed first
+SECONDS_TO_CLOSE = 5.0  # that a rank has for its last step, before SIGTERM
+SECONDS_TO_END = 2.0  # after SIGTERM, before SIGKILL
+POLL = 0.02  # seconds between two looks at processes that are ending
+CHUNK = 1 << 16  # bytes that are read at once
+
+
+@dataclass(eq=False)
+class Order:
+    """A message for all ranks, and their answers."""
+
+    kind: Kind
+    bodies: Sequence[bytes]  # one for each rank, or one for all
+    patience: float
+    future: "Future[list[bytes]]" = field(default_factory=Future)
+    number: int = 0
+    due: float | None = None  # set once no other is before it
+    answers: dict[int, bytes] = field(default_factory=dict)
+
+
+class RankLoop(Thread):
+    """Starts `size` processes and serves them until `stop`, or until one of them fails."""
+
+    def __init__(self, size: int, spawn: Callable[[int], Rank], release: Callable[[], None]):
+        super().__init__(name="minillm-ranks", daemon=True)
+        self.size, self._spawn, self._release = size, spawn, release
+        self.death: Death | None = None  # why no order is carried out any more
+        self.when_dead: Callable[[MinillmError], None] | None = None
+        self.ranks: list[Rank] = []
+        self._posted: deque[Order] = deque()
+        self._waiting: deque[Order] = deque()
+        self._num_orders = 0
+        self._ended = self._stopping = False
+        self._suspects_until: float | None = None
+        self._wake_up, self._wake = socket.socketpair()
+        for each in (self._wake_up, self._wake):
+            each.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+
+    # ---- for any thread ------------------------------------------------------------------
+
+    def order(self, kind: Kind, bodies: Sequence[bytes], patience: float) -> "Future[list[bytes]]":
+        """The answers of all ranks, in rank order; or why there are none."""
+        order = Order(kind, bodies, patience)
+        self._posted.append(order)
+        self._look()
+        if self._ended:
+            self._bury()
+        return order.future
+
+    def stop(self) -> None:
+        """End all ranks, and wait for that. Twice is fine."""
+        self._stopping = True
+        self._look()
+        if current_thread() is not self:  # whose garbage the engine may be
+            self.join()
+
+    def _look(self) -> None:
+        with suppress(OSError):  # it has enough to look at, or has ended
+            self._wake_up.send(b".")
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until all processes have ended."""
+        try:
+            self._selector.register(self._wake, selectors.EVENT_READ, self._take_orders)
+            for number in range(self.size):
+                if not self._stopping:
+                    self._add(self._spawn(number))
+            while not self._stopping and self.death is None:
+                self._turn()
+            if self.death is None and not self._is_starting:
+                self._close_ranks()
+        except BaseException as error:
+            self.death = Death(f"The ranks cannot be served: {in_one_line(error)}")
+        self._end_all()
+        self._ended = True
+        self._bury()
+        if self.death is not None and self.when_dead is not None:
+            self.when_dead(self.death.error())
+
+    @property
+    def _is_starting(self) -> bool:
+        return not self._num_orders or any(each.kind is Kind.SET_UP for each in self._waiting)
+
+    def _add(self, rank: Rank) -> None:
+        self.ranks.append(rank)
+        rank.connection.setblocking(False)
+        os.set_blocking(rank.stderr.fileno(), False)
+        read, write = partial(self._serve, rank), partial(self._read_lines, rank)
+        self._selector.register(rank.connection, selectors.EVENT_READ, read)
+        self._selector.register(rank.stderr, selectors.EVENT_READ, write)
+
+    def _turn(self) -> None:
+        """Wait for something to happen, or for the time of the oldest order to run out."""
+        due = self._waiting[0].due if self._waiting else None
+        if self._suspects_until is not None:
+            self._select(POLL)
+            codes = [each.code for each in self.ranks]
+            found = None not in codes or any(code is not None and code < 0 for code in codes)
+            if found or monotonic() >= self._suspects_until:
+                self.death = find_cause(self.ranks, bool(self._waiting))
+        elif due is not None and due <= monotonic():
+            missing = [each for each in self.ranks if each.number not in self._waiting[0].answers]
+            self.death = silent(missing, self.size)
+        else:
+            self._select(None if due is None else due - monotonic())
+
+    def _select(self, timeout: float | None) -> None:
+        for key, events in self._selector.select(timeout):
+            key.data(events)
+
+    def _take_orders(self, _: int) -> None:
+        with suppress(BlockingIOError):
+            while self._wake.recv(CHUNK):
+                pass
+        while self._posted:
+            order = self._posted.popleft()
+            order.number, self._num_orders = self._num_orders, self._num_orders + 1
+            self._waiting.append(order)
+            frames = [Message(order.kind, order.number, each).frame for each in order.bodies]
+            for rank in self.ranks:
+                rank.unsent.append(memoryview(frames[rank.number if len(frames) > 1 else 0]))
+                self._write(rank)
+        self._set_due()
+
+    def _set_due(self) -> None:
+        if self._waiting and self._waiting[0].due is None:
+            self._waiting[0].due = monotonic() + self._waiting[0].patience
+
+    # ---- sockets -------------------------------------------------------------------------
+
+    def _serve(self, rank: Rank, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._write(rank)
+        if events & selectors.EVENT_READ:
+            self._read(rank)
+
+    def _write(self, rank: Rank) -> None:
+        if not rank.is_open:
+            return
+        try:
+            while rank.unsent:
+                sent = rank.connection.send(rank.unsent[0])
+                rank.unsent[0] = rank.unsent[0][sent:]
+                if not rank.unsent[0]:
+                    rank.unsent.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:  # what it said before its end is still to be read
+            rank.unsent.clear()
+        key = self._selector.get_key(rank.connection)
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE * bool(rank.unsent)
+        if events != key.events:
+            self._selector.modify(rank.connection, events, key.data)
+
+    def _read(self, rank: Rank) -> None:
+        try:
+            data = rank.connection.recv(CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        for message in rank.frames.add(data):
+            self._receive(rank, message)
+        if not data:
+            rank.is_open = False
+            self._selector.unregister(rank.connection)
+            self._suspect()
+
+    def _receive(self, rank: Rank, message: Message) -> None:
+        if message.kind is Kind.DONE:
+            rank.doing = ""
+            order = next(each for each in self._waiting if each.number == message.number)
+            order.answers[rank.number] = message.body
+            if len(order.answers) == self.size:
+                self._waiting.popleft()  # ranks answer in the order in which they were asked
+                self._set_due()
+                with suppress(InvalidStateError):
+                    order.future.set_result([order.answers[each] for each in range(self.size)])
+        elif message.kind is Kind.NOTE:
+            rank.doing = message.plain
+            logger.info("rank %d: %s", rank.number, rank.doing)
+        elif message.kind is Kind.LOG:
+            level, name, text = message.plain
+            logging.getLogger(name).log(level, "rank %d: %s", rank.number, text)
+        elif message.kind is Kind.ERROR:
+            name, text, where = message.plain
+            rank.error = (name, text, where)
+            self._suspect()
+
+    def _suspect(self) -> None:
+        """Something has failed. What it was first, shows in a moment."""
+        if self._suspects_until is None:
+            self._suspects_until = monotonic() + GRACE
+
+    def _read_lines(self, rank: Rank, _: int) -> None:
+        try:
+            data = os.read(rank.stderr.fileno(), CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            self._selector.unregister(rank.stderr)
+            data = b"\n"
+        *lines, rest = (rank.lines.pop() + data.decode(errors="replace")).split("\n")
+        rank.lines.extend([*lines, rest])
+        for line in filter(None, map(str.rstrip, lines)):
+            logger.warning("rank %d: %s", rank.number, line)
+
+    # ---- the end -------------------------------------------------------------------------
+
+    def _close_ranks(self) -> None:
+        """Ask the ranks to end, then tell them to."""
+        for rank in self.ranks:
+            rank.unsent.append(memoryview(Message(Kind.CLOSE, 0, b"").frame))
+            self._write(rank)
+        if not self._end_within(SECONDS_TO_CLOSE):
+            for rank in self.ranks:
+                rank.process.terminate()
+            self._end_within(SECONDS_TO_END)
+
+    def _end_within(self, seconds: float) -> bool:
+        """Whether all processes have ended; meanwhile what they write is read."""
+        end = monotonic() + seconds
+        while any(each.code is None for each in self.ranks) and monotonic() < end:
+            self._select(POLL)
+        return all(each.code is not None for each in self.ranks)
+
+    def _end_all(self) -> None:
+        """End what still runs, and give everything back."""
+        for rank in self.ranks:
+            rank.process.kill()  # an ended one has been waited for, so its id means no other
+        with suppress(BaseException):
+            self._end_within(SECONDS_TO_END)
+        for rank in self.ranks:
+            rank.connection.close()
+            rank.stderr.close()
+        self._selector.close()
+        self._wake_up.close()
+        self._wake.close()
+        self._release()
+
+    def _bury(self) -> None:
+        """Tell everyone who waits that there will be no answer."""
+        death = self.death or Death(CLOSED)
+        for orders in (self._waiting, self._posted):
+            while orders:
+                with suppress(InvalidStateError, IndexError):
+                    orders.popleft().future.set_exception(death.error())

@@ -1,0 +1,48 @@
+"""`minillm bench parallel`: the model that is fitted, and predictions as rows."""
+
+import math
+
+import pytest
+
+from minillm.benchmarks.parallel import fit_sums, fitted, predicted
+from minillm.parallel_cost import large_model_predictions
+
+
+def test_the_model_is_found_where_it_holds():
+    points = [(size, 3e-6 + size / 8e9) for size in (4096, 65536, 2**20, 2**22)]
+    latency, per_byte = fitted(points)
+    assert latency == pytest.approx(3e-6)
+    assert 1 / per_byte == pytest.approx(8e9)
+
+
+def test_small_messages_count_as_much_as_large_ones():
+    """With absolute errors the large ones would decide, and the latency could even be negative."""
+    points = [(4096, 5e-6), (65536, 9e-6), (2**20, 90e-6), (2**22, 700e-6)]
+    latency, per_byte = fitted(points)
+    assert 0 < latency < 6e-6
+    assert all(0.5 < seconds / (latency + per_byte * size) < 2 for size, seconds in points)
+
+
+def test_each_kind_and_dtype_has_its_own():
+    rows = [
+        {"kind": kind, "dtype": "float32", "bytes": size, "sum": latency + size / 1e3}
+        for kind, latency in (("gloo", 200), ("shared", 4))
+        for size in (4096, 2**20)
+    ]
+    found = {each["kind"]: each for each in fit_sums(rows)}
+    assert found["gloo"]["latency"] == pytest.approx(200e-6)
+    assert found["shared"]["latency"] == pytest.approx(4e-6)
+    assert found["shared"]["bandwidth"] == pytest.approx(1e9)
+    assert found["gloo"]["ratios"] == pytest.approx([1, 1])
+
+
+def test_predictions_are_of_what_fits():
+    rows = predicted(large_model_predictions())
+    models = {row["model"].removeprefix("preset:") for row in rows}
+    assert {"llama-3.1-70b", "llama-3.1-405b", "deepseek-v3"} == models
+    one_gpu = [row for row in rows if row["devices"] == 1]
+    assert all("405b" not in row["model"] and "deepseek" not in row["model"] for row in one_gpu)
+    for row in rows:
+        assert row["cache_tokens"] > 0
+        assert all(math.isfinite(each) for each in row["tokens_per_second"].values())
+        assert all(0 <= each < 1 for each in row["communication"].values())

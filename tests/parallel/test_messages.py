@@ -1,0 +1,62 @@
+"""What travels between a driver and its ranks arrives as it was sent."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm import AsyncEngineArgs
+from minillm.engine_args import EngineArgs
+from minillm.engine_setup import plan_memory
+from minillm.models.checkpoint import open_model
+from minillm.parallel.messages import Frames, Kind, Message, SetUp
+from minillm.speculative.setup import open_draft
+
+DRAFTED = {"model": "preset:smollm2-135m", "num_speculative_tokens": 3}
+SYNTHETIC = {
+    "method": "ngram",
+    "num_speculative_tokens": 2,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.5, 1],
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "tiny"},
+        {"model": Path("preset:smollm2-135m"), "seed": 7, "speculative_config": DRAFTED},
+        {"model": "tiny", "swap_space": 1, "speculative_config": SYNTHETIC, "dtype": "half"},
+        {"model": "tiny", "deterministic": True, "max_model_len": 64, "prefix_cache": "radix"},
+    ],
+)
+def test_a_set_up_survives(fields):
+    args = EngineArgs(**fields, load_format="dummy")
+    source = open_model(args.model)
+    draft = open_draft(args, source, None)
+    _, plan = plan_memory(args, source.config, "float32", torch.device("cpu"), draft)
+    sent = SetUp(1, 3, args, source, plan, "cpu", draft, {"kind": "memory", "fd": 5}, 20)
+    arrived = SetUp.from_bytes(sent.to_bytes())
+    assert arrived == replace(sent, args=replace(args, model=str(args.model)))
+    json.loads(sent.to_bytes())
+
+
+def test_what_belongs_to_the_driver_is_not_sent():
+    args = AsyncEngineArgs("tiny", max_num_requests=5, tensor_parallel_size=3)
+    source = open_model("tiny")
+    plan = plan_memory(EngineArgs("tiny"), source.config, "float32", torch.device("cpu"))[1]
+    sent = SetUp(0, 3, args, source, plan, "cpu", None, {}, 20)
+    assert SetUp.from_bytes(sent.to_bytes()).args == EngineArgs("tiny", tensor_parallel_size=3)
+
+
+def test_frames_in_pieces_of_any_size():
+    sent = [Message(Kind.PLAN, 2**32 - 1, b"[1, 2]"), Message(Kind.CLOSE, 0, b"")]
+    sent.append(Message(Kind.DONE, 7, bytes(range(256)) * 3))
+    data = b"".join(each.frame for each in sent)
+    for size in (1, 2, 8, 9, 10, 100, len(data)):
+        frames, found = Frames(), []
+        for start in range(0, len(data), size):
+            found += frames.add(data[start : start + size])
+        assert found == sent

@@ -1,0 +1,200 @@
+"""Deliberate mistakes in `shared_sum.c`, each of which a test of communicators must find.
+
+None of them reads or writes outside the group's memory.
+"""
+
+import random
+import re
+import time
+from collections.abc import Callable
+from threading import Timer
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from minillm.ops import c_library
+from minillm.parallel import shared_memory
+from minillm.parallel.executor import guarded
+from tests.ops.test_c_mutants import QUICKLY
+from tests.parallel.rank_groups import call, on_all, ordered_sum, parts_of, ranks, same_bits
+
+PATIENCE = 10.0  # of calls in which all ranks come
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+# ---- tests -------------------------------------------------------------------------------------
+
+
+def sums(dtype: torch.dtype = F32, size: int = 3, count: int = 1500) -> None:
+    """Twice, so that both buffers are used."""
+    group = ranks("shared", size, PATIENCE)
+    for seed in range(2):
+        parts = parts_of(size, (count,), dtype, seed)
+        for got in call(group, "sum", parts):
+            assert same_bits(got, ordered_sum(parts))
+
+
+def halves() -> None:
+    sums(BF16)
+
+
+def pieces() -> None:
+    sums(count=5003)
+
+
+def gathers() -> None:
+    group = ranks("shared", 3, PATIENCE)
+    for seed in range(3):  # a result may lie where the one before was
+        parts = parts_of(3, (5003,), F32, seed)
+        for got in call(group, "gather", parts):
+            assert same_bits(got, torch.stack(parts))
+
+
+def often(rounds: int = 400) -> None:
+    """Ranks that are now early and now late, in calls that follow each other at once."""
+    size, group = 3, ranks("shared", 3, PATIENCE)
+    parts = [parts_of(size, (1024,), F32, seed) for seed in range(5)]
+    sums = [ordered_sum(each) for each in parts]
+
+    def run(rank):
+        chance = random.Random(rank)
+        for i in range(rounds):
+            if chance.random() < 0.05:
+                time.sleep(0.0005)
+            assert same_bits(group[rank].sum(parts[i % 5][rank].clone()), sums[i % 5]), i
+
+    for error in on_all([lambda c=c: guarded(c, lambda: run(c.rank)) for c in group]):
+        if error is not None:
+            raise AssertionError("a rank got another sum") from error
+
+
+def missing() -> None:
+    """One rank alone."""
+    group = ranks("shared", 3, 0.2)
+    late = Timer(3.0, group[0].abort)  # ends a call that does not end
+    late.start()
+    (error,) = on_all([lambda: group[1].sum(torch.zeros(3))])
+    late.cancel()
+    assert str(error) == "Rank 1 of 3 waited 0.2 s for rank 0 and rank 2."
+
+
+def aborted() -> None:
+    """A rank that waits, and one that comes afterwards."""
+    group = ranks("shared", 3, 1.0)
+
+    def abort():
+        time.sleep(0.2)
+        group[2].abort()
+
+    errors = on_all([lambda: group[0].gather(torch.zeros(3)), abort])
+    errors += on_all([lambda: group[1].gather(torch.zeros(3))])
+    assert ["stopped" in str(each) for each in errors] == [True, False, True]
+    assert errors[1] is None
+    (alone,) = ranks("shared", 1)
+    alone.abort()
+    assert "stopped" in str(on_all([lambda: alone.gather(torch.zeros(3))])[0])
+
+
+def unequal() -> None:
+    group = ranks("shared", 2, PATIENCE)
+    for error in on_all([lambda c=c: c.gather(torch.zeros(1 + c.rank)) for c in group]):
+        assert "differ: 4 bytes to a gather, 8 bytes to a gather." in str(error)
+
+
+def kinds() -> None:
+    group = ranks("shared", 2, PATIENCE)
+    calls = [lambda: group[0].sum(torch.zeros(2)), lambda: group[1].gather(torch.zeros(2))]
+    for error in on_all(calls):
+        assert "differ: 8 bytes to a sum, 8 bytes to a gather." in str(error)
+
+
+# ---- mistakes ----------------------------------------------------------------------------------
+
+
+class Mutant(NamedTuple):
+    """A pattern that the source has once, what takes its place, and who should notice."""
+
+    pattern: str
+    mistake: str
+    found_by: Callable[[], None]
+    element: c_library.Element = "F32"
+
+
+MUTANTS = {
+    "no parity": Mutant(r"\(\(call & 1\) \* g->size \+ rank\)", "rank", often),
+    "no barrier": Mutant(r"found = wait_for\([^;]*;", "found = DONE;", often),
+    "one call behind": Mutant(r">= call\) return DONE", ">= call - 1) return DONE", often),
+    "published before it is written": Mutant(
+        r"(memcpy\(part_of\(g, call, rank\), piece, bytes\);)(.*?)(found = DONE, unequal = 0;)",
+        r"\2\3 nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL); \1",
+        often,
+    ),
+    "the last rank is not waited for": Mutant(
+        r"r < g->size && found == DONE", "r < g->size - 1 && found == DONE", often
+    ),
+    "own part first": Mutant(
+        r"part_of\(g, call, r\) \+ begin", "part_of(g, call, (r + own) % g->size) + begin", sums
+    ),
+    "the last part is left out": Mutant(
+        r"r < g->size; r\+\+\) \{\n( *)const", r"r < g->size - 1; r++) {\n\1const", sums
+    ),
+    "from zero": Mutant(r"\) total\[i\] = load", ") total[i] = 0.f + load", sums),
+    "rounded after each part": Mutant(
+        r"total\[i\] \+= load\(part\[i\]\)",
+        "total[i] = rounded(total[i] + load(part[i]))",
+        halves,
+        "BF16",
+    ),
+    "float64": Mutant(r"float total\[", "double total[", sums),
+    "a block is left out": Mutant(r"begin \+= BLOCK", "begin += 2 * BLOCK", pieces),
+    "the last piece is dropped": Mutant(r"while \(done < count\)", "while (done + most < count)",
+                                        pieces),
+    "pieces in one place": Mutant(r"add_up\(g, call, part \+ done", "add_up(g, call, part", pieces),
+    "the last piece of a gather": Mutant(
+        r"while \(done < bytes\)", "while (done + g->room < bytes)", gathers
+    ),
+    "gathered in another order": Mutant(r"r \* bytes \+ done", "(g->size - 1 - r) * bytes + done",
+                                        gathers),
+    "no deadline": Mutant(r"waited > patience", "0", missing),
+    "who is late": Mutant(r"->calls\) < call;", "->calls) >= call;", missing),
+    "abort is not seen": Mutant(
+        r"if \(atomic_load\(&g->aborted\)\) return ABORTED;\n        double",
+        "double", aborted
+    ),
+    "abort is seen only by those who wait": Mutant(
+        r"if \(atomic_load\(&g->aborted\)\) return ABORTED;\n    memcpy",
+        "memcpy", aborted
+    ),
+    "sizes are not compared": Mutant(r"return unequal \? UNEQUAL : found", "return found", unequal),
+    "kinds are not compared": Mutant(r"\* 4 \+ GATHER", "* 4 + SUM", kinds),
+}  # fmt: skip
+
+
+def with_mistake(mutant, place):
+    """The functions of a library of this one file, with the mistake."""
+    text = (c_library.SOURCES / "shared_sum.c").read_text()
+    text, count = re.subn(mutant.pattern, mutant.mistake, text, flags=re.DOTALL)
+    assert count == 1, f"{mutant.pattern} is there {count} times"
+    if "own)" in mutant.mistake:  # add_up is not told whose it is
+        text = re.sub(r"void add_up\(group \*g,", "void add_up(group *g, int64_t own,", text)
+        text = re.sub(r"add_up\(g, call, part", "add_up(g, rank, call, part", text)
+    source = place / "shared_sum.c"
+    source.write_text(text)
+    element = f"-DELEMENT_{mutant.element}"
+    command = [str(c_library.find_compiler()), *c_library.FLAGS, f"-I{c_library.SOURCES}"]
+    c_library.build([*command, QUICKLY, element], [source], place / "mutant.so")
+    return shared_memory.bind(c_library.load(place / "mutant.so"))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_found(name, tmp_path, monkeypatch):
+    mutant, right = MUTANTS[name], shared_memory.functions
+    mutant.found_by()
+    wrong = with_mistake(mutant, tmp_path)
+    dtype = {"F32": F32, "BF16": BF16}[mutant.element]
+    monkeypatch.setattr(
+        shared_memory, "functions", lambda each=F32: wrong if each == dtype else right(each)
+    )
+    with pytest.raises(AssertionError):
+        mutant.found_by()
