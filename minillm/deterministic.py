@@ -6,6 +6,9 @@ a fixed number of rows, padded at the end, and a tile's bits can depend on nothi
 values and its place in the tile. That it does not depend on the place either is not believed but
 tried, when an engine starts. Attention and experts, whose shapes would follow from the neighbours,
 have arithmetic of their own: attention's mode "invariant", and `ops.tiled_moe_experts`.
+
+Dense models on a CPU need no tiles, because our functions in C treat every row by itself
+(`fixed_sums.py`).
 """
 
 import logging
@@ -47,10 +50,13 @@ class TiledDecoder(nn.Module):
     """A decoder that computes the flat batch tile by tile, each through the whole model.
 
     A tile writes its keys and values before the next one runs, so a token sees its past as usual.
-    `tiles` are numbers of rows that were found to give the same bits (`find_tiles`).
+    `tiles` are numbers of rows that give the same bits, those of `find_tiles` if none are given.
+    `obstacle` says why the bits depend on the number of ranks, if they do.
     """
 
-    def __init__(self, model: Decoder, tiles: Sequence[int] = ()):
+    obstacle = ""
+
+    def __init__(self, model: Decoder, tiles: Sequence[int] | None = None):
         super().__init__()
         self.model, self.config = model, model.config
         for layer in model.modules():
@@ -58,7 +64,13 @@ class TiledDecoder(nn.Module):
                 layer.tiled = True
             elif isinstance(layer, MLP):
                 layer.activation = ops.invariant_silu_mul
-        self.tiles = tuple(sorted(tiles)) or find_tiles(model)
+        self.tiles: tuple[int, ...] = ()
+        self.logits_tiles: tuple[int, ...] = ()
+        self.use(find_tiles(model) if tiles is None else tiles)
+
+    def use(self, tiles: Sequence[int]) -> None:
+        """Cut batches into tiles of these sizes."""
+        self.tiles = tuple(sorted(tiles))
         self.logits_tiles = tuple(size for size in self.tiles if size <= MOST_LOGITS)
 
     @property
@@ -171,7 +183,9 @@ def probe(model: Decoder, size: int) -> Tensor | None:
 def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
     """Hidden states and logits of a few tokens of one sequence, each `size` times in a tile."""
     device, config = model.device, model.config
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    # Of the vocabulary ranks may have different shares, and all must take as many steps.
+    num_weights = config.vocab_size * config.hidden_size
+    num_weights += sum(each.numel() for each in model.layers.parameters())
     # A small model has fewer sums in which a difference could show, so it gets more tokens.
     count = max(PROBE_TOKENS[0], min(PROBE_TOKENS[1], PROBE_WEIGHTS // num_weights))
     spec = cache_spec(config)

@@ -80,8 +80,11 @@ class EngineArgs:
 
     `deterministic` gives a request bitwise the same logprobs alone and in any batch, in any chunks,
     with a cached prefix and after preemption, on one machine with one version of torch and one
-    number of threads; other machines may round otherwise. Tokens are computed in tiles of a fixed
-    number of rows, which costs time (``python -m minillm.benchmarks.deterministic`` says how much).
+    number of threads; other machines may round otherwise. A dense model on a CPU with our C
+    functions also has the same bits with any number of threads, and with a `tensor_parallel_size`
+    of 1, 2, 4 and 8 where 8 divides the inputs of its o and down projections; other models have the
+    same bits with the same `tensor_parallel_size`, and a warning says so. It costs time
+    (``python -m minillm.benchmarks.deterministic`` says how much).
 
     On a GPU, decode steps are recorded as CUDA graphs when a batch size is first needed;
     `enforce_eager` runs every step operation by operation, on a CPU with plain torch.

@@ -15,6 +15,7 @@ from minillm.deterministic import PASS_ROWS, TiledDecoder
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.executor import Capacity, Executor
+from minillm.fixed_sums import make_deterministic
 from minillm.forward_pass import ForwardPass
 from minillm.graphs import CudaCapture, has_graphs
 from minillm.layers.kv_cache import KVCache
@@ -262,7 +263,7 @@ def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
 
 
 def packs(args: EngineArgs, device: torch.device) -> bool:
-    """Whether weights are packed: a packed product has other bits for other numbers of rows."""
+    """Whether `pack_weights` packs: oneDNN has other bits for other numbers of rows."""
     return device.type == "cpu" and not (args.deterministic or args.enforce_eager)
 
 
@@ -367,14 +368,12 @@ def with_cache(
         keep_plain(model)
     shape = cache_spec(model.config), model.config.num_layers
     mode: AttentionMode = "plain" if model.plain_torch else "fast"
-    if args.deterministic:
-        mode = "invariant"
     num_blocks = plan.num_tokens // size
     kv = KVCache(*shape, num_blocks, size, model.dtype, model.device, mode)
     host = None
     if host_blocks:
         host = KVCache(*shape, host_blocks, size, model.dtype, swap_space_of=model.device)
-    return TiledDecoder(model) if args.deterministic else model, kv, host
+    return make_deterministic(model, kv) if args.deterministic else model, kv, host
 
 
 def build_draft_model(

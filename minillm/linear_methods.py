@@ -177,6 +177,11 @@ class LinearMethod:
         """[N, in], [out] -> [N, out]"""
         return ops.linear(x, self.values(matrix), bias)
 
+    def partial(self, matrix: Matrix, x: Tensor) -> Tensor:
+        """A part of a sum over ranks, without bias, in the dtype in which the ranks add:
+        [N, in] -> [N, out]. `finished` makes the output of the sum."""
+        return self.apply(matrix, x, None)
+
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
         """Rows at `ids` [N] -> [N, in]"""
         return ops.embedding(ids, self.values(matrix))
@@ -235,6 +240,14 @@ class PanelLinearMethod(LinearMethod):
     def __init__(self, out_features: int):
         self.out_features = out_features
 
+    def arranged(self, weight: Tensor) -> Tensor:
+        """The weight [out, in] as it goes into panels: its inputs are a multiple of 32."""
+        return weight
+
+    def width(self, in_features: int) -> int:
+        """How many inputs that are."""
+        return in_features
+
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """[N, in], [out] -> [N, out]"""
         return cpu.panel_linear(x, matrix.weight, bias, self.out_features)
@@ -288,6 +301,11 @@ def packed(weight: Tensor) -> Tensor | None:
     except (AttributeError, RuntimeError, TypeError):
         return None
     return result
+
+
+def finished(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The output of a product from its sum over all ranks: with the bias, rounded once."""
+    return (total if bias is None else total + bias).to(dtype)
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

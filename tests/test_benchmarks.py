@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -234,6 +235,8 @@ def test_neighbours_are_compared_and_the_extremes_named() -> None:
     one = Cost("a", "float32", "decode, 1", (16,), (1.0, 2.0, 4.0), (2.0, 4.0, 8.0))
     two = Cost("a", "float32", "prefill, 9", (16,), (1.0, 2.0, 4.0), (3.0, 6.0, 12.0))
     assert (one.ratio, one.middle_half) == (2.0, (2.0, 2.0))
+    untiled = deterministic.statement([replace(one, tiles=())])
+    assert untiled[0] == "a, float32: every row by itself."
     assert deterministic.statement([two, one]) == [
         "a, float32: tiles of 16 rows.",
         "A step takes from 2.00 (a, float32, decode, 1) to 3.00 (a, float32, prefill, 9) "

@@ -25,7 +25,16 @@ FLOORS = {
     **dict.fromkeys(["models", "quantization"], 3),
     **dict.fromkeys(["scheduling", "cache", "text"], 4),
     **dict.fromkeys(
-        ["runner", "forward_pass", "sampler", "speculative", "graphs", "deterministic"], 5
+        [
+            "runner",
+            "forward_pass",
+            "sampler",
+            "speculative",
+            "graphs",
+            "deterministic",
+            "fixed_sums",
+        ],
+        5,
     ),
     **dict.fromkeys(["batches", "edits", "logprobs", "segments"], 5),
     **dict.fromkeys(["collect", "executor", "flight", "sequence_row", "wire"], 5),

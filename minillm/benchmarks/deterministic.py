@@ -195,10 +195,12 @@ def table(costs: Sequence[Cost]) -> list[list[str]]:
 
 
 def statement(costs: Sequence[Cost]) -> list[str]:
-    """Which tiles were used, and the cheapest and dearest step."""
+    """Which tiles were used, if any, and the cheapest and dearest step."""
     tiles = {(cost.model, cost.dtype): cost.tiles for cost in costs}
     lines = [
         f"{model}, {dtype}: tiles of {' or '.join(map(str, sizes))} rows."
+        if sizes
+        else f"{model}, {dtype}: every row by itself."
         for (model, dtype), sizes in tiles.items()
     ]
     extremes = [chosen(costs, key=lambda cost: cost.ratio) for chosen in (min, max)]

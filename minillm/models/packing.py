@@ -5,8 +5,10 @@ is as slow as its weight is read, and it is read fastest front to back, in the o
 """
 
 import logging
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from minillm.config import ModelConfig
 from minillm.layers.linear import Embedding, Linear
@@ -14,6 +16,7 @@ from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.norm import RMSNorm
 from minillm.linear_methods import (
+    Matrix,
     PackedLinearMethod,
     PanelLinearMethod,
     PlainLinearMethod,
@@ -81,17 +84,26 @@ def packable(model: Decoder) -> list[Linear | Embedding]:
     return sorted(found, key=lambda each: isinstance(each, Embedding))  # the output comes last
 
 
-def into_panels(layers: list[Linear | Embedding]) -> None:
+def into_panels(
+    layers: Sequence[Matrix], method_of: Callable[[Matrix], PanelLinearMethod] | None = None
+) -> None:
     """Panels for all of these, one behind another in one piece of memory with large pages: with
     small ones the processor would look up an address every 4 KiB of a weight."""
-    shapes = [cpu.panels_shape(*layer.shape) for layer in layers]
+    methods = [
+        PanelLinearMethod(each.out_features) if method_of is None else method_of(each)
+        for each in layers
+    ]
+    shapes = [
+        cpu.panels_shape(layer.out_features, method.width(layer.in_features))
+        for layer, method in zip(layers, methods, strict=True)
+    ]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     memory = layers[0].values().new_empty(sum(sizes))
     c_library.use_large_pages(memory.data_ptr(), memory.nbytes)
-    for layer, shape, part in zip(layers, shapes, memory.split(sizes), strict=True):
-        panels = part.view(shape)
-        cpu.pack_panels(layer.values(), panels)
-        layer.method = PanelLinearMethod(layer.out_features)
+    places = map(Tensor.view, memory.split(sizes), shapes)
+    for layer, method, panels in zip(layers, methods, places, strict=True):
+        cpu.pack_panels(method.arranged(layer.values()), panels)
+        layer.method = method
         layer.weight = frozen(panels)
 
 

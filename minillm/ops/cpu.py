@@ -45,6 +45,7 @@ class Functions:
     prefill_attention: Callable[..., int]
     pack_panels: Callable[..., None]
     panel_product: Callable[..., None]
+    panel_sums: Callable[..., None]
     panel_rows: Callable[..., int]
     panel_unit: int  # in UNITS: what multiplies
 
@@ -73,6 +74,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("prefill_attention", N, *attention, N),
         bind("pack_panels", None, P, P, N, N),
         bind("panel_product", None, P, P, P, P, N, N, N, N),
+        bind("panel_sums", None, P, P, P, N, N, N, N),
         bind("panel_rows", N, P, P, P, N, N, N),
         bind("panel_unit", N)(),
     )
@@ -284,7 +286,13 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 
 def panels_are_fast(dtype: torch.dtype) -> bool:
     """Whether weights of this type are kept in panels here: where the processor multiplies pairs of
-    bf16, in tiles or in vectors. Elsewhere oneDNN is faster. The environment may say otherwise.
+    bf16, in tiles or in vectors. Elsewhere oneDNN is faster. The environment may say otherwise."""
+    found, wish = functions(dtype), wish_for_panels()
+    return found is not None and (wish == "1" if wish else found.panel_unit > 0)
+
+
+def wish_for_panels() -> str:
+    """What the environment says: "1" wherever there is C, "0" nowhere, "" nothing.
 
     Raises:
         ConfigError: `MINILLM_PANELS` is neither 0 nor 1.
@@ -292,8 +300,7 @@ def panels_are_fast(dtype: torch.dtype) -> bool:
     wish = os.environ.get(PANELS, "")
     if wish not in ("", "0", "1"):
         raise ConfigError(f"{PANELS} is {wish!r}; it must be 0 (never), 1 (always) or not set.")
-    found = functions(dtype)
-    return found is not None and (wish == "1" if wish else found.panel_unit > 0)
+    return wish
 
 
 def takes_panels(weight: Tensor) -> bool:

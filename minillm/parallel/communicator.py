@@ -4,10 +4,11 @@
     rank 1   [ part 1 ] --+-- exchange: all parts --+
     rank n-1 [ ...    ] --+                        +--> the same bits everywhere
 
-A sum adds the parts in rank order, in float32, and rounds once: so all ranks get the same bits, and
-a row gets the same bits whatever stands beside it. A ring would give neither (issue B9 of the
-parallelism notes: libraries start each chunk at another rank). A kind of communicator is one
-method, `exchange`; some bring a faster `sum`.
+A sum adds the parts as a balanced tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), in float32, and
+rounds once: so all ranks get the same bits, and a row gets the same bits whatever stands beside it.
+A ring would give neither (issue B9 of the parallelism notes: libraries start each chunk at another
+rank). Ranks that bring subtrees of one tree get its bits, however many they are (`fixed_sums`). A
+kind of communicator is one method, `exchange`; some bring a faster `sum`.
 """
 
 from collections import Counter
@@ -44,11 +45,7 @@ class Communicator:
     def sum(self, part: Tensor) -> Tensor:
         """The sum of the parts of all ranks, in place and returned. Any shape and float dtype."""
         self._count("sum", part)
-        parts = self.exchange(part)
-        total = parts[0].to(torch.promote_types(part.dtype, torch.float32))
-        for each in parts[1:]:
-            total = total + each
-        return part.copy_(total)
+        return part.copy_(tree_sum(self.exchange(part)))
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, which have one shape: [..] -> [size, ..], in rank order."""
@@ -104,6 +101,17 @@ class Communicator:
             )
         self._calls[name] += 1
         self._bytes[name] += part.nbytes
+
+
+def tree_sum(parts: Tensor) -> Tensor:
+    """The sum over the first dimension in float32: neighbours are added, then their sums, until one
+    is left; a last one without a neighbour waits for the next round."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    left = [each.to(wide) for each in parts]
+    while len(left) > 1:
+        pairs = [a + b for a, b in zip(left[::2], left[1::2], strict=False)]
+        left = pairs + left[2 * len(pairs) :]
+    return left[0]
 
 
 class Alone(Communicator):

@@ -1,15 +1,19 @@
 """One rank: its part of the model, and the runner that carries out the same plans as the others."""
 
+import logging
+
 import torch
 from torch import Tensor
 
 from minillm.cost import MemoryPlan
+from minillm.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.engine_args import EngineArgs
 from minillm.engine_setup import build_executor
 from minillm.linear_methods import Matrix
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES, load_model
+from minillm.parallel.communicator import Communicator
 from minillm.parallel.place import Place
 from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.shard import connect, slice_matrices
@@ -17,6 +21,8 @@ from minillm.parallel.split import rank_config
 from minillm.parallel.stages import StageRunner, cut_model, join_pipes
 from minillm.runner import Runner
 from minillm.speculative.setup import DraftSource
+
+logger = logging.getLogger(__name__)
 
 
 def build_rank(
@@ -36,11 +42,31 @@ def build_rank(
     join_pipes(model, place)
     if place.split.size > 1:
         connect(model, source.config, place.communicator)
+        if isinstance(runner.model, TiledDecoder):
+            agree(runner.model, place.communicator)
         rule, seats = runner.sampler.rule, runner.rows.num_rows
         width = source.config.vocab_size
         runner.sampler = ShardedSampler(seats, width, device, place.communicator)
         runner.sampler.rule = rule
     return runner
+
+
+def agree(tiled: TiledDecoder, communicator: Communicator) -> None:
+    """Have all ranks use the tiles that each of them can use: cut in different ways, a batch would
+    make them meet in different sums. Every rank makes the same calls, whatever it finds."""
+    if tiled.obstacle and communicator.rank == 0:
+        logger.warning(
+            "Deterministic mode: a request has the same bits in every batch of %d ranks, but other "
+            "bits on another number of ranks, because %s.",
+            communicator.size,
+            tiled.obstacle,
+        )
+    if not tiled.tiles:
+        return
+    own = find_tiles(tiled.model)
+    masks = communicator.gather(torch.tensor([size in own for size in TILES], dtype=torch.uint8))
+    common = [size for size, each in zip(TILES, masks.T, strict=True) if each.all()]
+    tiled.use(common or (1,))
 
 
 def load_rank(

@@ -23,7 +23,7 @@ from minillm.layers.attention import Attention
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, MoE
-from minillm.linear_methods import LinearMethod, Matrix, WeightSlice
+from minillm.linear_methods import LinearMethod, Matrix, WeightSlice, finished
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.parallel.communicator import Communicator
@@ -106,8 +106,8 @@ class RowParallel(LinearMethod):
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """[N, in / n] -> [N, out]"""
-        total = self.communicator.sum(self.inner.apply(matrix, x, None).contiguous())
-        return total if bias is None else total + bias
+        total = self.communicator.sum(self.inner.partial(matrix, x).contiguous())
+        return finished(total, bias, x.dtype)
 
     def values(self, matrix: Matrix) -> Tensor:
         """The columns that are held."""

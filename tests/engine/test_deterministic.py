@@ -29,7 +29,7 @@ from minillm.layers.moe import Experts
 from minillm.linear_methods import PlainLinearMethod
 from minillm.logprobs import token_logprobs
 from minillm.models.decoder import Decoder
-from minillm.ops import cpu_sampling
+from minillm.ops import cpu, cpu_sampling
 from minillm.sampler import SamplingRow, sample
 from minillm_kernels import batch_invariant, reference
 from tests.engine.bitwise import (
@@ -83,6 +83,12 @@ def reference_of(model_of: Callable[[str], Path]) -> Callable[[str, str], Refere
     return get
 
 
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense models are cut into tiles, too, as where there is no C."""
+    monkeypatch.setenv(cpu.PANELS, "0")
+
+
 def decoder_of(llm: LLM) -> Decoder:
     model = llm.engine.runner.model
     return model.model if isinstance(model, TiledDecoder) else model
@@ -102,6 +108,17 @@ def test_also_where_steps_overlap(family, dtype, cell, model_of, reference_of):
     llm = cell.open(model_of(family), dtype, async_scheduling=True)
     assert not reference_of(family, dtype).differences(run_cell(llm, cell))
     assert num_ahead(llm) > 20
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "cell"),
+    named([("llama", "bfloat16", PAIRWISE[1]), ("mistral", "float32", PAIRWISE[6])]),
+)
+def test_every_bit_is_as_alone_in_tiles(family, dtype, cell, model_of, tiled):
+    reference = Reference(model_of(family), dtype)
+    llm = cell.open(model_of(family), dtype)
+    assert not reference.differences(run_cell(llm, cell))
+    assert llm.engine.runner.model.tiles
 
 
 @pytest.mark.slow
@@ -208,7 +225,7 @@ def test_spans_cover_all_rows_in_order(tiles):
         assert sum(size for *_, size in found) <= num_rows + max(tiles[0] - 1, 32)
 
 
-def test_a_tile_is_filled_with_copies_of_its_last_row(model_of):
+def test_a_tile_is_filled_with_copies_of_its_last_row(model_of, tiled):
     llm, seen = open_engine(model_of("llama"), "float32"), []
     tiled = llm.engine.runner.model
     tiled.tiles = (16,)
@@ -293,7 +310,7 @@ def test_what_rounds_sees_one_row_at_a_time(row_by_row, monkeypatch):
 # ---- the probe --------------------------------------------------------------------------------
 
 
-def test_the_probe_takes_all_sizes_that_agree_with_16(model_of):
+def test_the_probe_takes_all_sizes_that_agree_with_16(model_of, tiled):
     llm = open_engine(model_of("llama"), "float32")
     tiles = llm.engine.runner.model.tiles
     assert set(tiles) <= set(TILES) or tiles == (1,)
@@ -426,7 +443,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(bug, model_of, monkeypatch):
+def test_a_planted_bug_is_caught(bug, model_of, monkeypatch, tiled):
     family, (owner, name, broken) = PLANTED[bug]
     monkeypatch.setattr(owner, name, broken)
     assert not bits_survive(model_of(family))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from minillm import LLM, SamplingParams
 from minillm.cache_spec import cache_spec
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
+from minillm.fixed_sums import FixedSumMethod
 from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
@@ -235,7 +236,8 @@ def test_a_model_is_not_packed_unless_it_serves():
         assert model.all_layers is None
 
 
-def test_deterministic_mode_packs_nothing(panels):
+def test_deterministic_mode_has_panels_too(panels):
+    """Whose o and down are sums of parts (`fixed_sums.py`); nothing is packed by oneDNN."""
     greedy = SamplingParams(temperature=0.0, max_tokens=4)
     found = {}
     for deterministic in (False, True):
@@ -245,7 +247,7 @@ def test_deterministic_mode_packs_nothing(panels):
             decoder = next(m for m in model.modules() if isinstance(m, Decoder))
             found[deterministic] = set(methods(decoder).values())
             assert llm.generate("def f(", greedy, use_tqdm=False)[0].outputs[0].token_ids
-    assert found[True] == {PlainLinearMethod}
+    assert found[True] == {PanelLinearMethod, FixedSumMethod}
     assert found[False] == {PanelLinearMethod}
 
 

@@ -19,6 +19,7 @@ from tests.ops import test_c_halves as halves
 from tests.ops import test_c_layers as layers
 from tests.ops import test_c_linear as linear
 from tests.ops import test_c_rows as rows
+from tests.ops import test_c_sums as sums
 from tests.ops.c_variants import ELEMENTS, functions
 
 QUICKLY = "-O1"
@@ -113,6 +114,11 @@ def embedded(c):
 
 def chunks(c):
     linear.test_rows_in_several_chunks(linear.Panels(*c), 150, 8192, 40)
+
+
+def tree(c):
+    for count in (8, 40):
+        sums.check_parts(sums.Sums(*c), count, 32, 33, 8)
 
 
 N, A, S, W, D, L = (
@@ -212,23 +218,47 @@ MUTANTS = {
         r"floats\[j\] = load\(bias\[j\]\)", "floats[j] = 0", products, L
     ),
     "the first panel's bias for both": Mutant(
-        r"i \? other : p\) \* PANEL", "p) * PANEL", products, L
+        r"i \? other : at\) \* PANEL", "at) * PANEL", products, L
     ),
     "neighbouring pairs are swapped": Mutant(
         r"j \* 2, line \+ i,", "j * 2, line + (i ^ 2),", products, "pack_panels"
     ),
-    "a gate is its own partner": Mutant(r"p \+ num_panels : p", "p : p", gates, L),
-    "gate for up, with more rows": Mutant(r"panel \+ out \* in, in", "panel, in", gates, L),
-    "the other panel of a pair is not written": Mutant(r"i <= other - p", "i <= 0", products, L),
+    "a gate is its own partner": Mutant(r"at \+ num_panels : at", "at : at", gates, L),
+    "gate for up, with more rows": Mutant(r"panel \+ out \* p->in, rows", "panel, rows", gates, L),
+    "the other panel of a pair is not written": Mutant(r"i <= other - at", "i <= 0", products, L),
     "the panel before": Mutant(
-        r"\*panel = panels \+ p \* in", "*panel = panels + (p ? p - 1 : 0) * in", products, L
+        r"\*panel = p->panels \+ at \* p", "*panel = p->panels + (at ? at - 1 : 0) * p", products, L
     ),
     "the row beside the embedding's": Mutant(
         r"ids\[row\] % PANEL \* 2", "ids[row] % PANEL", embedded, "panel_rows"
     ),
-    "chunks begin at 0": Mutant(r"task / num_panels \* chunk, p", "0, p", chunks, L),
+    "chunks begin at 0": Mutant(r"= task / num_panels \* chunk", "= 0", chunks, L),
+    "parts are added from left to right": Mutant(
+        r"; part & 1; part >>= 1\)", "; part > 0; part = 0)", tree, "panel_sums"
+    ),
+    "the last part of a subtree is left out": Mutant(
+        r"left\[i\] \+= right\[i\]", "left[i] += 0", tree, "panel_sums"
+    ),
+    "every part reads the first inputs": Mutant(
+        r"multiply_rows\(p, x \+ k,", "multiply_rows(p, x,", tree, "panel_sums"
+    ),
+    "every part reads the first weights": Mutant(
+        r"p->x \+ k, panel \+ k \* PANEL", "p->x + k, panel", tree, "panel_sums"
+    ),
+    "the other panel's parts are not added": Mutant(
+        r"if \(other != panel\) join", "if (0) join", tree, "panel_sums"
+    ),
+    "the next part overwrites the sum": Mutant(
+        r"return height \+ 1;", "return height;", tree, "panel_sums"
+    ),
+    "sums begin in the first row": Mutant(
+        r"write_totals\(sums\[0\], p->totals \+ to",
+        "write_totals(sums[0], p->totals + first",
+        tree,
+        "panel_sums",
+    ),
     "the second tile has the first's rows": Mutant(
-        r"x \+ 16 \* in \+ k, ", "x + k, ", products, L, "BF16", "tiles in C"
+        r"x \+ 16 \* stride \+ k, ", "x + k, ", products, L, "BF16", "tiles in C"
     ),
     "tiles of fewer rows": Mutant(
         r"rows > 16 \? rows - 16 : 1", "1", products, L, "BF16", "tiles in C"
@@ -245,10 +275,10 @@ MUTANTS = {
         "no tiles",
     ),
     "one row for all": Mutant(
-        r"x \+ r \* in \+ k, two", "x + k, two", products, L, "BF16", "no tiles"
+        r"x \+ r \* stride \+ k, two", "x + k, two", products, L, "BF16", "no tiles"
     ),
     "a row is left out": Mutant(
-        r"rows_by_panel\(3, x", "rows_by_panel(2, x", products, L, "BF16", "no tiles"
+        r"rows_by_panel\(3, x", "rows_by_panel(2, x + stride", products, L, "BF16", "no tiles"
     ),
     "the second half of a panel is not computed": Mutant(
         r"first < PANEL; first", "first < 2 * LANES; first", products, L, "BF16", "plain C"

@@ -70,12 +70,13 @@ def parts_of(size: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0)
 
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Added in rank order by numpy, rounded once."""
+    """Added as a balanced tree by numpy, rounded once."""
     wide = np.float64 if parts[0].dtype == torch.float64 else np.float32
-    total = parts[0].double().numpy().astype(wide)
-    for each in parts[1:]:
-        total = total + each.double().numpy().astype(wide)
-    return torch.as_tensor(total).to(parts[0].dtype)
+    left = [each.double().numpy().astype(wide) for each in parts]
+    while len(left) > 1:
+        pairs = [left[i] + left[i + 1] for i in range(0, len(left) - 1, 2)]
+        left = pairs + left[2 * len(pairs) :]
+    return torch.as_tensor(left[0]).to(parts[0].dtype)
 
 
 def same_bits(got: Any, wanted: Tensor) -> bool:

@@ -43,7 +43,7 @@ def kind(request):
 # ---- results -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 11])
 def test_sums_are_ordered_and_rounded_once(kind, size):
     group = ranks(kind, size)
     for dtype in DTYPES:

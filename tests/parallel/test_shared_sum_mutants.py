@@ -35,6 +35,11 @@ def sums(dtype: torch.dtype = F32, size: int = 3, count: int = 1500) -> None:
             assert same_bits(got, ordered_sum(parts))
 
 
+def pairs() -> None:
+    for size in (4, 8):
+        sums(size=size)
+
+
 def halves() -> None:
     sums(BF16)
 
@@ -139,14 +144,19 @@ MUTANTS = {
     "the last part is left out": Mutant(
         r"r < g->size; r\+\+\) \{\n( *)const", r"r < g->size - 1; r++) {\n\1const", sums
     ),
-    "from zero": Mutant(r"\) total\[i\] = load", ") total[i] = 0.f + load", sums),
+    "from zero": Mutant(r"\[i\] = load", "[i] = 0.f + load", sums),
+    "from left to right": Mutant(
+        r"\(r & 1\) && \(ranks & 2\)", "top > 0", pairs
+    ),
+    "subtrees are joined in the end": Mutant(r"\(r & 1\) && \(ranks & 2\)", "0", pairs),
+    "the last subtree is left out": Mutant(r"last \? top > 0", "last ? 0", sums),
     "rounded after each part": Mutant(
-        r"total\[i\] \+= load\(part\[i\]\)",
-        "total[i] = rounded(total[i] + load(part[i]))",
+        r"sums\[top\]\[i\] \+= load\(part\[i\]\)",
+        "sums[top][i] = rounded(sums[top][i] + load(part[i]))",
         halves,
         "BF16",
     ),
-    "float64": Mutant(r"float total\[", "double total[", sums),
+    "float64": Mutant(r"float sums\[", "double sums[", sums),
     "a block is left out": Mutant(r"begin \+= BLOCK", "begin += 2 * BLOCK", pieces),
     "the last piece is dropped": Mutant(r"while \(done < count\)", "while (done + most < count)",
                                         pieces),

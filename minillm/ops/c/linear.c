@@ -10,6 +10,11 @@
  *
  * Rows of x by a panel are multiplied by tiles, where the processor has them and Linux lends them,
  * or else by vectors. All that is around it is the same for both.
+ *
+ * An output is one sum along the inner dimension, added from front to back, so its bits depend on
+ * its row of x and its row of W, and on nothing beside them: not on the number of rows, the other
+ * outputs, or the threads. `panel_sums` cuts the inner dimension into equal parts, which are added
+ * as a balanced tree, so that several ranks can compute them and get the bits of one.
  */
 #include <omp.h>
 #include "vectors.h"
@@ -20,6 +25,7 @@
 #define FEW 16            /* rows up to which panels are taken by pairs: one tile */
 #define AHEAD 2048        /* bytes from where a weight is used to where the next is asked for */
 #define CHUNK_BYTES 1048576 /* of x, half of a large L2: each panel comes once per chunk */
+#define LEVELS 4          /* of the tree of parts, the last part among them: 8 parts */
 
 /* Whether Linux lends tiles; it is asked once. */
 static int with_tiles(void) {
@@ -48,11 +54,11 @@ void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
 }
 
 #if defined(AMX)
-/* Up to 32 rows of x [.., in] by one panel, into sums [rows, 32]. */
+/* Up to 32 rows of x [.., in], `stride` apart, by one panel, into sums [rows, 32]. */
 static inline __attribute__((always_inline)) void tiles_by_panel(const int two, const int prefetch,
                                                                  const element *x,
                                                                  const element *panel, int64_t in,
-                                                                 float *sums) {
+                                                                 int64_t stride, float *sums) {
     ALL_STORED;
     _tile_zero(0);
     _tile_zero(1);
@@ -67,11 +73,11 @@ static inline __attribute__((always_inline)) void tiles_by_panel(const int two, 
                 _mm_prefetch(b + AHEAD + line, _MM_HINT_T0);
         _tile_loadd(6, b, PANEL * 4);
         _tile_loadd(7, b + 64, PANEL * 4);
-        _tile_loadd(4, x + k, in * 2);
+        _tile_loadd(4, x + k, stride * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
-            _tile_loadd(5, x + 16 * in + k, in * 2);
+            _tile_loadd(5, x + 16 * stride + k, stride * 2);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -87,7 +93,7 @@ static inline __attribute__((always_inline)) void tiles_by_panel(const int two, 
 /* Up to 16 rows by two panels at once, into sums and others [rows, 32]: two streams of memory, and
  * half as many loads of x. */
 static void tiles_by_pair(const element *x, const element *panel, const element *other, int64_t in,
-                          float *sums, float *others) {
+                          int64_t stride, float *sums, float *others) {
     ALL_STORED;
     _tile_zero(0);
     _tile_zero(1);
@@ -99,7 +105,7 @@ static void tiles_by_pair(const element *x, const element *panel, const element 
             _mm_prefetch(b + AHEAD + line, _MM_HINT_T0);
             _mm_prefetch(c + AHEAD + line, _MM_HINT_T0);
         }
-        _tile_loadd(4, x + k, in * 2);
+        _tile_loadd(4, x + k, stride * 2);
         _tile_loadd(6, b, PANEL * 4);
         _tile_loadd(7, b + 64, PANEL * 4);
         _tile_dpbf16ps(0, 4, 6);
@@ -115,15 +121,14 @@ static void tiles_by_pair(const element *x, const element *panel, const element 
     _tile_stored(3, others + 16, PANEL * 4);
 }
 
-
-/* Up to 32 rows by one panel, with tiles of the right shape; the rows they have now are `shaped`. */
-static inline void tiles_of_rows(const element *x, const element *panel, int64_t in, int64_t rows,
-                                 int first, int64_t *shaped, float *sums) {
+/* Up to 32 rows by one panel, with tiles of the right shape: now they are for `shaped` rows. */
+static inline void tiles_of_rows(const element *x, const element *panel, int64_t in, int64_t stride,
+                                 int64_t rows, int first, int64_t *shaped, float *sums) {
     if (rows != *shaped) shape_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 1);
     *shaped = rows;
-    if (rows <= 16) tiles_by_panel(0, first, x, panel, in, sums);
-    else if (first) tiles_by_panel(1, 1, x, panel, in, sums);
-    else tiles_by_panel(1, 0, x, panel, in, sums);
+    if (rows <= 16) tiles_by_panel(0, first, x, panel, in, stride, sums);
+    else if (first) tiles_by_panel(1, 1, x, panel, in, stride, sums);
+    else tiles_by_panel(1, 0, x, panel, in, stride, sums);
 }
 #endif
 
@@ -164,10 +169,10 @@ static inline vec add_pair(vec sum, const element *x, pairs b) {
 }
 #endif
 
-/* `rows` rows of x [.., in] by one panel, into sums [rows, 32]. */
+/* `rows` rows of x [.., in], `stride` apart, by one panel, into sums [rows, 32]. */
 static inline __attribute__((always_inline)) void rows_by_panel(const int rows, const element *x,
                                                                 const element *panel, int64_t in,
-                                                                float *sums) {
+                                                                int64_t stride, float *sums) {
     for (int first = 0; first < PANEL; first += 2 * LANES) {
         vec left[8] = {0}, right[8] = {0};
         const element *b = panel + 2 * first;
@@ -177,8 +182,8 @@ static inline __attribute__((always_inline)) void rows_by_panel(const int rows, 
             pairs one = load_pairs(b), two = load_pairs(b + 2 * LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                left[r] = add_pair(left[r], x + r * in + k, one);
-                right[r] = add_pair(right[r], x + r * in + k, two);
+                left[r] = add_pair(left[r], x + r * stride + k, one);
+                right[r] = add_pair(right[r], x + r * stride + k, two);
             }
         }
         for (int r = 0; r < rows; r++) {
@@ -189,50 +194,92 @@ static inline __attribute__((always_inline)) void rows_by_panel(const int rows, 
 }
 
 /* The same for any number of rows: M_STEP at a time stay in registers. */
-static void vectors_by_panel(const element *x, const element *panel, int64_t in, int64_t rows,
-                             float *sums) {
-    for (; rows > 0; rows -= M_STEP, x += M_STEP * in, sums += M_STEP * PANEL)
+static void vectors_by_panel(const element *x, const element *panel, int64_t in, int64_t stride,
+                             int64_t rows, float *sums) {
+    for (; rows > 0; rows -= M_STEP, x += M_STEP * stride, sums += M_STEP * PANEL)
         switch (rows < M_STEP ? rows : M_STEP) {
-            case 1: rows_by_panel(1, x, panel, in, sums); break;
-            case 2: rows_by_panel(2, x, panel, in, sums); break;
-            case 3: rows_by_panel(3, x, panel, in, sums); break;
+            case 1: rows_by_panel(1, x, panel, in, stride, sums); break;
+            case 2: rows_by_panel(2, x, panel, in, stride, sums); break;
+            case 3: rows_by_panel(3, x, panel, in, stride, sums); break;
 #if M_STEP > 4
-            case 4: rows_by_panel(4, x, panel, in, sums); break;
-            case 5: rows_by_panel(5, x, panel, in, sums); break;
-            case 6: rows_by_panel(6, x, panel, in, sums); break;
-            case 7: rows_by_panel(7, x, panel, in, sums); break;
+            case 4: rows_by_panel(4, x, panel, in, stride, sums); break;
+            case 5: rows_by_panel(5, x, panel, in, stride, sums); break;
+            case 6: rows_by_panel(6, x, panel, in, stride, sums); break;
+            case 7: rows_by_panel(7, x, panel, in, stride, sums); break;
 #endif
-            default: rows_by_panel(M_STEP, x, panel, in, sums);
+            default: rows_by_panel(M_STEP, x, panel, in, stride, sums);
         }
 }
 
-/* Up to 16 rows by two panels, which may be the same, into sums and others [rows, 32]. */
-static inline void multiply_pair(int amx, const element *x, const element *panel,
-                                 const element *other, int64_t in, int64_t rows, float *sums,
-                                 float *others) {
+/* What is multiplied, and where it goes: `y`, or the sums as they are into `totals`. */
+typedef struct {
+    const element *x, *panels, *bias;
+    element *y;
+    float *totals;
+    int64_t n, in, out, gated, parts;
+    int amx;
+} product;
+
+/* Up to 16 rows of a part by two panels, which may be the same, into sums and others [rows, 32]. */
+static inline void multiply_pair(const product *p, const element *x, const element *panel,
+                                 const element *other, int64_t size, float *sums, float *others) {
 #if defined(AMX)
-    if (amx) {
-        tiles_by_pair(x, panel, other, in, sums, others);
+    if (p->amx) {
+        tiles_by_pair(x, panel, other, size, p->in, sums, others);
         return;
     }
 #endif
-    (void)amx;
-    vectors_by_panel(x, panel, in, rows, sums);
-    if (other != panel) vectors_by_panel(x, other, in, rows, others);
+    vectors_by_panel(x, panel, size, p->in, p->n, sums);
+    if (other != panel) vectors_by_panel(x, other, size, p->in, p->n, others);
 }
 
-/* Up to 32 rows by one panel. Only tiles care whether it is the first time for this panel, and for
- * how many rows they are shaped. */
-static inline void multiply_rows(int amx, const element *x, const element *panel, int64_t in,
-                                 int64_t rows, int first, int64_t *shaped, float *sums) {
+/* Up to 32 rows of a part by one panel. Only tiles care whether it is the first time for this
+ * panel, and for how many rows they are shaped. */
+static inline void multiply_rows(const product *p, const element *x, const element *panel,
+                                 int64_t size, int64_t rows, int first, int64_t *shaped,
+                                 float *sums) {
 #if defined(AMX)
-    if (amx) {
-        tiles_of_rows(x, panel, in, rows, first, shaped, sums);
+    if (p->amx) {
+        tiles_of_rows(x, panel, size, p->in, rows, first, shaped, sums);
         return;
     }
 #endif
-    (void)amx, (void)first, (void)shaped;
-    vectors_by_panel(x, panel, in, rows, sums);
+    (void)first, (void)shaped;
+    vectors_by_panel(x, panel, size, p->in, rows, sums);
+}
+
+/* Part `part` lies in sums[height]. While the subtree that it ends is one of two, add both: returns
+ * where the next part goes. Parts 0 to 7 become ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). */
+static inline int64_t join_parts(int64_t part, int64_t height, int64_t rows, int64_t size,
+                                 float *sums) {
+    for (; part & 1; part >>= 1) {
+        float *right = sums + height-- * size, *left = right - size;
+        for (int64_t i = 0; i < rows * PANEL; i++) left[i] += right[i];
+    }
+    return height + 1;
+}
+
+/* Up to 16 rows by two panels, into the first of sums and others [LEVELS, FEW, 32]. */
+static inline void sum_pair(const product *p, const element *panel, const element *other,
+                            float *sums, float *others) {
+    int64_t size = p->in / p->parts, height = 0, each = FEW * PANEL;
+    for (int64_t part = 0, k = 0; part < p->parts; part++, k += size) {
+        multiply_pair(p, p->x + k, panel + k * PANEL, other + k * PANEL, size,
+                      sums + height * each, others + height * each);
+        if (other != panel) join_parts(part, height, p->n, each, others);
+        height = join_parts(part, height, p->n, each, sums);
+    }
+}
+
+/* Up to 32 rows of x by one panel, into the first of sums [LEVELS, ROWS, 32]. */
+static inline void sum_rows(const product *p, const element *x, const element *panel, int64_t rows,
+                            int first, int64_t *shaped, float *sums) {
+    int64_t size = p->in / p->parts, height = 0, each = ROWS * PANEL;
+    for (int64_t part = 0, k = 0; part < p->parts; part++, k += size) {
+        multiply_rows(p, x + k, panel + k * PANEL, size, rows, first, shaped,
+                      sums + height * each);
+        height = join_parts(part, height, rows, each, sums);
+    }
 }
 
 /* The biases of a panel's outputs, 0 where there are none. Not read where they are added: GCC would
@@ -248,6 +295,13 @@ static inline void write_rows(const float *sums, const float *bias, element *y, 
                               int64_t columns, int64_t out) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t j = 0; j < columns; j++) y[r * out + j] = store(sums[r * PANEL + j] + bias[j]);
+}
+
+/* The same without rounding. */
+static inline void write_totals(const float *sums, float *totals, int64_t rows, int64_t columns,
+                                int64_t out) {
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(totals + r * out, sums + r * PANEL, (size_t)columns * sizeof(float));
 }
 
 /* The same for the gate and the up projection of one panel: silu(gate) * up, both rounded first, as
@@ -269,80 +323,101 @@ static inline int64_t columns_of(int64_t first, int64_t out, int64_t gated) {
 
 /* Up to 16 rows: every thread has neighbouring panels and takes them by pairs, if `gated` those of
  * gate and up. The last may be its own partner. */
-static void few_rows(const element *x, const element *panels, const element *bias, element *y,
-                     int64_t n, int64_t in, int64_t out, int64_t gated) {
-    int64_t num_panels = (out + PANEL - 1) / PANEL;
-    int amx = with_tiles();
+static void few_rows(const product *p) {
+    int64_t num_panels = (p->out + PANEL - 1) / PANEL, n = p->n, out = p->out;
 #pragma omp parallel
     {
-        float sums[2][FEW * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
+        float sums[2][LEVELS * FEW * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
         int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
         int64_t end = num_panels * (thread + 1) / threads;
-        take_tiles(amx, n, n);
-        for (int64_t p = num_panels * thread / threads; p < end; p += gated ? 1 : 2) {
-            int64_t other = gated ? p + num_panels : p + 1 < end ? p + 1 : p;
-            multiply_pair(amx, x, panels + p * PANEL * in, panels + other * PANEL * in, in, n,
-                          sums[0], sums[1]);
+        take_tiles(p->amx, n, n);
+        for (int64_t at = num_panels * thread / threads; at < end; at += p->gated ? 1 : 2) {
+            int64_t other = p->gated ? at + num_panels : at + 1 < end ? at + 1 : at;
+            sum_pair(p, p->panels + at * PANEL * p->in, p->panels + other * PANEL * p->in, sums[0],
+                     sums[1]);
             for (int64_t i = 0; i < 2; i++) {
-                int64_t first = (i ? other : p) * PANEL;
-                read_bias(bias ? bias + first : 0, columns_of(first, out, gated), biases[i]);
+                int64_t first = (i ? other : at) * PANEL;
+                read_bias(p->bias ? p->bias + first : 0, columns_of(first, out, p->gated),
+                          biases[i]);
             }
-            if (gated) {
-                write_gated(sums[0], sums[1], biases[0], biases[1], y + p * PANEL, n, out);
+            if (p->gated) {
+                write_gated(sums[0], sums[1], biases[0], biases[1], p->y + at * PANEL, n, out);
                 continue;
             }
-            for (int64_t i = 0; i <= other - p; i++)
-                write_rows(sums[i], biases[i], y + (p + i) * PANEL, n,
-                           columns_of((p + i) * PANEL, out, 0), out);
+            for (int64_t i = 0; i <= other - at; i++) {
+                int64_t first = (at + i) * PANEL, columns = columns_of(first, out, 0);
+                if (p->totals) write_totals(sums[i], p->totals + first, n, columns, out);
+                else write_rows(sums[i], biases[i], p->y + first, n, columns, out);
+            }
         }
-        give_tiles_back(amx);
+        give_tiles_back(p->amx);
+    }
+}
+
+/* Rows from `begin` to before `end` by the panel `at`. */
+static void rows_by_one(const product *p, int64_t at, int64_t begin, int64_t end, int64_t *shaped) {
+    float sums[2][LEVELS * ROWS * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
+    const element *panel = p->panels + at * p->in * PANEL;
+    int64_t first = at * PANEL, out = p->out, columns = columns_of(first, out, p->gated);
+    read_bias(p->bias ? p->bias + first : 0, columns, biases[0]);
+    if (p->gated) read_bias(p->bias ? p->bias + out + first : 0, PANEL, biases[1]);
+    for (int64_t row = begin; row < end; row += ROWS) {
+        int64_t rows = end - row < ROWS ? end - row : ROWS, to = row * out + first;
+        const element *x = p->x + row * p->in;
+        sum_rows(p, x, panel, rows, row == begin, shaped, sums[0]);
+        if (p->gated) {
+            sum_rows(p, x, panel + out * p->in, rows, row == begin, shaped, sums[1]);
+            write_gated(sums[0], sums[1], biases[0], biases[1], p->y + to, rows, out);
+        } else if (p->totals) {
+            write_totals(sums[0], p->totals + to, rows, columns, out);
+        } else {
+            write_rows(sums[0], biases[0], p->y + to, rows, columns, out);
+        }
+    }
+}
+
+/* A task is a panel and a chunk of rows. Up to 32 rows every thread gets neighbouring panels, one
+ * stream of memory; with more, whoever is free takes the next. */
+static void multiply(const product *p) {
+    if (p->n <= 0) return;
+    if (p->n <= FEW) {
+        few_rows(p);
+        return;
+    }
+    int64_t num_panels = (p->out + PANEL - 1) / PANEL;
+    int64_t chunk = CHUNK_BYTES / (p->in * 2) / ROWS * ROWS;
+    if (chunk < ROWS) chunk = ROWS;
+    int64_t tasks = num_panels * ((p->n + chunk - 1) / chunk);
+    int64_t share = (num_panels + omp_get_max_threads() - 1) / omp_get_max_threads();
+    int64_t at_once = p->n <= ROWS ? share : 1;
+#pragma omp parallel
+    {
+        int64_t shaped = 0;
+#pragma omp for schedule(dynamic, at_once)
+        for (int64_t task = 0; task < tasks; task++) {
+            int64_t begin = task / num_panels * chunk;
+            int64_t end = begin + chunk < p->n ? begin + chunk : p->n;
+            rows_by_one(p, task % num_panels, begin, end, &shaped);
+        }
+        give_tiles_back(p->amx);
     }
 }
 
 /* x [n, in], panels, bias [out] or NULL -> y [n, out]; `in` is a multiple of 32. If `gated`, the
  * panels are those of 2 out outputs, out a multiple of 32, and y = silu(first half) * second half.
- *
- * A task is a panel and a chunk of rows. Up to 32 rows every thread gets neighbouring panels, one
- * stream of memory; with more, whoever is free takes the next. */
+ */
 void panel_product(const element *x, const element *panels, const element *bias, element *y,
                    int64_t n, int64_t in, int64_t out, int64_t gated) {
-    if (n <= 0) return;
-    if (n <= FEW) return few_rows(x, panels, bias, y, n, in, out, gated);
-    int64_t num_panels = (out + PANEL - 1) / PANEL;
-    int amx = with_tiles();
-    int64_t chunk = CHUNK_BYTES / (in * 2) / ROWS * ROWS;
-    if (chunk < ROWS) chunk = ROWS;
-    int64_t tasks = num_panels * ((n + chunk - 1) / chunk);
-    int64_t share = (num_panels + omp_get_max_threads() - 1) / omp_get_max_threads();
-    int64_t at_once = n <= ROWS ? share : 1;
-#pragma omp parallel
-    {
-        float sums[2][ROWS * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
-        int64_t shaped = 0;
-#pragma omp for schedule(dynamic, at_once)
-        for (int64_t task = 0; task < tasks; task++) {
-            int64_t begin = task / num_panels * chunk, p = task % num_panels;
-            int64_t end = begin + chunk < n ? begin + chunk : n;
-            const element *panel = panels + p * in * PANEL;
-            int64_t columns = columns_of(p * PANEL, out, gated);
-            read_bias(bias ? bias + p * PANEL : 0, columns, biases[0]);
-            if (gated) read_bias(bias ? bias + out + p * PANEL : 0, PANEL, biases[1]);
-            for (int64_t row = begin; row < end; row += ROWS) {
-                int64_t rows = end - row < ROWS ? end - row : ROWS;
-                const element *part = x + row * in;
-                element *to = y + row * out + p * PANEL;
-                multiply_rows(amx, part, panel, in, rows, row == begin, &shaped, sums[0]);
-                if (gated) {
-                    multiply_rows(amx, part, panel + out * in, in, rows, row == begin, &shaped,
-                                  sums[1]);
-                    write_gated(sums[0], sums[1], biases[0], biases[1], to, rows, out);
-                } else {
-                    write_rows(sums[0], biases[0], to, rows, columns, out);
-                }
-            }
-        }
-        give_tiles_back(amx);
-    }
+    product p = {x, panels, bias, y, 0, n, in, out, gated, 1, with_tiles()};
+    multiply(&p);
+}
+
+/* x [n, in], panels -> float32 y [n, out], not rounded: the sums of 1, 2, 4 or 8 equal parts of the
+ * inner dimension, each a multiple of 32 long, added as a balanced tree. */
+void panel_sums(const element *x, const element *panels, float *y, int64_t n, int64_t in,
+                int64_t out, int64_t parts) {
+    product p = {x, panels, 0, 0, y, n, in, out, 0, parts, with_tiles()};
+    multiply(&p);
 }
 
 /* Rows `ids` [n] of a weight in panels, [n, in]: an embedding that is the output matrix, too.

@@ -4,8 +4,8 @@
  *                                                  rank 0 | rank 1 ..  rank 0 | rank 1 ..
  *
  * A rank writes its part, then its number of calls so far into its slot, and waits until all slots
- * have that number. Then all parts lie there, and each rank adds all of them, in rank order: the
- * same bits everywhere. A part is overwritten two calls later. The rank that does so has seen all
+ * have that number. Then all parts lie there, and each rank adds all of them, in the same tree
+ * (communicator.py): the same bits everywhere. A part is overwritten two calls later. The rank that does so has seen all
  * others in the call between, and so all have read it.
  *
  * What is larger than `room` goes in pieces, each of which is such a call.
@@ -20,6 +20,7 @@
 #define YIELDING 0.002 /* seconds, before it is left for longer */
 #define SLEEP 50000    /* nanoseconds */
 #define BLOCK 1024     /* elements that are added up together: the totals stay in the L1 cache */
+#define LEVELS 16      /* of the tree of ranks */
 
 enum { DONE, LATE, ABORTED, UNEQUAL }; /* as in shared_memory.py */
 enum { SUM = 1, GATHER };
@@ -92,17 +93,27 @@ static int meet(group *g, int64_t rank, uint64_t call, const char *piece, int64_
     return unequal ? UNEQUAL : found;
 }
 
-/* The pieces of all ranks, added in rank order in float32 and rounded once. */
+/* The pieces of all ranks, added in float32 as a balanced tree, and rounded once: neighbours, then
+ * their sums; what has no neighbour in the end is added from the smallest on. */
 static void add_up(group *g, uint64_t call, element *out, int64_t count) {
-    float total[BLOCK];
+    float sums[LEVELS][BLOCK];
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        int64_t n = count - begin < BLOCK ? count - begin : BLOCK;
+        int64_t n = count - begin < BLOCK ? count - begin : BLOCK, top = -1;
         for (int64_t r = 0; r < g->size; r++) {
             const element *part = (const element *)part_of(g, call, r) + begin;
-            if (r == 0) for (int64_t i = 0; i < n; i++) total[i] = load(part[i]);
-            else for (int64_t i = 0; i < n; i++) total[i] += load(part[i]);
+            if (r & 1) {
+                for (int64_t i = 0; i < n; i++) sums[top][i] += load(part[i]);
+            } else {
+                top++;
+                for (int64_t i = 0; i < n; i++) sums[top][i] = load(part[i]);
+            }
+            int last = r == g->size - 1; /* then all that is left is joined */
+            for (int64_t ranks = r; last ? top > 0 : (r & 1) && (ranks & 2); ranks >>= 1) {
+                top--;
+                for (int64_t i = 0; i < n; i++) sums[top][i] += sums[top + 1][i];
+            }
         }
-        for (int64_t i = 0; i < n; i++) out[begin + i] = store(total[i]);
+        for (int64_t i = 0; i < n; i++) out[begin + i] = store(sums[0][i]);
     }
 }
 
