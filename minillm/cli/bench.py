@@ -26,7 +26,6 @@ scale      decode, many batches and contexts    speculation   drafts, on tiny
 --vs needs engines that 'make peers' sets up, each in its own environment.
 
 examples:
-  minillm bench decode
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
   minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
   minillm bench scale --plot scale.png
@@ -106,8 +105,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         )
     refuse_options(args)
     check_file("--json", args.json)
-    code: int = RUNNERS.get(args.what, compare)(args, terminal)
-    return code
+    return RUNNERS.get(args.what, compare)(args, terminal)
 
 
 def refuse_options(args: Namespace) -> None:
@@ -393,8 +391,7 @@ def passed_on(args: Namespace) -> list[str]:
 
 def speculation(args: Namespace, terminal: Terminal) -> int:
     """With drafts and without."""
-    code: int = import_module("minillm.cli.bench_speculation").speculation(args, terminal)
-    return code
+    return int(import_module("minillm.cli.bench_speculation").speculation(args, terminal))
 
 
 RUNNERS: Mapping[str, Callable[[Namespace, Terminal], int]] = {

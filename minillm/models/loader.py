@@ -105,7 +105,7 @@ def is_expected_extra(source: ModelSource, name: str) -> bool:
     return bool(layer) and source.config.num_layers <= int(layer[1]) < last  # type: ignore[index]
 
 
-def fill(wanted: dict[str, CheckpointTensor], files: list[Path], tied: bool) -> None:
+def fill(wanted: dict[str, CheckpointTensor], files: list[Path], tied: bool = False) -> None:
     """Load every tensor, or the part that is held of it, as its layer's method does."""
     slices = {name: tensor.slice for name, tensor in wanted.items()}
     if tied and INPUT in wanted:
