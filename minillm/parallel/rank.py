@@ -101,7 +101,8 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
     """What `Decoder.initialize` would give the whole model, of which this one holds slices: one
     whole parameter at a time is drawn, and cut."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    held = {names_of(each): each for each in model.modules() if isinstance(each, Matrix)}
+    own = [each for each in model.modules() if isinstance(each, Matrix)]
+    held = {part.name: each for each in own for part in each.parts}
     matrices = {f"{name}.weight": each for name, each in whole.named_modules()}
     model.initialize()  # norms and biases
     for name, shape in whole.named_parameters():
@@ -110,20 +111,17 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
             continue
         drawn = torch.empty(shape.shape, dtype=shape.dtype, device=model.device)
         drawn.normal_(0.0, std, generator=generator)
-        if (mine := held.get(names_of(matrix))) is not None:
-            mine.weight.copy_(held_of(mine, drawn))
+        names = [part.name for part in matrix.parts]  # of a stack of experts some may be held
+        if mine := next((held[each] for each in names if each in held), None):
+            mine.weight.copy_(held_of(mine, matrix, drawn))
 
 
-def names_of(matrix: Matrix) -> tuple[str, ...]:
-    """What identifies a matrix in every part of a model: its tensors in the checkpoint."""
-    return tuple(part.name for part in matrix.parts)
-
-
-def held_of(matrix: Matrix, whole: Tensor) -> Tensor:
-    """What a layer holds of its whole matrix [.., out, in], in the layer's shape."""
-    flat, start, found = whole.flatten(0, -2), 0, []
-    for part in matrix.parts:
-        own = flat[start : start + part.shape[0]]
-        found.append(own[part.rows.start : part.rows.stop, part.columns.start : part.columns.stop])
-        start += part.shape[0]
-    return torch.cat(found).view(matrix.shape)
+def held_of(mine: Matrix, whole: Matrix, drawn: Tensor) -> Tensor:
+    """What a layer holds of the `drawn` values of its whole matrix [.., out, in], in its shape."""
+    heights = [part.shape[0] for part in whole.parts]
+    of = {p.name: x for p, x in zip(whole.parts, drawn.flatten(0, -2).split(heights), strict=True)}
+    found = [
+        of[part.name][part.rows.start : part.rows.stop, part.columns.start : part.columns.stop]
+        for part in mine.parts
+    ]
+    return torch.cat(found).view(mine.shape)

@@ -232,3 +232,20 @@ def test_random_weights_of_stages_are_layers_of_one_rank_s():
         assert torch.equal(mine, right.mlp.down_proj.weight)
     assert torch.equal(first.embedding.weight, whole.embedding.weight)
     assert torch.equal(last.lm_head.weight, whole.embedding.weight)
+
+
+def test_random_weights_of_whole_experts_are_those_of_one_rank():
+    source = open_model("preset:mixtral-8x7b")
+    config = replace(source.config, num_layers=1, hidden_size=48, num_heads=4, num_kv_heads=2)
+    moe = replace(config.moe, intermediate_size=32)
+    config = replace(config, head_dim=24, intermediate_size=32, vocab_size=101, moe=moe)
+    args = EngineArgs("tiny", load_format="dummy", seed=3, tensor_parallel_size=2)
+    args = replace(args, enable_expert_parallel=True)
+    parts = args, replace(source, config=config), torch.float32, torch.device("cpu"), 64
+    (whole,) = (load_rank(*parts, place) for place in thread_places(1))
+    ranks = [load_rank(*parts, place) for place in thread_places(2)]
+    for name in ("gate_up", "down"):
+        held = [getattr(each.layers[0].mlp.experts, name).weight for each in ranks]
+        all_of_them = getattr(whole.layers[0].mlp.experts, name).weight
+        assert [len(each) for each in held] == [4, 4]
+        assert torch.equal(torch.cat(held), all_of_them)

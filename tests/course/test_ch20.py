@@ -1,0 +1,210 @@
+"""Chapter 20's own functions: timetables, plans in flight, boundaries, cuts, prices, experts."""
+
+from fractions import Fraction
+
+import pytest
+
+from minillm import LLM
+from minillm.hardware import DATASHEET
+from minillm.parallel_layout import Layout
+from minillm.presets import preset
+from minillm.scheduling import scheduler as scheduler_file
+from minillm_exercises.chapters import ch20, ch20_pictures
+
+LLAMA, V3 = preset("llama-3.1-70b"), preset("deepseek-v3")
+H100, H200 = DATASHEET["h100-sxm"], DATASHEET["h200"]
+
+
+@pytest.fixture
+def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The captions of figures that would be displayed."""
+    seen: list[str] = []
+    monkeypatch.setattr(ch20_pictures, "show", lambda fig, caption: seen.append(caption))
+    return seen
+
+
+# Timetables ------------------------------------------------------------------------------------
+
+
+def test_a_timetable_by_hand():
+    """Costs 1, 3, 1 on two stages: the third plan waits for the second."""
+    boxes = ch20.rounds_of([1, 3, 1], 2, 1)
+    found = [(box.plan, box.stage, box.start, box.end) for box in boxes]
+    assert found == [
+        *((0, 0, 0, 1), (0, 1, 1, 2)),
+        *((1, 0, 1, 4), (1, 1, 4, 7)),
+        *((2, 0, 4, 5), (2, 1, 7, 8)),
+    ]
+    assert ch20.busy(boxes, 2) == Fraction(10, 16)
+    assert ch20.busy(boxes, 2, 1, 4) == Fraction(4, 6)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 7])
+def test_the_two_formulas(stages):
+    """min(1, m / p) for plans that go round, m / (m + p - 1) for chunks."""
+    for plans in (1, 2, 3, 4, 9):
+        assert ch20.steady([1] * plans, stages) == min(Fraction(1), Fraction(plans, stages))
+        chunks = ch20.busy(ch20.rounds_of([1] * plans, stages, 1), stages)
+        assert chunks == Fraction(plans, plans + stages - 1)
+
+
+def test_the_plan_of_the_chapter_s_first_task():
+    """max(stages, plans) is the period; a plan is on stage s so many times after stage 0."""
+    for stages, plans in ((2, 1), (2, 2), (4, 3), (4, 6)):
+        boxes = ch20.rounds_of([1] * plans, stages, 8)
+        at = {(box.stage, box.start): box.plan for box in boxes}
+        for stage in range(stages):
+            for time in range(2 * max(stages, plans)):
+                plan = (time - stage) % max(stages, plans)
+                want = plan if time >= stage and plan < plans else -1
+                assert at.get((stage, time), -1) == want
+
+
+def test_a_slow_plan_holds_up_the_others():
+    """Nothing overtakes: a round lasts as long as the slow plan needs for all stages."""
+    for slow in (1, 2, 4, 8):
+        assert ch20.steady([slow, 1, 1, 1], 4) == Fraction(slow + 3, 4 * slow)
+
+
+# The scheduler ---------------------------------------------------------------------------------
+
+
+def test_plans_in_flight():
+    steps = ch20.in_flight(ch20.planner(4, [2] * 8), 3)
+    assert ch20.plans_table(steps, 4)[1] == ["1", "a b", "c d", "e f", "g h"]
+    assert ch20.plans_table(steps, 4)[2] == ["2", "c d", "e f", "g h", "a b"]
+    assert all(plans == [((0, 1),)] for plans in ch20.in_flight(ch20.planner(4, [2]), 4)[1:])
+    chunks = ch20.in_flight(ch20.planner(4, [256], budget=64), 1)
+    assert ch20.plans_table(chunks, 4) == [["0", *["a: 64"] * 4]]
+
+
+def test_a_virtual_clock_agrees_with_the_formulas():
+    for users, want in ((1, 25), (2, 50), (4, 100), (8, 100)):
+        boxes = ch20.drive(ch20.planner(4, [2] * users), 4, lambda tokens: 1, 60)
+        assert ch20.busy(boxes, 4, 20, 60) == Fraction(want, 100)
+    boxes = ch20.drive(ch20.planner(4, [640], budget=64), 4, lambda tokens: 1, 10)
+    assert ch20.busy(boxes, 4, 0, 13) == Fraction(10, 13)
+    assert ch20.first_token(boxes, 4, 0) == 13
+
+
+def test_all_in_one_plan_is_there_inside_and_gone_after():
+    right = scheduler_file.most_decoding
+    with ch20.all_in_one_plan():
+        boxes = ch20.drive(ch20.planner(4, [2] * 8), 4, lambda tokens: 1, 60)
+    assert ch20.busy(boxes, 4, 20, 60) == Fraction(1, 4)
+    assert scheduler_file.most_decoding is right
+
+
+def test_small_chunks_are_better_for_all_on_four_stages():
+    """As far as a chunk costs what its tokens cost."""
+    found = []
+    for budget in (16, 128):
+        boxes = ch20.drive(
+            ch20.planner(4, [2] * 8, budget), 4, lambda n: max(1, Fraction(n, 16)), 200,
+            {24: (8, 256)},
+        )  # fmt: skip
+        found.append((ch20.first_token(boxes, 4, 8), ch20.longest_gap(boxes, 4, 0, 24)))
+    assert found[0][0] < found[1][0]
+    assert found[0][1] == 4 < found[1][1]
+
+
+# Models ----------------------------------------------------------------------------------------
+
+
+def test_a_token_sends_one_tensor_across_each_boundary():
+    three, one = ch20.open_stages("tiny", 3), LLM("tiny", dtype="float32")
+    prompt = one.tokenizer.encode("def f(x):\n")
+    assert ch20.sent_per_token(three, prompt, 4) == [(1, 256 * 4)] * 2
+    assert ch20.write(three, prompt, 12) == ch20.write(one, prompt, 12)
+    three.close()
+
+
+def test_whole_experts_send_what_slices_send():
+    one, sliced, whole = ch20.mixture(), ch20.mixture(2), ch20.mixture(2, whole_experts=True)
+    texts = [ch20.write(llm, [5, 6, 7], 12) for llm in (one, sliced, whole)]
+    assert texts[0] == texts[1] == texts[2]
+    steps, sums, width = 12, 1 + 2 * 3, 64 * 4
+    assert ch20.summed(sliced) == ch20.summed(whole) == (steps * sums, (steps + 2) * sums * width)
+    sliced.close()
+    whole.close()
+
+
+# Cuts ------------------------------------------------------------------------------------------
+
+
+def test_cuts():
+    qwen = preset("qwen3-0.6b")
+    head = ch20.head_in_layers(qwen)
+    d = qwen.hidden_size
+    layer = d * 128 * (16 + 8 + 8 + 16) + 3 * d * qwen.intermediate_size
+    assert head == Fraction(qwen.vocab_size * d, layer)
+    assert ch20.by_cost(qwen, 2) == [19, 9]
+    assert ch20.equal_counts(28, 3) == [10, 9, 9]
+    assert ch20.stage_costs([14, 14], head) == [14, 14 + head]
+    best = max(ch20.stage_costs(ch20.by_cost(qwen, 2), head))
+    assert all(best <= max(ch20.stage_costs([n, 28 - n], head)) for n in range(1, 28))
+
+
+# Predictions: claims K5, K6 --------------------------------------------------------------------
+
+
+def test_a_pipeline_makes_no_token_faster():
+    alone, tensor, stages = (
+        ch20.decode(LLAMA, ch20.devices(H100, "pcie", layout), 1).seconds
+        for layout in (Layout(), Layout(4), Layout(1, 4))
+    )
+    assert tensor < alone <= stages < 1.02 * alone
+
+
+def test_a_pipeline_over_pcie_is_faster_for_many_users_and_for_prompts():
+    tensor, stages = (ch20.devices(H100, "pcie", each) for each in (Layout(4), Layout(1, 4)))
+    many = [ch20.decode(LLAMA, on, 256).seconds for on in (tensor, stages)]
+    assert many[1] < many[0]
+    prompt = {chunks: ch20.read_prompt(LLAMA, stages, chunks).seconds for chunks in (1, 8, 16)}
+    assert prompt[8] < prompt[16] < prompt[1] < ch20.read_prompt(LLAMA, tensor, 1).seconds
+
+
+def test_own_attention_of_deepseek_v3():
+    """The figures of the notes: 85 and 101 GB, about 5 times the cache, faster for many."""
+    shared, own = (
+        ch20.devices(H200, "nvlink", layout, 1.0)
+        for layout in (Layout(8), Layout(8, 1, True, True))
+    )
+    assert ch20.weights_per_device(V3, shared) == pytest.approx(85, abs=1)
+    assert ch20.weights_per_device(V3, own) == pytest.approx(101, abs=1)
+    assert 4.5 < ch20.room(V3, own) / ch20.room(V3, shared) < 5.3
+    one = [ch20.decode(V3, on, 1, 4096).seconds for on in (shared, own)]
+    many = [ch20.decode(V3, on, 128, 4096).seconds for on in (shared, own)]
+    assert one[0] < one[1]
+    assert many[1] < many[0]
+
+
+# Experts ---------------------------------------------------------------------------------------
+
+
+def test_rows_of_experts():
+    ids = ch20.choices(50, 16, 4)
+    assert ids.shape == (50, 4)
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    rows = ch20.rows_of_ranks(ids, 16, 4)
+    assert sum(rows) == 200
+    assert rows[0] == sum(expert < 4 for row in ids.tolist() for expert in row)
+    assert ch20.balance([1, 3]) == Fraction(2, 3)
+
+
+# Pictures --------------------------------------------------------------------------------------
+
+
+def test_pictures(captions):
+    boxes = ch20.rounds_of([1] * 4, 4, 4)
+    ch20_pictures.draw_rounds({"four plans": boxes}, 4, 12)
+    assert captions[-1].endswith("42 of 48 boxes (four plans).")
+    served = ch20.drive(ch20.planner(2, [2, 40], 16), 2, lambda tokens: tokens, 60)
+    ch20_pictures.draw_schedules({"16 tokens": served}, 2, 0, 60, 1)
+    assert "% (16 tokens) of the time" in captions[-1]
+    ch20_pictures.draw_cuts({"equal layers": [3, 3], "equal cost": [4, 2]}, 3.0, "A model")
+    assert captions[-1].endswith("6.0 (equal layers) and 5.0 (equal cost).")
+    ch20_pictures.draw_speed_ups({"1 user": {"a way": {1: 1.0, 2: 1.5}}}, "a model")
+    assert captions[-1].endswith("With 2 GPUs: 1 user: a way 1.5.")
+    ch20_pictures.draw_experts({"8 tokens": [1, 3]})
+    assert captions[-1].endswith("8 tokens: 0.67.")
