@@ -310,7 +310,7 @@ class Engine:
         record = step.record
         result = step.launch(self.runner).collect()
         record.graph_rows, record.why_eager = result.graph_rows, result.why_eager
-        record.computed = perf_counter()
+        record.computed, record.ranks = perf_counter(), result.ranks
         self.trace.append(record)
         self._steps = others
         touched = self._commit(step.plan, result, record.computed)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from minillm.logprobs import NOT_FINITE, TokenLogprob
 from minillm.scheduling.plan import Row
+from minillm.scheduling.record import RankTime
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class StepResult:
         num_drafted: for each row that had drafts, how many.
         graph_rows: size of the graph that was replayed; 0 if none was.
         why_eager: why none was, where there are graphs.
+        ranks: how long each rank took, where there are several.
     """
 
     token_ids: dict[int, list[int | None]] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class StepResult:
     num_drafted: dict[int, int] = field(default_factory=dict)
     graph_rows: int = 0
     why_eager: str = ""
+    ranks: list[RankTime] = field(default_factory=list)
 
     def fail(self, row: Row, error: object) -> None:
         """A whole row failed: all of its samples."""

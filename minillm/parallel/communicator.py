@@ -8,11 +8,12 @@ A sum adds the parts as a balanced tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7
 rounds once: so all ranks get the same bits, and a row gets the same bits whatever stands beside it.
 A ring would give neither (issue B9 of the parallelism notes: libraries start each chunk at another
 rank). Ranks that bring subtrees of one tree get its bits, however many they are (`fixed_sums`). A
-kind of communicator is one method, `exchange`; some bring a faster `sum`.
+kind of communicator is one method, `exchange`; some bring a faster `add_up`.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -41,16 +42,27 @@ class Communicator:
         self.rank, self.size = rank, size
         self._calls: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+        self.seconds = 0.0  # in calls, most of them waiting for others
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of the parts of all ranks, in place and returned. Any shape and float dtype."""
         self._count("sum", part)
-        return part.copy_(tree_sum(self.exchange(part)))
+        start = perf_counter()
+        self.add_up(part)
+        self.seconds += perf_counter() - start
+        return part
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, which have one shape: [..] -> [size, ..], in rank order."""
         self._count("gather", part)
-        return self.exchange(part)
+        start = perf_counter()
+        parts = self.exchange(part)
+        self.seconds += perf_counter() - start
+        return parts
+
+    def add_up(self, part: Tensor) -> None:
+        """What `sum` does to the part, uncounted."""
+        part.copy_(tree_sum(self.exchange(part)))
 
     def exchange(self, part: Tensor) -> Tensor:
         """What `gather` returns, uncounted."""

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple
 from functools import partial
 from hashlib import blake2b
+from time import perf_counter
 from typing import TypeVar
 
 from minillm.errors import EngineDeadError, MinillmError, in_one_line
@@ -23,6 +24,7 @@ from minillm.parallel.communicator import CommunicationError
 from minillm.parallel.place import Place
 from minillm.runner import Runner
 from minillm.scheduling.plan import StepPlan
+from minillm.scheduling.record import RankTime
 from minillm.wire import plan_from_bytes, plan_to_bytes
 
 T = TypeVar("T")
@@ -33,6 +35,13 @@ def token_hash(result: StepResult) -> str:
     """64 bits that say which tokens a rank chose, for which sequences."""
     chosen = sorted(result.token_ids.items())
     return blake2b(repr(chosen).encode(), digest_size=8).hexdigest()
+
+
+def carried_out(data: bytes, runner: Runner, place: Place) -> tuple[StepResult, RankTime]:
+    """What a rank makes of a plan, and how long it takes."""
+    start, before = perf_counter(), place.seconds
+    result = runner.execute(plan_from_bytes(data))
+    return result, RankTime(place.rank, perf_counter() - start, place.seconds - before)
 
 
 def smallest(capacities: Sequence[Capacity]) -> Capacity:
@@ -99,13 +108,16 @@ class RankThreads:
         """Start a step on all ranks."""
         self._stages.teach(plan)
         data = plan_to_bytes(plan)
-        futures = self._submit([partial(self._execute, each, data) for each in self.runners])
+        pairs = zip(self.runners, self.places, strict=True)
+        futures = self._submit([partial(carried_out, data, *pair) for pair in pairs])
         flight = Flight()
 
         def read() -> None:
-            results = self._wait(futures)[-self._stages.size :]
+            results, times = zip(*self._wait(futures), strict=True)
+            results = results[-self._stages.size :]
             check_agreement([token_hash(each) for each in results])
             flight.result = results[0]
+            flight.result.ranks = list(times)
             self._stages.note(plan, flight.result)
 
         flight.reads.append(read)
@@ -133,10 +145,6 @@ class RankThreads:
             for pool in self._pools:
                 pool.shutdown()
             self.runners = []
-
-    @staticmethod
-    def _execute(runner: Runner, data: bytes) -> StepResult:
-        return runner.execute(plan_from_bytes(data))
 
     def _on_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         return self._wait(self._submit(calls))

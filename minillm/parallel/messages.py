@@ -25,6 +25,7 @@ from minillm.models.checkpoint import ModelSource, open_model
 from minillm.speculative.setup import DraftSource, speculation_of
 
 HEADER = struct.Struct(">IBI")  # bytes of the body, kind, number
+TIMES = struct.Struct(">dd")  # seconds of a step, and those in which a rank communicated
 
 
 class Kind(IntEnum):

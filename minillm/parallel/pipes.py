@@ -4,6 +4,7 @@ import socket
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ class Pipe:
 
     def __init__(self) -> None:
         self.calls = self.num_bytes = 0
+        self.seconds = 0.0  # in which a receiver has waited
 
     @property
     def traffic(self) -> Traffic:
@@ -29,7 +31,9 @@ class Pipe:
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """The oldest tensor that was not received, which has this shape and dtype."""
+        start = perf_counter()
         x = self.get(shape, dtype)
+        self.seconds += perf_counter() - start
         self._count(x)
         return x
 

@@ -40,6 +40,11 @@ class Place:
         sent = {} if self.after is None else {"send": self.after.traffic}
         return self.communicator.traffic | sent
 
+    @property
+    def seconds(self) -> float:
+        """Spent so far in sums and gathers, and waiting for the stage before."""
+        return self.communicator.seconds + (self.before.seconds if self.before else 0.0)
+
     def abort(self) -> None:
         """This rank has failed: those that wait for it raise."""
         self.communicator.abort()

@@ -10,10 +10,11 @@ from minillm.executor import Capacity
 from minillm.flight import Flight
 from minillm.parallel.executor import Stages, check_agreement, smallest
 from minillm.parallel.groups import Groups
-from minillm.parallel.messages import Kind, SetUp
+from minillm.parallel.messages import TIMES, Kind, SetUp
 from minillm.parallel.rank_loop import RankLoop
 from minillm.parallel.rank_process import Rank, start
 from minillm.scheduling.plan import StepPlan
+from minillm.scheduling.record import RankTime
 from minillm.wire import plan_to_bytes, result_from_bytes
 
 HASH_SIZE = 16  # characters of `token_hash`
@@ -77,9 +78,12 @@ class RankProcesses:
         flight = Flight()
 
         def read() -> None:
-            answers = future.result()[-self._stages.size :]
-            check_agreement([each[:HASH_SIZE].decode() for each in answers])
-            flight.result = result_from_bytes(answers[0][HASH_SIZE:])
+            answers = future.result()
+            last = [each[TIMES.size :] for each in answers[-self._stages.size :]]
+            check_agreement([each[:HASH_SIZE].decode() for each in last])
+            flight.result = result_from_bytes(last[0][HASH_SIZE:])
+            times = (TIMES.unpack_from(each) for each in answers)
+            flight.result.ranks = [RankTime(rank, *each) for rank, each in enumerate(times)]
             self._stages.note(plan, flight.result)
 
         flight.reads.append(read)

@@ -92,16 +92,17 @@ def build(set_up: "SetUp", place: "Place") -> "Runner":
 
 
 def answer(runner: "Runner", message: "Message", place: "Place") -> bytes:
-    """Carry out one order. Of a plan each rank tells the hash of its tokens, and the
+    """Carry out one order. Of a plan each rank tells its times and the hash of its tokens, and the
     first rank of the last stage tells all."""
-    from minillm.parallel.executor import token_hash
-    from minillm.parallel.messages import Kind
-    from minillm.wire import plan_from_bytes, result_to_bytes
+    from minillm.parallel.executor import carried_out, token_hash
+    from minillm.parallel.messages import TIMES, Kind
+    from minillm.wire import result_to_bytes
 
     if message.kind is Kind.PLAN:
-        result = runner.execute(plan_from_bytes(message.body))
+        result, time = carried_out(message.body, runner, place)
         tells = place.stage.is_last and not place.split.rank
-        return token_hash(result).encode() + (result_to_bytes(result) if tells else b"")
+        head = TIMES.pack(time.seconds, time.communicating) + token_hash(result).encode()
+        return head + (result_to_bytes(result) if tells else b"")
     if message.kind is Kind.RESET:
         runner.reset()
         return b""

@@ -78,6 +78,15 @@ class Drafted(NamedTuple):
     num_blocks: int
 
 
+class RankTime(NamedTuple):
+    """`seconds` that a rank took for a step, and those of them in which it was `communicating`: in
+    sums and gathers, or waiting for the stage before."""
+
+    rank: int
+    seconds: float
+    communicating: float
+
+
 class Ended(NamedTuple):
     """A sequence ended, with `num_tokens` new tokens; `time` None means when the tokens of its step
     were there. `in_vain` says that its row of this step came to nothing."""
@@ -110,6 +119,7 @@ class StepRecord:
         num_running, num_waiting, num_free_blocks: when the step was planned.
         graph_rows, why_eager: rows of the CUDA graph that ran the step, or, where there are graphs,
             why none could.
+        ranks: how long each rank took, where there are several.
     """
 
     step: int
@@ -134,6 +144,7 @@ class StepRecord:
     num_free_blocks: int = 0
     graph_rows: int = 0
     why_eager: str = ""
+    ranks: list[RankTime] = field(default_factory=list)
     started: float = 0.0
     planned: float = 0.0
     computed: float = 0.0

@@ -22,16 +22,18 @@ from minillm.scheduling.record import (
     Ended,
     Forked,
     Preemption,
+    RankTime,
     StepRecord,
 )
 from minillm.trace.recorder import Trace, TraceSettings
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, SequenceState
 
-VERSION = 3  # 2 had no `drafted`, nor the counts of it in a state
-READABLE = (2, VERSION)
+VERSION = 4  # 3 had no `ranks`; 2 had no `drafted`, nor the counts of it in a state
+READABLE = (2, 3, VERSION)
 MOST = 2**31  # of tokens, sequences, steps
 MOST_BLOCKS = 2**24
 MOST_OF_A_NUMBER = 1e15  # seconds, say
+CLOCKS_DIFFER = 1e-3  # seconds
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # in what is read
 # How each list of a record is made again from a list of lists.
 EVENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -46,6 +48,7 @@ EVENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "drafted": Drafted,
         "forked": Forked,
         "ended": Ended,
+        "ranks": RankTime,
     }
 )
 NUMBERS = tuple(field.name for field in fields(StepRecord) if field.type in (int, float))
@@ -195,6 +198,10 @@ def check_events(record: StepRecord) -> None:
         for each in events:
             counts(*each)
     check_drafts(record)
+    for time in record.ranks:
+        counts(time.rank)
+        if not 0 <= number(time.communicating) <= number(time.seconds) + CLOCKS_DIFFER:
+            raise ValueError(f"rank {time.rank} communicates longer than it takes")
     for preemption in record.preempted:
         counts(preemption.seq_id, preemption.for_seq_id, preemption.num_tokens)
         text(preemption.mode)

@@ -220,7 +220,7 @@ def size_of(record: StepRecord) -> int:
     """Bytes that a record keeps in memory, rounded up; block tables are most of a long prompt's."""
     moves = len(record.copies) + len(record.swap_out) + len(record.swap_in)
     others = len(record.admitted) + len(record.preempted) + len(record.stalled) + len(record.void)
-    others += len(record.drafted)
+    others += len(record.drafted) + len(record.ranks)
     ends = 2 * (len(record.added) + len(record.ended)) + len(record.forked)  # with names and times
     blocks = sum([len(row.blocks) for row in record.rows])
     events = len(record.rows) + moves + others + ends

@@ -21,15 +21,18 @@ COLUMNS: Mapping[str, Callable[[StepRecord], str]] = MappingProxyType(
     }
 )
 DRAFTED = "drafted/accepted"  # a column of those steps that may have drafts
+RANKS = "ranks: ms + communication"  # one of engines with several ranks
 
 
 def step_table(trace: Trace, last: int | None = 40) -> str:
-    """The last steps, one line each: counts, then what happened, in words. Drafts have a column
-    where there are any."""
+    """The last steps, one line each: counts, then what happened, in words. Drafts and ranks have a
+    column where there are any."""
     records = trace[:] if last is None else trace[max(len(trace) - last, 0) :]
     columns = dict(COLUMNS)
     if any(record.drafted for record in records):
         columns[DRAFTED] = drafts
+    if any(record.ranks for record in records):
+        columns[RANKS] = ranks
     rows = [[*columns, "events"]]
     rows += [
         [*(column(record) for column in columns.values()), events(record)] for record in records
@@ -47,6 +50,14 @@ def drafts(record: StepRecord) -> str:
         return "-"
     drafted = sum(one.num_drafted for one in record.drafted)
     return f"{drafted}/{sum(one.num_accepted for one in record.drafted)}"
+
+
+def ranks(record: StepRecord) -> str:
+    """How long each rank computed, and communicated or waited."""
+    return "  ".join(
+        f"{(one.seconds - one.communicating) * 1e3:.1f}+{one.communicating * 1e3:.1f}"
+        for one in record.ranks
+    )
 
 
 def events(record: StepRecord) -> str:

@@ -127,7 +127,7 @@ def test_a_file_of_the_format_before_is_read(folder: Path, tmp_path: Path) -> No
     assert list(again) == list(expected)
     assert timeline(again) == timeline(expected)
     again.save(path)
-    assert '"minillm_trace":3' in path.read_text().splitlines()[0]
+    assert '"minillm_trace":4' in path.read_text().splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_drafts_that_cannot_be_are_refused(
         (lambda lines: ["{}"], "is not a trace of minillm"),
         (lambda lines: ["[1]"], "is not a trace of minillm"),
         (lambda lines: ["hello", *lines[1:]], "is not a trace of minillm"),
-        (lambda lines: [lines[0].replace('"minillm_trace":3', '"minillm_trace":99')], "format 99"),
+        (lambda lines: [lines[0].replace('"minillm_trace":4', '"minillm_trace":99')], "format 99"),
         (lambda lines: [lines[0].replace('"model"', '"modl"')], "is not a trace of minillm"),
         (lambda lines: [lines[0].replace('"num_blocks":18', '"num_blocks":1e99')], "is not a tr"),
         (lambda lines: [*lines[:-1], lines[-1][:-9]], "was the file cut off"),

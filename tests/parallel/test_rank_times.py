@@ -1,0 +1,63 @@
+"""A trace says how long each rank took for a step, and how long it communicated."""
+
+import json
+
+import pytest
+
+from minillm import SamplingParams
+from minillm.errors import TraceFileError
+from minillm.trace.recorder import Trace
+from tests.engine.small import make, write_model
+
+SIZES = {
+    "tp threads": {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"},
+    "pp threads": {"pipeline_parallel_size": 2, "distributed_executor_backend": "threads"},
+    "tp processes": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("byte-model"))
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_each_step_has_the_time_of_each_rank(kind, folder, tmp_path):
+    llm = make(folder, **SIZES[kind])
+    llm.generate(["ab", "abc"], SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
+    records = list(llm.trace)
+    assert len(records) > 5
+    for record in records:
+        assert [each.rank for each in record.ranks] == [0, 1]
+        took = record.computed - record.started
+        assert all(0 <= each.communicating <= each.seconds for each in record.ranks)
+        if kind == "tp threads":  # a pipeline's stages may have begun before their step was read
+            assert all(each.seconds <= took for each in record.ranks)
+    waits = [each.communicating for record in records for each in record.ranks if each.rank]
+    assert max(waits) > 0
+    assert "ranks: ms + communication" in llm.trace.table()
+    path = tmp_path / "trace.jsonl"
+    llm.trace.save(path)
+    assert [each.ranks for each in Trace.load(path)] == [each.ranks for each in records]
+    llm.close()
+
+
+def test_one_rank_has_no_such_times(folder):
+    llm = make(folder)
+    llm.generate("ab", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert not any(record.ranks for record in llm.trace)
+    assert "ranks" not in llm.trace.table()
+
+
+def test_a_file_in_which_a_rank_communicates_longer_than_it_takes(folder, tmp_path):
+    llm = make(folder, **SIZES["tp threads"])
+    llm.generate("ab", SamplingParams(max_tokens=3), use_tqdm=False)
+    path = tmp_path / "trace.jsonl"
+    llm.trace.save(path)
+    llm.close()
+    head, first, *rest = path.read_text("utf-8").splitlines()
+    line = json.loads(first)
+    line["ranks"][1][2] = line["ranks"][1][1] + 5
+    path.write_text("\n".join([head, json.dumps(line), *rest]) + "\n", "utf-8")
+    with pytest.raises(TraceFileError, match="rank 1 communicates longer than it takes"):
+        Trace.load(path)
