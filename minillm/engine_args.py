@@ -236,16 +236,12 @@ class EngineArgs:
             self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
 
     def _check_pipeline(self) -> None:
-        refused = {
-            "speculative_config": "a draft follows a token that is still in the pipeline",
-            "deterministic": "its tiles are not cut alike on all stages yet",
-        }
-        for name, why in refused.items():
-            if getattr(self, name):
-                raise UnsupportedFeatureError(
-                    f"pipeline_parallel_size is {self.pipeline_parallel_size}, which does not go "
-                    f"with {name}: {why}; leave one of them out."
-                )
+        if self.speculative_config is not None:
+            raise UnsupportedFeatureError(
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}, which does not go with "
+                "speculative_config: a draft follows a token that is still in the pipeline; leave "
+                "one of them out."
+            )
 
     def _check_cache(self) -> None:
         """What belongs together: the cache's size, its prefixes, and what preemption does."""

@@ -9,6 +9,8 @@ from minillm.cost import MemoryPlan
 from minillm.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.engine_args import EngineArgs
 from minillm.engine_setup import build_executor
+from minillm.errors import UnsupportedFeatureError
+from minillm.fixed_sums import why_tiles
 from minillm.linear_methods import Matrix
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
@@ -36,6 +38,11 @@ def build_rank(
     """The runner of a rank, over the blocks of a plan that is the same on all ranks."""
     dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
     model = load_rank(args, source, dtype, device, limit, place)
+    if args.deterministic and place.stage.count > 1 and (obstacle := why_tiles(model)):
+        raise UnsupportedFeatureError(
+            "deterministic with pipeline_parallel_size above 1 computes every row by itself, which "
+            f"this model does not: {obstacle}; leave one of them out."
+        )
     kind = Runner if place.stage.is_last else StageRunner
     runner = build_executor(args, model, plan, limit, draft, kind)
     runner.isolates = False  # what fails on one rank fails on all, or the ranks part company

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minillm import LLM, deterministic, fixed_sums
+from minillm.errors import UnsupportedFeatureError
 from minillm.fixed_sums import FixedDecoder, FixedSumMethod
 from minillm.ops import cpu, cpu_sums
 from minillm.parallel import communicator, rank, shard
@@ -136,6 +137,24 @@ def test_so_many_ranks_as_threads_want(folder_of, reference_of):
         llm = open_engine(folder_of("llama"), "bfloat16", **on(2))
         assert [everything(generate(llm, [job])[0]) for job in some] == reference.numbers[:4]
         llm.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("name", "dtype"), [("qwen2", "float32"), ("llama", "bfloat16")])
+def test_stages_have_every_bit_of_one_stage(name, dtype, size, folder_of, reference_of):
+    """What crosses a boundary is rounded as the norm of the next layer would round it."""
+    reference = reference_of(name, dtype)
+    cell = [each for each in PAIRWISE if each.pool == "ample" and each.chunk][size - 1]
+    llm = cell.open(folder_of(name), dtype, **on(size), pipeline_parallel_size=2)
+    try:
+        assert not reference.differences(run_cell(llm, cell))
+    finally:
+        llm.close()
+
+
+def test_stages_of_a_model_that_needs_tiles_are_refused(folder_of):
+    with pytest.raises(UnsupportedFeatureError, match="only layers of grouped attention"):
+        open_engine(folder_of("qwen3_moe"), "float32", **on(1), pipeline_parallel_size=2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes that share memory")

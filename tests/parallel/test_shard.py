@@ -150,8 +150,6 @@ def test_arguments_of_a_pipeline():
     ngram = {"method": "ngram", "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedFeatureError, match="speculative_config: a draft follows"):
         EngineArgs("tiny", pipeline_parallel_size=2, speculative_config=ngram)
-    with pytest.raises(UnsupportedFeatureError, match="deterministic"):
-        EngineArgs("tiny", pipeline_parallel_size=2, deterministic=True)
 
 
 def test_arguments():
