@@ -46,7 +46,14 @@ def test_a_bug_is_planted_for(path: Path) -> None:
     assert planted.exists(), f"plant one bug of the engine for {path.stem} in {planted.name}"
 
 
-@pytest.mark.parametrize("planted", sorted(PLANTED.glob("*.py")), ids=lambda path: path.stem)
+# A run of a chapter takes a quarter of a minute or more: `make test` plants the first bug of each.
+EVERY = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if "_" in path.stem else [])
+    for path in sorted(PLANTED.glob("*.py"))
+]
+
+
+@pytest.mark.parametrize("planted", EVERY)
 def test_a_planted_bug_changes_a_fact(planted: Path, tmp_path: Path) -> None:
     (path,) = chapters.chapter_paths(wanted=(planted.stem[:2],))
     bug = planted.read_text("utf-8")
