@@ -31,7 +31,8 @@ COUNTS = (
     "block_size",
 )
 PREFIX_CACHES = ("hash", "radix")
-EXECUTOR_BACKENDS = ("mp", "threads")
+EXECUTOR_BACKENDS = ("mp", "threads", "external", "ray")
+ELSEWHERE = ("external", "ray")  # backends whose ranks are started by others
 PREEMPTION_MODES = ("recompute", "swap")
 FLAGS = (
     "enable_chunked_prefill",
@@ -94,7 +95,9 @@ class EngineArgs:
     `distributed_executor_backend` processes ("mp", the default), or threads of this process
     ("threads", for tests and experiments). `pipeline_parallel_size` stages each have some of the
     layers, and as many steps run at once. With `enable_expert_parallel` the ranks of a stage each
-    have whole experts, and not a share of the units of each.
+    have whole experts, and not a share of the units of each. Ranks on other machines ("external":
+    `minillm node` or torchrun starts them, "ray": Ray does) connect to `master_addr`, an interface
+    of this one, and `master_port`, which the system chooses if it is 0.
     An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
     "minillm.stat_logger") unless `disable_log_stats`.
 
@@ -132,6 +135,8 @@ class EngineArgs:
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     distributed_executor_backend: str | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     deterministic: bool = False
     seed: int = 0
@@ -228,12 +233,21 @@ class EngineArgs:
                 "enable_expert_parallel shares experts among the ranks of tensor_parallel_size, "
                 "which is 1; set it to 2 or more, or leave enable_expert_parallel out."
             )
-        if self.distributed_executor_backend == "ray":
-            raise UnsupportedFeatureError(
-                "distributed_executor_backend='ray' is not built yet; leave it out in this version."
-            )
         if self.distributed_executor_backend is not None:
             self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
+        if self.distributed_executor_backend in ELSEWHERE and self.num_ranks == 1:
+            raise ConfigError(
+                f"distributed_executor_backend={self.distributed_executor_backend!r} needs ranks; "
+                "set tensor_parallel_size or pipeline_parallel_size to 2 or more."
+            )
+        self._check_count("master_port", least=0)
+        if not isinstance(self.master_addr, str) or not self.master_addr:
+            raise ConfigError(
+                f"master_addr is {shown(self.master_addr)}; it must be an interface of this "
+                "machine, its address or its name."
+            )
+        if self.master_port > 65535:
+            raise ConfigError(f"master_port is {self.master_port}; it must be from 0 to 65535.")
 
     def _check_pipeline(self) -> None:
         if self.speculative_config is not None:
