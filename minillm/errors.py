@@ -39,7 +39,7 @@ class InvalidRequestError(MinillmError, ValueError):
     """A prompt or a sampling parameter that cannot be served."""
 
 
-class NodeError(MinillmError, ConnectionError):
+class NodeError(MinillmError, RuntimeError):
     """Another machine cannot be reached, is not trusted, or does not match this one."""
 
 

@@ -146,7 +146,7 @@ def shake_hands(
         raise Stranger(f"it did not complete the handshake in {seconds:g} s") from None
     except OSError as error:
         raise Stranger(f"its connection ended: {in_one_line(error)}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Stranger("what it sends is not readable") from None
     if not isinstance(theirs, dict):
         raise Stranger("what it sends is not readable")

@@ -9,7 +9,7 @@ from threading import Lock, Thread
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
-from minillm.errors import NodeError, in_one_line
+from minillm.errors import NodeError
 from minillm.parallel import handshake
 from minillm.parallel.handshake import Stranger, hello, shake_hands
 
@@ -160,8 +160,8 @@ def connect(
         except OSError as error:
             if isinstance(error, socket.gaierror) or monotonic() + RETRY > end:
                 raise NodeError(
-                    f"Nothing answers at {host}:{port} ({error.strerror or 'timed out'}), tried for "
-                    f"{seconds:g} s; give the address that the driver shows, and see that it runs."
+                    f"Nothing answers at {host}:{port} ({error.strerror or 'timed out'}), tried "
+                    f"for {seconds:g} s; give the address that the driver shows, and start it."
                 ) from None
             sleep(RETRY)
     try:
