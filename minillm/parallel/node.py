@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from minillm.errors import CheckpointError, ConfigError, ModelNotFoundError, NodeError
@@ -61,8 +61,13 @@ def serve_rank(
         more = {"rank": number, "address": listener.address}
         arrival = connect(host, port, secret, patience, host_here, **more)
         channel = Channel(arrival.connection)
-        Thread(target=watch, args=(arrival.connection, address), daemon=True).start()
-        error = serve(channel, partial(read_set_up, model=model), meeting.join)
+        done = Event()
+        Thread(target=watch, args=(arrival.connection, address, done), daemon=True).start()
+        with arrival.connection:
+            error = serve(channel, partial(read_set_up, model=model), meeting.join)
+            done.set()
+            with suppress(OSError):
+                arrival.connection.shutdown(socket.SHUT_RDWR)  # close alone leaves it to `watch`
     finally:
         meeting.close()
     if isinstance(error, StopIteration):
@@ -85,12 +90,14 @@ def way_to(host: str, port: int) -> str:
         ) from None
 
 
-def watch(connection: socket.socket, address: str) -> None:
+def watch(connection: socket.socket, address: str, done: Event) -> None:
     """End this process when the driver has ended, also in the middle of a step."""
     poll = select.poll()
     poll.register(connection, HANG_UP)
     with suppress(OSError, ValueError):  # closed here
         poll.poll()
+        if done.is_set():
+            return
         with suppress(OSError):
             sys.stderr.write(f"error: The driver at {address} has ended, and so this rank.\n")
             sys.stderr.flush()
