@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
@@ -94,10 +95,12 @@ class EngineArgs:
     `tensor_parallel_size` ranks share every layer, each with some of the heads and units: by
     `distributed_executor_backend` processes ("mp", the default), or threads of this process
     ("threads", for tests and experiments). `pipeline_parallel_size` stages each have some of the
-    layers, and as many steps run at once. With `enable_expert_parallel` the ranks of a stage each
-    have whole experts, and not a share of the units of each. Ranks on other machines ("external":
-    `minillm node` or torchrun starts them, "ray": Ray does) connect to `master_addr`, an interface
-    of this one, and `master_port`, which the system chooses if it is 0.
+    layers, and as many steps run at once. `data_parallel_size` ranks each have a copy of the model,
+    with own requests, blocks and limits, and compute their steps together. With
+    `enable_expert_parallel` the ranks of a stage, or the copies, each have whole experts, and not a
+    share of the units of each, or all of them. Ranks on other machines ("external": `minillm node`
+    or torchrun starts them; "ray": Ray does) connect to `master_addr`, an interface of this one,
+    and `master_port`, which the system chooses if it is 0.
     An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
     "minillm.stat_logger") unless `disable_log_stats`.
 
@@ -133,6 +136,7 @@ class EngineArgs:
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     distributed_executor_backend: str | None = None
     master_addr: str = "127.0.0.1"
@@ -221,24 +225,29 @@ class EngineArgs:
     @property
     def num_ranks(self) -> int:
         """Threads or processes that compute, each with a part of the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
+        return prod(sizes)
 
     def _check_ranks(self) -> None:
         self._check_count("tensor_parallel_size")
         self._check_count("pipeline_parallel_size")
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+        self._check_count("data_parallel_size")
+        shared = self.tensor_parallel_size, self.data_parallel_size
+        if self.enable_expert_parallel and max(shared) == 1:
             raise ConfigError(
-                "enable_expert_parallel shares experts among the ranks of tensor_parallel_size, "
-                "which is 1; set it to 2 or more, or leave enable_expert_parallel out."
+                "enable_expert_parallel shares experts among the ranks of tensor_parallel_size or "
+                "data_parallel_size, which are 1; set one to 2 or more, or leave it out."
             )
+        if self.data_parallel_size > 1:
+            self._check_data_parallel()
         if self.distributed_executor_backend is not None:
             self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
         if self.distributed_executor_backend in ELSEWHERE and self.num_ranks == 1:
             raise ConfigError(
                 f"distributed_executor_backend={self.distributed_executor_backend!r} needs ranks; "
-                "set tensor_parallel_size or pipeline_parallel_size to 2 or more."
+                "set tensor_parallel_size or another size to 2 or more."
             )
         self._check_count("master_port", least=0)
         if not isinstance(self.master_addr, str) or not self.master_addr:
@@ -248,6 +257,21 @@ class EngineArgs:
             )
         if self.master_port > 65535:
             raise ConfigError(f"master_port is {self.master_port}; it must be from 0 to 65535.")
+
+    def _check_data_parallel(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1:
+                raise UnsupportedFeatureError(
+                    f"data_parallel_size is {self.data_parallel_size} and {name} is "
+                    f"{getattr(self, name)}, which do not go together in this version; set one of "
+                    "them to 1."
+                )
+        if self.deterministic and self.enable_expert_parallel:
+            raise UnsupportedFeatureError(
+                f"data_parallel_size is {self.data_parallel_size}, where an expert computes the "
+                "tokens of all ranks together, so their bits depend on each other; leave out "
+                "deterministic or enable_expert_parallel."
+            )
 
     def _check_pipeline(self) -> None:
         if self.speculative_config is not None:

@@ -23,27 +23,38 @@ START_PATIENCE = 300.0  # seconds in which the other ranks connect
 
 
 class NodeGroups:
-    """What `Groups` is for ranks of this machine: stages of `size` ranks each."""
+    """What `Groups` is for ranks of this machine, with the addresses of all ranks."""
 
     def __init__(
-        self, size: int, num_stages: int, addresses: Sequence[Sequence[Any]], patience: float
+        self,
+        addresses: Sequence[Sequence[Any]],
+        size: int,
+        num_stages: int,
+        patience: float,
+        num_copies: int = 1,
+        share_experts: bool = False,
     ):
-        self.size, self.num_stages = size, num_stages
         self.addresses, self.patience = addresses, patience
+        self.size, self.num_stages = size, num_stages
+        self.num_copies, self.share_experts = num_copies, share_experts
         self.engine = token_hex(8)
 
     def of(self, rank: int) -> dict[str, Any]:
         """What a rank joins, as plain data."""
         stage = rank // self.size
-        return {
+        common = {
             "engine": self.engine,
             "addresses": self.addresses,
             "me": rank,
+            "patience": self.patience,
+        }
+        if self.num_copies > 1:
+            return common | {"copies": self.num_copies, "share_experts": self.share_experts}
+        return common | {
             "ranks": [stage * self.size + each for each in range(self.size)],
             "stage": [stage, self.num_stages],
             "before": rank - self.size if stage else None,
             "after": rank + self.size if stage < self.num_stages - 1 else None,
-            "patience": self.patience,
         }
 
     def fds_of(self, rank: int) -> list[int]:
@@ -93,6 +104,10 @@ class Meeting:
     def join(self, plain: dict[str, Any]) -> Place:
         """This rank's place, by what `NodeGroups.of` says."""
         patience = plain["patience"]
+        if "copies" in plain:
+            copies, shares = range(plain["copies"]), plain["share_experts"]
+            experts = self.group(plain, copies, "experts", patience) if shares else None
+            return Place(Alone(), copy=plain["me"], experts=experts)
         communicator = self.group(plain, plain["ranks"], "stage", patience)
         before, after = (
             None

@@ -71,7 +71,8 @@ def serve(
     """The executor of ranks that have arrived."""
     level, patience = logging.getLogger("minillm").getEffectiveLevel(), processes.STEP_PATIENCE
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
-    group = NodeGroups(*sizes, addresses, 0.8 * patience)
+    copies = args.data_parallel_size, args.enable_expert_parallel
+    group = NodeGroups(addresses, *sizes, 0.8 * patience, *copies)
     models = {"model": source} | ({"draft": draft.source} if draft else {})
     try:
         for each in models.values():
@@ -167,8 +168,8 @@ def check_torchrun(size: int) -> None:
     world = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
     if world is not None and int(world) != size:
         raise ConfigError(
-            f"torchrun has started {world} ranks, and tensor_parallel_size times "
-            f"pipeline_parallel_size is {size}; make them equal."
+            f"torchrun has started {world} ranks, and the product of tensor_parallel_size, "
+            f"pipeline_parallel_size and data_parallel_size is {size}; make them equal."
         )
 
 

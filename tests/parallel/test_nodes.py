@@ -25,6 +25,7 @@ from minillm.errors import CheckpointError, ConfigError, NodeError
 from minillm.parallel import meeting, node, nodes, worker
 from minillm.parallel.node import serve_rank, split_address
 from tests.engine.small import make, write_model
+from tests.models.tiny import Tiny
 from tests.parallel.test_processes import alone, generate, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -90,6 +91,17 @@ def test_the_tokens_of_one_rank(sizes, folder, lend, caplog):
     assert "Waiting for" in caplog.text
     assert "rank 0: loading the model" in caplog.messages
     assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_copies(shares, lend, tmp_path):
+    """With and without shared experts."""
+    folder = Tiny("qwen3_moe", {"num_hidden_layers": 2}, seed=2).write(tmp_path).folder
+    expected = alone(folder)
+    lend(2)
+    more = {"data_parallel_size": 2, "enable_expert_parallel": shares}
+    with make(folder, max_model_len=96, **EXTERNAL, **more) as llm:
+        assert generate(llm) == expected
 
 
 def test_numbers_that_ranks_say_and_two_engines(folder, lend):
