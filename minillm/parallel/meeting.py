@@ -4,7 +4,7 @@ Of two ranks the one with the higher number connects. A link has a name, which t
 is part of, so a rank of another engine never takes the place of one of this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from secrets import token_hex
 from socket import socket
 from time import monotonic
@@ -38,6 +38,7 @@ class NodeGroups:
         self.size, self.num_stages = size, num_stages
         self.num_copies, self.share_experts = num_copies, share_experts
         self.engine = token_hex(8)
+        self.release: Callable[[], None] = lambda: None
 
     def of(self, rank: int) -> dict[str, Any]:
         """What a rank joins, as plain data."""
@@ -62,7 +63,8 @@ class NodeGroups:
         return []
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give back what started them."""
+        self.release()
 
 
 class Meeting:

@@ -39,11 +39,7 @@ def open_nodes(
     draft: DraftSource | None,
 ) -> Executor:
     """Ranks that others start: `minillm node`, torchrun."""
-    if device.type != "cpu":
-        raise UnsupportedFeatureError(
-            f"Ranks on other machines compute on the CPU in this version, not on {device}; use "
-            "device='cpu'."
-        )
+    check_device(device)
     check_torchrun(args.num_ranks)
     secret = read_secret()
     listener = Listener(args.master_addr, args.master_port, secret)
@@ -59,6 +55,15 @@ def open_nodes(
     return serve(ranks, addresses, args, source, plan, device, draft)
 
 
+def check_device(device: torch.device) -> None:
+    """UnsupportedFeatureError for another one than the CPU."""
+    if device.type != "cpu":
+        raise UnsupportedFeatureError(
+            f"Ranks on other machines compute on the CPU in this version, not on {device}; use "
+            "device='cpu'."
+        )
+
+
 def serve(
     ranks: list[Rank],
     addresses: list[Any],
@@ -67,12 +72,14 @@ def serve(
     plan: MemoryPlan,
     device: torch.device,
     draft: DraftSource | None,
+    release: Callable[[], None] = lambda: None,
 ) -> RankProcesses:
-    """The executor of ranks that have arrived."""
+    """The executor of ranks that have arrived; `release` is called when they have ended."""
     level, patience = logging.getLogger("minillm").getEffectiveLevel(), processes.STEP_PATIENCE
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
     copies = args.data_parallel_size, args.enable_expert_parallel
     group = NodeGroups(addresses, *sizes, 0.8 * patience, *copies)
+    group.release = release
     models = {"model": source} | ({"draft": draft.source} if draft else {})
     try:
         for each in models.values():

@@ -7,7 +7,7 @@ connect who reaches its port.
 import select
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from minillm.parallel.communicator import PATIENCE, Communicator
 from minillm.parallel.gloo import as_bytes
 
+HANG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 HEADER = struct.Struct(">QQ")  # number of the call, bytes that follow
 
 
@@ -76,7 +77,7 @@ class SocketCommunicator(Communicator):
             rank: Swap(connection, self._num_calls, view(parts[rank]), view(places[rank]))
             for rank, connection in self._others.items()
         }
-        end = monotonic() + self.patience
+        others, end = list(self._others.values()), monotonic() + self.patience
         while True:
             for rank, swap in list(swaps.items()):
                 try:
@@ -93,8 +94,13 @@ class SocketCommunicator(Communicator):
                     )
             if not swaps:
                 return
-            if monotonic() > end or not wait(swaps.values(), end - monotonic()):
+            moving = {each.connection: bool(each.unsent) for each in swaps.values()}
+            ready = wait({each: moving.get(each) for each in others}, end - monotonic())
+            if not ready:
                 raise self.waited(self.patience, list(swaps))
+            if any(each not in moving for each in ready):  # it has done its part, and ended
+                self.close()
+                raise self.stopped()
 
 
 def view(x: Tensor) -> memoryview:
@@ -102,12 +108,17 @@ def view(x: Tensor) -> memoryview:
     return memoryview(x.numpy())  # type: ignore[arg-type]
 
 
-def wait(swaps: "Iterable[Swap]", seconds: float) -> bool:
-    """Whether one of them can go on before the time is over."""
-    poll = select.poll()
-    for each in swaps:
-        poll.register(each.connection, select.POLLIN | select.POLLOUT * bool(each.unsent))
-    return bool(poll.poll(max(seconds, 0) * 1000))
+def wait(sending: Mapping[socket.socket, bool | None], seconds: float) -> list[socket.socket]:
+    """Connections on which something happens before the time is over: bytes come, there is room to
+    send some (True), or, where nothing is to move (None), the other rank ends."""
+    poll, known = select.poll(), {}
+    for each, sends in sending.items():
+        events = select.POLLIN | select.POLLOUT * bool(sends)
+        if (number := each.fileno()) < 0:  # closed by another thread
+            return [each]
+        poll.register(number, HANG_UP if sends is None else events)
+        known[number] = each
+    return [known[number] for number, _ in poll.poll(max(seconds, 0) * 1000)]
 
 
 class Swap:
