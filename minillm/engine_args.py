@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minillm.config import DTYPE_BYTES
+from minillm.eplb_config import EplbConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.sampling_params import refuse_unknown_arguments, shown
 from minillm.speculative_config import SpeculativeConfig
@@ -37,6 +38,7 @@ FLAGS = (
     "enable_chunked_prefill",
     "enforce_eager",
     "enable_expert_parallel",
+    "enable_eplb",
     "deterministic",
     "disable_log_stats",
 )
@@ -94,7 +96,9 @@ class EngineArgs:
     `distributed_executor_backend` processes ("mp", the default), or threads of this process
     ("threads", for tests and experiments). `pipeline_parallel_size` stages each have some of the
     layers, and as many steps run at once. With `enable_expert_parallel` the ranks of a stage each
-    have whole experts, and not a share of the units of each.
+    have whole experts, and not a share of the units of each. With `enable_eplb` these are placed
+    anew every few thousand steps, by how often tokens chose each of them (`EplbConfig`), as
+    ``{"step_interval": 3000, "num_redundant_experts": 2}``; no token changes.
     An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
     "minillm.stat_logger") unless `disable_log_stats`.
 
@@ -131,6 +135,8 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    enable_eplb: bool = False
+    eplb_config: EplbConfig | Mapping[str, Any] | None = None
     distributed_executor_backend: str | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     deterministic: bool = False
@@ -218,6 +224,21 @@ class EngineArgs:
         """Threads or processes that compute, each with a part of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """How experts are placed by load; None: they stay where they are."""
+        return EplbConfig.of(self.eplb_config or {}) if self.enable_eplb else None
+
+    @property
+    def num_redundant_experts(self) -> int:
+        """Slots of all ranks of a stage for copies of experts."""
+        return self.eplb.num_redundant_experts if self.eplb else 0
+
+    @property
+    def step_interval(self) -> int:
+        """Steps from one placement of experts to the next; 0: they stay where they are."""
+        return self.eplb.step_interval if self.eplb else 0
+
     def _check_ranks(self) -> None:
         self._check_count("tensor_parallel_size")
         self._check_count("pipeline_parallel_size")
@@ -228,12 +249,32 @@ class EngineArgs:
                 "enable_expert_parallel shares experts among the ranks of tensor_parallel_size, "
                 "which is 1; set it to 2 or more, or leave enable_expert_parallel out."
             )
+        self._check_eplb()
         if self.distributed_executor_backend == "ray":
             raise UnsupportedFeatureError(
                 "distributed_executor_backend='ray' is not built yet; leave it out in this version."
             )
         if self.distributed_executor_backend is not None:
             self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
+
+    def _check_eplb(self) -> None:
+        if self.eplb_config is not None:
+            object.__setattr__(self, "eplb_config", EplbConfig.of(self.eplb_config))
+            if not self.enable_eplb:
+                raise ConfigError(
+                    "eplb_config says how experts are placed by load, which enable_eplb=False does "
+                    "not do; set enable_eplb=True, or leave eplb_config out."
+                )
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ConfigError(
+                "enable_eplb places whole experts on ranks, which only enable_expert_parallel=True "
+                "gives them; set it, too, or leave enable_eplb out."
+            )
+        if self.enable_eplb and self.deterministic:
+            raise UnsupportedFeatureError(
+                "enable_eplb does not go with deterministic: an expert that moves to another rank "
+                "is added up in another order; leave one of them out."
+            )
 
     def _check_pipeline(self) -> None:
         if self.speculative_config is not None:

@@ -20,6 +20,7 @@ from typing import TypeVar
 from minillm.errors import EngineDeadError, MinillmError, in_one_line
 from minillm.executor import Capacity
 from minillm.flight import Flight, StepResult
+from minillm.parallel.balance import rebalance
 from minillm.parallel.communicator import CommunicationError
 from minillm.parallel.place import Place
 from minillm.runner import Runner
@@ -40,7 +41,10 @@ def token_hash(result: StepResult) -> str:
 def carried_out(data: bytes, runner: Runner, place: Place) -> tuple[StepResult, RankTime]:
     """What a rank makes of a plan, and how long it takes."""
     start, before = perf_counter(), place.seconds
-    result = runner.execute(plan_from_bytes(data))
+    plan = plan_from_bytes(data)
+    if plan.rebalance:
+        rebalance(runner.model, plan.rebalance)
+    result = runner.execute(plan)
     return result, RankTime(place.rank, perf_counter() - start, place.seconds - before)
 
 
@@ -61,14 +65,18 @@ def check_agreement(hashes: Sequence[str]) -> None:
 
 class Stages:
     """The results of a step that stages of `size` ranks each carry out, and what the first stages
-    have to learn of it."""
+    have to learn of it. Before every `step_interval`-th, experts are placed anew."""
 
-    def __init__(self, size: int, count: int):
-        self.size, self.count = size, count
+    def __init__(self, size: int, count: int, step_interval: int = 0):
+        self.size, self.count, self.step_interval = size, count, step_interval
+        self._num_plans = 0
         self._learned: dict[int, list[int]] = {}
 
     def teach(self, plan: StepPlan) -> None:
-        """Put into a plan the tokens that were chosen since the last one."""
+        """Put into a plan the tokens that were chosen since the last one, and the number of a new
+        placement of experts where it is time for one."""
+        number, rest = divmod(self._num_plans, self.step_interval or 2**63)
+        plan.rebalance, self._num_plans = 0 if rest else number, self._num_plans + 1
         if self.count > 1:
             plan.learned, self._learned = self._learned, {}
 
@@ -86,9 +94,9 @@ class Stages:
 class RankThreads:
     """Ranks that are threads of this process; for tests and experiments."""
 
-    def __init__(self, places: Sequence[Place], build: Build):
+    def __init__(self, places: Sequence[Place], build: Build, step_interval: int = 0):
         self.places = places
-        self._stages = Stages(places[-1].split.size, places[-1].stage.count)
+        self._stages = Stages(places[-1].split.size, places[-1].stage.count, step_interval)
         self._pools = [
             ThreadPoolExecutor(1, thread_name_prefix=f"minillm-rank-{each.rank}") for each in places
         ]

@@ -51,7 +51,7 @@ def open_threads(
         return build_rank(args, source, plan, device, place, draft)
 
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
-    return RankThreads(thread_places(*sizes), build)
+    return RankThreads(thread_places(*sizes), build, args.step_interval)
 
 
 def open_processes(

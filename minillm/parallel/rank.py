@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
+from minillm.config import ModelConfig
 from minillm.cost import MemoryPlan
 from minillm.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.engine_args import EngineArgs
@@ -17,6 +18,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES, load_model
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.place import Place
+from minillm.parallel.placement import Placement, first_placement
 from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.shard import connect, slice_matrices
 from minillm.parallel.split import rank_config
@@ -48,7 +50,9 @@ def build_rank(
     runner.isolates = False  # what fails on one rank fails on all, or the ranks part company
     join_pipes(model, place)
     if place.split.size > 1:
-        connect(model, source.config, place.communicator)
+        window_size = args.eplb.window_size if args.eplb else 0
+        experts = first_experts(args, source.config, place)
+        connect(model, source.config, place.communicator, experts, window_size)
         if isinstance(runner.model, TiledDecoder):
             agree(runner.model, place.communicator)
         rule, seats = runner.sampler.rule, runner.rows.num_rows
@@ -76,6 +80,13 @@ def agree(tiled: TiledDecoder, communicator: Communicator) -> None:
     tiled.use(common or (1,))
 
 
+def first_experts(args: EngineArgs, config: ModelConfig, place: Place) -> Placement | None:
+    """Which whole experts each rank of a stage loads; None where it has a share of each."""
+    if not args.enable_expert_parallel or config.moe is None:
+        return None
+    return first_placement(config.moe.num_experts, place.split.size, args.num_redundant_experts)
+
+
 def load_rank(
     args: EngineArgs,
     source: ModelSource,
@@ -87,13 +98,12 @@ def load_rank(
     """A rank's slices of the checkpoint: peak memory is the shard and one tensor. Random weights
     ("dummy") are slices of those that one rank would have."""
     whole = source.config
-    whole_experts = args.enable_expert_parallel
-    mine = rank_config(whole, place.split.size, whole_experts)
+    mine = rank_config(whole, place.split.size, args.enable_expert_parallel)
 
     def shard(model: Decoder) -> None:
         if place.stage.count > 1:
             cut_model(model, place.stage, whole, dtype)
-        slice_matrices(model, whole, place.split, whole_experts)
+        slice_matrices(model, whole, place.split, first_experts(args, whole, place))
 
     if args.load_format != "dummy":
         format = args.load_format

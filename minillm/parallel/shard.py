@@ -26,17 +26,20 @@ from minillm.layers.moe import Experts, MoE
 from minillm.linear_methods import LinearMethod, Matrix, WeightSlice, finished
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
+from minillm.parallel.balance import own_part
 from minillm.parallel.communicator import Communicator
-from minillm.parallel.experts import OwnExperts, share_experts
+from minillm.parallel.experts import share_experts
+from minillm.parallel.placement import Placement
 from minillm.parallel.split import Split
 
 # ---- what is held ------------------------------------------------------------------------------
 
 
 def slice_matrices(
-    model: Decoder, whole: ModelConfig, split: Split, whole_experts: bool = False
+    model: Decoder, whole: ModelConfig, split: Split, experts: Placement | None = None
 ) -> None:
-    """Say which rows and columns of the checkpoint's matrices a rank's layers hold."""
+    """Say which rows and columns of the checkpoint's matrices a rank's layers hold, and which whole
+    experts, where ranks do not have a share of each."""
     for layer in model.modules():
         if isinstance(layer, Attention):
             heads, dim = whole.num_heads, layer.head_dim
@@ -53,8 +56,8 @@ def slice_matrices(
         elif isinstance(layer, MLP):
             share_rows(layer.gate_up_proj, split)
             share_columns(layer.down_proj, split)
-        elif isinstance(layer, Experts) and whole_experts:
-            share_experts(layer, split)
+        elif isinstance(layer, Experts) and experts is not None:
+            share_experts(layer, experts.slots[split.rank])
         elif isinstance(layer, Experts):
             share_rows(layer.gate_up, split)
             share_columns(layer.down, split)
@@ -152,13 +155,22 @@ class SummedMoE(nn.Module):
         return self.communicator.sum(self.moe(x).contiguous())
 
 
-def connect(model: Decoder, whole: ModelConfig, communicator: Communicator) -> None:
-    """Put sums and gathers into a rank's loaded model. Packing comes before."""
+def connect(
+    model: Decoder,
+    whole: ModelConfig,
+    communicator: Communicator,
+    experts: Placement | None = None,
+    window_size: int = 0,
+) -> None:
+    """Put sums and gathers into a rank's loaded model. Packing comes before. With a `window_size`
+    its `experts` are counted for so many steps, and may be placed anew."""
     split = Split(communicator.rank, communicator.size)
     for layer in list(decoder_layers(model)):
         summed = [layer.attention.o_proj]
         if isinstance(layer.mlp, MoE):
-            held_experts(layer.mlp, whole, split)
+            if experts is not None:
+                own = own_part(layer.mlp.experts, experts, communicator, window_size)
+                layer.mlp.experts = own  # type: ignore[assignment]
             layer.mlp = SummedMoE(layer.mlp, communicator)
         else:
             summed.append(layer.mlp.down_proj)
@@ -169,13 +181,6 @@ def connect(model: Decoder, whole: ModelConfig, communicator: Communicator) -> N
         matrix.method = VocabularyParallel(matrix.method, held, communicator)
     if isinstance(model.all_layers, AllLayers):
         model.all_layers.add_up(communicator.sum, owns_biases=communicator.rank == 0)
-
-
-def held_experts(moe: MoE, whole: ModelConfig, split: Split) -> None:
-    """Where a rank has whole experts, let them compute what was chosen of them only."""
-    total = whole.moe.num_experts if whole.moe else 0
-    if moe.experts.down.copies != total:
-        moe.experts = OwnExperts(moe.experts, split.share(total))  # type: ignore[assignment]
 
 
 def decoder_layers(model: Decoder) -> Iterator[Any]:

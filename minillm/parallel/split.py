@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
+from minillm.parallel.placement import check_redundant
 from minillm.parameters import layer_products
 
 MOST_RANKS = 64
@@ -115,14 +116,23 @@ def check_stages(config: ModelConfig, count: int) -> None:
 
 
 def largest_part(
-    config: ModelConfig, size: int, stages: int, whole_experts: bool = False
+    config: ModelConfig,
+    size: int,
+    stages: int,
+    whole_experts: bool = False,
+    num_redundant_experts: int = 0,
 ) -> ModelConfig:
-    """The shapes of the rank that needs the most memory: of experts a share of all has the size of
-    a share of each. ConfigError where there is no such cut."""
-    check_split(config, size, whole_experts)
+    """The shapes of the rank that needs the most memory: of experts a share of all, redundant ones
+    among them, has the size of a share of each. ConfigError where there is no such cut."""
+    check_split(config, size, whole_experts, num_redundant_experts)
     check_stages(config, stages)
     cuts = [Stage(index, stages).layers(config) for index in range(stages)]
-    return stage_config(rank_config(config, size), max(cuts, key=len))
+    mine = stage_config(rank_config(config, size), max(cuts, key=len))
+    if config.moe is None or mine.moe is None or not whole_experts:
+        return mine
+    slots, total = config.moe.num_experts + num_redundant_experts, config.moe.num_experts * size
+    units = -(-config.moe.intermediate_size * slots // total)
+    return replace(mine, moe=replace(mine.moe, intermediate_size=units))
 
 
 def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
@@ -161,13 +171,19 @@ def why_not(config: ModelConfig, size: int, whole_experts: bool = False) -> str:
     return ""
 
 
-def check_split(config: ModelConfig, size: int, whole_experts: bool = False) -> None:
+def check_split(
+    config: ModelConfig, size: int, whole_experts: bool = False, num_redundant_experts: int = 0
+) -> None:
     """ConfigError unless a model can be split among so many ranks; it lists the sizes that can."""
     if whole_experts and config.moe is None:
         raise ConfigError(
             f"enable_expert_parallel needs a model with experts, which this {config.family} model "
             "does not have; leave it out."
         )
+    if config.moe is not None and num_redundant_experts:
+        check_redundant(config.moe.num_experts, size, num_redundant_experts)
+        whole = config.moe.num_experts + num_redundant_experts
+        config = replace(config, moe=replace(config.moe, num_experts=whole))
     if why := why_not(config, size, whole_experts):
         every = range(1, MOST_RANKS + 1)
         sizes = ", ".join(str(each) for each in every if divides(config, each, whole_experts))
