@@ -146,12 +146,16 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     )
 
 
-def divides(config: ModelConfig, size: int, whole_experts: bool = False) -> bool:
+def divides(
+    config: ModelConfig, size: int, whole_experts: bool = False, num_redundant_experts: int = 0
+) -> bool:
     """Whether a model can be split among so many ranks."""
-    return not why_not(config, size, whole_experts)
+    return not why_not(config, size, whole_experts, num_redundant_experts)
 
 
-def why_not(config: ModelConfig, size: int, whole_experts: bool = False) -> str:
+def why_not(
+    config: ModelConfig, size: int, whole_experts: bool = False, num_redundant_experts: int = 0
+) -> str:
     """Which of a model's numbers cannot be split among so many ranks; empty if all can."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
@@ -162,8 +166,8 @@ def why_not(config: ModelConfig, size: int, whole_experts: bool = False) -> str:
     if dense and config.intermediate_size % size:
         return f"intermediate size {config.intermediate_size}"
     moe = config.moe
-    if moe is not None and whole_experts and moe.num_experts % size:
-        return f"{moe.num_experts} experts"
+    if moe is not None and whole_experts and (moe.num_experts + num_redundant_experts) % size:
+        return f"{moe.num_experts + num_redundant_experts} experts"
     if moe is not None and not whole_experts and moe.intermediate_size % size:
         return f"intermediate size {moe.intermediate_size} of the experts"
     if moe is not None and moe.shared_intermediate_size % size:
@@ -182,11 +186,10 @@ def check_split(
         )
     if config.moe is not None and num_redundant_experts:
         check_redundant(config.moe.num_experts, size, num_redundant_experts)
-        whole = config.moe.num_experts + num_redundant_experts
-        config = replace(config, moe=replace(config.moe, num_experts=whole))
-    if why := why_not(config, size, whole_experts):
+    more = whole_experts, num_redundant_experts
+    if why := why_not(config, size, *more):
         every = range(1, MOST_RANKS + 1)
-        sizes = ", ".join(str(each) for each in every if divides(config, each, whole_experts))
+        sizes = ", ".join(str(each) for each in every if divides(config, each, *more))
         raise ConfigError(
             f"tensor_parallel_size is {size}, which does not divide {why} of this "
             f"{config.family} model; it can be {sizes}."
