@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
@@ -95,9 +96,11 @@ class EngineArgs:
     `tensor_parallel_size` ranks share every layer, each with some of the heads and units: by
     `distributed_executor_backend` processes ("mp", the default), or threads of this process
     ("threads", for tests and experiments). `pipeline_parallel_size` stages each have some of the
-    layers, and as many steps run at once. With `enable_expert_parallel` the ranks of a stage each
-    have whole experts, and not a share of the units of each. With `enable_eplb` these are placed
-    anew every few thousand steps, by how often tokens chose each of them (`EplbConfig`), as
+    layers, and as many steps run at once. `data_parallel_size` ranks each have a copy of the model,
+    with own requests, blocks and limits, and compute their steps together. With
+    `enable_expert_parallel` the ranks of a stage, or the copies, each have whole experts, and not a
+    share of the units of each, or all of them. With `enable_eplb` these are placed anew every few
+    thousand steps, by how often tokens chose each of them (`EplbConfig`), as
     ``{"step_interval": 3000, "num_redundant_experts": 2}``; no token changes.
     An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
     "minillm.stat_logger") unless `disable_log_stats`.
@@ -134,6 +137,7 @@ class EngineArgs:
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     enable_eplb: bool = False
     eplb_config: EplbConfig | Mapping[str, Any] | None = None
@@ -222,7 +226,8 @@ class EngineArgs:
     @property
     def num_ranks(self) -> int:
         """Threads or processes that compute, each with a part of the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
+        return prod(sizes)
 
     @property
     def eplb(self) -> EplbConfig | None:
@@ -231,7 +236,7 @@ class EngineArgs:
 
     @property
     def num_redundant_experts(self) -> int:
-        """Slots of all ranks of a stage for copies of experts."""
+        """Slots for copies of experts, on all ranks that share them."""
         return self.eplb.num_redundant_experts if self.eplb else 0
 
     @property
@@ -244,11 +249,15 @@ class EngineArgs:
         self._check_count("pipeline_parallel_size")
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+        self._check_count("data_parallel_size")
+        shared = self.tensor_parallel_size, self.data_parallel_size
+        if self.enable_expert_parallel and max(shared) == 1:
             raise ConfigError(
-                "enable_expert_parallel shares experts among the ranks of tensor_parallel_size, "
-                "which is 1; set it to 2 or more, or leave enable_expert_parallel out."
+                "enable_expert_parallel shares experts among the ranks of tensor_parallel_size or "
+                "data_parallel_size, which are 1; set one to 2 or more, or leave it out."
             )
+        if self.data_parallel_size > 1:
+            self._check_data_parallel()
         self._check_eplb()
         if self.distributed_executor_backend == "ray":
             raise UnsupportedFeatureError(
@@ -256,6 +265,21 @@ class EngineArgs:
             )
         if self.distributed_executor_backend is not None:
             self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
+
+    def _check_data_parallel(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1:
+                raise UnsupportedFeatureError(
+                    f"data_parallel_size is {self.data_parallel_size} and {name} is "
+                    f"{getattr(self, name)}, which do not go together in this version; set one of "
+                    "them to 1."
+                )
+        if self.deterministic and self.enable_expert_parallel:
+            raise UnsupportedFeatureError(
+                f"data_parallel_size is {self.data_parallel_size}, where an expert computes the "
+                "tokens of all ranks together, so their bits depend on each other; leave out "
+                "deterministic or enable_expert_parallel."
+            )
 
     def _check_eplb(self) -> None:
         if self.eplb_config is not None:

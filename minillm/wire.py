@@ -44,7 +44,7 @@ def plan_from_bytes(data: bytes) -> StepPlan:
         swap_in,
         _rows(*columns) if columns else [],
         dict(learned),
-        rebalance,
+        rebalance=rebalance,
     )
 
 

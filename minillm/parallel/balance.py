@@ -5,8 +5,8 @@
                         place(loads) ---------------------> the same placement; a hash is compared
                         an expert of each rank --gather---> ranks keep those that they need
 
-Only weights move. A router chooses experts by the ids of the checkpoint, before and after, and a
-table says which slot of which rank computes what a row chose.
+Only weights move. A router chooses experts by the ids of the checkpoint, before and after; then a
+table turns these into slots, which the ranks share like experts that never move.
 """
 
 import logging
@@ -17,58 +17,74 @@ import torch
 from torch import Tensor, nn
 
 from minillm.errors import EngineDeadError
-from minillm.layers.moe import Experts
+from minillm.layers.moe import Experts, MoE
+from minillm.models.decoder import Decoder
 from minillm.parallel.communicator import Communicator
-from minillm.parallel.experts import OwnExperts
+from minillm.parallel.place import Place
 from minillm.parallel.placement import Placement, place
-from minillm.parallel.split import Split
 
 logger = logging.getLogger(__name__)
 
 PIECE = 2**22  # numbers of an expert that are sent at once
 
 
-class BalancedExperts(OwnExperts):
-    """A rank's slots for experts, which may lie on several ranks and change their places.
+class BalancedExperts(nn.Module):
+    """A layer's experts, which may lie on several ranks and change their places.
 
     Args:
-        experts: as many as the rank has slots, as `placement` says.
+        by_slot: computes what was chosen, where choices [N, k] are slots: those of rank 0 first.
+        held: this rank's experts, as `placement` says.
         placement: where all experts lie now.
         communicator: of the ranks that have them.
         window_size: steps whose choices are counted.
+        first_row: the number of the first row of a batch. Ranks whose batches are different start
+            with different copies; the others must not.
     """
 
     def __init__(
-        self, experts: Experts, placement: Placement, communicator: Communicator, window_size: int
+        self,
+        by_slot: nn.Module,
+        held: Experts,
+        placement: Placement,
+        communicator: Communicator,
+        window_size: int,
+        first_row: int = 0,
     ):
-        super().__init__(experts, range(0))
+        super().__init__()
+        self.by_slot, self.held, self.first_row = by_slot, held, first_row
         self.communicator, self.version = communicator, 0
-        self.num_redundant = sum(map(len, placement.slots)) - len(placement.copies)
-        device = experts.down.values().device
+        self.device = held.down.values().device
         shape = window_size, len(placement.copies)
-        self._window = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._window = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self._num_steps = 0
         self.use(placement)
 
     def use(self, placement: Placement) -> None:
         """Send rows to where experts lie now."""
-        rank, most = self.communicator.rank, max(map(len, placement.copies))
+        size, most = len(placement.slots[0]), max(map(len, placement.copies))
         table = [
-            [slot if owner == rank else -1 for owner, slot in each] + [-1] * (most - len(each))
+            [rank * size + slot for rank, slot in each] + [-1] * (most - len(each))
             for each in placement.copies
         ]
         self.placement = placement
-        self._table = torch.tensor(table, device=self._window.device)  # [E, most]
-        self._counts = torch.tensor(list(map(len, placement.copies)), device=self._window.device)
+        self._table = torch.tensor(table, device=self.device)  # [E, most]
+        self._counts = torch.tensor(list(map(len, placement.copies)), device=self.device)
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """[N, d], [N, k], [N, k] -> [N, d]"""
+        self.count(ids)
+        return self.by_slot(x, weights, self.slots(ids))
 
     def slots(self, ids: Tensor) -> Tensor:
         """[N, k] -> [N, k]. Of an expert with several copies each row takes one, by its number."""
-        step = self._window[self._num_steps % len(self._window)]
-        chosen = ids.flatten()
+        rows = torch.arange(self.first_row, self.first_row + len(ids), device=ids.device)
+        return self._table[ids, rows[:, None] % self._counts[ids]]
+
+    def count(self, ids: Tensor) -> None:
+        """A step chose these experts."""
+        step, chosen = self._window[self._num_steps % len(self._window)], ids.flatten()
         step.zero_().index_add_(0, chosen, torch.ones_like(chosen, dtype=step.dtype))
         self._num_steps += 1
-        rows = torch.arange(len(ids), device=ids.device)
-        return self._table[ids, rows[:, None] % self._counts[ids]]
 
     def loads(self) -> Tensor:
         """How often this rank's tokens chose each expert in the last steps: [E]"""
@@ -77,26 +93,26 @@ class BalancedExperts(OwnExperts):
     def better(self, loads: list[int]) -> Placement:
         """The placement for these loads, or the one of now where that is as even."""
         now = self.placement
-        found = place(loads, len(now.slots), self.num_redundant)
+        found = place(loads, len(now.slots), now.num_slots - len(loads))
         return found.settled(now) if found.balance(loads) > now.balance(loads) else now
 
     def move(self, placement: Placement) -> None:
         """Bring weights to where they are to lie; a matrix of one layer is held twice at most."""
-        for matrix in (self.experts.gate_up, self.experts.down):
+        for matrix in (self.held.gate_up, self.held.down):
             for each in (*matrix.parameters(recurse=False), *matrix.buffers(recurse=False)):
-                move(each.view(len(placement.slots[0]), -1), self.placement, placement,
-                     self.communicator)  # fmt: skip
+                rows = each.view(len(placement.slots[0]), -1)
+                move(rows, self.placement, placement, self.communicator)
         self.use(placement)
 
 
-def own_part(
-    experts: Experts, placement: Placement, communicator: Communicator, window_size: int
-) -> OwnExperts:
-    """A rank's experts, which stay where they are if no steps are counted."""
-    if window_size:
-        return BalancedExperts(experts, placement, communicator, window_size)
-    split = Split(communicator.rank, communicator.size)
-    return OwnExperts(experts, split.share(len(placement.copies)))
+def balance_experts(model: Decoder, placement: Placement, place: Place, window_size: int) -> None:
+    """Let a rank's loaded and connected layers count what is chosen, and change their places."""
+    communicator, first_row = place.experts or place.communicator, place.copy
+    for layer in list(model.modules()):
+        if isinstance(layer, MoE):
+            (held,) = (each for each in layer.experts.modules() if isinstance(each, Experts))
+            parts = layer.experts, held, placement, communicator, window_size, first_row
+            layer.experts = BalancedExperts(*parts)  # type: ignore[assignment]
 
 
 def move(own: Tensor, now: Placement, to: Placement, communicator: Communicator) -> None:

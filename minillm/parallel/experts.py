@@ -41,15 +41,10 @@ class OwnExperts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """[N, d], [N, k], [N, k] -> [N, d], a part of a sum over ranks"""
-        own = self.slots(ids)
-        rows, choices = torch.where(own >= 0)
+        own = ids - self.held.start
+        rows, choices = torch.where((own >= 0) & (own < len(self.held)))
         out = torch.zeros_like(x)
         if not len(rows):
             return out
         chosen = weights[rows, choices, None], own[rows, choices, None]
         return out.index_add(0, rows, self.experts(x[rows], *chosen))
-
-    def slots(self, ids: Tensor) -> Tensor:
-        """Where the chosen experts [N, k] lie on this rank: [N, k], -1 where they do not."""
-        own = ids - self.held.start
-        return own.masked_fill(own >= len(self.held), -1)

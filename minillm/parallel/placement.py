@@ -35,6 +35,11 @@ class Placement:
                 found[expert].append((rank, slot))
         return tuple(map(tuple, found))
 
+    @property
+    def num_slots(self) -> int:
+        """Of all ranks, which have equally many."""
+        return len(self.slots) * len(self.slots[0])
+
     def copy_of(self, expert: int, row: int) -> tuple[int, int]:
         """The (rank, slot) that computes what row `row` of a batch chose of this expert."""
         copies = self.copies[expert]

@@ -16,7 +16,9 @@ from minillm.linear_methods import Matrix
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES, load_model
+from minillm.parallel.balance import balance_experts
 from minillm.parallel.communicator import Communicator
+from minillm.parallel.dispatch import LockstepRunner, dispatch_experts
 from minillm.parallel.place import Place
 from minillm.parallel.placement import Placement, first_placement
 from minillm.parallel.sampler import ShardedSampler
@@ -46,19 +48,24 @@ def build_rank(
             f"this model does not: {obstacle}; leave one of them out."
         )
     kind = Runner if place.stage.is_last else StageRunner
+    kind = kind if place.experts is None else LockstepRunner
     runner = build_executor(args, model, plan, limit, draft, kind)
     runner.isolates = False  # what fails on one rank fails on all, or the ranks part company
     join_pipes(model, place)
+    placement = first_experts(args, source.config, place)
+    num_slots = placement.num_slots if placement else 0
+    if place.experts is not None:
+        dispatch_experts(model, num_slots, place.experts)
     if place.split.size > 1:
-        window_size = args.eplb.window_size if args.eplb else 0
-        experts = first_experts(args, source.config, place)
-        connect(model, source.config, place.communicator, experts, window_size)
+        connect(model, source.config, place.communicator, num_slots)
         if isinstance(runner.model, TiledDecoder):
             agree(runner.model, place.communicator)
         rule, seats = runner.sampler.rule, runner.rows.num_rows
         width = source.config.vocab_size
         runner.sampler = ShardedSampler(seats, width, device, place.communicator)
         runner.sampler.rule = rule
+    if placement is not None and args.eplb is not None:
+        balance_experts(model, placement, place, args.eplb.window_size)
     return runner
 
 
@@ -81,10 +88,11 @@ def agree(tiled: TiledDecoder, communicator: Communicator) -> None:
 
 
 def first_experts(args: EngineArgs, config: ModelConfig, place: Place) -> Placement | None:
-    """Which whole experts each rank of a stage loads; None where it has a share of each."""
+    """Which whole experts each rank loads; None where it has a share of each, or all of them."""
     if not args.enable_expert_parallel or config.moe is None:
         return None
-    return first_placement(config.moe.num_experts, place.split.size, args.num_redundant_experts)
+    sizes = config.moe.num_experts, place.expert_split.size, args.num_redundant_experts
+    return first_placement(*sizes)
 
 
 def load_rank(
@@ -99,11 +107,13 @@ def load_rank(
     ("dummy") are slices of those that one rank would have."""
     whole = source.config
     mine = rank_config(whole, place.split.size, args.enable_expert_parallel)
+    placement = first_experts(args, whole, place)
+    experts = placement.slots[place.expert_split.rank] if placement else None
 
     def shard(model: Decoder) -> None:
         if place.stage.count > 1:
             cut_model(model, place.stage, whole, dtype)
-        slice_matrices(model, whole, place.split, first_experts(args, whole, place))
+        slice_matrices(model, whole, place.split, experts)
 
     if args.load_format != "dummy":
         format = args.load_format

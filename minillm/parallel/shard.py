@@ -12,7 +12,7 @@ A row layer's bias is added once, after the sum. The router and the latent cache
 on every rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +26,18 @@ from minillm.layers.moe import Experts, MoE
 from minillm.linear_methods import LinearMethod, Matrix, WeightSlice, finished
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
-from minillm.parallel.balance import own_part
 from minillm.parallel.communicator import Communicator
-from minillm.parallel.experts import share_experts
-from minillm.parallel.placement import Placement
+from minillm.parallel.experts import OwnExperts, share_experts
 from minillm.parallel.split import Split
 
 # ---- what is held ------------------------------------------------------------------------------
 
 
 def slice_matrices(
-    model: Decoder, whole: ModelConfig, split: Split, experts: Placement | None = None
+    model: Decoder, whole: ModelConfig, split: Split, experts: Sequence[int] | None = None
 ) -> None:
-    """Say which rows and columns of the checkpoint's matrices a rank's layers hold, and which whole
-    experts, where ranks do not have a share of each."""
+    """Say which rows and columns of the checkpoint's matrices a rank's layers hold; `experts` says
+    which of all experts, where they are held whole."""
     for layer in model.modules():
         if isinstance(layer, Attention):
             heads, dim = whole.num_heads, layer.head_dim
@@ -57,7 +55,7 @@ def slice_matrices(
             share_rows(layer.gate_up_proj, split)
             share_columns(layer.down_proj, split)
         elif isinstance(layer, Experts) and experts is not None:
-            share_experts(layer, experts.slots[split.rank])
+            share_experts(layer, experts)
         elif isinstance(layer, Experts):
             share_rows(layer.gate_up, split)
             share_columns(layer.down, split)
@@ -156,20 +154,16 @@ class SummedMoE(nn.Module):
 
 
 def connect(
-    model: Decoder,
-    whole: ModelConfig,
-    communicator: Communicator,
-    experts: Placement | None = None,
-    window_size: int = 0,
+    model: Decoder, whole: ModelConfig, communicator: Communicator, num_slots: int = 0
 ) -> None:
-    """Put sums and gathers into a rank's loaded model. Packing comes before. With a `window_size`
-    its `experts` are counted for so many steps, and may be placed anew."""
+    """Put sums and gathers into a rank's loaded model. Packing comes before. All ranks together
+    have `num_slots` for whole experts, or 0 and a share of each."""
     split = Split(communicator.rank, communicator.size)
     for layer in list(decoder_layers(model)):
         summed = [layer.attention.o_proj]
         if isinstance(layer.mlp, MoE):
-            if experts is not None:
-                own = own_part(layer.mlp.experts, experts, communicator, window_size)
+            if num_slots:
+                own = OwnExperts(layer.mlp.experts, split.share(num_slots))
                 layer.mlp.experts = own  # type: ignore[assignment]
             layer.mlp = SummedMoE(layer.mlp, communicator)
         else:

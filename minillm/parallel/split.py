@@ -106,6 +106,21 @@ def cut_layers(costs: Sequence[float], output_cost: float, count: int) -> list[r
     return found
 
 
+def share_of_experts(config: ModelConfig, copies: int, spares: int = 0) -> ModelConfig:
+    """The shapes of one of several copies of a model that share its experts, and some twice."""
+    moe = config.moe
+    if moe is None or (moe.num_experts + spares) % copies:
+        count = moe.num_experts if moe else 0
+        sizes = ", ".join(str(each) for each in range(2, count + 1) if not count % each)
+        raise ConfigError(
+            f"data_parallel_size is {copies}, which does not divide {count} experts of this "
+            f"{config.family} model; with enable_expert_parallel it can be {sizes}."
+        )
+    slots, total = moe.num_experts + spares, moe.num_experts * copies
+    units = -(-moe.intermediate_size * slots // total)
+    return replace(config, moe=replace(moe, intermediate_size=units))
+
+
 def check_stages(config: ModelConfig, count: int) -> None:
     """ConfigError unless each of so many stages gets a layer."""
     if count > config.num_layers:
@@ -120,19 +135,20 @@ def largest_part(
     size: int,
     stages: int,
     whole_experts: bool = False,
-    num_redundant_experts: int = 0,
+    copies: int = 1,
+    spares: int = 0,
 ) -> ModelConfig:
-    """The shapes of the rank that needs the most memory: of experts a share of all, redundant ones
-    among them, has the size of a share of each. ConfigError where there is no such cut."""
-    check_split(config, size, whole_experts, num_redundant_experts)
+    """The shapes of the rank that needs the most memory: of experts a share of all, and of `spares`
+    for popular ones, has the size of a share of each. `copies` of the model may share experts, too
+    (data parallelism). ConfigError where there is no such cut."""
+    if config.moe is not None and spares:
+        check_redundant(config.moe.num_experts, size * copies, spares)
+    check_split(config, size, whole_experts, spares)
     check_stages(config, stages)
     cuts = [Stage(index, stages).layers(config) for index in range(stages)]
-    mine = stage_config(rank_config(config, size), max(cuts, key=len))
-    if config.moe is None or mine.moe is None or not whole_experts:
-        return mine
-    slots, total = config.moe.num_experts + num_redundant_experts, config.moe.num_experts * size
-    units = -(-config.moe.intermediate_size * slots // total)
-    return replace(mine, moe=replace(mine.moe, intermediate_size=units))
+    if whole_experts and (copies > 1 or spares):
+        config = share_of_experts(config, copies, spares)
+    return stage_config(rank_config(config, size), max(cuts, key=len))
 
 
 def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
@@ -146,16 +162,12 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     )
 
 
-def divides(
-    config: ModelConfig, size: int, whole_experts: bool = False, num_redundant_experts: int = 0
-) -> bool:
+def divides(config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0) -> bool:
     """Whether a model can be split among so many ranks."""
-    return not why_not(config, size, whole_experts, num_redundant_experts)
+    return not why_not(config, size, whole_experts, spares)
 
 
-def why_not(
-    config: ModelConfig, size: int, whole_experts: bool = False, num_redundant_experts: int = 0
-) -> str:
+def why_not(config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0) -> str:
     """Which of a model's numbers cannot be split among so many ranks; empty if all can."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
@@ -166,8 +178,8 @@ def why_not(
     if dense and config.intermediate_size % size:
         return f"intermediate size {config.intermediate_size}"
     moe = config.moe
-    if moe is not None and whole_experts and (moe.num_experts + num_redundant_experts) % size:
-        return f"{moe.num_experts + num_redundant_experts} experts"
+    if moe is not None and whole_experts and (moe.num_experts + spares) % size:
+        return f"{moe.num_experts + spares} experts"
     if moe is not None and not whole_experts and moe.intermediate_size % size:
         return f"intermediate size {moe.intermediate_size} of the experts"
     if moe is not None and moe.shared_intermediate_size % size:
@@ -176,7 +188,7 @@ def why_not(
 
 
 def check_split(
-    config: ModelConfig, size: int, whole_experts: bool = False, num_redundant_experts: int = 0
+    config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0
 ) -> None:
     """ConfigError unless a model can be split among so many ranks; it lists the sizes that can."""
     if whole_experts and config.moe is None:
@@ -184,9 +196,7 @@ def check_split(
             f"enable_expert_parallel needs a model with experts, which this {config.family} model "
             "does not have; leave it out."
         )
-    if config.moe is not None and num_redundant_experts:
-        check_redundant(config.moe.num_experts, size, num_redundant_experts)
-    more = whole_experts, num_redundant_experts
+    more = whole_experts, spares
     if why := why_not(config, size, *more):
         every = range(1, MOST_RANKS + 1)
         sizes = ", ".join(str(each) for each in every if divides(config, each, *more))

@@ -88,33 +88,43 @@ def check_weights(layers: list[BalancedExperts], whole: list[Experts]) -> None:
     for mine, right in zip(layers, whole, strict=True):
         held = list(mine.placement.slots[mine.communicator.rank])
         for name in ("gate_up", "down"):
-            own, every = getattr(mine.experts, name).weight, getattr(right, name).weight
+            own, every = getattr(mine.held, name).weight, getattr(right, name).weight
             assert torch.equal(own, every[held])
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "num_stages", "num_redundant"),
+    ("name", "size", "num_stages", "num_redundant", "num_copies"),
     [
-        ("qwen3_moe", 2, 1, 0),
-        ("qwen3_moe", 2, 1, 2),
-        ("qwen3_moe", 4, 1, 2),  # alone, 6 experts do not go on 4 ranks
-        ("deepseek_v3", 4, 1, 0),
-        ("deepseek_v3", 2, 2, 2),
+        ("qwen3_moe", 2, 1, 0, 1),
+        ("qwen3_moe", 2, 1, 2, 1),
+        ("qwen3_moe", 4, 1, 2, 1),  # alone, 6 experts do not go on 4 ranks
+        ("deepseek_v3", 4, 1, 0, 1),
+        ("deepseek_v3", 2, 2, 2, 1),
+        ("qwen3_moe", 1, 1, 0, 2),
+        ("qwen3_moe", 1, 1, 2, 4),
+        ("deepseek_v3", 1, 1, 4, 3),
     ],
 )
 def test_tokens_are_those_of_one_rank_while_experts_move(
-    name, size, num_stages, num_redundant, alone, monkeypatch
+    name, size, num_stages, num_redundant, num_copies, alone, monkeypatch
 ):
     moved: list[bool] = []
     monkeypatch.setattr(balance, "report", lambda now, found, _: moved.append(now != found))
     folder, wanted, model = alone(name)
-    llm = balanced(folder, size, num_redundant, pipeline_parallel_size=num_stages)
+    llm = balanced(
+        folder,
+        size,
+        num_redundant,
+        pipeline_parallel_size=num_stages,
+        data_parallel_size=num_copies,
+    )
     ranks = layers_of(llm)
     assert tokens(llm) == wanted
     num_rebalances = (len(list(llm.trace)) - 1) // INTERVAL
     assert len(moved) == num_rebalances * num_stages
     assert sum(moved) >= 3
     whole = [each for each in model.modules() if isinstance(each, Experts)]
+    size *= num_copies  # of the ranks that share experts
     for stage in range(num_stages):
         group = ranks[stage * size : (stage + 1) * size]
         own, whole = whole[: len(group[0])], whole[len(group[0]) :]
@@ -162,7 +172,7 @@ def small_layer(placement: Placement, communicator, weights: dict[str, torch.Ten
         matrix = getattr(experts, name)
         matrix.create(values.dtype, "cpu")
         matrix.weight.copy_(values[list(held)])
-    return BalancedExperts(experts, placement, communicator, 5)
+    return BalancedExperts(experts, experts, placement, communicator, 5)
 
 
 @pytest.mark.parametrize(("num_experts", "num_redundant"), [(6, 0), (6, 3), (4, 8), (5, 1)])
@@ -186,7 +196,7 @@ def test_loads_of_all_ranks_count_and_every_bit_moves(
         chosen = [torch.randint(0, num_experts, (9, 2), generator=generator) for _ in layers]
         for layer, ids in zip(layers, chosen, strict=True):
             for _ in range(5):
-                layer.slots((ids * ids) // num_experts)  # the first ones more often
+                layer.count((ids * ids) // num_experts)  # the first ones more often
         loads = sum(layer.loads() for layer in layers).tolist()
         before = layers[0].placement
         calls = [lambda e=each, v=version: rebalance(nn.ModuleList([e]), v) for each in layers]
@@ -201,18 +211,17 @@ def test_loads_of_all_ranks_count_and_every_bit_moves(
     assert changed or (num_experts, num_redundant) == (4, 8)  # where every rank has all
 
 
-def test_every_row_is_computed_once(alone):
-    """On one rank, and in one slot that has its expert."""
+def test_all_ranks_send_a_row_to_the_same_copy():
     placement = place([9, 1, 1, 1], 3, 5)
     weights = {"gate_up": torch.zeros(4, 6, 4), "down": torch.zeros(4, 4, 3)}
     layers = [small_layer(placement, each, weights) for each in ThreadGroup(3).communicators()]
     ids = torch.tensor([[0, 1], [0, 2], [3, 0], [0, 1], [1, 0]])
-    own = [layer.slots(ids) for layer in layers]
-    assert torch.equal(sum(each >= 0 for each in own), torch.ones_like(ids))
+    found = [layer.slots(ids).tolist() for layer in layers]
+    assert found[0] == found[1] == found[2]
     for row, chosen in enumerate(ids.tolist()):
         for choice, expert in enumerate(chosen):
             rank, slot = placement.copy_of(expert, row)
-            assert own[rank][row, choice] == slot
+            assert found[0][row][choice] == 3 * rank + slot
 
 
 # ---- planted bugs ------------------------------------------------------------------------------
@@ -233,7 +242,11 @@ def counted_twice(right):
     """All ranks with a copy compute a row."""
 
     def slots(self, ids):
-        return self._table[ids].max(-1).values
+        found, rank, size = right(self, ids), self.communicator.rank, len(self.placement.slots[0])
+        for expert, copies in enumerate(self.placement.copies):
+            for mine in [slot for owner, slot in copies if owner == rank]:
+                found[ids == expert] = rank * size + mine
+        return found
 
     return slots
 
