@@ -22,6 +22,7 @@ from minillm.errors import (
 from minillm.layers.moe import ExpertNames, Experts
 from minillm.parallel import balance
 from minillm.parallel.balance import BalancedExperts, rebalance
+from minillm.parallel.dispatch import packed, unpacked
 from minillm.parallel.experts import share_experts
 from minillm.parallel.placement import Placement, first_placement, place
 from minillm.parallel.split import largest_part
@@ -207,7 +208,7 @@ def test_loads_of_all_ranks_count_and_every_bit_moves(
         assert found.pop().balance(loads) == pytest.approx(max(best, before.balance(loads)))
         changed += layers[0].placement != before
         for layer in layers:
-            check_weights([layer], [whole.experts])
+            check_weights([layer], [whole.held])
     assert changed or (num_experts, num_redundant) == (4, 8)  # where every rank has all
 
 
@@ -336,7 +337,7 @@ def test_redundant_experts_that_do_not_fit_are_refused_when_the_model_is_known(a
 
 def test_memory_of_redundant_experts_is_planned(alone):
     config = preset("mixtral-8x7b")
-    parts = [largest_part(config, 2, 1, True, spares) for spares in (0, 2, 8)]
+    parts = [largest_part(config, 2, 1, True, 1, spares) for spares in (0, 2, 8)]
     sizes = [parameter_count(part).total for part in parts]
     expert = 3 * config.hidden_size * config.moe.intermediate_size * config.num_layers
     assert [size - sizes[0] for size in sizes] == [0, expert, 4 * expert]
@@ -347,3 +348,11 @@ def test_memory_of_redundant_experts_is_planned(alone):
     assert weights[1] - weights[0] == 2 * 4 * expert
     few.close()
     more.close()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2])
+def test_rows_with_an_odd_number_of_choices_travel(num_rows):
+    """Ids start where no number of 8 bytes may; a single row is contiguous even there."""
+    columns = torch.randn(num_rows, 4), torch.rand(num_rows, 3), torch.arange(3).expand(num_rows, 3)
+    found = unpacked(packed(*columns), *columns)
+    assert all(torch.equal(*pair) for pair in zip(found, columns, strict=True))
