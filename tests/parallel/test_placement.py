@@ -47,7 +47,7 @@ def test_a_placement_has_every_expert_and_no_rank_has_one_twice(case):
     assert sum(map(len, found.copies)) == len(loads) + num_redundant
     first = first_placement(len(loads), num_ranks, num_redundant)
     assert is_valid(first, len(loads), num_ranks, num_redundant)
-    assert found == place([7 * load for load in loads], num_ranks, num_redundant)
+    assert found == place([8 * load for load in loads], num_ranks, num_redundant)
     assert sum(found.rank_loads(loads)) == pytest.approx(sum(loads))
 
 
