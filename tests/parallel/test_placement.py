@@ -110,6 +110,19 @@ def test_by_hand():
     assert place([0, 0, 0, 0], 2, 2).balance([0, 0, 0, 0]) == 1.0
 
 
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.data())
+def test_copies_are_packed_whatever_their_loads(case, data):
+    """Also small ones that come last, when few ranks have room."""
+    loads, num_ranks, _ = case
+    counts = [data.draw(st.integers(1, num_ranks)) for _ in loads]
+    while sum(counts) % num_ranks:
+        counts[counts.index(min(counts))] += 1
+    found = pack([load * load * load for load in loads], counts, num_ranks)
+    assert is_valid(found, len(loads), num_ranks, sum(counts) - len(loads))
+    assert [len(held) for held in found.copies] == counts
+
+
 def test_a_full_rank_makes_room():
     """The second rank is full of small experts when the second copy of expert 4 needs it."""
     loads, counts = [9, 2, 2, 1, 1], [1, 1, 1, 1, 2]
