@@ -57,7 +57,7 @@ def unpacked(rows: Tensor, *like: Tensor) -> Iterator[Tensor]:
     """What `packed` put together, with the width and dtype of these."""
     widths = [each.shape[1] * each.element_size() for each in like]
     for column, each in zip(rows.split(widths, 1), like, strict=True):
-        yield column.clone(memory_format=torch.contiguous_format).view(each.dtype)  # aligned
+        yield column.clone(memory_format=torch.contiguous_format).view(each.dtype)
 
 
 def dispatch_experts(model: Decoder, num_slots: int, communicator: Communicator) -> None:
