@@ -70,8 +70,8 @@ def json_object(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ArgumentTypeError(
-            f"{text[:60]!r} is not JSON ({error.msg} at character {error.pos + 1}); write it as "
-            '\'{"method": "ngram", "num_speculative_tokens": 4}\'.'
+            f"{text[:60]!r} is not JSON ({error.msg} at character {error.pos + 1}); write names in "
+            "double quotes and all in single ones, as in '{\"num_speculative_tokens\": 4}'."
         ) from error
 
 
