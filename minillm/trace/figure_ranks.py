@@ -26,7 +26,7 @@ def draw_ranks(ax: "Axes", data: dict[str, Any]) -> None:
         part: np.array([lane[part] for lane in lanes], float).reshape(len(lanes), -1)
         for part, *_ in PARTS
     }
-    slowest = sum(seconds.values()).max(axis=0)
+    slowest = np.add(*seconds.values()).max(axis=0)
     edges = np.arange(len(slowest) + 1)
     for row in range(len(lanes)):
         below = np.full(len(slowest), row + LANE / 2)  # the axis points down
