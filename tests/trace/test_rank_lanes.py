@@ -81,7 +81,8 @@ def test_a_lane_is_as_high_as_the_slowest_rank_took(trace: Trace) -> None:
             np.testing.assert_allclose(found.baseline, below)
             np.testing.assert_allclose(found.values, below - height)
             below = found.values
-        np.testing.assert_allclose(below, row - LANE / 2)  # here all take as long as the slowest
+        top = row - LANE / 2  # which rank 0 does not reach: it is done sooner
+        assert (below > top + 0.01).all() if row == 0 else np.allclose(below, top)
 
 
 def test_a_slow_rank_computes_more_than_the_others() -> None:
