@@ -194,7 +194,9 @@ def resize(driver: Any, width: int, height: int, ratio: float = 1) -> None:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[Path, dict[str, Any]]]:
     folder, found = tmp_path_factory.mktemp("pages"), {}
-    drawings = {size: data(size, **options) for size, options in SIZES.items()}
+    traces = {size: simulate(size, **options) for size, options in SIZES.items()}
+    with_ranks(traces[100], 3)
+    drawings = {size: timeline(trace) for size, trace in traces.items()}
     for size, drawing in {**drawings, "hostile": data(8, 24, names=HOSTILE)}.items():
         found[size] = (folder / f"{size}.html", drawing)
         write_page(drawing, found[size][0], f"{size}.jsonl")
@@ -582,7 +584,7 @@ def test_every_width_and_resolution_is_filled(
     viewer.settle()
     assert viewer.run("return document.documentElement.scrollWidth") <= width
     boxes = viewer.run(
-        "return [...document.querySelectorAll('#plot canvas')].filter((c) => !c.closest('li'))"
+        "return [...document.querySelectorAll('#plot canvas')].filter((c) => !c.closest('li, [hidden]'))"
         ".map((c) => [c.width / c.offsetWidth, c.getBoundingClientRect().right])"
     )
     for density, right in boxes:
