@@ -194,10 +194,10 @@ def resize(driver: Any, width: int, height: int, ratio: float = 1) -> None:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[Path, dict[str, Any]]]:
     folder, found = tmp_path_factory.mktemp("pages"), {}
-    traces = {size: simulate(size, **options) for size, options in SIZES.items()}
-    with_ranks(traces[100], 3)
-    drawings = {size: timeline(trace) for size, trace in traces.items()}
-    for size, drawing in {**drawings, "hostile": data(8, 24, names=HOSTILE)}.items():
+    drawings: dict[Any, Any] = {size: data(size, **options) for size, options in SIZES.items()}
+    drawings["hostile"] = data(8, 24, names=HOSTILE)
+    drawings["ranks"] = timeline(with_ranks(simulate(100, **SIZES[100]), 3))
+    for size, drawing in drawings.items():
         found[size] = (folder / f"{size}.html", drawing)
         write_page(drawing, found[size][0], f"{size}.jsonl")
     return found
@@ -580,11 +580,11 @@ def test_every_width_and_resolution_is_filled(
     width: int, ratio: float, driver: Any, pages: Any
 ) -> None:
     resize(driver, width, 800, ratio)
-    viewer = Viewer(driver, *pages[100])
+    viewer = Viewer(driver, *pages["ranks"])
     viewer.settle()
     assert viewer.run("return document.documentElement.scrollWidth") <= width
     boxes = viewer.run(
-        "return [...document.querySelectorAll('#plot canvas')].filter((c) => !c.closest('li, [hidden]'))"
+        "return [...document.querySelectorAll('#plot canvas')].filter((c) => !c.closest('li'))"
         ".map((c) => [c.width / c.offsetWidth, c.getBoundingClientRect().right])"
     )
     for density, right in boxes:
@@ -663,6 +663,18 @@ def test_ranks_have_lanes(driver: Any, tmp_path: Path) -> None:
     assert viewer.text("tip").startswith("Rank 1: 9 ms + 1 ms")
     assert "rank 19 ms + 1 ms" in viewer.text("ranks-names")
     assert "rank 19 ms + 1 ms" in viewer.text("details")
+
+
+def test_lanes_go_with_the_curves(driver: Any, pages: Any) -> None:
+    """Without them there is more room for the rows, as in a notebook."""
+    resize(driver, 966, 722)
+    viewer = Viewer(driver, *pages["ranks"])
+    tall = "return document.getElementById('ranks-lane').offsetHeight"
+    assert viewer.run(tall) == 3 * 22 + 1
+    viewer.press("c")
+    assert viewer.run(tall) == 0
+    viewer.press("c")
+    assert viewer.run(tall) == 3 * 22 + 1
 
 
 def test_one_rank_has_no_lane(small: Viewer) -> None:
