@@ -268,12 +268,11 @@ def additions(config: ModelConfig, ranks: int) -> int:
     return sums_per_step(config) * (ranks - 1) * config.hidden_size
 
 
-def room(config: ModelConfig, gpu: Hardware, ranks: int) -> MemoryPlan:
-    """What one of so many ranks holds, where 0.9 of its memory may be used, in bfloat16."""
-    return device_memory(
-        config, gpu.memory_bytes, Layout(ranks), dtype="bfloat16", max_model_len=8192,
-        gpu_memory_utilization=0.90,
-    )  # fmt: skip
+def room(
+    config: ModelConfig, gpu: Hardware, tensor_parallel_size: int, **settings: Any
+) -> MemoryPlan:
+    """What one of so many ranks holds; `settings` are the engine's arguments."""
+    return device_memory(config, gpu.memory_bytes, Layout(tensor_parallel_size), **settings)
 
 
 def weight_gigabytes(config: ModelConfig) -> float:
