@@ -159,8 +159,7 @@ class Scheduler:
         self._flights.plans.append((plan, self.record))
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
         if self.waiting:
-            seats, lines = self.config.max_num_seqs - self.num_seats, (self.waiting, self.running)
-            self.record.blocked = self.admission.refusal(*lines, seats, budget, self.record)
+            self.record.blocked = self._refusal(budget)
             if self.record.blocked is None:
                 self._admit(plan, budget)
         if self.drafts is not None:
@@ -168,7 +167,10 @@ class Scheduler:
             self.drafts.extend(plan, self.in_flight, len(self.running), self.blocks, self.config)
         put_in_order(plan.rows, self._readers)
         self._readers.clear()
-        self._close()
+        record = self.record
+        record.num_running, record.num_waiting = len(self.running), len(self.waiting)
+        record.num_free_blocks = self.blocks.pool.num_free
+        self.counters.add(record)
         return plan
 
     def _take_running(self, plan: StepPlan, budget: int) -> int:
@@ -248,6 +250,11 @@ class Scheduler:
         sequence.status = Status.WAITING
         enter(self.waiting, sequence)
 
+    def _refusal(self, budget: int) -> Blocked | None:
+        """Why no waiting sequence can be admitted; a subclass may have reasons of its own."""
+        seats = self.config.max_num_seqs - self.num_seats
+        return self.admission.refusal(self.waiting, self.running, seats, budget, self.record)
+
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Move waiting sequences to `running` in order, until the next one does not fit."""
         pledged = self.admission.pledged(self.running)
@@ -310,13 +317,6 @@ class Scheduler:
             self.log.record.num_decode_tokens += 1
         else:
             self.log.record.num_prefill_tokens += num_tokens
-
-    def _close(self) -> None:
-        """Complete the record, and add it to the counters."""
-        record = self.record
-        record.num_running, record.num_waiting = len(self.running), len(self.waiting)
-        record.num_free_blocks = self.blocks.pool.num_free
-        self.counters.add(record)
 
     # ---- one step: commit ----------------------------------------------------------------
 

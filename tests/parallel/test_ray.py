@@ -30,7 +30,10 @@ def test_ray_is_not_installed(monkeypatch):
 def ray() -> Iterator[Any]:
     """A cluster of two CPUs on this machine."""
     found = ray_ranks.import_ray()
-    found.init(num_cpus=2, include_dashboard=False, object_store_memory=150 << 20)
+    try:
+        found.init(num_cpus=2, include_dashboard=False, object_store_memory=150 << 20)
+    except Exception as error:  # it gives its own processes 30 s, whatever the machine does
+        pytest.skip(f"Ray does not start on this machine now: {error}")
     yield found
     found.shutdown()
     wait_until(lambda: not children(os.getpid()), "processes are left")
@@ -41,17 +44,34 @@ def generate(llm: LLM) -> list[list[int]]:
     return [list(each.outputs[0].token_ids) for each in found]
 
 
+def generate_for_ever(llm: LLM) -> None:
+    while True:
+        generate(llm)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ray_ranks.RayRanks]:
+    """Those of the engines that the test makes."""
+    found: list[ray_ranks.RayRanks] = []
+
+    class Seen(ray_ranks.RayRanks):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            found.append(self)
+
+    monkeypatch.setattr(ray_ranks, "RayRanks", Seen)
+    return found
+
+
 @needs_ray
-def test_the_tokens_of_one_rank_and_the_death_of_an_actor(ray):
+def test_the_tokens_of_one_rank_and_the_death_of_an_actor(ray, started):
     with LLM("tiny", dtype="float32") as llm:
         expected = generate(llm)
     llm = LLM("tiny", **TWO)
     assert generate(llm) == expected
-    actors = llm.engine.runner.actors
-    ray.kill(actors[1])
+    ray.kill(started[0]._actors[1])
     with pytest.raises(EngineDeadError, match=r"^Rank 1 of 2 \(node .*\) is gone .*has ended\.$"):
-        while True:
-            generate(llm)
+        generate_for_ever(llm)
     llm.close()
     wait_until(lambda: ray.available_resources().get("CPU") == 2, "CPUs are in use")
 
