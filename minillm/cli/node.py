@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
+from contextlib import suppress
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
 
+SECONDS_TO_END = 10.0  # that the first rank has after the command
 USAGE = "(--connect HOST:PORT | COMMAND ...) [options]"
 EXAMPLES = """\
 On every node MINILLM_SECRET_FILE names a copy of one file with a secret, such as
@@ -65,7 +67,9 @@ def run_first(command: list[str]) -> int:
     ours = ["--distributed-executor-backend", "external"]
     with subprocess.Popen([sys.executable, "-m", "minillm", "node"]) as rank:
         try:
-            return run_command([*command, *ours, "--master-addr", os.environ["MASTER_ADDR"]])
-        except BaseException:
+            code = run_command([*command, *ours, "--master-addr", os.environ["MASTER_ADDR"]])
+            with suppress(subprocess.TimeoutExpired):
+                rank.wait(SECONDS_TO_END)
+            return code
+        finally:  # it may wait for an engine that was not made
             rank.terminate()
-            raise

@@ -45,7 +45,8 @@ def open_nodes(
     listener = Listener(args.master_addr, args.master_port, secret)
     try:
         where = f"{listener.address[0]}:{listener.address[1]}"
-        level = logging.INFO if args.master_port else logging.WARNING
+        is_known = args.master_port or torchrun_store() is not None
+        level = logging.INFO if is_known else logging.WARNING
         text = "Waiting for %d ranks at %s; start each with `minillm node --connect %s`."
         logger.log(level, text, args.num_ranks, where, where)
         publish(where)

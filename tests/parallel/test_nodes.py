@@ -49,7 +49,6 @@ def lend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Future[
     """Start ranks for the next engine, as threads of this process: `lend(2)`."""
     addresses: Queue[str] = Queue()
     monkeypatch.setattr(node, "watch", lambda *_: None)  # it ends the process
-    monkeypatch.setattr(meeting, "START_PATIENCE", 2.0)  # of those that wait for one that failed
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(worker.gc, "freeze", lambda: None)
     before = open_files()
@@ -152,7 +151,8 @@ def other_values(to: Path) -> None:
         (shutil.rmtree, r"^Node \S+ does not have the model of node .*--model"),
     ],
 )
-def test_another_checkpoint(change, what, folder, lend, tmp_path):
+def test_another_checkpoint(change, what, folder, lend, tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting, "START_PATIENCE", 0.5)  # the first rank waits for the second
     other = changed(folder, tmp_path / "other", change)
     ranks = lend(2, {"number": 0}, {"number": 1, "model": str(other)})
     with pytest.raises(CheckpointError, match=what) as caught:
@@ -322,3 +322,25 @@ def test_two_machines_and_a_rank_that_is_killed(sizes, places, namespaces):
             _, errors = each.communicate(timeout=LIMIT)
             assert SECRET not in errors
         assert [each.returncode != 0 for each in ranks] == [True] * len(ranks)
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_machines(namespaces):
+    """One command on both; the first of them writes the text."""
+    with LLM("tiny") as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=12)
+        expected = llm.generate([TEXTS[0]], greedy, use_tqdm=False)[0].outputs[0].text
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])  # in another namespace it is free
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node"]
+    command += ["1", "--master-addr", "10.200.0.1", "--master-port", port, "--node-rank"]
+    generates = ["generate", TEXTS[0], "--temperature", "0", "--max-tokens", "12", "-tp", "2"]
+    with contextlib.ExitStack() as stack:
+        running = [
+            python(stack, *place, *command, str(n), "-m", "minillm", "node", *generates)
+            for n, place in enumerate(namespaces)
+        ]
+        said = [each.communicate(timeout=LIMIT) for each in running]
+    assert [each.returncode for each in running] == [0, 0], said
+    assert said[0][0].strip() == expected.strip()
+    assert said[1][0] == ""
