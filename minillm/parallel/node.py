@@ -70,7 +70,7 @@ def serve_rank(
                 arrival.connection.shutdown(socket.SHUT_RDWR)  # close alone leaves it to `watch`
     finally:
         meeting.close()
-    if isinstance(error, StopIteration):
+    if isinstance(error, StopIteration | ConnectionError):
         raise NodeError(f"The driver at {address} has ended; its own message says why.")
     if error is not None:
         raise error

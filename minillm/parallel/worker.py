@@ -77,11 +77,14 @@ def serve(
             if message.kind is Kind.CLOSE:
                 break
             channel.send(Kind.DONE, answer(runner, message, place), message.number)
+        else:
+            raise ConnectionError("the driver has ended")
         place.close()
     except BaseException as error:
         if place is not None:
             place.abort()
-        channel.send(Kind.ERROR, last_words(error))
+        with suppress(OSError):
+            channel.send(Kind.ERROR, last_words(error))
         return error
     return None
 
