@@ -23,6 +23,7 @@ import pytest
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, ConfigError, NodeError
 from minillm.parallel import meeting, node, nodes, worker
+from minillm.parallel.listener import Arrival
 from minillm.parallel.node import serve_rank, split_address
 from tests.engine.small import make, write_model
 from tests.models.tiny import Tiny
@@ -344,3 +345,18 @@ def test_torchrun_on_two_machines(namespaces):
     assert [each.returncode for each in running] == [0, 0], said
     assert said[0][0].strip() == expected.strip()
     assert said[1][0] == ""
+
+
+def test_the_order_of_ranks():
+    """By the numbers that they say; else those of a node together, as they came."""
+
+    def order(*hellos: tuple[str, int | None]) -> list[tuple[str, int | None]]:
+        arrived = [Arrival({"node": n, "rank": r}, socket.socket(), "") for n, r in hellos]
+        for each in arrived:
+            each.connection.close()
+        return [(each.hello["node"], each.hello["rank"]) for each in nodes.in_order(arrived)]
+
+    assert order(("b", 2), ("a", 0), ("b", 1)) == [("a", 0), ("b", 1), ("b", 2)]
+    assert order(("b", None), ("a", None), ("b", None)) == [("b", None), ("b", None), ("a", None)]
+    with pytest.raises(NodeError):
+        order(("a", None), ("b", 1))
