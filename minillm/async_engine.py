@@ -14,6 +14,7 @@ from minillm.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minillm.prompts import Prompt, one_params, one_priority, one_prompt, split_prompt
 from minillm.request_stream import RequestStream
 from minillm.sampling_params import SamplingParams, shown
+from minillm.scheduling.data_parallel import reset_prefix_cache
 from minillm.scheduling.request import Request
 from minillm.step_thread import StepThread, Ticket
 from minillm.text.tokenizer import LONG_TEXT, Tokenizer
@@ -96,7 +97,7 @@ class AsyncLLMEngine:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as before a measurement; True, as in vLLM."""
         await asyncio.wrap_future(
-            self._steps.call(lambda: self._engine.scheduler.blocks.reset_prefix_cache())
+            self._steps.call(lambda: reset_prefix_cache(self._engine.scheduler))
         )
         return True
 

@@ -19,7 +19,6 @@ from minillm.cache.blocks import AccountingError
 from minillm.engine_args import EngineArgs
 from minillm.engine_report import trace_settings
 from minillm.engine_setup import (
-    build_scheduler,
     choose_device,
     choose_dtype,
     end_tokens,
@@ -41,6 +40,8 @@ from minillm.live_request import LiveRequest
 from minillm.models.checkpoint import open_model
 from minillm.outputs import FinishReason
 from minillm.sampling_params import SamplingParams, validate_against_model
+from minillm.scheduler_setup import build_scheduler
+from minillm.scheduling.data_parallel import end_all
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Request, Status
@@ -66,9 +67,8 @@ class Engine:
         self.eos_token_ids = end_tokens(self.source, self.tokenizer)
         self._seeds = random.Random(args.seed)
         self._live: dict[str, LiveRequest] = {}
-        self._dead = ""
+        self._dead, self._stepping = "", False
         self._steps: list[Step] = []  # uncommitted: at most `depth` inside `step()`, else one less
-        self._stepping = False
         self._runner: Executor | None = None
         parts = args, self.source, self.memory, self.device, draft
         self._runner, self._forward_pass = open_executor(*parts)
@@ -393,7 +393,7 @@ class Engine:
         for step in self._steps:
             self.trace.append(step.record)
         self._steps = []
-        scheduler.log.end_all(scheduler.sequences.values(), reason, scheduler.in_flight, now)
+        end_all(scheduler, reason, now)
         self.trace.append(scheduler.record)
         if self._runner is not None:
             self.scheduler = scheduler.restarted()

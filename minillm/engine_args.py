@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
@@ -93,8 +94,10 @@ class EngineArgs:
     `tensor_parallel_size` ranks share every layer, each with some of the heads and units: by
     `distributed_executor_backend` processes ("mp", the default), or threads of this process
     ("threads", for tests and experiments). `pipeline_parallel_size` stages each have some of the
-    layers, and as many steps run at once. With `enable_expert_parallel` the ranks of a stage each
-    have whole experts, and not a share of the units of each.
+    layers, and as many steps run at once. `data_parallel_size` ranks each have a copy of the model,
+    with own requests, blocks and limits, and compute their steps together. With
+    `enable_expert_parallel` the ranks of a stage, or the copies, each have whole experts, and not a
+    share of the units of each, or all of them.
     An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
     "minillm.stat_logger") unless `disable_log_stats`.
 
@@ -130,6 +133,7 @@ class EngineArgs:
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     distributed_executor_backend: str | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
@@ -216,24 +220,44 @@ class EngineArgs:
     @property
     def num_ranks(self) -> int:
         """Threads or processes that compute, each with a part of the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
+        return prod(sizes)
 
     def _check_ranks(self) -> None:
         self._check_count("tensor_parallel_size")
         self._check_count("pipeline_parallel_size")
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+        self._check_count("data_parallel_size")
+        shared = self.tensor_parallel_size, self.data_parallel_size
+        if self.enable_expert_parallel and max(shared) == 1:
             raise ConfigError(
-                "enable_expert_parallel shares experts among the ranks of tensor_parallel_size, "
-                "which is 1; set it to 2 or more, or leave enable_expert_parallel out."
+                "enable_expert_parallel shares experts among the ranks of tensor_parallel_size or "
+                "data_parallel_size, which are 1; set one to 2 or more, or leave it out."
             )
+        if self.data_parallel_size > 1:
+            self._check_data_parallel()
         if self.distributed_executor_backend == "ray":
             raise UnsupportedFeatureError(
                 "distributed_executor_backend='ray' is not built yet; leave it out in this version."
             )
         if self.distributed_executor_backend is not None:
             self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
+
+    def _check_data_parallel(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1:
+                raise UnsupportedFeatureError(
+                    f"data_parallel_size is {self.data_parallel_size} and {name} is "
+                    f"{getattr(self, name)}, which do not go together in this version; set one of "
+                    "them to 1."
+                )
+        if self.deterministic and self.enable_expert_parallel:
+            raise UnsupportedFeatureError(
+                f"data_parallel_size is {self.data_parallel_size}, where an expert computes the "
+                "tokens of all ranks together, so their bits depend on each other; leave out "
+                "deterministic or enable_expert_parallel."
+            )
 
     def _check_pipeline(self) -> None:
         if self.speculative_config is not None:

@@ -2,15 +2,16 @@
 
 import torch
 
+from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import TraceSettings
 
 
 def trace_settings(
-    name: str, dtype: str, device: torch.device, scheduler: Scheduler
+    name: str, dtype: str, device: torch.device, scheduler: Scheduler | DataParallelScheduler
 ) -> TraceSettings:
     """What engine is recorded."""
-    config, blocks = scheduler.config, scheduler.blocks
+    config, blocks, copies = scheduler.config, scheduler.blocks, len(schedulers_of(scheduler))
     return TraceSettings(
         model=name,
         dtype=dtype,
@@ -20,8 +21,8 @@ def trace_settings(
         preemption=config.preemption_mode,
         prefix_cache=blocks.prefix_cache,
         block_size=blocks.block_size,
-        num_blocks=blocks.pool.num_blocks,
-        num_host_blocks=blocks.host.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_blocks=copies * blocks.pool.num_blocks,
+        num_host_blocks=copies * blocks.host.num_blocks,
+        max_num_seqs=copies * config.max_num_seqs,
+        max_num_batched_tokens=copies * config.max_num_batched_tokens,
     )

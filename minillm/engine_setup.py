@@ -2,19 +2,18 @@
 
 import logging
 from dataclasses import replace
-from math import ceil, prod
+from math import ceil
 
 import torch
 
 from minillm import machine
-from minillm.cache.manager import BlockManager
 from minillm.cache_spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.cost import BatchFit, MemoryPlan, memory_plan
 from minillm.deterministic import PASS_ROWS, TiledDecoder
 from minillm.engine_args import NOT_BUILT_YET, EngineArgs
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
-from minillm.executor import Capacity, Executor
+from minillm.executor import Executor
 from minillm.fixed_sums import make_deterministic
 from minillm.forward_pass import ForwardPass
 from minillm.graphs import CudaCapture, has_graphs
@@ -26,12 +25,10 @@ from minillm.models.packing import copied_weight_bytes, keep_plain, pack_weights
 from minillm.ops.batch import AttentionMode
 from minillm.parallel.split import largest_part
 from minillm.runner import Runner
-from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.scheduler import Scheduler
+from minillm.scheduler_setup import scheduler_config
 from minillm.speculative.draft_model import DraftModel
 from minillm.speculative.setup import (
     DraftSource,
-    build_drafts,
     build_proposer,
     build_rule,
     speculation_of,
@@ -43,8 +40,6 @@ from minillm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_NUM_SEQS = 256
-MAX_NUM_BATCHED_TOKENS = 2048
 GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
 CPU_CACHE_SHARE = 0.25  # of what is left: a machine that one works at needs its memory
@@ -130,12 +125,12 @@ def plan_memory(
         )
     sizes, free = (args.tensor_parallel_size, args.pipeline_parallel_size), free_memory(device)
     if device.type == "cpu":
-        free //= prod(sizes)  # ranks, which share it
+        free //= args.num_ranks  # which share it
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # rows that a tile may have beyond the batch
     speculation, copies = speculation_of(args), packs(args, device)
     plan = memory_plan(
-        largest_part(config, *sizes, args.enable_expert_parallel),
+        largest_part(config, *sizes, args.enable_expert_parallel, args.data_parallel_size),
         free,
         dtype=dtype,
         max_model_len=args.max_model_len or longest,
@@ -274,21 +269,6 @@ def records(args: EngineArgs, device: torch.device) -> bool:
     return has_graphs(device) and not special
 
 
-def scheduler_config(args: EngineArgs) -> SchedulerConfig:
-    """The scheduler's part of the arguments; ConfigError where they contradict each other."""
-    budget = args.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
-    return SchedulerConfig(
-        max_num_seqs=args.max_num_seqs or min(MAX_NUM_SEQS, budget),
-        max_num_batched_tokens=budget,
-        long_prefill_token_threshold=args.long_prefill_token_threshold,
-        enable_chunked_prefill=args.enable_chunked_prefill,
-        policy=args.scheduling_policy,
-        admission=args.admission_policy,
-        preemption_mode="swap" if args.swap_space else "recompute",
-        num_stages=args.pipeline_parallel_size,
-    )
-
-
 def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
     """Blocks of host memory to which sequences are swapped out."""
     count = int(args.swap_space * 2**30) // plan.block_bytes
@@ -298,19 +278,6 @@ def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
             f"({plan.block_bytes:,} bytes)."
         )
     return count
-
-
-def build_scheduler(
-    args: EngineArgs, capacity: Capacity, draft: DraftSource | None = None
-) -> Scheduler:
-    """The scheduler over the blocks that an executor has."""
-    prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
-    blocks = BlockManager(
-        capacity.num_blocks, capacity.block_size, prefix_cache, capacity.num_host_blocks
-    )
-    speculation = speculation_of(args)
-    drafts = None if speculation is None else build_drafts(speculation, draft)
-    return Scheduler(scheduler_config(args), blocks, drafts=drafts)
 
 
 def open_executor(

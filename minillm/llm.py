@@ -17,6 +17,7 @@ from minillm.live_request import LiveRequest
 from minillm.outputs import RequestOutput, ScoreOutput
 from minillm.prompts import Prompt, list_params, list_priorities, list_prompts, split_prompt
 from minillm.sampling_params import RequestOutputKind, SamplingParams
+from minillm.scheduling.data_parallel import reset_prefix_cache
 from minillm.scheduling.request import Request
 from minillm.text.tokenizer import Tokenizer
 from minillm.trace.recorder import Trace
@@ -145,7 +146,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as before a measurement; True, as in vLLM."""
         self.engine.runner  # noqa: B018  (a closed engine says so)
-        self.engine.scheduler.blocks.reset_prefix_cache()
+        reset_prefix_cache(self.engine.scheduler)
         return True
 
     def plan(self) -> MemoryPlan:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from minillm.scheduling.acceptance import Acceptance
+from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.record import Counters
 from minillm.scheduling.scheduler import Scheduler
 
@@ -21,13 +22,15 @@ class StatLogger:
         self._since = perf_counter()
         self._before, self._accepted = replace(counters), Acceptance.of(counters)
 
-    def after_step(self, scheduler: Scheduler) -> None:
+    def after_step(self, scheduler: Scheduler | DataParallelScheduler) -> None:
         """Log what was done since the last line, if it is time for the next one."""
         now = perf_counter()
         seconds = now - self._since
         if seconds < INTERVAL:
             return
-        after, before, pool = scheduler.counters, self._before, scheduler.blocks.pool
+        after, before = scheduler.counters, self._before
+        pools = [each.blocks.pool for each in schedulers_of(scheduler)]
+        num_free = sum(each.num_free for each in pools)
         total = Acceptance.of(after)
         drafts = total.since(self._accepted)
         self._since, self._before, self._accepted = now, replace(after), total
@@ -41,7 +44,7 @@ class StatLogger:
             len(scheduler.waiting),
             (after.num_prefill_tokens - before.num_prefill_tokens) / seconds,
             num_new / seconds,
-            100 * (1 - pool.num_free / pool.num_blocks),
+            100 * (1 - num_free / sum(each.num_blocks for each in pools)),
             100 * num_cached / max(num_prompt, 1),
             num_preemptions(after) - num_preemptions(before),
         )

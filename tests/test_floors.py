@@ -39,7 +39,7 @@ FLOORS = {
     **dict.fromkeys(["batches", "edits", "logprobs", "segments"], 5),
     **dict.fromkeys(["collect", "executor", "flight", "sequence_row", "wire"], 5),
     **dict.fromkeys(["engine", "engine_setup", "engine_report", "completion", "live_request"], 6),
-    **dict.fromkeys(["trace", "simulation", "parallel"], 6),
+    **dict.fromkeys(["scheduler_setup", "trace", "simulation", "parallel"], 6),
     **dict.fromkeys(["parallel_cost", "parallel_layout"], 6),  # need parallel/split.py, no torch
     **dict.fromkeys(["llm", "async_engine", "request_stream", "step_thread"], 7),
     **dict.fromkeys(["ticket", "stat_logger"], 7),

@@ -293,7 +293,8 @@ def moe_route(
     """
     choice = scores if bias is None else scores + bias
     if num_groups > 1:
-        grouped = choice.view(len(choice), num_groups, -1)  # [N, groups, E / groups]
+        shape = len(choice), num_groups, choice.shape[1] // num_groups
+        grouped = choice.view(shape)  # [N, groups, E / groups]
         best = grouped.topk(2 if group_score == "top2" else 1, dim=-1).values.sum(-1)
         chosen = torch.zeros_like(best, dtype=torch.bool)
         chosen.scatter_(1, best.topk(topk_groups, dim=-1).indices, True)

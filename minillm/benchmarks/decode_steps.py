@@ -25,6 +25,7 @@ from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
 from minillm.runner import Runner, runner_of
 from minillm.sampling_params import SamplingParams
+from minillm.scheduling.data_parallel import schedulers_of
 
 NOT_TIMED = 3  # tokens of a sequence around those that are timed: two before, one to come
 SEED = 12
@@ -118,7 +119,7 @@ class DecodeSteps:
     @contextmanager
     def _hollow(self, budget: int) -> Iterator[None]:
         """All prompts fit into one step, and cost nothing."""
-        scheduler, runner = self.engine.scheduler, runner_of(self.engine.runner)
+        (scheduler,), runner = schedulers_of(self.engine.scheduler), runner_of(self.engine.runner)
         config = scheduler.config
         large = replace(config, max_num_batched_tokens=max(budget, config.max_num_batched_tokens))
         stand_in: Any = HollowModel(self._model)

@@ -71,11 +71,14 @@ class Steps:
 
 def kinds_of_ranks(ranks: int, has_experts: bool) -> dict[str, dict[str, Any]]:
     """How ranks can work together here: what it is called, and the engine's arguments. "tp" shares
-    each layer, with sums over shared memory or gloo; "pp" has stages; "ep" has whole experts."""
+    each layer, with sums over shared memory or gloo; "pp" has stages; "dp" has copies with own
+    requests; "ep" has whole experts, and "dp, ep" copies that share them."""
     shared = {"tensor_parallel_size": ranks}
     found = {"tp, memory": shared, "tp, gloo": shared, "pp": {"pipeline_parallel_size": ranks}}
+    found["dp"] = {"data_parallel_size": ranks}
     if has_experts:
-        found["ep"] = shared | {"enable_expert_parallel": True}
+        whole = {"enable_expert_parallel": True}
+        found |= {"ep": shared | whole, "dp, ep": found["dp"] | whole}
     if not groups.shared_memory_works():
         del found["tp, memory"]
     return found

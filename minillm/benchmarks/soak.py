@@ -26,6 +26,7 @@ from minillm.engine_args import EngineArgs
 from minillm.live_request import LiveRequest
 from minillm.machine import cpu_name
 from minillm.sampling_params import SamplingParams
+from minillm.scheduling.data_parallel import schedulers_of
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace
 
@@ -73,7 +74,7 @@ class EngineSoak(Soak):
     @property
     def scheduler(self) -> Scheduler:
         """Whose books are checked."""
-        return self.engine.scheduler
+        return schedulers_of(self.engine.scheduler)[0]
 
     def add(self, job: Job) -> None:
         """Put a request in line; one that shall fail has no token left to choose from."""

@@ -26,6 +26,7 @@ from minillm.engine_args import EngineArgs
 from minillm.machine import cpu_name
 from minillm.sampling_params import SamplingParams
 from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.data_parallel import schedulers_of
 from minillm.scheduling.record import Logbook
 from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
@@ -83,7 +84,7 @@ class Stopwatch:
 @contextmanager
 def watching(engine: Engine, watch: Stopwatch) -> Iterator[None]:
     """Time everything that an engine does for its trace only."""
-    log, trace = engine.scheduler.log, engine.trace
+    log, trace = schedulers_of(engine.scheduler)[0].log, engine.trace
     names = [name for name in vars(Logbook) if not name.startswith("_")]
     for name in names:
         setattr(log, name, watch.watched(getattr(log, name)))

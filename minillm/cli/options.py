@@ -18,7 +18,7 @@ from minillm.sampling_params import SamplingParams
 ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
           "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
           "deterministic", "speculative_config", "tensor_parallel_size",
-          "pipeline_parallel_size", "enable_expert_parallel",
+          "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
           "distributed_executor_backend")  # fmt: skip
 SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "seed", "stop",
@@ -45,8 +45,10 @@ def add_engine_options(parser: ArgumentParser) -> None:
                        help="processes that share every layer (1)")  # fmt: skip
     group.add_argument("-pp", "--pipeline-parallel-size", metavar="N", type=int,
                        help="stages of layers, each of so many processes (1)")  # fmt: skip
+    group.add_argument("-dp", "--data-parallel-size", metavar="N", type=int,
+                       help="copies of the model that step together (1)")  # fmt: skip
     group.add_argument("-ep", "--enable-expert-parallel", action="store_true", default=None,
-                       help="with -tp: whole experts for each process")  # fmt: skip
+                       help="with -tp or -dp: whole experts for each process")  # fmt: skip
     group.add_argument("--distributed-executor-backend", metavar="NAME",
                        help="mp: processes; threads: of this process (mp)")  # fmt: skip
     group.add_argument("--speculative-config", metavar="JSON", type=json_object,

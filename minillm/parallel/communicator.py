@@ -1,4 +1,4 @@
-"""What the ranks of a group say to each other: sums and gathers, in rank order.
+"""What the ranks of a group say to each other: sums, gathers and exchanges, in rank order.
 
     rank 0   [ part 0 ] --+                        +--> part 0 + part 1 + ...  on every rank
     rank 1   [ part 1 ] --+-- exchange: all parts --+
@@ -60,9 +60,38 @@ class Communicator:
         self.seconds += perf_counter() - start
         return parts
 
+    def all_to_all(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Send each rank some rows, and receive those for this one.
+
+        Args:
+            rows: [M, w], those for rank 0 first.
+            counts: int64 [size, size] on the host: how many rows each rank (row) sends to each
+                (column); the same on all ranks.
+
+        Returns:
+            [R, w], those of rank 0 first.
+        """
+        others = len(rows) - int(counts[self.rank, self.rank])
+        self._count("all_to_all", rows, others * rows[:0].element_size() * rows.shape[1])
+        start = perf_counter()
+        received = self.distribute(rows, counts)
+        self.seconds += perf_counter() - start
+        return received
+
     def add_up(self, part: Tensor) -> None:
         """What `sum` does to the part, uncounted."""
         part.copy_(tree_sum(self.exchange(part)))
+
+    def distribute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What `all_to_all` returns, uncounted. Here all ranks see all rows."""
+        sent = counts.sum(1)
+        padded = rows.new_zeros((int(sent.max()), rows.shape[1]))
+        if not len(padded):
+            return rows
+        padded[: len(rows)] = rows
+        ends = counts.cumsum(1)[:, self.rank].tolist()
+        own = zip(self.exchange(padded), ends, counts[:, self.rank].tolist(), strict=True)
+        return torch.cat([part[end - count : end] for part, end, count in own])
 
     def exchange(self, part: Tensor) -> Tensor:
         """What `gather` returns, uncounted."""
@@ -105,14 +134,14 @@ class Communicator:
             f"{', '.join(map(str, parts))}."
         )
 
-    def _count(self, name: str, part: Tensor) -> None:
+    def _count(self, name: str, part: Tensor, num_bytes: int | None = None) -> None:
         if not part.is_contiguous():  # gloo would add the wrong bytes, without an error
             raise ValueError(
                 f"The communicator got a tensor of shape {list(part.shape)} that is not "
                 "contiguous; give it a contiguous one."
             )
         self._calls[name] += 1
-        self._bytes[name] += part.nbytes
+        self._bytes[name] += part.nbytes if num_bytes is None else num_bytes
 
 
 def tree_sum(parts: Tensor) -> Tensor:

@@ -60,12 +60,29 @@ def check_agreement(hashes: Sequence[str]) -> None:
 
 
 class Stages:
-    """The results of a step that stages of `size` ranks each carry out, and what the first stages
-    have to learn of it."""
+    """The plans and results of `num_copies` of a model, each of `count` stages of `size` ranks, and
+    what the first stages have to learn."""
 
-    def __init__(self, size: int, count: int):
-        self.size, self.count = size, count
+    def __init__(self, size: int, count: int, num_copies: int = 1):
+        self.size, self.count, self.num_copies = size, count, num_copies
         self._learned: dict[int, list[int]] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all copies."""
+        return self.size * self.count * self.num_copies
+
+    def bodies(self, plan: StepPlan) -> list[bytes]:
+        """A plan for each rank: that of its copy, and what it has to learn."""
+        self.teach(plan)
+        bodies = [plan_to_bytes(each) for each in plan.shares or [plan]]
+        return [body for body in bodies for _ in range(self.num_ranks // len(bodies))]
+
+    def last(self, answers: Sequence[T]) -> list[Sequence[T]]:
+        """Those of the last stage of each copy."""
+        each = self.size * self.count
+        ends = range(each, self.num_ranks + 1, each)
+        return [answers[end - self.size : end] for end in ends]
 
     def teach(self, plan: StepPlan) -> None:
         """Put into a plan the tokens that were chosen since the last one."""
@@ -83,12 +100,29 @@ class Stages:
         self._learned = {}
 
 
+def together(results: Sequence[StepResult]) -> StepResult:
+    """What came out of a joint step, whose sequences have different numbers in each copy."""
+    first, *others = results
+    for each in others:
+        for name in (
+            "token_ids",
+            "logprobs",
+            "prompt_logprobs",
+            "errors",
+            "suspect",
+            "num_drafted",
+        ):
+            getattr(first, name).update(getattr(each, name))
+    return first
+
+
 class RankThreads:
     """Ranks that are threads of this process; for tests and experiments."""
 
     def __init__(self, places: Sequence[Place], build: Build):
         self.places = places
-        self._stages = Stages(places[-1].split.size, places[-1].stage.count)
+        last = places[-1]
+        self._stages = Stages(last.split.size, last.stage.count, last.copy + 1)
         self._pools = [
             ThreadPoolExecutor(1, thread_name_prefix=f"minillm-rank-{each.rank}") for each in places
         ]
@@ -106,17 +140,16 @@ class RankThreads:
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step on all ranks."""
-        self._stages.teach(plan)
-        data = plan_to_bytes(plan)
-        pairs = zip(self.runners, self.places, strict=True)
-        futures = self._submit([partial(carried_out, data, *pair) for pair in pairs])
+        ranks = zip(self._stages.bodies(plan), self.runners, self.places, strict=True)
+        futures = self._submit([partial(carried_out, *rank) for rank in ranks])
         flight = Flight()
 
         def read() -> None:
             results, times = zip(*self._wait(futures), strict=True)
-            results = results[-self._stages.size :]
-            check_agreement([token_hash(each) for each in results])
-            flight.result = results[0]
+            copies = self._stages.last(results)
+            for each in copies:
+                check_agreement([token_hash(result) for result in each])
+            flight.result = together([each[0] for each in copies])
             flight.result.ranks = list(times)
             self._stages.note(plan, flight.result)
 

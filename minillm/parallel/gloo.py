@@ -8,6 +8,7 @@ Parts of unequal size end the process inside gloo. Ranks that carry out the same
 parts; `checks_sizes` compares the sizes before each call, for twice the time.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import py_object, pythonapi
 from datetime import timedelta
@@ -74,6 +75,18 @@ class GlooCommunicator(Communicator):
             self._check_size(part)
         return self._gather(part)
 
+    def distribute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[M, w], [size, size] -> [R, w]; each row is sent to its rank only."""
+        width = rows.element_size() * rows.shape[1]
+        sent, expected = (
+            (counts * width)[self.rank].tolist(),
+            (counts * width)[:, self.rank].tolist(),
+        )
+        received = rows.new_empty((int(counts[:, self.rank].sum()), rows.shape[1]))
+        places = as_bytes(received), as_bytes(rows)
+        self._call(lambda group: group.alltoall_base(*places, expected, sent))
+        return received
+
     def abort(self) -> None:
         """The others' calls raise within `LOOK` seconds."""
         with suppress(RuntimeError):  # the store has ended, and so the others fail
@@ -89,19 +102,23 @@ class GlooCommunicator(Communicator):
 
     def _gather(self, part: Tensor) -> Tensor:
         """[..] -> [size, ..]"""
+        received = part.new_empty((self.size, *part.shape))
+        places = list(as_bytes(received).view(self.size, part.nbytes).unbind(0))
+        self._call(lambda group: group.allgather([places], [as_bytes(part)]))
+        return received
+
+    def _call(self, start: Callable[[Any], Any]) -> None:
+        """Start a call of gloo's group, and wait for its end."""
         group = self._group
         if group is None:
             raise self.stopped()
-        received = part.new_empty((self.size, *part.shape))
-        places = as_bytes(received).view(self.size, part.nbytes)
         self._num_calls += 1
         try:
-            self._work = group.allgather([list(places.unbind(0))], [as_bytes(part)])
+            self._work = start(group)
             self._wait(self._work)
             self._work = None
         except RuntimeError as error:
             raise self._explained(error) from None
-        return received
 
     def _wait(self, work: Any) -> None:
         """Until it is done. It raises what gloo says, or CommunicationError."""

@@ -55,21 +55,35 @@ def open_group(size: int, patience: float) -> MemoryGroup | GlooGroup:
 
 
 class Groups:
-    """The groups of all stages of a pipeline, `size` ranks each, and the sockets between stages."""
+    """The groups of all stages of a pipeline, `size` ranks each, and the sockets between stages; or
+    of `num_copies` of a model, each of one rank, that may share their experts."""
 
-    def __init__(self, size: int, num_stages: int, patience: float):
+    def __init__(
+        self,
+        size: int,
+        num_stages: int,
+        patience: float,
+        num_copies: int = 1,
+        share_experts: bool = False,
+    ):
         self.size, self.num_stages, self.patience = size, num_stages, patience
+        self.num_copies = num_copies
         self._groups: list[MemoryGroup | GlooGroup] = []
         self._ends = [[socketpair() for _ in range(size)] for _ in range(num_stages - 1)]
         try:
             for _ in range(num_stages if size > 1 else 0):
                 self._groups.append(open_group(size, patience))
+            if share_experts and num_copies > 1:
+                self._groups.append(open_group(num_copies, patience))
         except BaseException:
             self.close()
             raise
 
     def of(self, rank: int) -> dict[str, Any]:
         """What a rank joins, as plain data; descriptors are those of this process."""
+        if self.num_copies > 1:
+            group = self._groups[0].plain if self._groups else None
+            return {"copy": rank, "num_copies": self.num_copies, "experts": group}
         stage, share = divmod(rank, self.size)
         return {
             "group": self._groups[stage].plain if self._groups else None,
@@ -84,7 +98,10 @@ class Groups:
     def fds_of(self, rank: int) -> list[int]:
         """The descriptors that a rank inherits."""
         plain = self.of(rank)
-        fds = list(self._groups[plain["stage"][0]].fds) if self._groups else []
+        stage = plain.get("stage", [0])[0]
+        fds = list(self._groups[stage].fds) if self._groups else []
+        if self.num_copies > 1:
+            return fds
         return [*fds, *(plain[name] for name in ("before", "after") if plain[name] is not None)]
 
     def close(self) -> None:
@@ -99,6 +116,10 @@ class Groups:
 
 def join(plain: dict[str, Any]) -> Place:
     """A rank's place, by what `Groups.of` says."""
+    if "copy" in plain:
+        copy, group = plain["copy"], plain["experts"]
+        experts = None if group is None else join_group(group, copy, plain["num_copies"])
+        return Place(Alone(), copy=copy, experts=experts)
     patience, group = plain["patience"], plain["group"]
     communicator: Communicator = Alone()
     if group is not None:

@@ -18,6 +18,7 @@ from minillm.parallel.messages import SetUp
 from minillm.parallel.place import Place, thread_places
 from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank import build_rank
+from minillm.parallel.threads import PATIENCE
 from minillm.runner import Runner
 from minillm.speculative.setup import DraftSource
 
@@ -51,7 +52,8 @@ def open_threads(
         return build_rank(args, source, plan, device, place, draft)
 
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
-    return RankThreads(thread_places(*sizes), build)
+    copies = args.data_parallel_size, args.enable_expert_parallel
+    return RankThreads(thread_places(*sizes, PATIENCE, *copies), build)
 
 
 def open_processes(
@@ -75,10 +77,11 @@ def open_processes(
     for each in (source, draft.source if draft else source):
         weight_files(each)  # fetched once, and not by every rank
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
-    size, level = sizes[0] * sizes[1], logging.getLogger("minillm").getEffectiveLevel()
+    size, level = args.num_ranks, logging.getLogger("minillm").getEffectiveLevel()
     patience = processes.STEP_PATIENCE
     # The driver waits longer than the ranks for each other: these say which of them is missing.
-    group = Groups(*sizes, 0.8 * patience)
+    copies = args.data_parallel_size, args.enable_expert_parallel
+    group = Groups(*sizes, 0.8 * patience, *copies)
     try:
         set_ups = [
             SetUp(rank, size, args, source, plan, str(device), draft, group.of(rank), level)

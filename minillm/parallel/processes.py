@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from minillm.errors import MinillmError
 from minillm.executor import Capacity
 from minillm.flight import Flight
-from minillm.parallel.executor import Stages, check_agreement, smallest
+from minillm.parallel.executor import Stages, check_agreement, smallest, together
 from minillm.parallel.groups import Groups
 from minillm.parallel.messages import TIMES, Kind, SetUp
 from minillm.parallel.rank_loop import RankLoop
 from minillm.parallel.rank_process import Rank, start
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import RankTime
-from minillm.wire import plan_to_bytes, result_from_bytes
+from minillm.wire import result_from_bytes
 
 HASH_SIZE = 16  # characters of `token_hash`
 START_PATIENCE = 1800.0  # seconds in which a model is loaded
@@ -47,7 +47,7 @@ class RankProcesses:
         def spawn(rank: int) -> Rank:
             return start(rank, life, group.fds_of(rank), environment)
 
-        self._stages = Stages(group.size, group.num_stages)
+        self._stages = Stages(group.size, group.num_stages, group.num_copies)
         self._loop = RankLoop(len(set_ups), spawn, release)
         self._end = weakref.finalize(self, self._loop.stop)  # also when the interpreter ends
         self._loop.start()
@@ -73,15 +73,15 @@ class RankProcesses:
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step on all ranks."""
-        self._stages.teach(plan)
-        future = self._loop.order(Kind.PLAN, [plan_to_bytes(plan)], self.patience)
+        future = self._loop.order(Kind.PLAN, self._stages.bodies(plan), self.patience)
         flight = Flight()
 
         def read() -> None:
             answers = future.result()
-            last = [each[TIMES.size :] for each in answers[-self._stages.size :]]
-            check_agreement([each[:HASH_SIZE].decode() for each in last])
-            flight.result = result_from_bytes(last[0][HASH_SIZE:])
+            copies = self._stages.last([each[TIMES.size :] for each in answers])
+            for each in copies:
+                check_agreement([answer[:HASH_SIZE].decode() for answer in each])
+            flight.result = together([result_from_bytes(each[0][HASH_SIZE:]) for each in copies])
             times = (TIMES.unpack_from(each) for each in answers)
             flight.result.ranks = [RankTime(rank, *each) for rank, each in enumerate(times)]
             self._stages.note(plan, flight.result)

@@ -16,6 +16,7 @@ from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES, load_model
 from minillm.parallel.communicator import Communicator
+from minillm.parallel.dispatch import LockstepRunner, dispatch_experts
 from minillm.parallel.place import Place
 from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.shard import connect, slice_matrices
@@ -44,9 +45,12 @@ def build_rank(
             f"this model does not: {obstacle}; leave one of them out."
         )
     kind = Runner if place.stage.is_last else StageRunner
+    kind = kind if place.experts is None else LockstepRunner
     runner = build_executor(args, model, plan, limit, draft, kind)
     runner.isolates = False  # what fails on one rank fails on all, or the ranks part company
     join_pipes(model, place)
+    if place.experts is not None and source.config.moe is not None:
+        dispatch_experts(model, source.config.moe.num_experts, place.experts)
     if place.split.size > 1:
         connect(model, source.config, place.communicator)
         if isinstance(runner.model, TiledDecoder):
@@ -87,13 +91,13 @@ def load_rank(
     """A rank's slices of the checkpoint: peak memory is the shard and one tensor. Random weights
     ("dummy") are slices of those that one rank would have."""
     whole = source.config
-    whole_experts = args.enable_expert_parallel
-    mine = rank_config(whole, place.split.size, whole_experts)
+    mine = rank_config(whole, place.split.size, args.enable_expert_parallel)
+    experts = place.expert_split if args.enable_expert_parallel else None
 
     def shard(model: Decoder) -> None:
         if place.stage.count > 1:
             cut_model(model, place.stage, whole, dtype)
-        slice_matrices(model, whole, place.split, whole_experts)
+        slice_matrices(model, whole, place.split, experts)
 
     if args.load_format != "dummy":
         format = args.load_format

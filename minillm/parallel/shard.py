@@ -34,9 +34,10 @@ from minillm.parallel.split import Split
 
 
 def slice_matrices(
-    model: Decoder, whole: ModelConfig, split: Split, whole_experts: bool = False
+    model: Decoder, whole: ModelConfig, split: Split, experts: Split | None = None
 ) -> None:
-    """Say which rows and columns of the checkpoint's matrices a rank's layers hold."""
+    """Say which rows and columns of the checkpoint's matrices a rank's layers hold; `experts` says
+    which share of all experts, where they are held whole."""
     for layer in model.modules():
         if isinstance(layer, Attention):
             heads, dim = whole.num_heads, layer.head_dim
@@ -53,8 +54,8 @@ def slice_matrices(
         elif isinstance(layer, MLP):
             share_rows(layer.gate_up_proj, split)
             share_columns(layer.down_proj, split)
-        elif isinstance(layer, Experts) and whole_experts:
-            share_experts(layer, split)
+        elif isinstance(layer, Experts) and experts is not None:
+            share_experts(layer, experts)
         elif isinstance(layer, Experts):
             share_rows(layer.gate_up, split)
             share_columns(layer.down, split)

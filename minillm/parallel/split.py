@@ -105,6 +105,19 @@ def cut_layers(costs: Sequence[float], output_cost: float, count: int) -> list[r
     return found
 
 
+def share_of_experts(config: ModelConfig, copies: int) -> ModelConfig:
+    """The shapes of one of several copies of a model that share its experts."""
+    moe = config.moe
+    if moe is None or moe.num_experts % copies:
+        count = moe.num_experts if moe else 0
+        sizes = ", ".join(str(each) for each in range(2, count + 1) if not count % each)
+        raise ConfigError(
+            f"data_parallel_size is {copies}, which does not divide {count} experts of this "
+            f"{config.family} model; with enable_expert_parallel it can be {sizes}."
+        )
+    return replace(config, moe=replace(moe, intermediate_size=-(-moe.intermediate_size // copies)))
+
+
 def check_stages(config: ModelConfig, count: int) -> None:
     """ConfigError unless each of so many stages gets a layer."""
     if count > config.num_layers:
@@ -115,11 +128,14 @@ def check_stages(config: ModelConfig, count: int) -> None:
 
 
 def largest_part(
-    config: ModelConfig, size: int, stages: int, whole_experts: bool = False
+    config: ModelConfig, size: int, stages: int, whole_experts: bool = False, copies: int = 1
 ) -> ModelConfig:
     """The shapes of the rank that needs the most memory: of experts a share of all has the size of
-    a share of each. ConfigError where there is no such cut."""
+    a share of each. `copies` of the model may share experts, too (data parallelism). ConfigError
+    where there is no such cut."""
     check_split(config, size, whole_experts)
+    if whole_experts and copies > 1:
+        config = share_of_experts(config, copies)
     check_stages(config, stages)
     cuts = [Stage(index, stages).layers(config) for index in range(stages)]
     return stage_config(rank_config(config, size), max(cuts, key=len))

@@ -11,6 +11,7 @@ was sampled. What a plan holds stays held until its commit, whatever is aborted 
 """
 
 from collections.abc import Collection, Mapping
+from itertools import count
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
@@ -49,11 +50,10 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}  # all that are not finished, by seq_id
-        self.log = Logbook()
-        self.counters = Counters()
+        self.log, self.counters = Logbook(), Counters()
         self.admission = Admission(config, blocks, self.policy)
         self._requests: dict[str, list[Sequence]] = {}
-        self._num_arrivals = self._num_sequences = 0
+        self._num_arrivals, self.seq_ids = 0, count()
         self.num_seats = 0  # taken by the running sequences and their forks to come
         self._dropped: list[int] = []
         self._readers: set[int] = set()  # those whose prefix is computed in the step being planned
@@ -67,13 +67,17 @@ class Scheduler:
 
     # ---- requests ------------------------------------------------------------------------
 
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this id is not finished."""
+        return request_id in self._requests
+
     def add(self, request: Request) -> Sequence:
         """Put a request in line.
 
         Raises:
             InvalidRequestError: it could never run, and the sentence says by how much.
         """
-        if request.request_id in self._requests:
+        if self.knows(request.request_id):
             raise InvalidRequestError(
                 f"There is an unfinished request with the id {request.request_id!r} already."
             )
@@ -131,7 +135,7 @@ class Scheduler:
         and no request. Numbers and counters go on, so that a trace tells the two apart."""
         scheduler = Scheduler(self.config, self.blocks.emptied(), self.policy, self.drafts)
         scheduler.log, scheduler.counters = self.log, self.counters
-        scheduler._num_sequences, scheduler._num_arrivals = self._num_sequences, self._num_arrivals
+        scheduler.seq_ids, scheduler._num_arrivals = self.seq_ids, self._num_arrivals
         return scheduler
 
     # ---- one step: plan ------------------------------------------------------------------
@@ -155,7 +159,8 @@ class Scheduler:
         self._flights.plans.append((plan, self.record))
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
         if self.waiting:
-            self.record.blocked = self._refusal(budget)
+            seats, lines = self.config.max_num_seqs - self.num_seats, (self.waiting, self.running)
+            self.record.blocked = self.admission.refusal(*lines, seats, budget, self.record)
             if self.record.blocked is None:
                 self._admit(plan, budget)
         if self.drafts is not None:
@@ -242,10 +247,6 @@ class Scheduler:
     def _line_up(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         enter(self.waiting, sequence)
-
-    def _refusal(self, budget: int) -> Blocked | None:
-        seats = self.config.max_num_seqs - self.num_seats
-        return self.admission.refusal(self.waiting, self.running, seats, budget, self.record)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Move waiting sequences to `running` in order, until the next one does not fit."""
@@ -393,8 +394,7 @@ class Scheduler:
         return child
 
     def _new_sequence(self, request: Request, index: int, arrival: int, key: Key) -> Sequence:
-        seq_id = self._num_sequences
-        self._num_sequences += 1
+        seq_id = next(self.seq_ids)
         sequence = Sequence(seq_id, request, index, arrival, (*key, seq_id))
         self.sequences[seq_id] = sequence
         return sequence

@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from minillm import LLM
 from minillm.engine import Engine
 from minillm.outputs import RequestOutput
+from minillm.scheduling.data_parallel import schedulers_of
 from minillm.scheduling.invariants import check_invariants
 
 EOS = 256
@@ -69,19 +70,21 @@ def limit_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch, most: int = MAX_STEPS
 def assert_idle(engine: Engine) -> None:
     """Nothing is left of any request: no sequence, no block, and no row beyond those that the next
     plan will drop."""
-    scheduler, runner = engine.scheduler, engine.runner
-    check_invariants(scheduler)
     assert not engine.has_work
-    assert not scheduler.has_work
-    assert not scheduler.in_flight
-    assert scheduler.num_seats == 0
-    blocks = scheduler.blocks
-    assert blocks.pool.num_free == blocks.pool.num_blocks
-    assert blocks.host.num_free == blocks.host.num_blocks
-    for each in getattr(runner, "runners", [runner]):  # ranks that are threads
-        assert sorted(each._rows) == sorted(scheduler._dropped)
-        rows = [state.row for state in each._rows.values()]
-        assert sorted([*rows, *each._free_rows]) == list(range(scheduler.config.max_num_seqs))
+    runners = getattr(engine.runner, "runners", [engine.runner])  # ranks that are threads
+    schedulers = schedulers_of(engine.scheduler)
+    for place, scheduler in enumerate(schedulers):
+        check_invariants(scheduler)
+        assert not scheduler.has_work
+        assert not scheduler.in_flight
+        assert scheduler.num_seats == 0
+        blocks = scheduler.blocks
+        assert blocks.pool.num_free == blocks.pool.num_blocks
+        assert blocks.host.num_free == blocks.host.num_blocks
+        for each in runners[place :: len(schedulers)] if len(schedulers) > 1 else runners:
+            assert sorted(each._rows) == sorted(scheduler._dropped)
+            rows = [state.row for state in each._rows.values()]
+            assert sorted([*rows, *each._free_rows]) == list(range(scheduler.config.max_num_seqs))
 
 
 def num_ahead(llm: LLM) -> int:

@@ -1,0 +1,286 @@
+"""Data parallelism: one scheduler for each copy of the model, and joint steps of all of them.
+
+    requests --+--> scheduler 0 --> plan of copy 0 --+
+               |                                     +--> joint step: all copies at once
+               +--> scheduler 1 --> plan of copy 1 --+
+
+Each copy has its own requests, blocks and prefix cache. A request goes to the copy with the least
+work, and stays there. A copy without work has an empty share of a joint step: where copies share
+their experts (`parallel/dispatch.py`), its ranks take part in the step's exchanges all the same, so
+no other waits for it for ever (issue B10 of the parallelism notes). Since one process plans for
+all, ranks need not ask each other whether there is work.
+
+Sequences are numbered over all copies. In a joint plan and its record blocks are numbered so, too;
+each share has the numbers of its copy.
+"""
+
+from collections import ChainMap, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import count
+from typing import NamedTuple
+
+from minillm.cache.blocks import AccountingError
+from minillm.cache.manager import BlockCopy
+from minillm.errors import InvalidRequestError
+from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.record import Counters, StepRecord
+from minillm.scheduling.request import Request
+from minillm.scheduling.request import Sequence as ScheduledSequence
+from minillm.scheduling.rows import Sampled
+from minillm.scheduling.scheduler import Scheduler
+
+WAITING_WEIGHT = 4  # a waiting sequence counts as so many running ones
+EVENTS = "added", "admitted", "preempted", "stalled", "void", "drafted", "forked", "ended"
+TIMES = "started", "planned", "computed", "delivered"
+
+
+class Share(NamedTuple):
+    """What one scheduler planned for a joint step."""
+
+    scheduler: Scheduler
+    plan: StepPlan
+    record: StepRecord
+
+
+class JointStep(NamedTuple):
+    """A joint plan, its record, and the shares of the schedulers that planned something."""
+
+    plan: StepPlan
+    record: StepRecord
+    shares: list[Share]
+
+
+class DataParallelScheduler:
+    """Several schedulers with the interface of one. `config` and `blocks` are the limits of one."""
+
+    def __init__(self, schedulers: Sequence[Scheduler]):
+        self.schedulers = list(schedulers)
+        self.config, self.blocks = schedulers[0].config, schedulers[0].blocks
+        numbers = count()
+        for each in schedulers:
+            each.seq_ids = numbers
+        self.sequences = ChainMap(*(each.sequences for each in schedulers))
+        self.in_flight = ChainMap(*(each.in_flight for each in schedulers))
+        self.record = StepRecord(0)
+        self._num_steps = self._most_running = 0
+        self._steps: deque[JointStep] = deque()  # uncommitted
+        self._undelivered: list[JointStep] = []
+
+    # ---- what there is ---------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[ScheduledSequence]:
+        """Of all copies."""
+        return [one for each in self.schedulers for one in each.running]
+
+    @property
+    def waiting(self) -> list[ScheduledSequence]:
+        """Of all copies."""
+        return [one for each in self.schedulers for one in each.waiting]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is not finished."""
+        return any(each.has_work for each in self.schedulers)
+
+    @property
+    def counters(self) -> Counters:
+        """Totals over all copies, and joint steps."""
+        total = Counters()
+        for each in self.schedulers:
+            for name in (one.name for one in fields(Counters)):
+                found, more = getattr(total, name), getattr(each.counters, name)
+                setattr(total, name, add(found, more))
+        total.num_steps, total.max_num_running = self._num_steps, self._most_running
+        return total
+
+    # ---- requests --------------------------------------------------------------------------
+
+    def add(self, request: Request) -> ScheduledSequence:
+        """Put a request in line at the copy with the least work.
+
+        Raises:
+            InvalidRequestError: it could never run, or its id is in use.
+        """
+        if any(each.knows(request.request_id) for each in self.schedulers):
+            raise InvalidRequestError(
+                f"There is an unfinished request with the id {request.request_id!r} already."
+            )
+        return min(self.schedulers, key=load).add(request)
+
+    def abort(self, request_id: str, reason: str = "abort", time: float | None = None) -> None:
+        """End all sequences of a request. Unknown or finished is fine."""
+        for each in self.schedulers:
+            each.abort(request_id, reason, time)
+
+    def finish(
+        self, seq_id: int, reason: str = "stop", time: float | None = None, num_cut: int = 0
+    ) -> None:
+        """End one sequence. Twice is fine: the record of its copy is corrected."""
+        for each in self.schedulers:
+            if seq_id in each.sequences:
+                return each.finish(seq_id, reason, time, num_cut)
+        for each in self.schedulers:
+            if any(one.seq_id == seq_id for one in each.record.ended):
+                return each.finish(seq_id, reason, time, num_cut)
+        return None
+
+    def restarted(self) -> "DataParallelScheduler":
+        """One with the same limits, that knows of no block and no request."""
+        made = DataParallelScheduler([each.restarted() for each in self.schedulers])
+        first = self.schedulers[0].seq_ids
+        for each in made.schedulers:
+            each.seq_ids = first
+        made.record, made._num_steps = self.record, self._num_steps
+        made._most_running = self._most_running
+        return made
+
+    # ---- one joint step: plan --------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step of all copies."""
+        if self._steps:
+            raise AccountingError("The last plan was not committed.")
+        plan = self._plan(lambda each: each.schedule() if each.has_work else None)
+        return StepPlan(self._num_steps) if plan is None else plan
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """A step before the commit of the last one; None where no copy can plan."""
+        return self._plan(plan_ahead)
+
+    def _plan(self, schedule: Callable[[Scheduler], StepPlan | None]) -> StepPlan | None:
+        self._tell_times()
+        plans = [schedule(each) for each in self.schedulers]
+        if not any(plans):
+            return None
+        self._num_steps += 1
+        joint = StepPlan(self._num_steps)
+        record = StepRecord(joint.step)
+        record.rows, record.copies = joint.rows, joint.copies
+        record.swap_out, record.swap_in = joint.swap_out, joint.swap_in
+        shares: list[Share] = []
+        for index, (scheduler, plan) in enumerate(zip(self.schedulers, plans, strict=True)):
+            joint.shares.append(StepPlan(joint.step) if plan is None else plan)
+            if plan is not None:
+                self._join(joint, plan, index)
+                shares.append(Share(scheduler, plan, scheduler.record))
+                record.blocked = record.blocked or scheduler.record.blocked
+                share_events(record, scheduler.record)
+        for each in self.schedulers:
+            record.num_running += len(each.running)
+            record.num_waiting += len(each.waiting)
+            record.num_free_blocks += each.blocks.pool.num_free
+        self._most_running = max(self._most_running, record.num_running)
+        self.record = record
+        self._steps.append(JointStep(joint, record, shares))
+        return joint
+
+    def _join(self, joint: StepPlan, plan: StepPlan, index: int) -> None:
+        """Add a copy's plan, with numbers of blocks that no other copy has."""
+        blocks = self.blocks
+        device, host = index * blocks.pool.num_blocks, index * blocks.host.num_blocks
+        joint.dropped += plan.dropped
+        joint.new += plan.new
+        joint.rows += [shifted(row, device) for row in plan.rows]
+        joint.copies += moved(plan.copies, device, device)
+        joint.swap_out += moved(plan.swap_out, device, host)
+        joint.swap_in += moved(plan.swap_in, host, device)
+
+    def _tell_times(self) -> None:
+        """What the engine measured of joint steps belongs to the records of the shares, too."""
+        for step in self._undelivered:
+            for share in step.shares:
+                copy_times(step.record, share.record)
+        self._undelivered = [each for each in self._undelivered if not each.record.delivered]
+
+    # ---- one joint step: commit ------------------------------------------------------------
+
+    def distrust(self, plan: StepPlan, suspect: Collection[int]) -> None:
+        """Before the commit of a plan, of which some rows may have computed something wrong."""
+        for share in self._oldest(plan).shares:
+            share.scheduler.distrust(share.plan, suspect)
+
+    def commit(
+        self,
+        plan: StepPlan,
+        sampled: Mapping[int, Sampled],
+        num_drafted: Mapping[int, int] | None = None,
+    ) -> list[ScheduledSequence]:
+        """The joint plan was carried out. Returns new forks of all copies."""
+        step = self._oldest(plan)
+        forks: list[ScheduledSequence] = []
+        for share in step.shares:
+            copy_times(step.record, share.record)
+            forks += share.scheduler.commit(share.plan, sampled, num_drafted)
+            step.record.num_recomputed_tokens += share.record.num_recomputed_tokens
+        self._undelivered.append(self._steps.popleft())
+        return forks
+
+    def _oldest(self, plan: StepPlan) -> JointStep:
+        if not self._steps or self._steps[0].plan is not plan:
+            raise AccountingError("Plans are committed once, in the order in which they were made.")
+        return self._steps[0]
+
+
+def schedulers_of(scheduler: "Scheduler | DataParallelScheduler") -> list[Scheduler]:
+    """One for each copy of the model."""
+    return scheduler.schedulers if isinstance(scheduler, DataParallelScheduler) else [scheduler]
+
+
+def end_all(scheduler: "Scheduler | DataParallelScheduler", reason: str, time: float) -> None:
+    """The engine was interrupted: write down the end of all sequences."""
+    for each in schedulers_of(scheduler):
+        each.log.end_all(each.sequences.values(), reason, each.in_flight, time)
+
+
+def reset_prefix_cache(scheduler: "Scheduler | DataParallelScheduler") -> None:
+    """Forget all cached prefixes."""
+    for each in schedulers_of(scheduler):
+        each.blocks.reset_prefix_cache()
+
+
+def load(scheduler: Scheduler) -> int:
+    """How much work a copy has."""
+    return scheduler.num_seats + WAITING_WEIGHT * len(scheduler.waiting)
+
+
+def plan_ahead(scheduler: Scheduler) -> StepPlan | None:
+    """A copy's next plan while joint steps are in flight, of which it may have no part."""
+    if scheduler.in_flight:
+        return scheduler.schedule_ahead()
+    return scheduler.schedule() if scheduler.has_work else None
+
+
+def add(total: object, more: object) -> object:
+    """Two numbers, or two lists of numbers by place."""
+    if isinstance(total, list) and isinstance(more, list):
+        short, long = sorted((total, more), key=len)
+        return [a + b for a, b in zip(short, long, strict=False)] + long[len(short) :]
+    return total + more  # type: ignore[operator]
+
+
+def share_events(joint: StepRecord, record: StepRecord) -> None:
+    """Let a copy's record write its events into the joint one, now and later."""
+    for name in EVENTS:
+        events = getattr(joint, name)
+        events += getattr(record, name)
+        setattr(record, name, events)
+    joint.num_prefill_tokens += record.num_prefill_tokens
+    joint.num_decode_tokens += record.num_decode_tokens
+
+
+def copy_times(joint: StepRecord, record: StepRecord) -> None:
+    """The times of a joint step are those of each share."""
+    for name in TIMES:
+        setattr(record, name, getattr(joint, name))
+
+
+def shifted(row: Row, first: int) -> Row:
+    """A row whose blocks are counted from another first one."""
+    return row._replace(blocks=tuple(block + first for block in row.blocks)) if row.blocks else row
+
+
+def moved(copies: Iterable[BlockCopy], source: int, target: int) -> list[BlockCopy]:
+    """Copies of blocks that are counted from other first ones."""
+    return [BlockCopy(one[0] + source, one[1] + target) for one in copies]

@@ -1,0 +1,356 @@
+"""Copies of a model with own requests: their tokens are those of one, also where they share their
+experts, and a copy without work keeps no other waiting (B10 of the parallelism notes)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
+from minillm.parallel import dispatch, executor, rank
+from minillm.parallel.communicator import Traffic
+from minillm.parallel.dispatch import DispatchedExperts, packed, unpacked
+from minillm.parallel.experts import OwnExperts
+from minillm.runner import Runner
+from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
+from minillm.scheduling.invariants import check_invariants
+from minillm.trace.replay import Replay
+from tests.engine.small import make
+from tests.models.tiny import Tiny
+from tests.parallel.rank_groups import KINDS as GROUPS
+from tests.parallel.rank_groups import on_all, ranks
+from tests.speculative.cells import CELLS, KINDS, Cell, Reference, open_cell, run_cell
+
+WITHOUT_TEXT = tuple(kind for kind in KINDS if "text" not in kind and "bad" not in kind)
+SHORT = {"num_hidden_layers": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+MODELS = {
+    "llama": Tiny("llama", SHORT | {"vocab_size": 131}),
+    "mixtral": Tiny("mixtral", SHORT, seed=2),
+    "qwen3_moe": Tiny("qwen3_moe", SHORT | {"vocab_size": 101, "attention_bias": True}, seed=2),
+    "deepseek_v2": Tiny("deepseek_v2", SHORT | {"attention_bias": True}, seed=1),
+    "deepseek_v3": Tiny("deepseek_v3", SHORT | {"vocab_size": 113}, seed=3),
+}
+MIXTURES = tuple(MODELS)[1:]
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """What each request gets alone from one rank; computed when first asked for."""
+    known: dict[str, Reference] = {}
+
+    def get(name: str) -> Reference:
+        if name not in known:
+            folder = MODELS[name].write(tmp_path_factory.mktemp("model")).folder
+            known[name] = Reference(folder, WITHOUT_TEXT)
+        return known[name]
+
+    return get
+
+
+def copies(reference: Reference, num_copies: int, **more: Any) -> Reference:
+    """The same reference, for engines of several copies that share their experts."""
+    made = object.__new__(Reference)
+    made.__dict__.update(reference.__dict__)
+    usual = {"data_parallel_size": num_copies, "distributed_executor_backend": "threads"}
+    made.arguments = reference.arguments | usual | {"enable_expert_parallel": True} | more
+    return made
+
+
+def check(
+    reference: Reference,
+    num_copies: int,
+    cell: Cell,
+    config: dict[str, Any] | None = None,
+    **more: Any,
+) -> LLM:
+    """An engine of this many copies gives what one rank gives."""
+    llm = open_cell(copies(reference, num_copies, **more), cell, config)
+    try:
+        outputs = run_cell(reference, llm)
+        assert not reference.differences(outputs)
+        scheduler = llm.engine.scheduler
+        assert isinstance(scheduler, DataParallelScheduler)
+        for each in scheduler.schedulers:
+            check_invariants(each)
+            assert each.counters.num_steps  # every copy had some of the work
+        if config is not None:
+            assert scheduler.counters.num_draft_tokens
+    finally:
+        llm.close()
+    return llm
+
+
+# ---- tokens ------------------------------------------------------------------------------------
+
+ENGINES = [
+    (name, count) for name in MIXTURES for count in (2, 3) if name == "qwen3_moe" or count < 3
+]
+USUAL = [(*engine, CELLS[(7 * i + 3) % len(CELLS)]) for i, engine in enumerate(ENGINES)]
+REST = [(*engine, cell) for engine in ENGINES for cell in CELLS]
+REST = [each for each in REST if each not in USUAL]
+
+
+def named(cells: list[tuple[str, int, Cell]]) -> list[Any]:
+    return [pytest.param(*each, id=f"{each[0]}-dp{each[1]}-{each[2]}") for each in cells]
+
+
+@pytest.mark.parametrize(("name", "count", "cell"), named(USUAL))
+def test_copies_with_shared_experts_give_the_tokens_of_one(name, count, cell, reference_of):
+    check(reference_of(name), count, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count", "cell"), named(REST))
+def test_copies_give_the_tokens_of_one_in_every_cell(name, count, cell, reference_of):
+    check(reference_of(name), count, cell)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_copies_that_share_nothing_give_the_tokens_of_one(name, reference_of):
+    check(reference_of(name), 2, CELLS[0], enable_expert_parallel=False)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_drafts_are_verified_in_each_copy(name, reference_of):
+    check(reference_of(name), 2, CELLS[0], NGRAM)
+
+
+# ---- a copy without work ------------------------------------------------------------------------
+
+MOE = MODELS["qwen3_moe"]
+WIDE = {"max_model_len": 128, "num_gpu_blocks_override": 120}
+LONG = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True, seed=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts."""
+    return MOE.write(tmp_path_factory.mktemp("mixture")).folder
+
+
+def open_copies(folder: Path, **more: Any) -> LLM:
+    """Two copies that share experts, as threads unless it says otherwise."""
+    usual = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    return make(folder, **WIDE | usual | {"distributed_executor_backend": "threads"} | more)
+
+
+def ids(start: int, length: int = 9) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [(start * 31 + 7 * i) % 97 for i in range(length)]}
+
+
+def steps_of(llm: LLM) -> list[int]:
+    """Steps in which each copy had something to compute."""
+    return [each.counters.num_steps for each in schedulers_of(llm.engine.scheduler)]
+
+
+@pytest.mark.parametrize("backend", ["threads", "mp"])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_b10_a_copy_may_be_without_work_for_100_steps(folder, backend, overlaps):
+    """vllm #43547, #51984: an idle rank skips the exchanges of a step, and the others wait."""
+    with_one = make(folder, **WIDE)
+    alone = [with_one.generate(ids(each), LONG, use_tqdm=False)[0] for each in (1, 2)]
+    llm = open_copies(folder, distributed_executor_backend=backend, async_scheduling=overlaps)
+    try:
+        (first,) = llm.generate(ids(1), LONG, use_tqdm=False)
+        busy, idle = steps_of(llm)
+        assert (busy >= 100, idle) == (True, 0)
+        both = llm.generate([ids(1), ids(2)], LONG, use_tqdm=False)
+        assert steps_of(llm)[1] >= 100
+    finally:
+        llm.close()
+    tokens = [each.outputs[0].token_ids for each in (first, *both)]
+    assert tokens == [each.outputs[0].token_ids for each in (alone[0], *alone)]
+
+
+def test_b10_planted_a_copy_without_work_skips_the_exchanges(folder, monkeypatch):
+    monkeypatch.setattr(rank, "LockstepRunner", Runner)
+    monkeypatch.setattr("minillm.parallel.launch.PATIENCE", 1.0)
+    llm = open_copies(folder)
+    with pytest.raises(EngineDeadError, match="stopped|waited"):
+        llm.generate(ids(1), LONG, use_tqdm=False)
+    llm.close()
+
+
+def test_planted_parts_of_other_copies_are_left_out(folder, monkeypatch, reference_of):
+    monkeypatch.setattr(OwnExperts, "forward", lambda own, x, weights, ids: torch.zeros_like(x))
+    with pytest.raises(AssertionError, match=r"differences|assert not"):
+        check(reference_of("qwen3_moe"), 2, CELLS[0])
+
+
+def test_planted_a_weight_is_another_tokens(folder, monkeypatch, reference_of):
+    def shuffled(*columns: torch.Tensor) -> torch.Tensor:
+        x, weights, chosen = columns
+        return packed(x, weights.roll(1, 0), chosen)
+
+    monkeypatch.setattr(dispatch, "packed", shuffled)
+    with pytest.raises(AssertionError, match=r"differences|assert not"):
+        check(reference_of("qwen3_moe"), 2, CELLS[0])
+
+
+def test_planted_every_copy_gets_the_plan_of_the_first(folder, monkeypatch, reference_of):
+    real = executor.Stages.bodies
+    monkeypatch.setattr(executor.Stages, "bodies", lambda *args: [real(*args)[0]] * 2)
+    with pytest.raises((AssertionError, EngineDeadError, KeyError)):
+        check(reference_of("qwen3_moe"), 2, CELLS[0])
+
+
+# ---- what is sent -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_all_brings_each_row_to_its_rank(kind, size):
+    counts = torch.tensor([[(3 * a + 5 * b) % 4 for b in range(size)] for a in range(size)])
+    counts[1] = 0  # one has nothing to send
+    rows = [
+        torch.tensor(
+            [[100 * a + 10 * b + i, -1] for b in range(size) for i in range(int(counts[a, b]))],
+            dtype=torch.int32,
+        ).view(-1, 2)
+        for a in range(size)
+    ]
+    group = ranks(kind, size)
+    found = on_all([lambda r=r: group[r].all_to_all(rows[r], counts) for r in range(size)])
+    for rank_, got in enumerate(found):
+        wanted = [
+            [100 * a + 10 * rank_ + i, -1] for a in range(size) for i in range(counts[a, rank_])
+        ]
+        assert got.tolist() == wanted
+        others = len(rows[rank_]) - int(counts[rank_, rank_])
+        assert group[rank_].traffic == {"all_to_all": Traffic(1, 8 * others)}
+    for each in group:
+        each.close()
+
+
+def test_exchanges_and_bytes_are_those_of_the_formula(folder):
+    """Three exchanges per layer of experts. A token's row of d values, its k weights and ids go to
+    each other rank that has one of its experts, and a row of d values comes back."""
+    llm = open_copies(folder, enable_prefix_caching=False)
+    runners = llm.engine.runner.runners  # type: ignore[attr-defined]
+    sent = [0, 0]
+    for index, runner in enumerate(runners):
+        for layer in runner.model.modules():
+            if isinstance(layer, DispatchedExperts):
+                layer.register_forward_pre_hook(
+                    lambda module, args, i=index: sent.__setitem__(
+                        i, sent[i] + int((args[2] // len(module.own.held) != i).any(1).sum())
+                    )
+                )
+    llm.generate([ids(1, 20), ids(2, 11), ids(3, 5)], LONG, use_tqdm=False)
+    config, places = llm.engine.source.config, llm.engine.runner.places  # type: ignore[attr-defined]
+    layers = sum(map(config.is_moe_layer, range(config.num_layers)))
+    steps = llm.engine.scheduler.counters.num_steps
+    k, d = config.moe.num_experts_per_token, config.hidden_size
+    for place, own, others in zip(places, sent, sent[::-1], strict=True):
+        assert place.traffic["gather"] == Traffic(layers * steps, layers * steps * 2 * 8)
+        there, back = own * (4 * d + 4 * k + 8 * k), others * 4 * d
+        assert place.traffic["all_to_all"] == Traffic(2 * layers * steps, there + back)
+    assert min(sent) > 100
+    llm.close()
+
+
+def test_packed_columns_come_back():
+    for count in (0, 1, 7):
+        columns = torch.randn(count, 3).bfloat16(), torch.randn(count, 2), torch.arange(2 * count)
+        columns = (*columns[:2], columns[2].view(count, 2))
+        like = [each[:0] for each in columns]
+        for one, other in zip(columns, unpacked(packed(*columns), *like), strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+# ---- requests, limits, records ------------------------------------------------------------------
+
+
+def test_requests_go_to_the_copy_with_the_least_work(folder):
+    llm = open_copies(folder)
+    engine = llm.engine
+    for name in range(6):
+        prompt = ids(name)["prompt_token_ids"]
+        engine.add(engine.make_request(str(name), None, prompt, LONG))
+    assert [len(each.waiting) for each in schedulers_of(engine.scheduler)] == [3, 3]
+    for name in (0, 2, 4):
+        engine.abort(str(name))
+    prompt = ids(9)["prompt_token_ids"]
+    engine.add(engine.make_request("more", None, prompt, LONG))
+    assert [len(each.waiting) for each in schedulers_of(engine.scheduler)] == [1, 3]
+    with pytest.raises(InvalidRequestError, match="id '1' already"):
+        engine.add(engine.make_request("1", None, prompt, LONG))
+    engine.abort("1")
+    while engine.has_work:
+        engine.step()
+    llm.close()
+
+
+def test_an_abort_reaches_each_copy_and_frees_its_blocks(folder):
+    llm = open_copies(folder, async_scheduling=True)
+    engine = llm.engine
+    for name in range(4):
+        prompt = ids(name)["prompt_token_ids"]
+        engine.add(engine.make_request(str(name), None, prompt, LONG))
+    for _ in range(5):
+        engine.step()
+    for name in range(4):
+        engine.abort(str(name))
+    assert not engine.has_work
+    for each in schedulers_of(engine.scheduler):
+        check_invariants(each)
+        assert each.blocks.pool.num_free == each.blocks.pool.num_blocks
+        assert not each.in_flight
+    (output,) = llm.generate(ids(1), LONG, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 100
+    llm.close()
+
+
+def test_the_trace_of_copies_replays(folder):
+    """Blocks of a joint record are numbered over all copies, so no two sequences share one."""
+    llm = open_copies(folder, num_gpu_blocks_override=40, enable_prefix_caching=False)
+    short = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, seed=5)
+    llm.generate([ids(each, 30) for each in range(12)], short, use_tqdm=False)
+    trace = llm.trace
+    assert trace.settings.num_blocks == 80
+    replay, most = Replay(), 0
+    for record in trace:
+        replay.apply(record)
+        held = [block for each in replay.sequences.values() for block in each.blocks]
+        assert len(held) == len(set(held))
+        most = max([most, *held])
+    assert 40 <= most < 80
+    counters, ended = llm.engine.scheduler.counters, sum(len(each.ended) for each in trace)
+    assert ended == 12
+    assert counters.num_prefill_tokens == sum(each.num_prefill_tokens for each in trace)
+    assert counters.num_decode_tokens == sum(each.num_decode_tokens for each in trace)
+    assert counters.num_preemptions_recompute == sum(len(each.preempted) for each in trace) > 0
+    assert all(len(each.ranks) == 2 for each in trace)
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"data_parallel_size": 4}, "4, which does not divide 6 experts .* 2, 3, 6"),
+        ({"tensor_parallel_size": 2}, "do not go together in this version"),
+        ({"pipeline_parallel_size": 2}, "do not go together in this version"),
+        ({"deterministic": True}, "leave out deterministic or enable_expert_parallel"),
+        ({"data_parallel_size": 0}, "data_parallel_size is 0"),
+        ({"data_parallel_size": 1}, "set one to 2 or more"),
+    ],
+)
+def test_what_does_not_go_with_copies_is_refused(folder, more, said):
+    with pytest.raises((ConfigError, UnsupportedFeatureError), match=said):
+        open_copies(folder, **more)
+
+
+def test_a_dense_model_has_no_experts_to_share(tmp_path):
+    dense = MODELS["llama"].write(tmp_path).folder
+    with pytest.raises(ConfigError, match="needs a model with experts"):
+        open_copies(dense)
