@@ -105,8 +105,7 @@ class Scheduler:
         tokens come after the end of its text.
         """
         self.log.cut(seq_id, num_cut, self.counters)
-        sequence = self.sequences.get(seq_id)
-        if sequence is None:
+        if (sequence := self.sequences.get(seq_id)) is None:
             if reason != "length":
                 self.log.correct(seq_id, reason, num_cut)
             return
@@ -159,8 +158,7 @@ class Scheduler:
         self._flights.plans.append((plan, self.record))
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
         if self.waiting:
-            seats, lines = self.config.max_num_seqs - self.num_seats, (self.waiting, self.running)
-            self.record.blocked = self.admission.refusal(*lines, seats, budget, self.record)
+            self.record.blocked = self._refusal(budget)
             if self.record.blocked is None:
                 self._admit(plan, budget)
         if self.drafts is not None:
@@ -247,6 +245,10 @@ class Scheduler:
     def _line_up(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         enter(self.waiting, sequence)
+
+    def _refusal(self, budget: int) -> Blocked | None:
+        seats, lines = self.config.max_num_seqs - self.num_seats, (self.waiting, self.running)
+        return self.admission.refusal(*lines, seats, budget, self.record)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Move waiting sequences to `running` in order, until the next one does not fit."""
@@ -381,8 +383,7 @@ class Scheduler:
             self.finish(sequence.seq_id, "error" if failed else "length")
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
-        """Another completion, over the blocks of the first until it writes. It takes a seat that
-        was kept for it."""
+        """Another completion, in a seat kept for it, over the first's blocks until it writes."""
         parent.num_forks -= 1
         child = self._new_sequence(parent.request, index, parent.arrival, parent.key[:-1])
         child.table = self.blocks.fork(parent.table)
@@ -395,6 +396,5 @@ class Scheduler:
 
     def _new_sequence(self, request: Request, index: int, arrival: int, key: Key) -> Sequence:
         seq_id = next(self.seq_ids)
-        sequence = Sequence(seq_id, request, index, arrival, (*key, seq_id))
-        self.sequences[seq_id] = sequence
-        return sequence
+        self.sequences[seq_id] = Sequence(seq_id, request, index, arrival, (*key, seq_id))
+        return self.sequences[seq_id]

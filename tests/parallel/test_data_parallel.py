@@ -175,7 +175,7 @@ def test_b10_planted_a_copy_without_work_skips_the_exchanges(folder, monkeypatch
     monkeypatch.setattr(rank, "LockstepRunner", Runner)
     monkeypatch.setattr("minillm.parallel.launch.PATIENCE", 1.0)
     llm = open_copies(folder)
-    with pytest.raises(EngineDeadError, match="stopped|waited"):
+    with pytest.raises(EngineDeadError, match=r"stopped|waited"):
         llm.generate(ids(1), LONG, use_tqdm=False)
     llm.close()
 
