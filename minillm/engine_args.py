@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minillm.config import DTYPE_BYTES
+from minillm.eplb_config import EplbConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.sampling_params import refuse_unknown_arguments, shown
 from minillm.speculative_config import SpeculativeConfig
@@ -38,6 +39,7 @@ FLAGS = (
     "enable_chunked_prefill",
     "enforce_eager",
     "enable_expert_parallel",
+    "enable_eplb",
     "deterministic",
     "disable_log_stats",
 )
@@ -97,7 +99,9 @@ class EngineArgs:
     layers, and as many steps run at once. `data_parallel_size` ranks each have a copy of the model,
     with own requests, blocks and limits, and compute their steps together. With
     `enable_expert_parallel` the ranks of a stage, or the copies, each have whole experts, and not a
-    share of the units of each, or all of them.
+    share of the units of each, or all of them. With `enable_eplb` these are placed anew every few
+    thousand steps, by how often tokens chose each of them (`EplbConfig`), as
+    ``{"step_interval": 3000, "num_redundant_experts": 2}``; no token changes.
     An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
     "minillm.stat_logger") unless `disable_log_stats`.
 
@@ -135,6 +139,8 @@ class EngineArgs:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    enable_eplb: bool = False
+    eplb_config: EplbConfig | Mapping[str, Any] | None = None
     distributed_executor_backend: str | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     deterministic: bool = False
@@ -223,6 +229,21 @@ class EngineArgs:
         sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
         return prod(sizes)
 
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """How experts are placed by load; None: they stay where they are."""
+        return EplbConfig.of(self.eplb_config or {}) if self.enable_eplb else None
+
+    @property
+    def num_redundant_experts(self) -> int:
+        """Slots for copies of experts, on all ranks that share them."""
+        return self.eplb.num_redundant_experts if self.eplb else 0
+
+    @property
+    def step_interval(self) -> int:
+        """Steps from one placement of experts to the next; 0: they stay where they are."""
+        return self.eplb.step_interval if self.eplb else 0
+
     def _check_ranks(self) -> None:
         self._check_count("tensor_parallel_size")
         self._check_count("pipeline_parallel_size")
@@ -237,6 +258,7 @@ class EngineArgs:
             )
         if self.data_parallel_size > 1:
             self._check_data_parallel()
+        self._check_eplb()
         if self.distributed_executor_backend == "ray":
             raise UnsupportedFeatureError(
                 "distributed_executor_backend='ray' is not built yet; leave it out in this version."
@@ -257,6 +279,25 @@ class EngineArgs:
                 f"data_parallel_size is {self.data_parallel_size}, where an expert computes the "
                 "tokens of all ranks together, so their bits depend on each other; leave out "
                 "deterministic or enable_expert_parallel."
+            )
+
+    def _check_eplb(self) -> None:
+        if self.eplb_config is not None:
+            object.__setattr__(self, "eplb_config", EplbConfig.of(self.eplb_config))
+            if not self.enable_eplb:
+                raise ConfigError(
+                    "eplb_config says how experts are placed by load, which enable_eplb=False does "
+                    "not do; set enable_eplb=True, or leave eplb_config out."
+                )
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ConfigError(
+                "enable_eplb places whole experts on ranks, which only enable_expert_parallel=True "
+                "gives them; set it, too, or leave enable_eplb out."
+            )
+        if self.enable_eplb and self.deterministic:
+            raise UnsupportedFeatureError(
+                "enable_eplb does not go with deterministic: an expert that moves to another rank "
+                "is added up in another order; leave one of them out."
             )
 
     def _check_pipeline(self) -> None:

@@ -130,7 +130,13 @@ def plan_memory(
     padding = PASS_ROWS if args.deterministic else 0  # rows that a tile may have beyond the batch
     speculation, copies = speculation_of(args), packs(args, device)
     plan = memory_plan(
-        largest_part(config, *sizes, args.enable_expert_parallel, args.data_parallel_size),
+        largest_part(
+            config,
+            *sizes,
+            args.enable_expert_parallel,
+            args.data_parallel_size,
+            args.num_redundant_experts,
+        ),
         free,
         dtype=dtype,
         max_model_len=args.max_model_len or longest,

@@ -27,12 +27,13 @@ def plan_to_bytes(plan: StepPlan) -> bytes:
     ]
     moves = [plan.swap_out, plan.copies, plan.swap_in]
     rows, learned = _columns(plan.rows), list(plan.learned.items())
-    return json.dumps([plan.step, plan.dropped, new, moves, rows, learned]).encode()
+    parts = [plan.step, plan.dropped, new, moves, rows, learned, plan.rebalance]
+    return json.dumps(parts).encode()
 
 
 def plan_from_bytes(data: bytes) -> StepPlan:
     """What `plan_to_bytes` wrote."""
-    step, dropped, new, moves, columns, learned = json.loads(data)
+    step, dropped, new, moves, columns, learned, rebalance = json.loads(data)
     swap_out, copies, swap_in = ([BlockCopy(*pair) for pair in pairs] for pairs in moves)
     return StepPlan(
         step,
@@ -43,6 +44,7 @@ def plan_from_bytes(data: bytes) -> StepPlan:
         swap_in,
         _rows(*columns) if columns else [],
         dict(learned),
+        rebalance=rebalance,
     )
 
 

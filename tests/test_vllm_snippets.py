@@ -8,12 +8,16 @@ import asyncio
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from minillm import AsyncEngineArgs, AsyncLLMEngine, LLM, SamplingParams  # isort: skip
 from minillm.machine import available_memory_bytes
 from tests.async_small import run
+from tests.engine.small import write_model
 
 GIB = 2**30
 
@@ -95,6 +99,35 @@ def test_offline_inference_with_penalties_and_a_prefix_cache():
     outputs = llm.generate(prompts, sampling_params)
     assert [output.prompt for output in outputs] == prompts
     assert all(output.num_cached_tokens for output in outputs)
+
+
+@pytest.fixture
+def long_llama(tmp_path: Path) -> str:
+    """A Llama of random weights with positions for 8,192 tokens, and heads for four ranks."""
+    write_model(tmp_path)  # the tokenizer
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=8192,
+    )  # fmt: skip
+    LlamaForCausalLM(config).eval().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_four_ranks_and_long_texts(long_llama: str) -> None:
+    """Claim K13: the arguments that an article gives Llama-3.1-70B on four GPUs."""
+    llm = LLM(
+        model=long_llama,
+        tensor_parallel_size=4,
+        dtype="bfloat16",
+        max_model_len=8192,
+        gpu_memory_utilization=0.90,
+    )
+    (output,) = llm.generate("def add(a, b):", SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 4
+    assert llm.engine.max_model_len == 8192
+    assert [each.rank for each in llm.trace[-1].ranks] == [0, 1, 2, 3]
+    llm.close()
 
 
 # ---- asynchronous ------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
 """``minillm bench parallel``: what parallelism costs here, and what it may bring elsewhere.
 
-Three tables: sums and gathers of two ranks beside the model "latency + bytes / bandwidth" that fits
-them best; steps of one rank beside those of several; and predictions for models that no laptop
-holds, which are named so.
+Four tables: sums and gathers of two ranks beside the model "latency + bytes / bandwidth" that fits
+them best; steps of one rank beside those of several; how evenly experts of a skewed router lie on
+ranks; and predictions for models that no laptop holds, which are named so.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minillm.benchmarks import collectives, parallel_steps
+from minillm.benchmarks import collectives, expert_placement, parallel_steps
 from minillm.benchmarks.report import benchmark_parser, write_result
 from minillm.cli.terminal import Terminal
 from minillm.parallel.shared_memory import why_not
@@ -17,7 +17,7 @@ from minillm.parallel_cost import Prediction, large_model_predictions
 from minillm.parallel_layout import Layout
 
 EXAMPLES = """examples:
-  minillm bench parallel                       sums, steps, predictions
+  minillm bench parallel                       sums, steps, experts, predictions
   minillm bench parallel --quick               small sizes: does it run at all?
 """
 CALLS, QUICK_CALLS = 300, 3
@@ -135,10 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, sizes = parallel_steps.quick()
     steps = parallel_steps.measure(model, "auto", sizes, terminal)
     parallel_steps.show(model, sizes, steps, terminal)
+    balances = expert_placement.measure(QUICK_CALLS if chosen.quick else expert_placement.STEPS)
+    expert_placement.show(balances, terminal)
     predictions = predicted(large_model_predictions())
     show_predictions(predictions, terminal)
     result = parallel_steps.as_json(model, "auto", sizes, steps)
     result |= {"benchmark": "parallel", "collectives": rows, "fits": fits}
+    result["balances"] = balances
     write_result(result | {"predictions": predictions}, chosen.json, terminal)
     return 0
 

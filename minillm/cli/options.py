@@ -19,6 +19,7 @@ ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len
           "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
           "deterministic", "speculative_config", "tensor_parallel_size",
           "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
+          "enable_eplb", "eplb_config",
           "distributed_executor_backend")  # fmt: skip
 SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "seed", "stop",
@@ -49,6 +50,10 @@ def add_engine_options(parser: ArgumentParser) -> None:
                        help="copies of the model that step together (1)")  # fmt: skip
     group.add_argument("-ep", "--enable-expert-parallel", action="store_true", default=None,
                        help="with -tp or -dp: whole experts for each process")  # fmt: skip
+    group.add_argument("--enable-eplb", action="store_true", default=None,
+                       help="with -ep: place experts anew by how often they are used")  # fmt: skip
+    group.add_argument("--eplb-config", metavar="JSON", type=json_object,
+                       help='{"step_interval": 3000, "num_redundant_experts": 2}')  # fmt: skip
     group.add_argument("--distributed-executor-backend", metavar="NAME",
                        help="mp: processes; threads: of this process (mp)")  # fmt: skip
     group.add_argument("--speculative-config", metavar="JSON", type=json_object,
@@ -65,8 +70,8 @@ def json_object(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ArgumentTypeError(
-            f"{text[:60]!r} is not JSON ({error.msg} at character {error.pos + 1}); write it as "
-            '\'{"method": "ngram", "num_speculative_tokens": 4}\'.'
+            f"{text[:60]!r} is not JSON ({error.msg} at character {error.pos + 1}); write names in "
+            "double quotes and all in single ones, as in '{\"num_speculative_tokens\": 4}'."
         ) from error
 
 

@@ -60,9 +60,10 @@ def unpacked(rows: Tensor, *like: Tensor) -> Iterator[Tensor]:
         yield column.clone(memory_format=torch.contiguous_format).view(each.dtype)
 
 
-def dispatch_experts(model: Decoder, num_experts: int, communicator: Communicator) -> None:
-    """Let the loaded layers of one of several copies compute with the experts of all."""
-    held = Split(communicator.rank, communicator.size).share(num_experts)
+def dispatch_experts(model: Decoder, num_slots: int, communicator: Communicator) -> None:
+    """Let the loaded layers of one of several copies compute with the experts in the slots of
+    all."""
+    held = Split(communicator.rank, communicator.size).share(num_slots)
     for layer in list(model.modules()):
         if isinstance(layer, MoE):
             own = OwnExperts(layer.experts, held)

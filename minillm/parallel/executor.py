@@ -20,6 +20,7 @@ from typing import TypeVar
 from minillm.errors import EngineDeadError, MinillmError, in_one_line
 from minillm.executor import Capacity
 from minillm.flight import Flight, StepResult
+from minillm.parallel.balance import rebalance
 from minillm.parallel.communicator import CommunicationError
 from minillm.parallel.place import Place
 from minillm.runner import Runner
@@ -40,7 +41,10 @@ def token_hash(result: StepResult) -> str:
 def carried_out(data: bytes, runner: Runner, place: Place) -> tuple[StepResult, RankTime]:
     """What a rank makes of a plan, and how long it takes."""
     start, before = perf_counter(), place.seconds
-    result = runner.execute(plan_from_bytes(data))
+    plan = plan_from_bytes(data)
+    if plan.rebalance:
+        rebalance(runner.model, plan.rebalance)
+    result = runner.execute(plan)
     return result, RankTime(place.rank, perf_counter() - start, place.seconds - before)
 
 
@@ -61,10 +65,12 @@ def check_agreement(hashes: Sequence[str]) -> None:
 
 class Stages:
     """The plans and results of `num_copies` of a model, each of `count` stages of `size` ranks, and
-    what the first stages have to learn."""
+    what the first stages have to learn. Before every `step_interval`-th plan, experts are placed
+    anew."""
 
-    def __init__(self, size: int, count: int, num_copies: int = 1):
+    def __init__(self, size: int, count: int, num_copies: int = 1, step_interval: int = 0):
         self.size, self.count, self.num_copies = size, count, num_copies
+        self.step_interval, self._num_plans = step_interval, 0
         self._learned: dict[int, list[int]] = {}
 
     @property
@@ -75,6 +81,10 @@ class Stages:
     def bodies(self, plan: StepPlan) -> list[bytes]:
         """A plan for each rank: that of its copy, and what it has to learn."""
         self.teach(plan)
+        number, rest = divmod(self._num_plans, self.step_interval or 2**63)
+        self._num_plans += 1
+        for each in plan.shares or [plan]:
+            each.rebalance = 0 if rest else number
         bodies = [plan_to_bytes(each) for each in plan.shares or [plan]]
         return [body for body in bodies for _ in range(self.num_ranks // len(bodies))]
 
@@ -119,10 +129,10 @@ def together(results: Sequence[StepResult]) -> StepResult:
 class RankThreads:
     """Ranks that are threads of this process; for tests and experiments."""
 
-    def __init__(self, places: Sequence[Place], build: Build):
+    def __init__(self, places: Sequence[Place], build: Build, step_interval: int = 0):
         self.places = places
         last = places[-1]
-        self._stages = Stages(last.split.size, last.stage.count, last.copy + 1)
+        self._stages = Stages(last.split.size, last.stage.count, last.copy + 1, step_interval)
         self._pools = [
             ThreadPoolExecutor(1, thread_name_prefix=f"minillm-rank-{each.rank}") for each in places
         ]

@@ -9,25 +9,26 @@ what was chosen of its own experts, and the sum that tensor parallelism needs an
 parts together: no token is sent. A product keeps its width; the ranks' work follows the choices.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from minillm.layers.moe import Experts
 from minillm.linear_methods import Matrix
-from minillm.parallel.split import Split
 
 
-def share_experts(experts: Experts, split: Split) -> None:
-    """Keep a rank's experts, whole, of a layer that has no memory yet."""
-    held = split.share(experts.down.copies or 1)
+def share_experts(experts: Experts, held: Sequence[int]) -> None:
+    """Keep a rank's experts, whole and in this order, of a layer that has no memory yet."""
     for matrix in (experts.gate_up, experts.down):
         keep_copies(matrix, held)
 
 
-def keep_copies(matrix: Matrix, held: range) -> None:
+def keep_copies(matrix: Matrix, held: Sequence[int]) -> None:
     """Of a stack of matrices those that are held."""
     each = len(matrix.parts) // (matrix.copies or 1)  # gate and up, or down alone
-    matrix.parts = matrix.parts[held.start * each : held.stop * each]
+    starts = [expert * each for expert in held]
+    matrix.parts = tuple(part for at in starts for part in matrix.parts[at : at + each])
     matrix.copies = len(held)
 
 

@@ -53,7 +53,8 @@ def open_threads(
 
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
     copies = args.data_parallel_size, args.enable_expert_parallel
-    return RankThreads(thread_places(*sizes, PATIENCE, *copies), build)
+    places = thread_places(*sizes, PATIENCE, *copies)
+    return RankThreads(places, build, args.step_interval)
 
 
 def open_processes(

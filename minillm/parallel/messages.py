@@ -169,6 +169,8 @@ def args_to_plain(args: EngineArgs) -> dict[str, Any]:
                 "distributed_executor_backend='threads'."
             )
         plain["speculative_config"] = asdict(config)
+    if args.eplb is not None:
+        plain["eplb_config"] = asdict(args.eplb)
     return plain
 
 

@@ -47,7 +47,8 @@ class RankProcesses:
         def spawn(rank: int) -> Rank:
             return start(rank, life, group.fds_of(rank), environment)
 
-        self._stages = Stages(group.size, group.num_stages, group.num_copies)
+        sizes = group.size, group.num_stages, group.num_copies
+        self._stages = Stages(*sizes, set_ups[0].args.step_interval)
         self._loop = RankLoop(len(set_ups), spawn, release)
         self._end = weakref.finalize(self, self._loop.stop)  # also when the interpreter ends
         self._loop.start()

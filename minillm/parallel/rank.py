@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
+from minillm.config import ModelConfig
 from minillm.cost import MemoryPlan
 from minillm.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.engine_args import EngineArgs
@@ -15,9 +16,11 @@ from minillm.linear_methods import Matrix
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES, load_model
+from minillm.parallel.balance import balance_experts
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.dispatch import LockstepRunner, dispatch_experts
 from minillm.parallel.place import Place
+from minillm.parallel.placement import Placement, first_placement
 from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.shard import connect, slice_matrices
 from minillm.parallel.split import rank_config
@@ -49,16 +52,20 @@ def build_rank(
     runner = build_executor(args, model, plan, limit, draft, kind)
     runner.isolates = False  # what fails on one rank fails on all, or the ranks part company
     join_pipes(model, place)
-    if place.experts is not None and source.config.moe is not None:
-        dispatch_experts(model, source.config.moe.num_experts, place.experts)
+    placement = first_experts(args, source.config, place)
+    num_slots = placement.num_slots if placement else 0
+    if place.experts is not None:
+        dispatch_experts(model, num_slots, place.experts)
     if place.split.size > 1:
-        connect(model, source.config, place.communicator)
+        connect(model, source.config, place.communicator, num_slots)
         if isinstance(runner.model, TiledDecoder):
             agree(runner.model, place.communicator)
         rule, seats = runner.sampler.rule, runner.rows.num_rows
         width = source.config.vocab_size
         runner.sampler = ShardedSampler(seats, width, device, place.communicator)
         runner.sampler.rule = rule
+    if placement is not None and args.eplb is not None:
+        balance_experts(model, placement, place, args.eplb.window_size)
     return runner
 
 
@@ -80,6 +87,14 @@ def agree(tiled: TiledDecoder, communicator: Communicator) -> None:
     tiled.use(common or (1,))
 
 
+def first_experts(args: EngineArgs, config: ModelConfig, place: Place) -> Placement | None:
+    """Which whole experts each rank loads; None where it has a share of each, or all of them."""
+    if not args.enable_expert_parallel or config.moe is None:
+        return None
+    sizes = config.moe.num_experts, place.expert_split.size, args.num_redundant_experts
+    return first_placement(*sizes)
+
+
 def load_rank(
     args: EngineArgs,
     source: ModelSource,
@@ -92,7 +107,8 @@ def load_rank(
     ("dummy") are slices of those that one rank would have."""
     whole = source.config
     mine = rank_config(whole, place.split.size, args.enable_expert_parallel)
-    experts = place.expert_split if args.enable_expert_parallel else None
+    placement = first_experts(args, whole, place)
+    experts = placement.slots[place.expert_split.rank] if placement else None
 
     def shard(model: Decoder) -> None:
         if place.stage.count > 1:

@@ -12,7 +12,7 @@ A row layer's bias is added once, after the sum. The router and the latent cache
 on every rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,10 @@ from minillm.parallel.split import Split
 
 
 def slice_matrices(
-    model: Decoder, whole: ModelConfig, split: Split, experts: Split | None = None
+    model: Decoder, whole: ModelConfig, split: Split, experts: Sequence[int] | None = None
 ) -> None:
     """Say which rows and columns of the checkpoint's matrices a rank's layers hold; `experts` says
-    which share of all experts, where they are held whole."""
+    which of all experts, where they are held whole."""
     for layer in model.modules():
         if isinstance(layer, Attention):
             heads, dim = whole.num_heads, layer.head_dim
@@ -153,13 +153,18 @@ class SummedMoE(nn.Module):
         return self.communicator.sum(self.moe(x).contiguous())
 
 
-def connect(model: Decoder, whole: ModelConfig, communicator: Communicator) -> None:
-    """Put sums and gathers into a rank's loaded model. Packing comes before."""
+def connect(
+    model: Decoder, whole: ModelConfig, communicator: Communicator, num_slots: int = 0
+) -> None:
+    """Put sums and gathers into a rank's loaded model. Packing comes before. All ranks together
+    have `num_slots` for whole experts, or 0 and a share of each."""
     split = Split(communicator.rank, communicator.size)
     for layer in list(decoder_layers(model)):
         summed = [layer.attention.o_proj]
         if isinstance(layer.mlp, MoE):
-            held_experts(layer.mlp, whole, split)
+            if num_slots:
+                own = OwnExperts(layer.mlp.experts, split.share(num_slots))
+                layer.mlp.experts = own  # type: ignore[assignment]
             layer.mlp = SummedMoE(layer.mlp, communicator)
         else:
             summed.append(layer.mlp.down_proj)
@@ -170,13 +175,6 @@ def connect(model: Decoder, whole: ModelConfig, communicator: Communicator) -> N
         matrix.method = VocabularyParallel(matrix.method, held, communicator)
     if isinstance(model.all_layers, AllLayers):
         model.all_layers.add_up(communicator.sum, owns_biases=communicator.rank == 0)
-
-
-def held_experts(moe: MoE, whole: ModelConfig, split: Split) -> None:
-    """Where a rank has whole experts, let them compute what was chosen of them only."""
-    total = whole.moe.num_experts if whole.moe else 0
-    if moe.experts.down.copies != total:
-        moe.experts = OwnExperts(moe.experts, split.share(total))  # type: ignore[assignment]
 
 
 def decoder_layers(model: Decoder) -> Iterator[Any]:

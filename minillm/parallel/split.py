@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
+from minillm.parallel.placement import check_redundant
 from minillm.parameters import layer_products
 
 MOST_RANKS = 64
@@ -105,17 +106,19 @@ def cut_layers(costs: Sequence[float], output_cost: float, count: int) -> list[r
     return found
 
 
-def share_of_experts(config: ModelConfig, copies: int) -> ModelConfig:
-    """The shapes of one of several copies of a model that share its experts."""
+def share_of_experts(config: ModelConfig, copies: int, spares: int = 0) -> ModelConfig:
+    """The shapes of one of several copies of a model that share its experts, and some twice."""
     moe = config.moe
-    if moe is None or moe.num_experts % copies:
+    if moe is None or (moe.num_experts + spares) % copies:
         count = moe.num_experts if moe else 0
         sizes = ", ".join(str(each) for each in range(2, count + 1) if not count % each)
         raise ConfigError(
             f"data_parallel_size is {copies}, which does not divide {count} experts of this "
             f"{config.family} model; with enable_expert_parallel it can be {sizes}."
         )
-    return replace(config, moe=replace(moe, intermediate_size=-(-moe.intermediate_size // copies)))
+    slots, total = moe.num_experts + spares, moe.num_experts * copies
+    units = -(-moe.intermediate_size * slots // total)
+    return replace(config, moe=replace(moe, intermediate_size=units))
 
 
 def check_stages(config: ModelConfig, count: int) -> None:
@@ -128,16 +131,23 @@ def check_stages(config: ModelConfig, count: int) -> None:
 
 
 def largest_part(
-    config: ModelConfig, size: int, stages: int, whole_experts: bool = False, copies: int = 1
+    config: ModelConfig,
+    size: int,
+    stages: int,
+    whole_experts: bool = False,
+    copies: int = 1,
+    spares: int = 0,
 ) -> ModelConfig:
-    """The shapes of the rank that needs the most memory: of experts a share of all has the size of
-    a share of each. `copies` of the model may share experts, too (data parallelism). ConfigError
-    where there is no such cut."""
-    check_split(config, size, whole_experts)
-    if whole_experts and copies > 1:
-        config = share_of_experts(config, copies)
+    """The shapes of the rank that needs the most memory: of experts a share of all, and of `spares`
+    for popular ones, has the size of a share of each. `copies` of the model may share experts, too
+    (data parallelism). ConfigError where there is no such cut."""
+    if config.moe is not None and spares:
+        check_redundant(config.moe.num_experts, size * copies, spares)
+    check_split(config, size, whole_experts, spares)
     check_stages(config, stages)
     cuts = [Stage(index, stages).layers(config) for index in range(stages)]
+    if whole_experts and (copies > 1 or spares):
+        config = share_of_experts(config, copies, spares)
     return stage_config(rank_config(config, size), max(cuts, key=len))
 
 
@@ -152,12 +162,12 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     )
 
 
-def divides(config: ModelConfig, size: int, whole_experts: bool = False) -> bool:
+def divides(config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0) -> bool:
     """Whether a model can be split among so many ranks."""
-    return not why_not(config, size, whole_experts)
+    return not why_not(config, size, whole_experts, spares)
 
 
-def why_not(config: ModelConfig, size: int, whole_experts: bool = False) -> str:
+def why_not(config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0) -> str:
     """Which of a model's numbers cannot be split among so many ranks; empty if all can."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
@@ -168,8 +178,8 @@ def why_not(config: ModelConfig, size: int, whole_experts: bool = False) -> str:
     if dense and config.intermediate_size % size:
         return f"intermediate size {config.intermediate_size}"
     moe = config.moe
-    if moe is not None and whole_experts and moe.num_experts % size:
-        return f"{moe.num_experts} experts"
+    if moe is not None and whole_experts and (moe.num_experts + spares) % size:
+        return f"{moe.num_experts + spares} experts"
     if moe is not None and not whole_experts and moe.intermediate_size % size:
         return f"intermediate size {moe.intermediate_size} of the experts"
     if moe is not None and moe.shared_intermediate_size % size:
@@ -177,16 +187,19 @@ def why_not(config: ModelConfig, size: int, whole_experts: bool = False) -> str:
     return ""
 
 
-def check_split(config: ModelConfig, size: int, whole_experts: bool = False) -> None:
+def check_split(
+    config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0
+) -> None:
     """ConfigError unless a model can be split among so many ranks; it lists the sizes that can."""
     if whole_experts and config.moe is None:
         raise ConfigError(
             f"enable_expert_parallel needs a model with experts, which this {config.family} model "
             "does not have; leave it out."
         )
-    if why := why_not(config, size, whole_experts):
+    more = whole_experts, spares
+    if why := why_not(config, size, *more):
         every = range(1, MOST_RANKS + 1)
-        sizes = ", ".join(str(each) for each in every if divides(config, each, whole_experts))
+        sizes = ", ".join(str(each) for each in every if divides(config, each, *more))
         raise ConfigError(
             f"tensor_parallel_size is {size}, which does not divide {why} of this "
             f"{config.family} model; it can be {sizes}."

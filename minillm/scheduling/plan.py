@@ -62,9 +62,9 @@ class StepPlan:
     `swap_in` (host, device), then compute `rows`, of which those with one token come first. A
     block that one of these frees may be the target of the next. A row may read blocks that a row
     before it writes, and if it has one token only, it comes among the others for that. First of
-    all, stages of a pipeline that choose no tokens add those that were `learned` since the last
-    plan, by seq_id. A joint plan of several copies of the model has the `shares` of each, which are
-    sent (`data_parallel.py`).
+    all, experts move to placement number `rebalance`, unless it is 0, and stages of a pipeline that
+    choose no tokens add those that were `learned` since the last plan, by seq_id. A joint plan of
+    several copies of the model has the `shares` of each, which are sent (`data_parallel.py`).
     """
 
     step: int
@@ -75,4 +75,5 @@ class StepPlan:
     swap_in: list[BlockCopy] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     learned: dict[int, list[int]] = field(default_factory=dict)
+    rebalance: int = 0
     shares: list["StepPlan"] = field(default_factory=list)

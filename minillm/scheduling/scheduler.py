@@ -105,7 +105,8 @@ class Scheduler:
         tokens come after the end of its text.
         """
         self.log.cut(seq_id, num_cut, self.counters)
-        if (sequence := self.sequences.get(seq_id)) is None:
+        sequence = self.sequences.get(seq_id)
+        if sequence is None:
             if reason != "length":
                 self.log.correct(seq_id, reason, num_cut)
             return
@@ -166,7 +167,10 @@ class Scheduler:
             self.drafts.extend(plan, self.in_flight, len(self.running), self.blocks, self.config)
         put_in_order(plan.rows, self._readers)
         self._readers.clear()
-        self._close()
+        record = self.record
+        record.num_running, record.num_waiting = len(self.running), len(self.waiting)
+        record.num_free_blocks = self.blocks.pool.num_free
+        self.counters.add(record)
         return plan
 
     def _take_running(self, plan: StepPlan, budget: int) -> int:
@@ -247,8 +251,9 @@ class Scheduler:
         enter(self.waiting, sequence)
 
     def _refusal(self, budget: int) -> Blocked | None:
-        seats, lines = self.config.max_num_seqs - self.num_seats, (self.waiting, self.running)
-        return self.admission.refusal(*lines, seats, budget, self.record)
+        """Why no waiting sequence can be admitted; a subclass may have reasons of its own."""
+        seats = self.config.max_num_seqs - self.num_seats
+        return self.admission.refusal(self.waiting, self.running, seats, budget, self.record)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Move waiting sequences to `running` in order, until the next one does not fit."""
@@ -313,13 +318,6 @@ class Scheduler:
         else:
             self.log.record.num_prefill_tokens += num_tokens
 
-    def _close(self) -> None:
-        """Complete the record, and add it to the counters."""
-        record = self.record
-        record.num_running, record.num_waiting = len(self.running), len(self.waiting)
-        record.num_free_blocks = self.blocks.pool.num_free
-        self.counters.add(record)
-
     # ---- one step: commit ----------------------------------------------------------------
 
     def distrust(self, plan: StepPlan, suspect: Collection[int]) -> None:
@@ -383,7 +381,8 @@ class Scheduler:
             self.finish(sequence.seq_id, "error" if failed else "length")
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
-        """Another completion, in a seat kept for it, over the first's blocks until it writes."""
+        """Another completion, over the blocks of the first until it writes. It takes a seat that
+        was kept for it."""
         parent.num_forks -= 1
         child = self._new_sequence(parent.request, index, parent.arrival, parent.key[:-1])
         child.table = self.blocks.fork(parent.table)
@@ -396,5 +395,6 @@ class Scheduler:
 
     def _new_sequence(self, request: Request, index: int, arrival: int, key: Key) -> Sequence:
         seq_id = next(self.seq_ids)
-        self.sequences[seq_id] = Sequence(seq_id, request, index, arrival, (*key, seq_id))
-        return self.sequences[seq_id]
+        sequence = Sequence(seq_id, request, index, arrival, (*key, seq_id))
+        self.sequences[seq_id] = sequence
+        return sequence

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
 from minillm.trace.figure_blocks import box, draw_blocks, shown_blocks
+from minillm.trace.figure_ranks import draw_ranks, ranks_height
 from minillm.trace.page import page
 from minillm.trace.timeline import NAMES
 
@@ -49,8 +50,8 @@ CURVES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "time": ("ms", (("plan", "#E69F00"), ("run", "#0072B2"), ("deliver", "#CC79A7"))),
 }  # fmt: skip
 STACKED = ("budget", "time")
-PANELS = ("gantt", *CURVES, "blocks")
-DEFAULT_PANELS = ("gantt", "queue", "budget", "blocks")
+PANELS = ("gantt", *CURVES, "ranks", "blocks")
+DEFAULT_PANELS = ("gantt", "queue", "budget", "ranks", "blocks")
 DRAFTS_HEIGHT = 0.8  # of a row
 MOST_ROWS = 150  # of the Gantt; more cannot be told apart on paper
 DRAFTS = (("accepted draft", "#003B2C", "#FFFFFF"), ("rejected draft", "#FFFFFF", "#003B2C"))
@@ -70,16 +71,17 @@ def figure(
 
     Args:
         data: the timeline.
-        panels: from above: "gantt", "queue", "budget", "free", "time", "blocks".
+        panels: from above: "gantt", "queue", "budget", "free", "time", "ranks", "blocks". The
+            ranks are left out where there is one.
         width, height: in inches; the height fits the rows by default.
         rows: sequences that the Gantt shows at most; the first ones by arrival.
         title: stands above it.
 
     Raises:
-        ConfigError: there is no such panel.
+        ConfigError: there is no such panel, or nothing to draw in those that were asked for.
         UnsupportedFeatureError: matplotlib is not installed.
     """
-    check_panels(panels)
+    panels = check_panels(panels, data)
     plt = need("matplotlib.pyplot", "A figure needs matplotlib")
     shown = min(len(data["sequences"]), rows)
     heights = [panel_height(name, shown, data) for name in panels]
@@ -96,14 +98,22 @@ def figure(
     return fig
 
 
-def check_panels(panels: Sequence[str]) -> None:
-    """Refuse an unknown panel, and none at all."""
+def check_panels(panels: Sequence[str], data: dict[str, Any]) -> list[str]:
+    """The panels to draw: those that were asked for, without the lanes of a single rank. Unknown
+    panels are refused, and none at all."""
     if isinstance(panels, str) or not panels:
         raise ConfigError(f"panels is {panels!r}; it must be names such as ('gantt', 'budget').")
     for name in panels:
         if name not in PANELS:
             hint = did_you_mean(str(name), PANELS)
             raise ConfigError(f"There is no panel {name!r}; choose from {', '.join(PANELS)}.{hint}")
+    drawn = [name for name in panels if name != "ranks" or data["ranks"]]
+    if not drawn:
+        raise ConfigError(
+            "panels is 'ranks' only, and this trace has the times of fewer than 2 ranks; choose "
+            "another panel, or trace an engine with tensor_parallel_size=2."
+        )
+    return drawn
 
 
 def need(module: str, what: str) -> Any:
@@ -122,6 +132,8 @@ def panel_height(name: str, rows: int, data: dict[str, Any]) -> float:
     """Inches: as much as rows need to be read, and not more than a page has."""
     if name == "gantt":
         return min(max(rows, 2) * (0.2 if rows <= 15 else 0.15), 9.0) + 0.2
+    if name == "ranks":
+        return ranks_height(len(data["ranks"]))
     if name == "blocks":
         return min(max(1.4, len(shown_blocks(data["blocks"])) * 0.09), 3.4)
     return 1.1
@@ -133,6 +145,8 @@ def draw_panel(ax: "Axes", name: str, data: dict[str, Any], rows: int) -> None:
         draw_gantt(ax, data, rows)
     elif name == "blocks":
         draw_blocks(ax, data)
+    elif name == "ranks":
+        draw_ranks(ax, data)
     else:
         draw_curves(ax, name, data)
 

@@ -18,8 +18,8 @@ from typing import Any
 from minillm.errors import TraceFileError
 
 MARKER = '<meta name="generator" content="minillm trace view">'
-SCRIPTS = ("model", "words", "raster", "scale", "header", "curves", "rows", "blocks", "details",
-           "app", "controls", "main")  # fmt: skip
+SCRIPTS = ("model", "words", "raster", "scale", "header", "curves", "rows", "blocks", "ranks",
+           "details", "app", "controls", "main")  # fmt: skip
 
 
 def page(data: dict[str, Any], title: str = "trace") -> str:

@@ -152,12 +152,14 @@ class Controls {
       column: null,
       sequence: null,
       block: null,
+      rank: null,
     };
     const unit = app.scale.unit(x);
     if (inside && unit < app.scale.extent && found.panel !== "overview")
       found.column = app.scale.columnAt(unit);
     if (!target) return found;
     const y = event.clientY - target.getBoundingClientRect().top;
+    if (found.panel === "ranks") found.rank = app.curves.lanes.rankAt(y);
     if (found.panel === "gantt") {
       const row = app.gantt.rowAt(y);
       if (row !== null) found.sequence = app.gantt.sequenceAt(row, found.column);
@@ -207,7 +209,7 @@ class Controls {
     this._tip(event, found);
   }
 
-  _tip(event, { column, sequence, block }) {
+  _tip(event, { column, sequence, block, rank }) {
     const { model, words } = this.app,
       { tip } = this,
       lines = [];
@@ -215,6 +217,8 @@ class Controls {
     if (block !== null) lines.push(`Block ${count(block)}: ${words.block(block, column)}`);
     if (sequence !== null && block === null)
       lines.push(words.name(sequence), words.state(sequence, column));
+    if (rank !== null)
+      lines.push(`Rank ${rank}: ${words.rank(rank, column)}`, "computing + communicating or waiting");
     lines.push(`Step ${count(model.steps.step[column])} at ${moment(model.steps.start[column])}`);
     tip.replaceChildren(...lines.map((line) => element("div", line)));
     tip.hidden = false;

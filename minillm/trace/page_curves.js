@@ -65,6 +65,7 @@ class Curves {
       },
     ];
     for (const panel of this.panels) this._gutter(panel);
+    this.lanes = new RankLanes(app);
   }
 
   /** Title, legend and the values under the cursor, left of a curve. */
@@ -80,12 +81,14 @@ class Curves {
   }
 
   colour(theme) {
+    this.lanes.colour(theme);
     for (const panel of this.panels) {
       for (const part of panel.parts) part.swatch.style.background = css(part.colour(theme));
     }
   }
 
   values(column) {
+    this.lanes.values(column);
     for (const panel of this.panels) {
       for (const part of panel.parts) {
         part.output.textContent = column === null ? "" : panel.format(part.values[column]);
@@ -95,6 +98,7 @@ class Curves {
 
   draw(columns) {
     for (const panel of this.panels) this._panel(panel, columns);
+    this.lanes.draw(columns);
   }
 
   _panel(panel, columns) {

@@ -110,6 +110,11 @@ class Details {
         ...parts.map(([name, value]) => [name, seconds(value)]),
       ]),
     );
+    if (model.ranks.length)
+      section.append(
+        element("h3", "Ranks: computing + communicating or waiting"),
+        this._facts(model.ranks.map(({ rank }, i) => [`rank ${rank}`, words.rank(i, column)])),
+      );
     const tokens = steps.prefill[column] + steps.decode[column] + steps.drafted[column],
       limit = meta.max_num_batched_tokens;
     section.append(

@@ -37,6 +37,7 @@ class Model {
     this.steps = data.steps;
     this.reasons = data.reasons;
     this.sequences = data.sequences;
+    this.ranks = data.ranks; // seconds per column, computing and communicating; none of one rank
     this.numColumns = data.steps.step.length;
     this.numBlocks = data.blocks.length;
     this._clock();

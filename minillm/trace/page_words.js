@@ -71,6 +71,10 @@ const WORDS = [
     "it runs, but this step had no tokens or blocks for it, or was planned before its last tokens were known",
   ],
   [
+    "ranks",
+    "a lane is as high as the slowest rank of the step took: below, a rank computes; above, it sends to the others or waits for them",
+  ],
+  [
     "drafts",
     "guessed tokens that a step verifies together: accepted ones are tokens of the request, after them one more is sampled",
   ],
@@ -130,6 +134,12 @@ class Words {
 
   drafts(drafted, accepted) {
     return drafted ? `, ${count(accepted)} of ${plural(drafted, "draft")} accepted` : "";
+  }
+
+  /** What a rank did in a column. */
+  rank(rank, column) {
+    const { computing, communicating } = this.model.ranks[rank];
+    return `${seconds(computing[column])} + ${seconds(communicating[column])}`;
   }
 
   absence(sequence, column) {

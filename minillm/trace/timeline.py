@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minillm.scheduling.record import Blocked, StepRecord
+from minillm.trace.ranks import rank_lanes
 from minillm.trace.recorder import Trace, TraceSettings
 from minillm.trace.replay import (
     PREEMPTED,
@@ -53,7 +54,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def timeline(trace: Trace) -> dict[str, Any]:
-    """The data of a drawing: meta, steps (columns of numbers), sequences, reasons, blocks.
+    """The data of a drawing: meta, steps (columns of numbers), sequences, reasons, blocks, ranks.
 
     Its size grows with what changed, not with steps times sequences.
     """
@@ -69,6 +70,7 @@ def timeline(trace: Trace) -> dict[str, Any]:
         "sequences": drawing.sequences,
         "reasons": list(drawing.reasons),
         "blocks": drawing.blocks,
+        "ranks": rank_lanes(records),
     }
 
 

@@ -23,7 +23,7 @@ def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-# Models: claim N14 ---------------------------------------------------------------------------
+# Models: claims N13, N14 ---------------------------------------------------------------------
 
 
 def test_the_published_numbers_of_parameters():
@@ -40,6 +40,8 @@ def test_the_table_of_models():
         ["dense", "–", "–", "–", "3.1", "3.1"],
         ["experts", "256", "8", "yes", "671", "37.6"],
     ]
+    (mixtral,) = ch18.models_table({"Mixtral-8x7B": preset("mixtral-8x7b")})
+    assert mixtral[1:4] == ["8", "2", "no"]
 
 
 def test_a_step_of_one_token_reads_the_weights_of_one_token():

@@ -145,6 +145,12 @@ def test_cuts():
     assert all(best <= max(ch20.stage_costs([n, 28 - n], head)) for n in range(1, 28))
 
 
+def test_four_stages_of_the_70b_model():
+    """Claim K4: 20 layers each by number; by cost the last stage also has the output matrix."""
+    assert list(ch20.equal_counts(LLAMA.num_layers, 4)) == [20] * 4
+    assert list(ch20.by_cost(LLAMA, 4)) == [19, 21, 21, 19]
+
+
 # Predictions: claims K5, K6 --------------------------------------------------------------------
 
 

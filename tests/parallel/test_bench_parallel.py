@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from minillm.benchmarks import expert_placement
 from minillm.benchmarks.parallel import fit_sums, fitted, predicted
 from minillm.parallel_cost import large_model_predictions
 
@@ -46,3 +47,10 @@ def test_predictions_are_of_what_fits():
         assert row["cache_tokens"] > 0
         assert all(math.isfinite(each) for each in row["tokens_per_second"].values())
         assert all(0 <= each < 1 for each in row["communication"].values())
+
+
+def test_experts_placed_by_load_are_more_even_in_the_steps_that_follow():
+    rows = expert_placement.measure(20)
+    assert [row["batch"] for row in rows[::3]] == [8, 64, 512]
+    assert all(row["before"] < row["after"] <= 1 for row in rows)
+    assert all(row["before"] < 0.75 and row["after"] > 0.85 for row in rows if row["batch"] == 512)

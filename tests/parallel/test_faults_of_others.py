@@ -115,6 +115,27 @@ def test_b5_a_norm_over_all_heads_is_refused(tmp_path):
         LLM(model.folder, **TWO)
 
 
+def test_b11_experts_that_move_change_no_output(tmp_path):
+    """Weights move, ids stay those of the checkpoint: the same question before and after."""
+    model = Tiny("qwen3_moe", {"num_hidden_layers": 2}, seed=2).write(tmp_path).folder
+    config = {"window_size": 12, "step_interval": 12, "num_redundant_experts": 2}
+    fields = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": config}
+    llm = make(model, enable_prefix_caching=False, **TWO, **fields)
+    layers = [e for e in llm.engine.runner.runners[1].model.modules() if hasattr(e, "placement")]
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
+    placements, outputs = [], []
+    for _ in range(3):  # each in one placement
+        (output,) = llm.generate([[5, 6, 7] * 9], params, use_tqdm=False)
+        placements.append(tuple(each.placement for each in layers))
+        outputs.append(output.outputs[0])
+    assert [each.version for each in layers] == [2, 2]
+    assert placements[0] != placements[1]
+    for each in outputs[1:]:
+        assert each.token_ids == outputs[0].token_ids
+        assert each.cumulative_logprob == pytest.approx(outputs[0].cumulative_logprob, abs=1e-3)
+    llm.close()
+
+
 @pytest.mark.parametrize(
     ("fields", "what"),
     [

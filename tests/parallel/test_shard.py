@@ -132,7 +132,7 @@ def test_no_cut_is_better():
 def test_arguments_of_experts():
     with pytest.raises(ConfigError, match="enable_expert_parallel is 1"):
         EngineArgs("tiny", enable_expert_parallel=1, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="which is 1; set it to 2"):
+    with pytest.raises(ConfigError, match="which are 1; set one to 2"):
         EngineArgs("tiny", enable_expert_parallel=True)
     more = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
     with pytest.raises(ConfigError, match="a model with experts, which this"):

@@ -6,6 +6,7 @@ from typing import Any
 from minillm.cache.manager import BlockManager
 from minillm.sampling_params import SamplingParams
 from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.record import RankTime
 from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace, TraceSettings
@@ -76,3 +77,17 @@ def one_step(scheduler: Scheduler, trace: Trace, rng: random.Random, now: float)
 def data(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """The drawing of such a trace."""
     return timeline(simulate(*args, **kwargs))
+
+
+def with_ranks(trace: Trace, number: int, slow: int | None = None) -> Trace:
+    """Give the steps of a trace the times of so many ranks. They compute for 4 to 6 ms and wait for
+    the slowest, except that rank 0 is done half a millisecond sooner; `slow` computes for 9 ms."""
+    rng = random.Random(number)
+    for record in trace:
+        own = [rng.uniform(4e-3, 6e-3) if rank != slow else 9e-3 for rank in range(number)]
+        tooks = [max(own) + (1e-3 if rank else 5e-4) for rank in range(number)]
+        record.ranks = [
+            RankTime(rank, took, took - each)
+            for rank, (took, each) in enumerate(zip(tooks, own, strict=True))
+        ]
+    return trace

@@ -13,8 +13,8 @@ import pytest
 
 from minillm.trace.figure import widget
 from minillm.trace.page import write_page
-from minillm.trace.timeline import BEHIND
-from tests.trace.simulation import data
+from minillm.trace.timeline import BEHIND, timeline
+from tests.trace.simulation import data, simulate, with_ranks
 
 webdriver = pytest.importorskip("selenium.webdriver")
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
@@ -194,8 +194,10 @@ def resize(driver: Any, width: int, height: int, ratio: float = 1) -> None:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[Path, dict[str, Any]]]:
     folder, found = tmp_path_factory.mktemp("pages"), {}
-    drawings = {size: data(size, **options) for size, options in SIZES.items()}
-    for size, drawing in {**drawings, "hostile": data(8, 24, names=HOSTILE)}.items():
+    drawings: dict[Any, Any] = {size: data(size, **options) for size, options in SIZES.items()}
+    drawings["hostile"] = data(8, 24, names=HOSTILE)
+    drawings["ranks"] = timeline(with_ranks(simulate(100, **SIZES[100]), 3))
+    for size, drawing in drawings.items():
         found[size] = (folder / f"{size}.html", drawing)
         write_page(drawing, found[size][0], f"{size}.jsonl")
     return found
@@ -578,7 +580,7 @@ def test_every_width_and_resolution_is_filled(
     width: int, ratio: float, driver: Any, pages: Any
 ) -> None:
     resize(driver, width, 800, ratio)
-    viewer = Viewer(driver, *pages[100])
+    viewer = Viewer(driver, *pages["ranks"])
     viewer.settle()
     assert viewer.run("return document.documentElement.scrollWidth") <= width
     boxes = viewer.run(
@@ -621,3 +623,62 @@ def test_an_empty_trace_says_so(driver: Any, tmp_path: Path) -> None:
     driver.get((tmp_path / "empty.html").as_uri())
     text = driver.execute_script("return document.getElementById('details').textContent")
     assert "This trace has no steps" in text
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def colours(viewer: Viewer, column: int) -> list[list[str]]:
+    """Of each lane, the colours in the middle of a column, from below, each once."""
+    return viewer.run(
+        """const { app } = traceView, { scale, ratio } = app, { height, ranks } = app.curves.lanes;
+        const middle = (scale.left(arguments[0]) + scale.right(arguments[0])) / 2;
+        const tall = Math.round(height * ratio), context = document.getElementById("ranks")
+          .getContext("2d"), x = Math.round(scale.x(middle) * ratio);
+        const { data } = context.getImageData(x, 0, 1, tall * ranks.length);
+        return ranks.map((_, rank) => {
+          const found = [];
+          for (let y = (rank + 1) * tall - 1; y >= rank * tall; y--) {
+            const [r, g, b, a] = data.slice(4 * y, 4 * y + 4), colour = `rgb(${r}, ${g}, ${b})`;
+            if (a === 255 && found.at(-1) !== colour) found.push(colour);
+          }
+          return found;
+        });""",
+        column,
+    )  # fmt: skip
+
+
+def test_ranks_have_lanes(driver: Any, tmp_path: Path) -> None:
+    drawing = timeline(with_ranks(simulate(10, 24), 3, slow=1))
+    write_page(drawing, tmp_path / "ranks.html")
+    viewer = Viewer(driver, tmp_path / "ranks.html", drawing)
+    assert viewer.text("ranks-title") == "Ranks (3)"
+    swatches = viewer.run(
+        "return [...document.querySelectorAll('#ranks-legend i')].map((i) => i.style.background)"
+    )
+    for seen in colours(viewer, 5):
+        assert [each for each in seen if each in swatches] == swatches, seen
+    box = viewer.run("return document.getElementById('ranks').getBoundingClientRect().toJSON()")
+    viewer.hover(box["x"] + 3, box["y"] + box["height"] / 2)
+    assert viewer.text("tip").startswith("Rank 1: 9 ms + 1 ms")
+    assert "rank 19 ms + 1 ms" in viewer.text("ranks-names")
+    assert "rank 19 ms + 1 ms" in viewer.text("details")
+
+
+def test_lanes_go_with_the_curves(driver: Any, pages: Any) -> None:
+    """Without them there is more room for the rows, as in a notebook."""
+    resize(driver, 966, 722)
+    viewer = Viewer(driver, *pages["ranks"])
+    tall = "return document.getElementById('ranks-lane').offsetHeight"
+    assert viewer.run(tall) == 3 * 22 + 1
+    viewer.press("c")
+    assert viewer.run(tall) == 0
+    viewer.press("c")
+    assert viewer.run(tall) == 3 * 22 + 1
+
+
+def test_one_rank_has_no_lane(small: Viewer) -> None:
+    shown = "return ['ranks-lane', 'ranks-caption'].map((id) => document.getElementById(id).hidden)"
+    assert small.run(shown) == [True, True]
+    small.press("ArrowRight")
+    assert "Ranks" not in small.text("details")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
-from minillm.cost import kv_bytes_per_token, weight_bytes
+from minillm.cost import MemoryPlan, kv_bytes_per_token, weight_bytes
+from minillm.errors import ConfigError
 from minillm.hardware import Hardware
 from minillm.linear_methods import Matrix
 from minillm.links import LINKS
@@ -20,8 +21,8 @@ from minillm.parallel import sampler
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.split import Split, rank_config
 from minillm.parallel.threads import ThreadGroup
-from minillm.parallel_cost import Devices, decode_time, prefill_time
-from minillm.parallel_layout import Layout
+from minillm.parallel_cost import Devices, ParallelTime, decode_time, prefill_time
+from minillm.parallel_layout import Layout, device_memory
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import your_turn as your_turn
@@ -169,6 +170,29 @@ def local_noise() -> Iterator[None]:
         sampler.draw_from_shard = right
 
 
+# A class of an article -----------------------------------------------------------------------
+
+
+def article_shards(world: int, inputs: int, outputs: int) -> list[Tensor]:
+    """What each rank holds of a matrix in an article's class `TensorParallelLinear`: it divides the
+    rows by the number of ranks, without the remainder, and does not ask which rank it is."""
+    shards = []
+    with torch.random.fork_rng():
+        for _ in range(world):
+            torch.manual_seed(0)  # every rank has the same seed
+            shards.append(torch.nn.Linear(inputs, outputs // world, bias=False).weight.detach())
+    return shards
+
+
+def refused(model: str, size: int) -> bool:
+    """Whether the engine refuses so many ranks."""
+    try:
+        open_ranks(model, size)
+    except ConfigError:
+        return True
+    return False
+
+
 # Tokens --------------------------------------------------------------------------------------
 
 
@@ -231,6 +255,24 @@ def seconds(config: ModelConfig, gpu: Hardware, link: str, ranks: int, batch: in
     if batch:
         return decode_time(config, devices, batch=batch, context=CONTEXT, dtype="bfloat16").seconds
     return prefill_time(config, devices, num_tokens=PROMPT, dtype="bfloat16").seconds
+
+
+def token(config: ModelConfig, gpu: Hardware, link: str, ranks: int) -> ParallelTime:
+    """The engine's prediction of one token of one sequence: its time and its operations."""
+    devices = Devices(gpu, LINKS[link], Layout(ranks), is_recorded=True)
+    return decode_time(config, devices, batch=1, context=CONTEXT, dtype="bfloat16")
+
+
+def additions(config: ModelConfig, ranks: int) -> int:
+    """Additions of a rank in all sums of a token, if it adds up all parts itself."""
+    return sums_per_step(config) * (ranks - 1) * config.hidden_size
+
+
+def room(
+    config: ModelConfig, gpu: Hardware, tensor_parallel_size: int, **settings: Any
+) -> MemoryPlan:
+    """What one of so many ranks holds; `settings` are the engine's arguments."""
+    return device_memory(config, gpu.memory_bytes, Layout(tensor_parallel_size), **settings)
 
 
 def weight_gigabytes(config: ModelConfig) -> float:

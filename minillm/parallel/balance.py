@@ -1,0 +1,200 @@
+"""Expert placement by load: ranks count what tokens choose, and experts move (EPLB; DeepSeek-AI,
+2024, 3.4).
+
+    plan, rebalance=3   loads of the last steps --gather--> the same sums on all ranks
+                        place(loads) ---------------------> the same placement; a hash is compared
+                        an expert of each rank --gather---> ranks keep those that they need
+
+Only weights move. A router chooses experts by the ids of the checkpoint, before and after; then a
+table turns these into slots, which the ranks share like experts that never move.
+"""
+
+import logging
+from collections.abc import Iterator
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from minillm.errors import EngineDeadError
+from minillm.layers.moe import Experts, MoE
+from minillm.models.decoder import Decoder
+from minillm.parallel.communicator import Communicator
+from minillm.parallel.place import Place
+from minillm.parallel.placement import Placement, place
+
+logger = logging.getLogger(__name__)
+
+PIECE = 2**22  # numbers of an expert that are sent at once
+
+
+class BalancedExperts(nn.Module):
+    """A layer's experts, which may lie on several ranks and change their places.
+
+    Args:
+        by_slot: computes what was chosen, where choices [N, k] are slots: those of rank 0 first.
+        held: this rank's experts, as `placement` says.
+        placement: where all experts lie now.
+        communicator: of the ranks that have them.
+        window_size: steps whose choices are counted.
+        first_row: the number of the first row of a batch. Ranks whose batches are different start
+            with different copies; the others must not.
+    """
+
+    def __init__(
+        self,
+        by_slot: nn.Module,
+        held: Experts,
+        placement: Placement,
+        communicator: Communicator,
+        window_size: int,
+        first_row: int = 0,
+    ):
+        super().__init__()
+        self.by_slot, self.held, self.first_row = by_slot, held, first_row
+        self.communicator, self.version = communicator, 0
+        self.device = held.down.values().device
+        shape = window_size, len(placement.copies)
+        self._window = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self._num_steps = 0
+        self.use(placement)
+
+    def use(self, placement: Placement) -> None:
+        """Send rows to where experts lie now."""
+        size, most = len(placement.slots[0]), max(map(len, placement.copies))
+        table = [
+            [rank * size + slot for rank, slot in each] + [-1] * (most - len(each))
+            for each in placement.copies
+        ]
+        self.placement = placement
+        self._table = torch.tensor(table, device=self.device)  # [E, most]
+        self._counts = torch.tensor(list(map(len, placement.copies)), device=self.device)
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """[N, d], [N, k], [N, k] -> [N, d]"""
+        self.count(ids)
+        return self.by_slot(x, weights, self.slots(ids))
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """[N, k] -> [N, k]. Of an expert with several copies each row takes one, by its number."""
+        rows = torch.arange(self.first_row, self.first_row + len(ids), device=ids.device)
+        return self._table[ids, rows[:, None] % self._counts[ids]]
+
+    def count(self, ids: Tensor) -> None:
+        """A step chose these experts."""
+        step, chosen = self._window[self._num_steps % len(self._window)], ids.flatten()
+        step.zero_().index_add_(0, chosen, torch.ones_like(chosen, dtype=step.dtype))
+        self._num_steps += 1
+
+    def loads(self) -> Tensor:
+        """How often this rank's tokens chose each expert in the last steps: [E]"""
+        return self._window.sum(0)
+
+    def better(self, loads: list[int]) -> Placement:
+        """The placement for these loads, or the one of now where that is as even."""
+        now = self.placement
+        found = place(loads, len(now.slots), now.num_slots - len(loads))
+        return found.settled(now) if found.balance(loads) > now.balance(loads) else now
+
+    def move(self, placement: Placement) -> None:
+        """Bring weights to where they are to lie; a matrix of one layer is held twice at most."""
+        for matrix in (self.held.gate_up, self.held.down):
+            for each in (*matrix.parameters(recurse=False), *matrix.buffers(recurse=False)):
+                rows = each.view(len(placement.slots[0]), -1)
+                move(rows, self.placement, placement, self.communicator)
+        self.use(placement)
+
+
+def balance_experts(model: Decoder, placement: Placement, place: Place, window_size: int) -> None:
+    """Let a rank's loaded and connected layers count what is chosen, and change their places."""
+    communicator, first_row = place.experts or place.communicator, place.copy
+    for layer in list(model.modules()):
+        if isinstance(layer, MoE):
+            (held,) = (each for each in layer.experts.modules() if isinstance(each, Experts))
+            parts = layer.experts, held, placement, communicator, window_size, first_row
+            layer.experts = BalancedExperts(*parts)  # type: ignore[assignment]
+
+
+def move(own: Tensor, now: Placement, to: Placement, communicator: Communicator) -> None:
+    """Exchange rows of the ranks' tensors `own` [slots, n], as experts lie `now`, until they lie
+    as in `to`. In each turn every rank sends one row that others need."""
+    rank = communicator.rank
+    pairs = zip(now.slots[rank], to.slots[rank], strict=True)
+    come = [slot for slot, (old, new) in enumerate(pairs) if old != new]
+    place_of = {to.slots[rank][slot]: place for place, slot in enumerate(come)}
+    found = own.new_empty(len(come), own.shape[1])
+    for turn in turns(now.sent(to)):
+        row = own[turn[rank]]
+        for start in range(0, len(row), PIECE):
+            parts = communicator.gather(row[start : start + PIECE])
+            for sender, slot in enumerate(turn):
+                at = place_of.get(now.slots[sender][slot])
+                if at is not None:
+                    found[at, start : start + PIECE] = parts[sender]
+    own[come] = found
+
+
+def turns(sent: list[list[int]]) -> Iterator[list[int]]:
+    """The slot that each rank sends, turn by turn; slot 0 of a rank that has no more to send."""
+    for turn in range(max(map(len, sent))):
+        yield [each[turn] if turn < len(each) else 0 for each in sent]
+
+
+@torch.inference_mode()
+def rebalance(model: nn.Module, version: int) -> None:
+    """Place the experts of a rank's layers by their loads, as placement number `version`. All
+    ranks of a stage do this before they compute the same plan.
+
+    Raises:
+        EngineDeadError: the ranks have not placed them alike.
+    """
+    layers = [each for each in model.modules() if isinstance(each, BalancedExperts)]
+    if not layers:
+        return
+    communicator = layers[0].communicator
+    own = torch.stack([each.loads() for each in layers])  # [L, E]
+    loads = communicator.gather(own).sum(0).tolist()
+    now = [each.placement for each in layers]
+    found = [each.better(load) for each, load in zip(layers, loads, strict=True)]
+    version_here, text = layers[0].version + 1, repr([now, found]).encode()
+    told = communicator.gather(torch.tensor([version_here, crc32(text)])).tolist()
+    check_placements(told, version)
+    for layer, placement in zip(layers, found, strict=True):
+        if placement != layer.placement:
+            layer.move(placement)
+        layer.version = version
+    if communicator.rank == 0:
+        report(now, found, loads)
+
+
+def check_placements(told: list[list[int]], version: int) -> None:
+    """EngineDeadError unless all ranks have placed experts alike, and as often as the driver
+    says."""
+    for rank, each in enumerate(told):
+        if each != [version, told[0][1]]:
+            raise EngineDeadError(
+                f"Rank {rank} has placed experts otherwise than rank 0 in placement {version}, so "
+                "nothing that follows can be trusted; make a new engine, and report this."
+            )
+
+
+def report(now: list[Placement], found: list[Placement], loads: list[list[int]]) -> None:
+    """Log how even the ranks' loads were, and how even the same loads are from now on."""
+    before, after = (
+        sum(each.balance(load) for each, load in zip(some, loads, strict=True)) / len(loads)
+        for some in (now, found)
+    )
+    pairs = [
+        pair
+        for old, new in zip(now, found, strict=True)
+        for held in zip(old.slots, new.slots, strict=True)
+        for pair in zip(*held, strict=True)
+    ]
+    logger.info(
+        "Experts are placed by load: mean over largest load of a rank %.2f before, %.2f now; %d of "
+        "%d slots have another expert.",
+        before,
+        after,
+        sum(old != new for old, new in pairs),
+        len(pairs),
+    )

@@ -1,0 +1,156 @@
+"""Which rank holds which experts, by how often tokens chose them (EPLB; DeepSeek-AI, 2024, 3.4).
+
+    loads     8 2 1 1      experts 0 to 3, two spare slots
+    copies    2 2 1 1      each spare goes to the largest load per copy
+    rank 0    0 1 2        largest first, to the rank with the least load so far
+    rank 1    0 1 3        equally many slots per rank, an expert at most once on each
+
+Pure numbers, without torch. All ranks compute the same placement from the same loads, so none is
+sent; and which of an expert's copies a token takes follows from its row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+
+from minillm.errors import ConfigError
+
+SHOWN = 4  # numbers of redundant experts that an error lists
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`slots[rank][slot]` is the expert that lies there. Each expert has a copy at least, and no
+    rank has two of one expert."""
+
+    slots: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def copies(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each expert the (rank, slot) of its copies, in the order of the ranks."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(map(max, self.slots)))]
+        for rank, held in enumerate(self.slots):
+            for slot, expert in enumerate(held):
+                found[expert].append((rank, slot))
+        return tuple(map(tuple, found))
+
+    @property
+    def num_slots(self) -> int:
+        """Of all ranks, which have equally many."""
+        return len(self.slots) * len(self.slots[0])
+
+    def copy_of(self, expert: int, row: int) -> tuple[int, int]:
+        """The (rank, slot) that computes what row `row` of a batch chose of this expert."""
+        copies = self.copies[expert]
+        return copies[row % len(copies)]
+
+    def rank_loads(self, loads: Sequence[float]) -> list[float]:
+        """What each rank computes, where an expert's copies share its load evenly."""
+        each = [load / len(copies) for load, copies in zip(loads, self.copies, strict=True)]
+        return [sum(each[expert] for expert in held) for held in self.slots]
+
+    def balance(self, loads: Sequence[float]) -> float:
+        """Mean over largest load of a rank: 1.0 is even, also where there is no load."""
+        found = self.rank_loads(loads)
+        return sum(found) / len(found) / max(found) if any(found) else 1.0
+
+    def settled(self, now: "Placement") -> "Placement":
+        """The same experts on each rank, those that it has `now` in the slots that they have."""
+        slots = []
+        for wanted, held in zip(self.slots, now.slots, strict=True):
+            come = iter([expert for expert in wanted if expert not in held])
+            slots.append(tuple(each if each in wanted else next(come) for each in held))
+        return Placement(tuple(slots))
+
+    def sent(self, to: "Placement") -> list[list[int]]:
+        """Of each rank the slots whose experts others need for the placement `to`: an expert's
+        first copy is sent, once, to all of them."""
+        needed = {
+            expert
+            for wanted, held in zip(to.slots, self.slots, strict=True)
+            for expert in set(wanted) - set(held)
+        }
+        found: list[list[int]] = [[] for _ in self.slots]
+        for expert in sorted(needed):
+            rank, slot = self.copies[expert][0]
+            found[rank].append(slot)
+        return found
+
+
+def first_placement(num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
+    """Before any load is known: experts in their order, then the redundant ones from 0 on."""
+    check_redundant(num_experts, num_ranks, num_redundant)
+    size = (num_experts + num_redundant) // num_ranks
+    every = [place % num_experts for place in range(num_experts + num_redundant)]
+    return Placement(
+        tuple(tuple(every[rank * size : (rank + 1) * size]) for rank in range(num_ranks))
+    )
+
+
+def place(loads: Sequence[float], num_ranks: int, num_redundant: int = 0) -> Placement:
+    """The placement for these loads of the experts. Equal ones go by the lowest number, so the
+    same loads give the same placement everywhere."""
+    check_redundant(len(loads), num_ranks, num_redundant)
+    known = loads if any(loads) else [1] * len(loads)
+    return pack(known, copies(known, num_redundant, num_ranks), num_ranks)
+
+
+def copies(loads: Sequence[float], spares: int, most: int) -> list[int]:
+    """How many copies each expert has, at most one for each of `most` ranks: one, and each spare
+    goes to the largest load per copy."""
+    counts = [1] * len(loads)
+    line = [(-load, expert) for expert, load in enumerate(loads)]
+    heapify(line)
+    for _ in range(spares):
+        expert = heappop(line)[1]
+        counts[expert] += 1
+        if counts[expert] < most:
+            heappush(line, (-loads[expert] / counts[expert], expert))
+    return counts
+
+
+def pack(loads: Sequence[float], counts: Sequence[int], num_ranks: int) -> Placement:
+    """Copies from the largest load to the smallest, each to the rank with the least load so far
+    that has a free slot and no copy of the same expert."""
+    each = [load / count for load, count in zip(loads, counts, strict=True)]
+    held: list[list[int]] = [[] for _ in range(num_ranks)]
+    size = sum(counts) // num_ranks
+    order = [expert for expert, count in enumerate(counts) for _ in range(count)]
+
+    def load_of(rank: int) -> tuple[float, int]:
+        return sum(each[expert] for expert in held[rank]), rank
+
+    for expert in sorted(order, key=lambda expert: -each[expert]):
+        free = sorted((rank for rank in range(num_ranks) if len(held[rank]) < size), key=load_of)
+        fit = [rank for rank in free if expert not in held[rank]]
+        held[fit[0] if fit else make_room(held, free[0], expert, each)].append(expert)
+    return Placement(tuple(map(tuple, held)))
+
+
+def make_room(held: list[list[int]], free: int, expert: int, each: Sequence[float]) -> int:
+    """A full rank without `expert` gives the smallest load that it can to the rank `free`, which
+    has `expert` already; returns the full rank. There is one, because an expert has at most as
+    many copies as there are ranks, and one that the other lacks, because the other has fewer."""
+    _, other, rank = min(
+        (each[other], other, rank)
+        for rank, full in enumerate(held)
+        if expert not in full
+        for other in full
+        if other not in held[free]
+    )
+    held[rank].remove(other)
+    held[free].append(other)
+    return rank
+
+
+def check_redundant(num_experts: int, num_ranks: int, num_redundant: int) -> None:
+    """ConfigError unless all ranks get equally many slots, and none two copies of an expert."""
+    first, most = -num_experts % num_ranks, num_experts * (num_ranks - 1)
+    if num_redundant % num_ranks != first or num_redundant > most:
+        fits = [str(each) for each in range(first, most + 1, num_ranks)]
+        some = fits if len(fits) <= SHOWN else [*fits[: SHOWN - 1], "..", fits[-1]]
+        raise ConfigError(
+            f"num_redundant_experts is {num_redundant}; for {num_experts} experts on {num_ranks} "
+            f"ranks it can be {', '.join(some).replace(', ..,', ' ..')}."
+        )

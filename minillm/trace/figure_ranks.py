@@ -1,0 +1,46 @@
+"""The lanes of the figure: what each rank did in each step."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LANE = 0.8  # of the distance between two lanes
+PARTS = (("computing", "computes", "#0072B2", ""),
+         ("communicating", "communicates\nor waits", "#F6D9A8", "//////"))  # fmt: skip
+MOST_NAMED = 16  # ranks; of more, some
+
+
+def ranks_height(number: int) -> float:
+    """Inches of the lanes of so many ranks."""
+    return min(max(0.32 * number, 0.7), 3.2)
+
+
+def draw_ranks(ax: "Axes", data: dict[str, Any]) -> None:
+    """A lane per rank, as high as the slowest rank of the step took: computing below,
+    communicating or waiting above. The rank that the others wait for has the most below."""
+    import numpy as np
+
+    lanes = data["ranks"]
+    seconds = {
+        part: np.array([lane[part] for lane in lanes], float).reshape(len(lanes), -1)
+        for part, *_ in PARTS
+    }
+    slowest = np.add(*seconds.values()).max(axis=0)
+    edges = np.arange(len(slowest) + 1)
+    for row in range(len(lanes)):
+        below = np.full(len(slowest), row + LANE / 2)  # the axis points down
+        for part, label, colour, hatch in PARTS:
+            share = np.divide(seconds[part][row], slowest, out=0 * slowest, where=slowest > 0)
+            above = below - LANE * share
+            ax.stairs(above, edges, baseline=below, fill=True, facecolor=colour, hatch=hatch,
+                      edgecolor="#7A5200" if hatch else colour, linewidth=0.3, gid=f"{part} {row}",
+                      label=label if row == 0 else None)  # fmt: skip
+            below = above
+    ax.set_label("ranks")
+    ax.set_ylim(len(lanes) - 0.5, -0.5)
+    each = -(-len(lanes) // MOST_NAMED)
+    ax.set_yticks(range(0, len(lanes), each))
+    ax.set_yticklabels([f"rank {lane['rank']}" for lane in lanes[::each]], fontsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, handlelength=1.4)

@@ -1,0 +1,166 @@
+"""The lanes of the drawings: what each rank did in each step. With one rank there are none."""
+
+import json
+import shutil
+import subprocess
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+
+from minillm.errors import ConfigError
+from minillm.scheduling.record import RankTime
+from minillm.trace.figure import figure
+from minillm.trace.figure_ranks import LANE
+from minillm.trace.ranks import rank_lanes
+from minillm.trace.recorder import Trace
+from minillm.trace.timeline import timeline
+from tests.trace.simulation import data, simulate, with_ranks
+
+NUMBERS = (2, 3, 24)
+
+
+@pytest.fixture(scope="module", params=NUMBERS)
+def trace(request: pytest.FixtureRequest) -> Trace:
+    return with_ranks(simulate(6, 24), request.param, slow=1)
+
+
+def labels(fig: Figure) -> list[str]:
+    return [str(ax.get_label()) for ax in fig.axes]
+
+
+# ---- the data ------------------------------------------------------------------------------------
+
+
+def test_lanes_have_the_seconds_of_the_records(trace: Trace) -> None:
+    lanes = timeline(trace)["ranks"]
+    assert [lane["rank"] for lane in lanes] == list(range(len(trace[0].ranks)))
+    for column, record in enumerate(trace):
+        for lane, time in zip(lanes, record.ranks, strict=True):
+            assert lane["communicating"][column] == time.communicating
+            both = lane["computing"][column] + lane["communicating"][column]
+            assert both == pytest.approx(time.seconds)
+
+
+def test_a_step_without_times_counts_as_zero() -> None:
+    records = list(with_ranks(simulate(6, 24), 2))
+    records[3].ranks = []
+    for lane in rank_lanes(records):
+        assert lane["computing"][3] == lane["communicating"][3] == 0
+        assert len(lane["computing"]) == len(records)
+
+
+def test_one_rank_has_no_lane() -> None:
+    assert data(6, 24)["ranks"] == []
+    assert timeline(with_ranks(simulate(6, 24), 1))["ranks"] == []
+    assert rank_lanes([]) == []
+
+
+# ---- the figure ----------------------------------------------------------------------------------
+
+
+def drawn(fig: Figure) -> dict[str, StepPatch]:
+    """The parts of the lanes by gid, such as "computing 1"."""
+    (ax,) = (ax for ax in fig.axes if ax.get_label() == "ranks")
+    return {str(each.get_gid()): each for each in ax.patches if isinstance(each, StepPatch)}
+
+
+def test_a_lane_is_as_high_as_the_slowest_rank_took(trace: Trace) -> None:
+    drawing = timeline(trace)
+    parts = drawn(figure(drawing, panels=("ranks",)))
+    assert len(parts) == 2 * len(drawing["ranks"])
+    slowest = [max(time.seconds for time in record.ranks) for record in trace]
+    for row, lane in enumerate(drawing["ranks"]):
+        below = np.full(len(slowest), row + LANE / 2)
+        for part in ("computing", "communicating"):
+            found = parts[f"{part} {row}"].get_data()
+            height = LANE * np.divide(lane[part], slowest)
+            np.testing.assert_allclose(found.baseline, below)
+            np.testing.assert_allclose(found.values, below - height)
+            below = found.values
+        top = row - LANE / 2  # which rank 0 does not reach: it is done sooner
+        assert (below > top + 0.01).all() if row == 0 else np.allclose(below, top)
+
+
+def test_a_slow_rank_computes_more_than_the_others() -> None:
+    parts = drawn(with_ranks(simulate(6, 24), 4, slow=2).figure())
+    spans = [parts[f"computing {row}"].get_data() for row in range(4)]
+    heights = [(each.baseline - each.values).min() for each in spans]
+    assert heights[2] == pytest.approx(LANE * 0.9)
+    assert max(heights[:2] + heights[3:]) < LANE * 0.65
+
+
+def test_parts_differ_without_colour() -> None:
+    parts = drawn(with_ranks(simulate(6, 24), 2).figure())
+    assert parts["computing 0"].get_hatch() != parts["communicating 0"].get_hatch()
+
+
+def test_the_figure_has_lanes_where_there_are_several_ranks(trace: Trace) -> None:
+    fig = trace.figure()
+    assert labels(fig) == ["gantt", "queue", "budget", "ranks", "blocks"]
+    (ax,) = (ax for ax in fig.axes if ax.get_label() == "ranks")
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names[:2] == (["rank 0", "rank 1"] if len(trace[0].ranks) < 24 else ["rank 0", "rank 2"])
+    one = with_ranks(simulate(6, 24), 1)
+    assert labels(one.figure()) == ["gantt", "queue", "budget", "blocks"]
+    assert labels(one.figure(panels=("ranks", "gantt"))) == ["gantt"]
+
+
+def test_lanes_of_one_rank_alone_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the times of fewer than 2 ranks; choose another panel"):
+        with_ranks(simulate(6, 24), 1).figure(panels=("ranks",))
+
+
+def test_a_step_without_times_is_an_empty_place() -> None:
+    trace = with_ranks(simulate(6, 24), 2)
+    trace[3].ranks = []
+    fig = trace.figure()
+    fig.canvas.draw()
+    found = drawn(fig)["communicating 0"].get_data()
+    assert found.values[3] == found.baseline[3] == LANE / 2
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+ASK = """
+const { data, columns } = JSON.parse(require("fs").readFileSync(0, "utf-8"));
+const model = new Model(data), words = new Words(model);
+console.log(JSON.stringify({
+  shares: laneShares(model.ranks, columns).map((parts) => parts.map((part) => [...part])),
+  words: model.ranks.map((_, rank) => words.rank(rank, 1)),
+}));
+"""
+
+
+def ask(drawing: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+    """What the page's scripts make of the lanes, without a browser."""
+    folder = resources.files("minillm.trace")
+    names = ("model", "words", "raster", "ranks")
+    parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in names]
+    asked = "\n".join([*parts, ASK]).replace('"use strict";', "")
+    done = subprocess.run(
+        ["node", "-e", asked], input=json.dumps({"data": drawing, "columns": columns}),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_the_scripts_add_up_the_steps_of_a_pixel() -> None:
+    """Columns 1 and 2 share pixel 1, column 3 has pixels 2 and 3, and pixels 0 and 4 are empty."""
+    trace = with_ranks(simulate(6, 24), 2)
+    times = {1: [(8, 2), (8, 6)], 2: [(4, 4), (2, 1)], 3: [(10, 5), (5, 0)]}  # seconds, of these
+    for column, ranks in times.items():
+        trace[column].ranks = [RankTime(rank, *each) for rank, each in enumerate(ranks)]
+    columns = {"first": 1, "begin": [1, 1, 2], "end": [1, 2, 4], "pixels": 5}
+    found = ask(timeline(trace), columns)
+    shares = np.array(found["shares"])  # [ranks, computing and communicating, pixels]
+    np.testing.assert_allclose(shares[0, 0], [0, 6 / 12, 0.5, 0.5, 0])
+    np.testing.assert_allclose(shares[0, 1], [0, 6 / 12, 0.5, 0.5, 0])
+    np.testing.assert_allclose(shares[1, 0], [0, 3 / 12, 0.5, 0.5, 0])
+    np.testing.assert_allclose(shares[1, 1], [0, 7 / 12, 0.0, 0.0, 0])
+    assert found["words"] == ["6 s + 2 s", "2 s + 6 s"]
