@@ -33,7 +33,8 @@ COUNTS = (
     "block_size",
 )
 PREFIX_CACHES = ("hash", "radix")
-EXECUTOR_BACKENDS = ("mp", "threads")
+EXECUTOR_BACKENDS = ("mp", "threads", "external", "ray")
+ELSEWHERE = ("external", "ray")  # backends whose ranks are started by others
 PREEMPTION_MODES = ("recompute", "swap")
 FLAGS = (
     "enable_chunked_prefill",
@@ -101,7 +102,9 @@ class EngineArgs:
     `enable_expert_parallel` the ranks of a stage, or the copies, each have whole experts, and not a
     share of the units of each, or all of them. With `enable_eplb` these are placed anew every few
     thousand steps, by how often tokens chose each of them (`EplbConfig`), as
-    ``{"step_interval": 3000, "num_redundant_experts": 2}``; no token changes.
+    ``{"step_interval": 3000, "num_redundant_experts": 2}``; no token changes. Ranks on other
+    machines ("external": `minillm node` or torchrun starts them; "ray": Ray does) connect to
+    `master_addr`, an interface of this one, and `master_port`, which the system chooses if it is 0.
     An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
     "minillm.stat_logger") unless `disable_log_stats`.
 
@@ -142,6 +145,8 @@ class EngineArgs:
     enable_eplb: bool = False
     eplb_config: EplbConfig | Mapping[str, Any] | None = None
     distributed_executor_backend: str | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     deterministic: bool = False
     seed: int = 0
@@ -259,12 +264,21 @@ class EngineArgs:
         if self.data_parallel_size > 1:
             self._check_data_parallel()
         self._check_eplb()
-        if self.distributed_executor_backend == "ray":
-            raise UnsupportedFeatureError(
-                "distributed_executor_backend='ray' is not built yet; leave it out in this version."
-            )
         if self.distributed_executor_backend is not None:
             self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
+        if self.distributed_executor_backend in ELSEWHERE and self.num_ranks == 1:
+            raise ConfigError(
+                f"distributed_executor_backend={self.distributed_executor_backend!r} needs ranks; "
+                "set tensor_parallel_size or another size to 2 or more."
+            )
+        self._check_count("master_port", least=0)
+        if not isinstance(self.master_addr, str) or not self.master_addr:
+            raise ConfigError(
+                f"master_addr is {shown(self.master_addr)}; it must be an interface of this "
+                "machine, its address or its name."
+            )
+        if self.master_port > 65535:
+            raise ConfigError(f"master_port is {self.master_port}; it must be from 0 to 65535.")
 
     def _check_data_parallel(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):

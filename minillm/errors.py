@@ -39,6 +39,10 @@ class InvalidRequestError(MinillmError, ValueError):
     """A prompt or a sampling parameter that cannot be served."""
 
 
+class NodeError(MinillmError, RuntimeError):
+    """Another machine cannot be reached, is not trusted, or does not match this one."""
+
+
 class EngineDeadError(MinillmError, RuntimeError):
     """The engine was closed, or stopped by an earlier error."""
 

@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "info": "what a model is and what it needs; what this machine is",
         "plan": "what fits into a memory, and how fast it would be",
         "bench": "how fast it is, over what is possible, beside other engines",
+        "node": "lend this machine to an engine on another one",
         "trace": "what the engine did, step by step: a page, a table, Perfetto",
     }
 )

@@ -20,7 +20,7 @@ ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len
           "deterministic", "speculative_config", "tensor_parallel_size",
           "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
           "enable_eplb", "eplb_config",
-          "distributed_executor_backend")  # fmt: skip
+          "distributed_executor_backend", "master_addr", "master_port")  # fmt: skip
 SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "seed", "stop",
             "ignore_eos", "logprobs", "prompt_logprobs")  # fmt: skip
@@ -55,7 +55,12 @@ def add_engine_options(parser: ArgumentParser) -> None:
     group.add_argument("--eplb-config", metavar="JSON", type=json_object,
                        help='{"step_interval": 3000, "num_redundant_experts": 2}')  # fmt: skip
     group.add_argument("--distributed-executor-backend", metavar="NAME",
-                       help="mp: processes; threads: of this process (mp)")  # fmt: skip
+                       help="mp: processes; threads: of this process; external: ranks"
+                            " that `minillm node` starts; ray (mp)")  # fmt: skip
+    group.add_argument("--master-addr", metavar="HOST",
+                       help="interface where such ranks connect (127.0.0.1)")  # fmt: skip
+    group.add_argument("--master-port", metavar="PORT", type=int,
+                       help="port there (0: chosen by the system, and shown)")  # fmt: skip
     group.add_argument("--speculative-config", metavar="JSON", type=json_object,
                        help="draft tokens that one step verifies; changes no token (vLLM's default,"
                             " rejection_sample_method standard, changes them): "

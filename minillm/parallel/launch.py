@@ -36,6 +36,14 @@ def open_ranks(
     parts = args, source, plan, device, draft
     if args.distributed_executor_backend == "threads":
         return open_threads(*parts)
+    if args.distributed_executor_backend == "external":
+        from minillm.parallel.nodes import open_nodes
+
+        return open_nodes(*parts)
+    if args.distributed_executor_backend == "ray":
+        from minillm.parallel.ray_ranks import open_ray
+
+        return open_ray(*parts)
     return open_processes(*parts)
 
 

@@ -114,6 +114,7 @@ class SetUp:
     draft: DraftSource | None
     group: dict[str, Any]  # how the ranks reach each other: `groups.py`
     log_level: int
+    fingerprint: dict[str, Any] | None = None  # of the models, for ranks on other machines
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -129,6 +130,7 @@ class SetUp:
                 and {"source": source_to_plain(self.draft.source), "context": self.draft.context},
                 "group": self.group,
                 "log_level": self.log_level,
+                "fingerprint": self.fingerprint,
             }
         ).encode()
 

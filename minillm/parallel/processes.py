@@ -10,6 +10,7 @@ from minillm.executor import Capacity
 from minillm.flight import Flight
 from minillm.parallel.executor import Stages, check_agreement, smallest, together
 from minillm.parallel.groups import Groups
+from minillm.parallel.meeting import NodeGroups
 from minillm.parallel.messages import TIMES, Kind, SetUp
 from minillm.parallel.rank_loop import RankLoop
 from minillm.parallel.rank_process import Rank, start
@@ -23,7 +24,8 @@ STEP_PATIENCE = 300.0  # seconds for a step, and those that ranks wait for each 
 
 
 class RankProcesses:
-    """Ranks that are processes on this machine; they end with this object, or with this process.
+    """Ranks that are processes; they end with this object, or with this process. They are started
+    on this machine, unless they have `arrived` from elsewhere.
 
     Raises what a rank raises that cannot be built, or EngineDeadError when one ends.
     """
@@ -31,9 +33,10 @@ class RankProcesses:
     def __init__(
         self,
         set_ups: Sequence[SetUp],
-        group: Groups,
+        group: "Groups | NodeGroups",
         environment: Mapping[str, str],
         patience: float = STEP_PATIENCE,
+        arrived: Sequence[Rank] = (),
     ):
         self.patience = patience
         bodies = [each.to_bytes() for each in set_ups]
@@ -45,6 +48,8 @@ class RankProcesses:
             group.close()
 
         def spawn(rank: int) -> Rank:
+            if arrived:
+                return arrived[rank]
             return start(rank, life, group.fds_of(rank), environment)
 
         sizes = group.size, group.num_stages, group.num_copies
@@ -61,8 +66,8 @@ class RankProcesses:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks."""
-        return [each.process.pid for each in self._loop.ranks]
+        """Of the ranks on this machine that it has started."""
+        return [each.process.pid for each in self._loop.ranks if not each.node]
 
     def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
         """Have `tell` called, by another thread, when a rank has failed, also between steps."""

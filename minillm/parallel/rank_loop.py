@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread, current_thread
 from time import monotonic
+from typing import IO
 
 from minillm.errors import MinillmError, in_one_line
 from minillm.parallel.messages import Kind, Message
@@ -116,10 +117,11 @@ class RankLoop(Thread):
     def _add(self, rank: Rank) -> None:
         self.ranks.append(rank)
         rank.connection.setblocking(False)
-        os.set_blocking(rank.stderr.fileno(), False)
-        read, write = partial(self._serve, rank), partial(self._read_lines, rank)
-        self._selector.register(rank.connection, selectors.EVENT_READ, read)
-        self._selector.register(rank.stderr, selectors.EVENT_READ, write)
+        self._selector.register(rank.connection, selectors.EVENT_READ, partial(self._serve, rank))
+        if rank.stderr is not None:
+            os.set_blocking(rank.stderr.fileno(), False)
+            read = partial(self._read_lines, rank, rank.stderr)
+            self._selector.register(rank.stderr, selectors.EVENT_READ, read)
 
     def _turn(self) -> None:
         """Wait for something to happen, or for the time of the oldest order to run out."""
@@ -224,13 +226,13 @@ class RankLoop(Thread):
         if self._suspects_until is None:
             self._suspects_until = monotonic() + GRACE
 
-    def _read_lines(self, rank: Rank, _: int) -> None:
+    def _read_lines(self, rank: Rank, stderr: IO[bytes], _: int) -> None:
         try:
-            data = os.read(rank.stderr.fileno(), CHUNK)
+            data = os.read(stderr.fileno(), CHUNK)
         except BlockingIOError:
             return
         if not data:
-            self._selector.unregister(rank.stderr)
+            self._selector.unregister(stderr)
             data = b"\n"
         *lines, rest = (rank.lines.pop() + data.decode(errors="replace")).split("\n")
         rank.lines.extend([*lines, rest])
@@ -264,7 +266,8 @@ class RankLoop(Thread):
             self._end_within(SECONDS_TO_END)
         for rank in self.ranks:
             rank.connection.close()
-            rank.stderr.close()
+            if rank.stderr is not None:
+                rank.stderr.close()
         self._selector.close()
         self._wake_up.close()
         self._wake.close()

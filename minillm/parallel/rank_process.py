@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
@@ -24,24 +25,30 @@ class Rank:
     """A process, and what is known of it."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: "subprocess.Popen[bytes] | Elsewhere"
     connection: socket.socket
-    stderr: IO[bytes]
+    stderr: IO[bytes] | None
     doing: str = "starting"
     frames: Frames = field(default_factory=Frames)
     unsent: deque[memoryview] = field(default_factory=deque)
     lines: deque[str] = field(default_factory=lambda: deque([""], KEPT_LINES))
     error: tuple[str, str, str] | None = None  # type, sentence, traceback
     is_open: bool = True  # its end of the socket
+    node: str = ""  # where it runs, if not as a child of this process
 
     @property
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Its exit code, negative for a signal; None while it runs. Of one on another machine the
+        end of the connection is all that is known."""
+        if self.node:
+            return None if self.is_open else 0
         return self.process.poll()
 
     @property
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it, where the system tells."""
+        if self.node:
+            return False
         try:
             with open(f"/proc/{self.process.pid}/stat", encoding="utf-8") as file:
                 return file.read().rpartition(")")[2].split()[0] in "tT"
@@ -52,6 +59,26 @@ class Rank:
     def last_line(self) -> str:
         """What it wrote last."""
         return next((line for line in reversed(self.lines) if line.strip()), "").strip()
+
+
+class Elsewhere:
+    """A process of another machine, or of another parent, that ends with its connection."""
+
+    pid = 0
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+
+    def poll(self) -> int | None:
+        """Not known here: `Rank.code` looks at the connection."""
+        return None
+
+    def terminate(self) -> None:
+        """Close the connection; what runs there ends."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    kill = terminate
 
 
 def start(number: int, life: int, fds: Sequence[int], environment: Mapping[str, str]) -> Rank:
@@ -96,7 +123,8 @@ def find_cause(ranks: Sequence[Rank], in_a_step: bool) -> Death:
     own; else an exit; else silence, of which the others complain."""
 
     def name(rank: Rank) -> str:
-        return f"Rank {rank.number} of {len(ranks)}"
+        where = f" (node {rank.node})" if rank.node else ""
+        return f"Rank {rank.number} of {len(ranks)}{where}"
 
     def key(rank: Rank) -> int:
         if rank.code is not None and rank.code < 0:
@@ -119,6 +147,8 @@ def find_cause(ranks: Sequence[Rank], in_a_step: bool) -> Death:
         if isinstance(known, type) and issubclass(known, MinillmError):
             return Death(text, known, f"{name(rank)}:\n{note}")
         return Death(f"{name(rank)} failed{when}: {text}", note=f"{name(rank)}:\n{note}")
+    if rank.node and not rank.is_open:
+        return Death(f"{name(rank)} is gone{when}: its connection has ended.")
     if rank.code is not None:
         return Death(f"{name(rank)} ended{when} with exit code {rank.code}{why}.")
     return silent([rank], len(ranks))

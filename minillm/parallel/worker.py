@@ -17,9 +17,11 @@ import traceback
 from contextlib import suppress
 from dataclasses import astuple
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from minillm.parallel.messages import Channel, Message, SetUp
     from minillm.parallel.place import Place
     from minillm.runner import Runner
@@ -45,23 +47,28 @@ def main(connection: int, life: int) -> None:
     from minillm.parallel.messages import Channel
 
     channel = Channel(socket.socket(fileno=connection))
-    code = 0 if serve(channel) else 1
+    code = 1 if serve(channel) else 0
     sys.stderr.flush()
     os._exit(code)  # without the interpreter's end, which takes a quarter of a second
 
 
-def serve(channel: "Channel") -> bool:
-    """Carry out orders until the last; False after an error."""
-    from minillm.parallel.groups import join
+def serve(
+    channel: "Channel",
+    read: "Callable[[bytes], SetUp] | None" = None,
+    join: "Callable[[dict[str, Any]], Place] | None" = None,
+) -> BaseException | None:
+    """Carry out orders until the last; an error ends it, and is returned. Ranks on other machines
+    read the first message and join the others in ways of their own."""
+    from minillm.parallel import groups
     from minillm.parallel.messages import Kind, SetUp
 
     place: Place | None = None
     try:
         messages = channel.messages()
-        set_up = SetUp.from_bytes(next(messages).body)
-        logging.basicConfig(level=set_up.log_level, handlers=[Telling(channel)])
+        set_up = (read or SetUp.from_bytes)(next(messages).body)
+        logging.basicConfig(level=set_up.log_level, handlers=[Telling(channel)], force=True)
         channel.send(Kind.NOTE, b'"joining the others"')
-        place = join(set_up.group)
+        place = (join or groups.join)(set_up.group)
         channel.send(Kind.NOTE, b'"loading the model"')
         runner = build(set_up, place)
         gc.freeze()  # the collector need not look at torch's objects again and again
@@ -70,13 +77,16 @@ def serve(channel: "Channel") -> bool:
             if message.kind is Kind.CLOSE:
                 break
             channel.send(Kind.DONE, answer(runner, message, place), message.number)
+        else:
+            raise ConnectionError("the driver has ended")
         place.close()
     except BaseException as error:
         if place is not None:
             place.abort()
-        channel.send(Kind.ERROR, last_words(error))
-        return False
-    return True
+        with suppress(OSError):
+            channel.send(Kind.ERROR, last_words(error))
+        return error
+    return None
 
 
 def build(set_up: "SetUp", place: "Place") -> "Runner":

@@ -1,5 +1,7 @@
 """Communicators of every kind as threads of this process, and what their sums must be."""
 
+import itertools
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,9 +15,10 @@ from torch.distributed import HashStore
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.gloo import GlooCommunicator, as_bytes
 from minillm.parallel.shared_memory import SharedGroup, why_not
+from minillm.parallel.sockets import SocketCommunicator
 from minillm.parallel.threads import ThreadGroup
 
-KINDS = ("threads", "gloo", "shared")
+KINDS = ("threads", "gloo", "shared", "sockets")
 ROOM = 8192  # bytes of shared memory for a part
 LONG = 600.0  # seconds: a test that waits so long hangs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -42,12 +45,22 @@ def ranks(
         found = group.communicators(patience)
         group.close()
         return found
+    if kind == "sockets":
+        return mesh(size, patience)
     store = store or HashStore()
 
     def make(rank: int) -> Communicator:
         return GlooCommunicator(rank, size, store, patience, **more)
 
     return on_all([lambda rank=rank: make(rank) for rank in range(size)])
+
+
+def mesh(size: int, patience: float) -> list[Communicator]:
+    """Ranks with a connection between each two."""
+    ends: list[list[Any]] = [[None] * size for _ in range(size)]
+    for low, high in itertools.combinations(range(size), 2):
+        ends[low][high], ends[high][low] = socket.socketpair()
+    return [SocketCommunicator(rank, each, patience) for rank, each in enumerate(ends)]
 
 
 def call(communicators: Sequence[Communicator], name: str, parts: Sequence[Tensor]) -> list[Any]:

@@ -213,6 +213,18 @@ def test_parts_of_unequal_size_are_refused(kind):
         assert "8 bytes" in str(error)
 
 
+def test_sockets_refuse_unequal_parts_and_other_calls():
+    """Where the bytes of one call would be taken for those of another."""
+    group = ranks("sockets", 2)
+    errors = on_all([lambda c=c: c.gather(torch.zeros(c.rank + 1)) for c in group])
+    assert any("call 1 with 4 bytes" in str(each) and "8 bytes" in str(each) for each in errors)
+    assert all(isinstance(each, CommunicationError) for each in errors)
+    group = ranks("sockets", 2)
+    group[0]._num_calls += 1
+    errors = on_all([lambda c=c: c.gather(torch.zeros(2)) for c in group])
+    assert any("call 2 with 8 bytes" in str(each) and "call 1" in str(each) for each in errors)
+
+
 def test_a_sum_does_not_meet_a_gather():
     group = ranks("shared", 2, patience=5)
     calls = [lambda: group[0].sum(torch.zeros(2)), lambda: group[1].gather(torch.zeros(2))]

@@ -142,8 +142,8 @@ def test_b11_experts_that_move_change_no_output(tmp_path):
         ({"tensor_parallel_size": 3}, "can be 1, 2, 4"),
         ({"pipeline_parallel_size": 9}, "at most 7"),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "needs a model with experts"),
-        ({"distributed_executor_backend": "ray"}, "not built yet"),
-        ({"distributed_executor_backend": "mpi"}, "mp, threads"),
+        ({"distributed_executor_backend": "ray"}, "needs ranks"),
+        ({"distributed_executor_backend": "mpi"}, "mp, threads, external, ray"),
     ],
 )
 def test_one_sentence_says_what_cannot_be(fields, what):

@@ -158,8 +158,6 @@ def test_arguments():
             EngineArgs("tiny", tensor_parallel_size=wrong)
     with pytest.raises(ConfigError, match="distributed_executor_backend"):
         EngineArgs("tiny", distributed_executor_backend="mpi")
-    with pytest.raises(UnsupportedFeatureError, match="ray"):
-        EngineArgs("tiny", distributed_executor_backend="ray")
     with pytest.raises(ConfigError, match="can be 1, 2, 4"):
         LLM("tiny", tensor_parallel_size=3)
 
