@@ -34,12 +34,17 @@ check: $(DEV_STAMP) ## set up, then lint and types only
 CHAPTERS = $(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout 300 \
   -n $(WORKERS) --dist loadfile notebooks
 
+# Each worker begins with its half of the files, so that what a file's tests share is made once, and
+# takes tests from another's end when its own are done. nbval is for the chapters; importing it takes
+# a second of each process.
+TESTS = $(PY) -m pytest -n $(WORKERS) --dist worksteal -p no:nbval
+
 test: check ## set up, then lint, types, graders, all tests but the slow ones, and every chapter
-	$(PY) -m pytest -n $(WORKERS) -m "not slow"
+	$(TESTS) -m "not slow"
 	$(CHAPTERS)
 
 test-full: check ## the same with the slow tests
-	$(PY) -m pytest -n $(WORKERS)
+	$(TESTS)
 	$(CHAPTERS)
 
 notebooks: $(DEV_STAMP) ## run every chapter and compare its facts

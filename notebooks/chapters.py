@@ -8,6 +8,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -135,8 +136,8 @@ def environment(folder: Path, threads: int | None = None, **extra: str) -> dict[
     """The environment of a kernel whose caches, settings and learner's folder are in `folder`.
 
     Nothing of the person who runs it gets in: no start-up file, no style file, no predictions.
-    Only matplotlib's list of fonts is shared, because making it takes seconds. Without `threads`,
-    OMP_NUM_THREADS stays as it is.
+    Only matplotlib's list of fonts is shared, and what `lend_libraries` copies, because making them
+    takes seconds. Without `threads`, OMP_NUM_THREADS stays as it is.
     """
     import matplotlib
 
@@ -154,6 +155,17 @@ def environment(folder: Path, threads: int | None = None, **extra: str) -> dict[
     if threads is not None and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(threads)
     return env | extra
+
+
+def lend_libraries(folder: Path) -> None:
+    """Copy the C libraries that an engine built here before into the cache of `environment`: each
+    takes seconds to build, and is named by all that it is made from, so none is ever out of date.
+    """
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "minillm"
+    own = folder / "cache" / "minillm"
+    own.mkdir(parents=True, exist_ok=True)
+    for library in usual.glob("*.so"):
+        shutil.copyfile(library, own / library.name)
 
 
 def calm_threads() -> dict[str, str]:
@@ -234,6 +246,7 @@ def run(
         on_cell_execute=start,
         on_cell_executed=finish,
     )
+    lend_libraries(folder)
     try:
         with Path(os.devnull).open("w") as nowhere:  # the kernel program's own remarks
             client.execute(cwd=str(folder), env=environment(folder, **extra), stderr=nowhere)

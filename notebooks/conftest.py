@@ -69,6 +69,7 @@ class ChapterKernel(nbval.kernel.RunningKernel):
 
     def __init__(self, folder: Path, threads: int, startup_timeout: float) -> None:
         (folder / "cwd").mkdir()
+        chapters.lend_libraries(folder)
         self.said = folder / "stderr.txt"
         self.last_reply: dict[str, Any] = {}
         with self.said.open("w") as stderr:

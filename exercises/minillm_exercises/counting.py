@@ -3,7 +3,7 @@
 Both work while a ``with`` block runs, whatever name the solution reaches an operation by.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from minillm_exercises.checking import CheckFailedError
@@ -39,6 +38,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, counts: Counts) -> None:
         super().__init__()
         self.counts = counts
+        self._whole: set[Any] = set()  # operators that lead to no other: asked once each
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -46,12 +46,13 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # under inference_mode linear arrives whole; this leads to the mm inside
-            out = func.decompose(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
-        inputs = tree_leaves((args, kwargs))
-        given = {_memory(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor)}
+        if func not in self._whole:
+            with self:  # under inference_mode linear arrives whole; this leads to the mm inside
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+            self._whole.add(func)
+        given = {_memory(tensor) for tensor in _tensors((*args, *kwargs.values()))}
         out = func(*args, **kwargs)
         self.counts.ops.append(func.overloadpacket.__name__)
         if func.overloadpacket in flop_registry:
@@ -60,12 +61,20 @@ class _Counter(TorchDispatchMode):
         elif self.counts.ops[-1] in OF_VECTORS:  # which torch's registry leaves out
             matrix = args[1] if self.counts.ops[-1] == "addmv" else args[0]
             self.counts.flops += 2 * matrix.numel()
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.counts.max_numel = max(self.counts.max_numel, tensor.numel())
-                if _memory(tensor) not in given:
-                    self.counts.max_new = max(self.counts.max_new, tensor.numel())
+        for tensor in _tensors((out,)):
+            self.counts.max_numel = max(self.counts.max_numel, tensor.numel())
+            if _memory(tensor) not in given:
+                self.counts.max_new = max(self.counts.max_new, tensor.numel())
         return out
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results, and in lists among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 def _memory(tensor: torch.Tensor) -> int:

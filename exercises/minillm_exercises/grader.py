@@ -178,6 +178,17 @@ class Grader:
         """The known-wrong solutions, made once."""
         return self.exercise.mutants
 
+    def remember(self, mutant: Mutant, verdict: Verdict) -> None:
+        """Take the verdict of a run of `mutant` with all checks for what it does in each of them,
+        which `diagnose` then need not find out; one that ended early says too little."""
+        if verdict.status in ("pass", "fail"):
+            self._known |= {(mutant.name, check.name): check for check in verdict.checks}
+
+    def forget(self, mutant: Mutant) -> None:
+        """Let `diagnose` find out again what `mutant` does."""
+        for check in self.checks:
+            self._known.pop((mutant.name, check.name), None)
+
     def twins(self, mutant: Mutant) -> list[Mutant]:
         """The other mutants that no check can tell from `mutant`."""
         checks = self.run(mutant.source).checks

@@ -221,16 +221,26 @@ class _Trial:
         fooled: dict[str, str] = {}
         for base in (*BASES, "torch.Tensor") if torch else BASES:
             source = returning_agreeable(starter, base)
-            for check in self._grader.checks:  # one by one: what ends the process hides the rest
-                (result,) = self._grader.run(source, checks=[check.name]).checks
-                if result.status == "pass":
-                    fooled.setdefault(check.name, base)
+            for name in self._passed(source):
+                fooled.setdefault(name, base)
         for name, base in fooled.items():
             yield (
                 f"{name} passes when every function returns an object of a kind of {base} that "
                 f"agrees with everything: pass a result through number(...) or accept(...) before "
                 f"the check computes with it."
             )
+
+    def _passed(self, source: str) -> Iterator[str]:
+        """The checks that `source` passes; what ends the process hides those behind it, which are
+        then run in another."""
+        waiting = [check.name for check in self._grader.checks]
+        while waiting:
+            verdict = self._grader.run(source, checks=waiting)
+            yield from (check.name for check in verdict.checks if check.status == "pass")
+            if verdict.status not in ("crashed", "timeout"):
+                return
+            ran = [at for at, c in enumerate(verdict.checks, 1) if c.status != "not run"]
+            waiting = waiting[max(ran, default=1) :]
 
     def _correct(self, path: Path) -> Iterator[str]:
         """A solution must pass, for each seed."""
@@ -257,6 +267,7 @@ class _Trial:
         if len(mutants) < LEAST_MUTANTS:
             yield f"there are {len(mutants)} mutants; write at least {LEAST_MUTANTS}."
         names: dict[str, str] = {}
+        verdicts = self._verdicts(mutants)
         right = solution.read_text(encoding="utf-8")
         for mutant in mutants:
             if mutant.teaches in names:
@@ -270,15 +281,26 @@ class _Trial:
                     f"mutant {mutant.name} differs from the solution in {lines} lines; at most "
                     f"{MOST_CHANGED_LINES}, so that it is one mistake."
                 )
-            yield from self._wrong(mutant)
+            yield from self._wrong(mutant, verdicts)
 
-    def _wrong(self, mutant: Mutant) -> Iterator[str]:
+    def _verdicts(self, mutants: Iterable[Mutant]) -> dict[str, Verdict]:
+        """The verdict on each mutant that may be handed in. The grader compares every mutant with
+        all others: it need not run those once more for each of their checks."""
+        verdicts = {}
+        for mutant in mutants:
+            if not inspect_source(mutant.source.encode(), self._exercise):
+                verdicts[mutant.name] = self._grader.run(mutant.source)
+                self._grader.remember(mutant, verdicts[mutant.name])
+        return verdicts
+
+    def _wrong(self, mutant: Mutant, verdicts: dict[str, Verdict]) -> Iterator[str]:
         """A mutant may be handed in, passes something, fails something, and is recognised."""
         if finding := inspect_source(mutant.source.encode(), self._exercise):
             why = finding.message.splitlines()[0]
             yield f"mutant {mutant.name} is refused, so that nobody can make this mistake: {why}"
             return
-        verdict = self._grader.diagnose(self._grader.run(mutant.source))
+        self._grader.forget(mutant)  # a second run of itself must do the same
+        verdict = self._grader.diagnose(verdicts[mutant.name])
         if verdict.status == "pass":
             yield (
                 f"mutant {mutant.name} passes every check: add a case that notices "

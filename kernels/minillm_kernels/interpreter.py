@@ -176,8 +176,9 @@ def ordered_dots() -> Iterator[None]:
 
     def product(a: Any, b: Any, dtype: Any) -> Any:
         total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+        rows, columns, one = a.astype(dtype), b.astype(dtype), np.empty_like(total)
         for k in range(a.shape[-1]):
-            total += a[..., :, k, None].astype(dtype) * b[..., k, None, :].astype(dtype)
+            total += np.multiply(rows[..., :, k, None], columns[..., k, None, :], out=one)
         return total
 
     builder.product = staticmethod(product)  # type: ignore[attr-defined]
@@ -332,8 +333,11 @@ def _prepare_once(module: Any) -> None:
 
     The interpreter does so again, with a look at every name of the language, each time that
     a kernel calls a function of its own; here only for a part of the language that is still as it
-    was. Left out where Triton has other names for this.
+    was. It also makes a table of all numpy types for each operation, to look up one of them; here
+    once per type. Each is left out where Triton has other names for it.
     """
+    if hasattr(module, "_get_np_dtype"):
+        _look_types_up_once(module)
     if not hasattr(module, "_LangPatchScope"):
         return
     patch = module._patch_lang
@@ -361,3 +365,14 @@ def _prepare_once(module: Any) -> None:
         return scope
 
     module._patch_lang = patch_lang
+
+
+def _look_types_up_once(module: Any) -> None:
+    usual = module._get_np_dtype
+    of_numbers = cache(usual)
+
+    def get_np_dtype(kind: Any) -> Any:
+        scalar = kind.scalar
+        return of_numbers(scalar) if type(scalar) is tl.dtype else usual(kind)
+
+    module._get_np_dtype = get_np_dtype

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from notebook_chapter import NOTEBOOKS, chapters, execute, index, prose
@@ -194,6 +195,20 @@ def test_waiting_threads_sleep_soon_unless_the_person_decided(tmp_path, monkeypa
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert "GOMP_SPINCOUNT" not in chapters.environment(tmp_path)
+
+
+def test_a_kernel_has_copies_of_the_libraries_that_were_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    usual = tmp_path / "mine" / "minillm"
+    usual.mkdir(parents=True)
+    for name in ("bf16-1.so", "hardware.json"):
+        (usual / name).write_text("mine", encoding="utf-8")
+    for _ in range(2):  # the second time there is one already
+        chapters.lend_libraries(tmp_path)
+    own = Path(chapters.environment(tmp_path)["XDG_CACHE_HOME"]) / "minillm"
+    assert [file.name for file in own.iterdir()] == ["bf16-1.so"]
+    (own / "bf16-1.so").write_text("the kernel's", encoding="utf-8")
+    assert (usual / "bf16-1.so").read_text(encoding="utf-8") == "mine"
 
 
 def test_a_file_that_is_no_notebook_is_named(tmp_path):

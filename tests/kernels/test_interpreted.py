@@ -1,4 +1,4 @@
-"""The interpreted tests, each file in a process of its own.
+"""The interpreted tests, in processes of their own: few, for each imports torch and Triton anew.
 
 To run one by hand: ``TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreted/test_NAME.py``
 """
@@ -13,13 +13,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+PROCESSES = 3  # so that the workers of a test run share them
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem.removeprefix("test_"))
-def test_interpreted(file: Path) -> None:
+@pytest.mark.parametrize("first", range(PROCESSES))
+def test_interpreted(first: int) -> None:
+    files = FILES[first::PROCESSES]
+    assert files
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:nbval"]
+    command += map(str, files)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout
