@@ -12,17 +12,15 @@ from minillm.errors import ConfigError
 SECONDS_TO_END = 10.0  # that the first rank has after the command
 USAGE = "(--connect HOST:PORT | COMMAND ...) [options]"
 EXAMPLES = """\
-On every node MINILLM_SECRET_FILE names a copy of one file with a secret, such as
-`openssl rand -hex 32` writes. The engine's node, and then each rank's:
+MINILLM_SECRET_FILE names, on every node, a copy of one file with a secret, such
+as `openssl rand -hex 32` writes. The engine waits for ranks with the options
+--distributed-executor-backend external --master-addr HOST, and shows its port.
+Under torchrun every node has the same command, and the first runs the engine.
 
-  minillm generate "def fib(n):" -tp 2 --distributed-executor-backend external \\
-      --master-addr 10.0.0.1
-  minillm node --connect 10.0.0.1:PORT
-
-Or with torchrun, where node K is 0 or 1; the first rank's node runs the command:
-
-  torchrun --nnodes 2 --node-rank K --nproc-per-node 1 --master-addr 10.0.0.1 \\
-      --master-port 29500 -m minillm node generate "def fib(n):" -tp 2
+examples:
+  minillm node --connect 10.0.0.1:41234              one rank of that engine
+  minillm node --connect 10.0.0.1:41234 --model DIR  its model is elsewhere here
+  torchrun ... -m minillm node generate TEXT -tp 2   all ranks, and the engine
 """
 
 
@@ -30,7 +28,7 @@ def add_options(parser: ArgumentParser) -> None:
     """Options of this command."""
     parser.add_argument("--connect", metavar="HOST:PORT", help="where the engine waits for ranks")
     parser.add_argument("--host", metavar="HOST",
-                        help="interface for the other ranks (the one to the engine)")  # fmt: skip
+                        help="interface for other ranks (the one to the engine)")  # fmt: skip
     parser.add_argument("--rank", metavar="N", type=int, help="number of this rank (any)")
     parser.add_argument("--model", metavar="DIR",
                         help="where the model is here, if not at the same place")  # fmt: skip
