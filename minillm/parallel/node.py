@@ -16,10 +16,10 @@ from minillm.parallel.fingerprint import check_fingerprint, fingerprint
 from minillm.parallel.listener import Listener, connect, interface_address
 from minillm.parallel.meeting import Meeting
 from minillm.parallel.messages import Channel, SetUp
+from minillm.parallel.sockets import hang_up
 from minillm.parallel.worker import serve
 
 PATIENCE = 60.0  # seconds in which the driver has to answer
-HANG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -93,7 +93,7 @@ def way_to(host: str, port: int) -> str:
 def watch(connection: socket.socket, address: str, done: Event) -> None:
     """End this process when the driver has ended, also in the middle of a step."""
     poll = select.poll()
-    poll.register(connection, HANG_UP)
+    poll.register(connection, hang_up())
     with suppress(OSError, ValueError):  # closed here
         poll.poll()
         if done.is_set():

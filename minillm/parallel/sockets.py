@@ -16,7 +16,6 @@ from torch import Tensor
 from minillm.parallel.communicator import PATIENCE, Communicator
 from minillm.parallel.gloo import as_bytes
 
-HANG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 HEADER = struct.Struct(">QQ")  # number of the call, bytes that follow
 
 
@@ -103,6 +102,11 @@ class SocketCommunicator(Communicator):
                 raise self.stopped()
 
 
+def hang_up() -> int:
+    """What `poll` tells where the other end has closed; POLLRDHUP is Linux's."""
+    return getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+
+
 def view(x: Tensor) -> memoryview:
     """The bytes of a tensor."""
     return memoryview(x.numpy())  # type: ignore[arg-type]
@@ -116,7 +120,7 @@ def wait(sending: Mapping[socket.socket, bool | None], seconds: float) -> list[s
         events = select.POLLIN | select.POLLOUT * bool(sends)
         if (number := each.fileno()) < 0:  # closed by another thread
             return [each]
-        poll.register(number, HANG_UP if sends is None else events)
+        poll.register(number, hang_up() if sends is None else events)
         known[number] = each
     return [known[number] for number, _ in poll.poll(max(seconds, 0) * 1000)]
 

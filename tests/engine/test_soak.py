@@ -19,6 +19,7 @@ from minillm.cache.blocks import AccountingError, BlockPool
 from minillm.cache.manager import BlockManager
 from minillm.engine import Engine
 from minillm.errors import EngineDeadError
+from minillm.scheduling.record import Counters
 from minillm.scheduling.scheduler import Scheduler
 
 ORACLE, TINY = 18_000, 120
@@ -211,7 +212,7 @@ def test_a_handle_that_somebody_keeps_is_found(monkeypatch):
 
 
 def test_a_dead_engine_ends_the_run(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_close", lambda self: self.record.rows.clear())
+    monkeypatch.setattr(Counters, "add", lambda self, record: record.rows.clear())
     with pytest.raises(EngineDeadError, match="Nothing can run"):
         EngineSoak(Load("small", 8, "hash", "recompute")).run()
 
