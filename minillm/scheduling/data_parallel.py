@@ -66,6 +66,7 @@ class DataParallelScheduler:
         self._num_steps = self._most_running = 0
         self._steps: deque[JointStep] = deque()  # uncommitted
         self._undelivered: list[JointStep] = []
+        self._owners: dict[int, Scheduler] = {}  # of the sequences in the last committed step
 
     # ---- what there is ---------------------------------------------------------------------
 
@@ -121,9 +122,8 @@ class DataParallelScheduler:
         for each in self.schedulers:
             if seq_id in each.sequences:
                 return each.finish(seq_id, reason, time, num_cut)
-        for each in self.schedulers:
-            if any(one.seq_id == seq_id for one in each.record.ended):
-                return each.finish(seq_id, reason, time, num_cut)
+        if (owner := self._owners.get(seq_id)) is not None:
+            owner.finish(seq_id, reason, time, num_cut)
         return None
 
     def restarted(self) -> "DataParallelScheduler":
@@ -210,9 +210,13 @@ class DataParallelScheduler:
         """The joint plan was carried out. Returns new forks of all copies."""
         step = self._oldest(plan)
         forks: list[ScheduledSequence] = []
+        self._owners = {}
         for share in step.shares:
             copy_times(step.record, share.record)
-            forks += share.scheduler.commit(share.plan, sampled, num_drafted)
+            new = share.scheduler.commit(share.plan, sampled, num_drafted)
+            ids = [row.seq_id for row in share.plan.rows] + [fork.seq_id for fork in new]
+            self._owners |= dict.fromkeys(ids, share.scheduler)
+            forks += new
             step.record.num_recomputed_tokens += share.record.num_recomputed_tokens
         self._undelivered.append(self._steps.popleft())
         return forks

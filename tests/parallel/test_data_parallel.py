@@ -1,7 +1,8 @@
 """Copies of a model with own requests: their tokens are those of one, also where they share their
 experts, and a copy without work keeps no other waiting (B10 of the parallelism notes)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,22 @@ from minillm.parallel.experts import OwnExperts
 from minillm.runner import Runner
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.invariants import check_invariants
+from minillm.speculative.proposer import DraftRow
 from minillm.trace.replay import Replay
 from tests.engine.small import make
 from tests.models.tiny import Tiny
 from tests.parallel.rank_groups import KINDS as GROUPS
 from tests.parallel.rank_groups import on_all, ranks
-from tests.speculative.cells import CELLS, KINDS, Cell, Reference, open_cell, run_cell
+from tests.speculative.cells import (
+    CELLS,
+    KINDS,
+    Cell,
+    Job,
+    Reference,
+    generate,
+    open_cell,
+    run_cell,
+)
 
 WITHOUT_TEXT = tuple(kind for kind in KINDS if "text" not in kind and "bad" not in kind)
 SHORT = {"num_hidden_layers": 2}
@@ -122,6 +133,58 @@ def test_copies_that_share_nothing_give_the_tokens_of_one(name, reference_of):
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_drafts_are_verified_in_each_copy(name, reference_of):
     check(reference_of(name), 2, CELLS[0], NGRAM)
+
+
+class Told:
+    """It drafts the tokens that it was told for a prompt."""
+
+    def __init__(self, told: dict[tuple[int, ...], Sequence[int]]):
+        self.told = told
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        answers = []
+        for row in rows:
+            length = row.new.num_prompt_tokens
+            tokens = self.told[tuple(row.token_ids[:length])]
+            done = len(row.token_ids) - length
+            answers.append(list(tokens[done : done + row.num_drafts]))
+        return answers
+
+
+def test_a_stop_text_inside_the_last_accepted_drafts_is_its_own_copys():
+    """The text ends before the tokens that its step accepted, of which the last is the last by
+    count: the record of the sequence's own copy is corrected."""
+    plain, told, jobs = LLM("tiny", dtype="float32"), {}, []
+    free = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for text in (
+        "def add(a, b):",
+        "class Node:",
+        "import os",
+        "for i in range(",
+        "if x is",
+        "x = [",
+    ):
+        (output,) = plain.generate(text, free, use_tqdm=False)
+        ids, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+        parts = [plain.tokenizer.decode([each]) for each in tokens]
+        if parts[2].strip() and parts[2] not in parts[0] + parts[1]:
+            told[tuple(ids)] = tokens
+            jobs.append(Job("", tuple(ids), replace(free, stop=[parts[2]])))
+    assert len(jobs) >= 2
+    llm = LLM(
+        "tiny",
+        dtype="float32",
+        data_parallel_size=2,
+        distributed_executor_backend="threads",
+        speculative_config={"method": Told(told), "num_speculative_tokens": 5},
+    )
+    outputs = [each.outputs[0] for each in generate(llm, jobs)]
+    assert {each.finish_reason for each in outputs} == {"stop"}
+    ended = [one for record in llm.trace for one in record.ended]
+    assert [(one.reason, one.num_tokens) for one in ended] == [("stop", 3)] * len(jobs)
+    for each in schedulers_of(llm.engine.scheduler):
+        assert each.counters.num_accepted_tokens == each.counters.num_drafts > 0
+    llm.close()
 
 
 # ---- a copy without work ------------------------------------------------------------------------
