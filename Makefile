@@ -66,7 +66,7 @@ PEERS_DIR ?= .peers
 PEERS_PIP ?=
 peers: $(DEV_STAMP) $(PEERS:%=$(PEERS_DIR)/%/.installed) ## set up the engines that minillm bench --vs compares with (3 GB)
 
-$(PEERS_DIR)/%/.installed: minillm/benchmarks/peers/%.txt minillm/benchmarks/peers/%-alone.txt | $(PY)
+$(PEERS_DIR)/%/.installed: minillm/lab/benchmarks/peers/%.txt minillm/lab/benchmarks/peers/%-alone.txt | $(PY)
 	@echo "Installing $* into $(@D), once (details: $(@D)/install.log)."
 	@$(PY) -m venv $(@D)
 	@pip() { $(@D)/bin/python -m pip install --disable-pip-version-check $(PEERS_PIP) "$$@"; }; \

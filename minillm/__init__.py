@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minillm.async_engine import AsyncLLMEngine
-    from minillm.async_engine_args import AsyncEngineArgs
-    from minillm.engine_args import EngineArgs
+    from minillm.serving.async_engine import AsyncLLMEngine
+    from minillm.api.async_engine_args import AsyncEngineArgs
+    from minillm.api.engine_args import EngineArgs
     from minillm.errors import (
         CheckpointError,
         ConfigError,
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         UnsupportedFeatureError,
     )
     from minillm.llm import LLM
-    from minillm.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
-    from minillm.sampling_params import RequestOutputKind, SamplingParams
+    from minillm.api.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
+    from minillm.api.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [

@@ -24,7 +24,7 @@ import nbval.plugin
 import pytest
 
 import chapters
-from minillm.machine import cpu_count
+from minillm.plan.machine import cpu_count
 
 TESTED = "0.11."
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")

@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
     import numpy
     import torch
 
-    from minillm import machine as this
+    from minillm.plan import machine as this
 
     return {
         "name": this.cpu_name(),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from minillm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
-from minillm.outputs import RequestOutput
-from minillm.request_stream import RequestStream
+from minillm.api.outputs import RequestOutput
+from minillm.serving.request_stream import RequestStream
 from tests.engine.small import BLOCK_SIZE, assert_idle
 
 LIMIT = 300  # seconds; what takes longer hangs

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minillm.edits import Edits, SamplingRow
+from minillm.sampling.edits import Edits, SamplingRow
 from minillm_kernels import reference
 
 

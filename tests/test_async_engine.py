@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from minillm import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams, async_engine
-from minillm.engine import Engine
+from minillm import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
+from minillm.serving import async_engine
+from minillm.engine.loop import Engine
 from minillm.errors import (
     ConfigError,
     EngineDeadError,
@@ -22,9 +23,9 @@ from minillm.errors import (
     UnknownArgumentError,
     UnsupportedFeatureError,
 )
-from minillm.live_request import LiveRequest
-from minillm.outputs import RequestOutput
-from minillm.request_stream import RequestStream
+from minillm.engine.live_request import LiveRequest
+from minillm.api.outputs import RequestOutput
+from minillm.serving.request_stream import RequestStream
 from tests.async_small import (
     GREEDY,
     LIMIT,

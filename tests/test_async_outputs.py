@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from minillm import AsyncLLMEngine, RequestOutput, SamplingParams, stat_logger
-from minillm.completion import Completion
-from minillm.live_request import LiveRequest
-from minillm.outputs import joined
-from minillm.request_stream import RequestStream
-from minillm.sampling_params import RequestOutputKind
+from minillm import AsyncLLMEngine, RequestOutput, SamplingParams
+from minillm.serving import stat_logger
+from minillm.engine.completion import Completion
+from minillm.engine.live_request import LiveRequest
+from minillm.api.outputs import joined
+from minillm.serving.request_stream import RequestStream
+from minillm.api.sampling_params import RequestOutputKind
 from tests.async_small import Gate, idle, make_async, run
 from tests.engine.small import make, reasons, tokens, write_model
 
@@ -196,7 +197,7 @@ def test_the_collector_is_relieved_while_an_engine_serves(folder):
 @pytest.mark.parametrize("disabled", [False, True])
 def test_stats_are_logged_unless_disabled(folder, monkeypatch, caplog, disabled):
     monkeypatch.setattr(stat_logger, "INTERVAL", 0.0)
-    caplog.set_level(logging.INFO, "minillm.stat_logger")
+    caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
     engine = make_async(folder, disable_log_stats=disabled)
 
     async def main() -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from minillm import graphs
-from minillm.batches import BlockTables, DeviceRows, make_batch, pack, read_later, unpack
-from minillm.graphs import CudaCapture
+from minillm.execution import graphs
+from minillm.models.batches import BlockTables, DeviceRows, make_batch
+from minillm.ops.transfers import pack, read_later, unpack
+from minillm.execution.graphs import CudaCapture
 
 CPU = torch.device("cpu")
 

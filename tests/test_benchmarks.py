@@ -9,11 +9,11 @@ from statistics import median
 
 import pytest
 
-from minillm.benchmarks import deterministic, outputs
-from minillm.benchmarks import scheduler as bench
-from minillm.benchmarks.deterministic import Cost, Sizes
-from minillm.benchmarks.scheduler import Series, Workload, blocked_line, statement
-from minillm.deterministic import TILES, TiledDecoder
+from minillm.lab.benchmarks import deterministic, outputs
+from minillm.lab.benchmarks import scheduler as bench
+from minillm.lab.benchmarks.deterministic import Cost, Sizes
+from minillm.lab.benchmarks.scheduler import Series, Workload, blocked_line, statement
+from minillm.models.deterministic import TILES, TiledDecoder
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.policies import POLICIES
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     """What the command prints in a hurry, and its JSON file."""
     path = tmp_path_factory.mktemp("bench") / "result.json"
-    command = [sys.executable, "-m", "minillm.benchmarks.scheduler", "--quick", "--json", str(path)]
+    command = [sys.executable, "-m", "minillm.lab.benchmarks.scheduler", "--quick", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(path.read_text("utf-8"))
@@ -190,7 +190,7 @@ def test_the_index_of_a_lookup_knows_the_text_and_its_siblings(kind: str) -> Non
 
 def test_the_trace_benchmark_says_what_recording_costs(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    command = [sys.executable, "-m", "minillm.benchmarks.trace", "--quick", "--json", str(path)]
+    command = [sys.executable, "-m", "minillm.lab.benchmarks.trace", "--quick", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text("utf-8"))

@@ -24,17 +24,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm import LLM, MinillmError, SamplingParams
-from minillm.cli import demo, generate, main, place, plan
+from minillm.cli import generate, main, place
+from minillm.lab.commands import demo, plan
 from minillm.cli.app import COMMANDS
 from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
-from minillm.cost import step_cost
-from minillm.hardware import DATASHEET, DISTURBED, MEASURED
+from minillm.plan.cost import step_cost
+from minillm.lab.ceilings import DISTURBED, MEASURED
+from minillm.plan.hardware import DATASHEET
 from minillm.models import checkpoint
 from minillm.models.decoder import Decoder
 from minillm.models.families import parse_config
-from minillm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from minillm.presets import PRESETS
+from minillm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minillm.models.presets import PRESETS
 from tests.text.build import byte_level, write_folder
 
 CONFIG: dict[str, Any] = {
@@ -627,7 +629,7 @@ def test_info_of_a_mixture_says_what_a_token_uses(cli: Any) -> None:
 
 
 def test_info_of_everything(base: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minillm.cli import info
+    from minillm.lab.commands import info
 
     monkeypatch.setattr(info, "measure", lambda device: DATASHEET["laptop-ddr5"])
     monkeypatch.setattr(checkpoint, "ASSETS", base.parent)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
-from minillm.cost import (
+from minillm.plan.cost import (
     StepTime,
     activation_peak_bytes,
     kv_bytes_per_token,
@@ -25,9 +25,9 @@ from minillm.cost import (
     weight_bytes,
 )
 from minillm.errors import ConfigError
-from minillm.hardware import DATASHEET, Hardware
-from minillm.parameters import expected_distinct, parameter_count
-from minillm.presets import PRESETS, preset
+from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.plan.parameters import expected_distinct, parameter_count
+from minillm.models.presets import PRESETS, preset
 
 LLAMA = ModelConfig(
     family="llama",

@@ -28,7 +28,7 @@ import gc
 import sys
 from minillm.cli.engine_import import import_engine
 
-sys.modules["minillm.engine"] = None
+sys.modules["minillm.engine.loop"] = None
 try:
     import_engine()
 except ImportError:

@@ -219,17 +219,17 @@ def planted(files: dict[str, str]) -> dict[str, list[Import]]:
     ("module", "source", "message"),
     [
         ("minillm.config", "from minillm.ops import norm", "floor 0 may not import floor 1"),
-        ("minillm.layers.mlp", "from minillm import runner", "floor 2 may not import floor 5"),
+        ("minillm.layers.mlp", "from minillm.execution import runner", "floor 2 may not import floor 5"),
         ("minillm.layers.mlp", "from ..runner import Runner", "floor 2 may not import floor 5"),
-        ("minillm.text.stop", "def f():\n    import minillm.engine", "floor 4 may not import"),
-        ("minillm.runner", "import minillm", "floor 5 may not import floor 9"),
+        ("minillm.text.stop", "def f():\n    import minillm.engine.loop", "floor 4 may not import"),
+        ("minillm.execution.runner", "import minillm", "floor 5 may not import floor 9"),
         ("minillm.runner", "from minillm import LLM", "floor 5 may not import floor 9"),
-        ("minillm.llm", "from minillm.training import corpus", "never imports training/"),
-        ("minillm.engine", "import minillm.benchmarks", "never imports benchmarks/"),
+        ("minillm.llm", "from minillm.lab.training import corpus", "never imports training/"),
+        ("minillm.engine.loop", "import minillm.lab.benchmarks", "never imports benchmarks/"),
     ],
 )
 def test_an_upward_import_is_found(module: str, source: str, message: str) -> None:
-    others = {name: "" for name in ("minillm", "minillm.runner", "minillm.training.corpus")}
+    others = {name: "" for name in ("minillm", "minillm.execution.runner", "minillm.lab.training.corpus")}
     (found,) = upward_imports(planted({**others, module: source}))
     assert message in found
     assert found.startswith(module)
@@ -239,7 +239,7 @@ def test_an_upward_import_is_found(module: str, source: str, message: str) -> No
     ("module", "source"),
     [
         ("minillm.layers.mlp", "from minillm.layers import norm\nfrom minillm.ops import silu"),
-        ("minillm.cli", "import minillm.benchmarks.latency"),
+        ("minillm.cli", "import minillm.lab.benchmarks.latency"),
         ("minillm.training.loop", "from minillm.llm import LLM\nfrom minillm.assets import x"),
         ("minillm", "from minillm.llm import LLM"),
     ],
@@ -274,4 +274,4 @@ def test_a_module_that_needs_torch_is_found(source: str) -> None:
     ],
 )
 def test_a_late_import_of_torch_is_accepted(source: str) -> None:
-    assert torch_chains(planted({"minillm.hardware": source}), "minillm.hardware") == []
+    assert torch_chains(planted({"minillm.plan.hardware": source}), "minillm.plan.hardware") == []

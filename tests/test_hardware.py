@@ -6,18 +6,12 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from minillm import hardware
-from minillm.cost import step_cost
+from minillm.lab import ceilings
+from minillm.plan.cost import step_cost
 from minillm.errors import ConfigError, MinillmError
-from minillm.hardware import (
-    DATASHEET,
-    Hardware,
-    ImpossibleMeasurementError,
-    achieved,
-    check_physical,
-    measure,
-)
-from minillm.presets import preset
+from minillm.lab.ceilings import measure
+from minillm.plan.hardware import DATASHEET, Hardware, ImpossibleMeasurementError, achieved, check_physical
+from minillm.models.presets import preset
 
 MACHINE = Hardware("this", 2**34, 50e9, 800e9, 1e-6, "measured", peak_flops_fp32=200e9)
 
@@ -132,7 +126,7 @@ def test_measured_once_then_cached(probe, tmp_path):
 
 def test_refresh_returns_the_new_and_keeps_the_best(probe):
     disturbed = replace(MACHINE, bandwidth=20e9, overhead=9e-6, peak_flops=900e9)
-    disturbed = replace(disturbed, source=hardware.DISTURBED)
+    disturbed = replace(disturbed, source=ceilings.DISTURBED)
     probe.append(disturbed)
     measure()
     assert measure(refresh=True) == disturbed
@@ -144,7 +138,7 @@ def test_a_disturbed_measurement_is_repeated(probe, monkeypatch):
     probe[:] = [slow, MACHINE]
     waits = iter([0.0, 1e6, 1e6, 1e6])
     monkeypatch.setattr(hardware.machine, "seconds_waited", lambda: next(waits))
-    assert measure() == replace(slow, source=hardware.DISTURBED)
+    assert measure() == replace(slow, source=ceilings.DISTURBED)
     assert measure() == measure() == replace(MACHINE, overhead=1e-7)
     assert not probe
 
@@ -210,7 +204,7 @@ def test_probes_give_a_valid_description(monkeypatch):
     """The real probes, on buffers too small to say anything about this machine."""
     monkeypatch.setattr(hardware.machine, "available_memory_bytes", lambda: 2**23)
     with torch.inference_mode():
-        found = hardware._measure_cpu("x", "cpu", budget=0.001)
+        found = ceilings._measure_cpu("x", "cpu", budget=0.001)
     assert found.source == "measured"
     assert found.memory_bytes == hardware.machine.total_memory_bytes()
 
@@ -219,11 +213,11 @@ def test_a_packed_product_is_the_product():
     """What is timed reads every weight: its result is right."""
     x, weight = torch.randn(1, 64), torch.randn(96, 64)
     with torch.inference_mode():
-        for run in hardware._packed_product(x, weight):
+        for run in ceilings._packed_product(x, weight):
             torch.testing.assert_close(run(), x @ weight.T)
 
 
 def test_without_the_private_operations_sums_remain(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", object(), raising=False)
-    assert hardware._packed_product(torch.ones(1, 4), torch.ones(4, 4)) == []
-    assert hardware._cpu_read_bandwidth(2**16, torch.float32, 0.001) > 0
+    assert ceilings._packed_product(torch.ones(1, 4), torch.ones(4, 4)) == []
+    assert ceilings._cpu_read_bandwidth(2**16, torch.float32, 0.001) > 0

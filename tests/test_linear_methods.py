@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minillm.layers.linear import Linear
-from minillm.linear_methods import ROWS, PackedLinearMethod, frozen, packed, row_parts
+from minillm.layers.linear_methods import ROWS, PackedLinearMethod, frozen, packed, row_parts
 
 COUNTS = (0, 1, 3, 15, 16, 17, 33, 100, 300)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm import machine
+from minillm.plan import machine
 
 GIB = 2**30
 

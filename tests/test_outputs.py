@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm import CompletionOutput, InvalidRequestError, RequestOutput, SamplingParams
-from minillm.completion import Completion
-from minillm.live_request import LiveRequest
-from minillm.outputs import PrefixReport, joined
-from minillm.sampling_params import RequestOutputKind
+from minillm.engine.completion import Completion
+from minillm.engine.live_request import LiveRequest
+from minillm.api.outputs import PrefixReport, joined
+from minillm.api.sampling_params import RequestOutputKind
 from minillm.scheduling.request import Request, Sequence
 from minillm.text.stop import StopStrings
 from minillm.text.tokenizer import Tokenizer
@@ -284,9 +284,9 @@ def test_generate_explains_nothing_that_is_not_read(
 def test_a_line_is_logged_when_it_is_time(
     caplog: pytest.LogCaptureFixture, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from minillm import stat_logger
+    from minillm.serving import stat_logger
 
-    caplog.set_level(logging.INFO, "minillm.stat_logger")
+    caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
     now = [100.0]
     monkeypatch.setattr(stat_logger, "perf_counter", lambda: now[0])
     with make(folder) as llm:
@@ -306,9 +306,9 @@ def test_drafts_have_a_line_of_their_own_in_the_words_of_vllm(
     caplog: pytest.LogCaptureFixture, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both lines are about what was done since the line before."""
-    from minillm import stat_logger
+    from minillm.serving import stat_logger
 
-    caplog.set_level(logging.INFO, "minillm.stat_logger")
+    caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
     now = [100.0]
     monkeypatch.setattr(stat_logger, "perf_counter", lambda: now[0])
     with make(folder, **speculating(Truth(folder))) as llm:

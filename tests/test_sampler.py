@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.edits import Edits
-from minillm.logprobs import describe, token_logprobs
+from minillm.sampling.edits import Edits
+from minillm.sampling.logprobs import describe, token_logprobs
 from minillm.ops import cpu_sampling
 from minillm.ops.sampling import choose
-from minillm.sampler import NO_TOKEN, Sampler, SamplingRow, sample
-from minillm.sampling_params import SamplingParams
+from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
+from minillm.api.sampling_params import SamplingParams
 from minillm_kernels import reference
 from tests.sampling_rows import edit_logits, scale_logits, truncate_row
 
@@ -317,7 +317,7 @@ def test_truncation_does_not_change_the_noise_of_a_token():
 def test_chunks_do_not_show(monkeypatch):
     logits, requests = mixed_batch()
     whole = sample(logits, requests)
-    monkeypatch.setattr("minillm.edits.CHUNK_VALUES_CPU", 2500)
+    monkeypatch.setattr("minillm.sampling.edits.CHUNK_VALUES_CPU", 2500)
     assert sample(logits, requests) == whole
 
 
@@ -562,7 +562,7 @@ def test_logits_of_edited_rows_are_drawn_from_once():
     sampler, logits = Sampler(3, 40, torch.device("cpu")), random_logits(1, 3, 40)
     for row_id, params in enumerate(({}, dict(logit_bias={3: 1.0}), dict(frequency_penalty=1.0))):
         sampler.set_row(row_id, row([1], temperature=0.5, **params))
-    with patch("minillm.sampler.choose", wraps=choose) as chosen:
+    with patch("minillm.sampling.sampler.choose", wraps=choose) as chosen:
         sampler.choose(logits, (2, 0, 1), [1, 1, 1], forks=(0, 1, 2))
     first, *others = (call.args[1].temperature.tolist() for call in chosen.call_args_list)
     assert first == [0.0, 0.5, 0.5, 0.0, 0.0, 0.0]

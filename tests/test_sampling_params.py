@@ -18,7 +18,7 @@ from minillm.errors import (
     UnknownArgumentError,
     UnsupportedFeatureError,
 )
-from minillm.sampling_params import SamplingParams, refuse_unknown_arguments, validate_against_model
+from minillm.api.sampling_params import SamplingParams, refuse_unknown_arguments, validate_against_model
 
 NAN, INF = float("nan"), float("inf")
 
@@ -243,5 +243,5 @@ def test_junk_never_causes_another_exception(arguments):
 
 
 def test_importing_it_does_not_import_torch():
-    code = "import sys, minillm.sampling_params; sys.exit('torch' in sys.modules)"
+    code = "import sys, minillm.api.sampling_params; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

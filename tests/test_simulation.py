@@ -6,17 +6,17 @@ import sys
 import pytest
 
 from minillm import SamplingParams
-from minillm.cost import step_cost, step_time
+from minillm.plan.cost import step_cost, step_time
 from minillm.errors import ConfigError, InvalidRequestError, UnknownArgumentError
-from minillm.hardware import DATASHEET
-from minillm.outputs import PrefixReport
-from minillm.presets import preset
+from minillm.plan.hardware import DATASHEET
+from minillm.api.outputs import PrefixReport
+from minillm.models.presets import preset
 from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
-from minillm.simulation import Simulation, every_step, linear, roofline
-from minillm.speculative.simulated import SimulatedDrafts
+from minillm.lab.simulation import Simulation, every_step, linear, roofline
+from minillm.lab.simulated_drafts import SimulatedDrafts
 from tests.engine.small import write_model
 from tests.trace import workload
 from tests.trace.drafts import Truth, speculating
@@ -480,7 +480,7 @@ def test_a_scheduler_of_ones_own():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, minillm.simulation; sys.exit('torch' in sys.modules)"
+    code = "import sys, minillm.lab.simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -17,8 +17,8 @@ MAX_FUNCTION_LINES = 60
 UNPICKLERS = ("pickle", "marshal", "shelve", "dill", "joblib")
 # Files and folders that may ask torch for a GPU.
 KNOWS_CUDA = (
-    "minillm/hardware.py",
-    "minillm/graphs.py",
+    "minillm/plan/hardware.py",
+    "minillm/execution/graphs.py",
     "kernels/minillm_kernels/launch.py",
     "kernels/minillm_kernels/check/",
     "kernels/minillm_kernels/bench/",

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minillm import AsyncEngineArgs, AsyncLLMEngine, LLM, SamplingParams  # isort: skip
-from minillm.machine import available_memory_bytes
+from minillm.plan.machine import available_memory_bytes
 from tests.async_small import run
 from tests.engine.small import write_model
 

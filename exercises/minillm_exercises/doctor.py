@@ -142,7 +142,7 @@ def torch_works(run: Run = subprocess.run) -> Iterator[Finding]:
 
 
 def _threads(used: int) -> Finding:
-    from minillm.machine import cpu_count
+    from minillm.plan.machine import cpu_count
 
     have = cpu_count()
     if used > have:
@@ -152,7 +152,7 @@ def _threads(used: int) -> Finding:
 
 
 def _bf16(right: bool) -> Finding:
-    from minillm.machine import cpu_has_bf16
+    from minillm.plan.machine import cpu_has_bf16
 
     if not right:
         return Finding("problem", "bf16", "bf16 products are wrong here", INSTALL)

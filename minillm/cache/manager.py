@@ -18,7 +18,7 @@ from minillm.cache.hash_chain import HashChain
 from minillm.cache.misses import PrefixHistory
 from minillm.cache.prefix import Cursor, Match, NoPrefixCache, PrefixIndex
 from minillm.cache.radix import RadixTree
-from minillm.outputs import PrefixReport
+from minillm.api.outputs import PrefixReport
 
 
 class BlockCopy(NamedTuple):

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
-from minillm.outputs import PrefixReport
+from minillm.api.outputs import PrefixReport
 
 REMEMBERED_PER_BLOCK = 8  # names kept, as a multiple of the pool's blocks
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from minillm.cli.terminal import Terminal
-from minillm.engine_args import NOT_BUILT_YET
+from minillm.api.engine_args import NOT_BUILT_YET
 from minillm.errors import did_you_mean
 
 COMMANDS: Mapping[str, str] = MappingProxyType(

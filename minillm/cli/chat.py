@@ -18,8 +18,8 @@ from minillm.cli.options import (
 )
 from minillm.cli.terminal import Terminal
 from minillm.errors import InvalidRequestError, did_you_mean
-from minillm.outputs import RequestOutput
-from minillm.sampling_params import SamplingParams
+from minillm.api.outputs import RequestOutput
+from minillm.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minillm.llm import LLM

@@ -19,10 +19,10 @@ from minillm.cli.options import (
     sampling_params,
 )
 from minillm.cli.terminal import Terminal, digits, plural, seconds
-from minillm.cli.trace import TRACE_START, check_replaceable
+from minillm.lab.commands.trace import TRACE_START, check_replaceable
 from minillm.errors import InvalidRequestError, TraceFileError
-from minillm.outputs import CompletionOutput, RequestOutput
-from minillm.sampling_params import SamplingParams
+from minillm.api.outputs import CompletionOutput, RequestOutput
+from minillm.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minillm.llm import LLM

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from minillm.engine_args import EngineArgs
-from minillm.sampling_params import SamplingParams
+from minillm.api.engine_args import EngineArgs
+from minillm.api.sampling_params import SamplingParams
 
 ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
           "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",

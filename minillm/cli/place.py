@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, did_you_mean
-from minillm.hardware import DATASHEET, Hardware, measure
+from minillm.lab.ceilings import measure
+from minillm.plan.hardware import DATASHEET, Hardware
 
 UNITS: Mapping[str, float] = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
          "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
@@ -33,7 +34,7 @@ def find_place(args: Namespace, terminal: Terminal) -> Place:
         return Place(hardware.name, held, hardware)
     if memory is not None:
         return Place(f"{args.memory} of memory", memory, None)
-    from minillm.engine_setup import choose_device, free_memory
+    from minillm.engine.setup import choose_device, free_memory
 
     device = choose_device("auto")
     with terminal.progress("Measuring this machine"):

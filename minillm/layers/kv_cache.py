@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm import ops
-from minillm.cache_spec import CacheSpec
+from minillm.cache.spec import CacheSpec
 from minillm.ops.batch import AttentionMode, Batch, Pages, Prologue
 from minillm.ops.c_library import use_large_pages
 

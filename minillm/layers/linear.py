@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minillm.linear_methods import CheckpointTensor, Matrix, WeightSlice, frozen, load_plain
+from minillm.layers.linear_methods import CheckpointTensor, Matrix, WeightSlice, frozen, load_plain
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minillm import ops
 from minillm.config import ModelConfig, MoEConfig
 from minillm.layers.mlp import MLP
-from minillm.linear_methods import CheckpointTensor, Matrix, WeightSlice
+from minillm.layers.linear_methods import CheckpointTensor, Matrix, WeightSlice
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from minillm import ops
 from minillm.layers.linear import empty_parameter
-from minillm.linear_methods import CheckpointTensor
+from minillm.layers.linear_methods import CheckpointTensor
 
 
 class RMSNorm(nn.Module):

@@ -11,7 +11,7 @@ from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Linear
 from minillm.layers.mlp import MLP
-from minillm.linear_methods import PanelLinearMethod
+from minillm.layers.linear_methods import PanelLinearMethod
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.ops import cpu
 from minillm.ops.batch import Batch

@@ -23,10 +23,10 @@ from minillm.errors import (
     UnsupportedFeatureError,
     did_you_mean,
 )
-from minillm.linear_methods import TensorSlice
+from minillm.layers.linear_methods import TensorSlice
 from minillm.models.families import integer, parse_config
-from minillm.presets import PRESETS, preset
-from minillm.sampling_params import SamplingParams, shown
+from minillm.models.presets import PRESETS, preset
+from minillm.api.sampling_params import SamplingParams, shown
 
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -14,7 +14,7 @@ from minillm.layers.mlp import MLP
 from minillm.layers.moe import ExpertNames, MoE, Router
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import RotaryEmbedding
-from minillm.linear_methods import CheckpointTensor, LinearMethod, Matrix, frozen
+from minillm.layers.linear_methods import CheckpointTensor, LinearMethod, Matrix, frozen
 from minillm.ops.batch import Batch
 
 MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")

@@ -10,7 +10,7 @@ from typing import Any
 
 from minillm.config import DTYPE_BYTES, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
-from minillm.sampling_params import shown
+from minillm.api.sampling_params import shown
 
 Fields = Mapping[str, Any]
 LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor")

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
-from minillm.linear_methods import CheckpointTensor
+from minillm.layers.linear_methods import CheckpointTensor
 from minillm.models.checkpoint import ModelSource, read_tensors, shard_shapes, weight_files
 from minillm.models.decoder import Decoder, MethodOf
 

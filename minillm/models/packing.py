@@ -15,7 +15,7 @@ from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.norm import RMSNorm
-from minillm.linear_methods import (
+from minillm.layers.linear_methods import (
     Matrix,
     PackedLinearMethod,
     PanelLinearMethod,

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from minillm import machine
+from minillm.plan import machine
 
 Element = Literal["BF16", "F32"]
 

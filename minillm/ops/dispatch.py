@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minillm import machine
+from minillm.plan import machine
 
 OLDEST = (8, 0)  # Ampere; as in minillm_kernels.launch, which needs Triton to be imported
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

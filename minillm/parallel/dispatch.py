@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from minillm.flight import StepResult
+from minillm.execution.flight import StepResult
 from minillm.layers.moe import MoE
 from minillm.models.decoder import Decoder
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.experts import OwnExperts
 from minillm.parallel.split import Split
-from minillm.runner import Runner
+from minillm.execution.runner import Runner
 from minillm.scheduling.plan import Row
 
 

@@ -18,15 +18,15 @@ from time import perf_counter
 from typing import TypeVar
 
 from minillm.errors import EngineDeadError, MinillmError, in_one_line
-from minillm.executor import Capacity
-from minillm.flight import Flight, StepResult
+from minillm.execution.executor import Capacity
+from minillm.execution.flight import Flight, StepResult
 from minillm.parallel.balance import rebalance
 from minillm.parallel.communicator import CommunicationError
 from minillm.parallel.place import Place
-from minillm.runner import Runner
+from minillm.execution.runner import Runner
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import RankTime
-from minillm.wire import plan_from_bytes, plan_to_bytes
+from minillm.execution.wire import plan_from_bytes, plan_to_bytes
 
 T = TypeVar("T")
 Build = Callable[[Place], Runner]

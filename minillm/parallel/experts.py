@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.layers.moe import Experts
-from minillm.linear_methods import Matrix
+from minillm.layers.linear_methods import Matrix
 
 
 def share_experts(experts: Experts, held: Sequence[int]) -> None:

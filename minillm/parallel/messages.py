@@ -18,8 +18,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from minillm.cost import BatchFit, MemoryPlan, PlanSettings
-from minillm.engine_args import EngineArgs
+from minillm.plan.cost import BatchFit, MemoryPlan, PlanSettings
+from minillm.api.engine_args import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.speculative.setup import DraftSource, speculation_of

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from minillm.cost import MemoryPlan
-from minillm.engine_args import EngineArgs
+from minillm.plan.cost import MemoryPlan
+from minillm.api.engine_args import EngineArgs
 from minillm.errors import ConfigError, NodeError, UnsupportedFeatureError
-from minillm.executor import Executor
+from minillm.execution.executor import Executor
 from minillm.models.checkpoint import ModelSource, weight_files
 from minillm.parallel import processes
 from minillm.parallel.fingerprint import fingerprint

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from minillm.cost import MemoryPlan
-from minillm.engine_args import EngineArgs
+from minillm.plan.cost import MemoryPlan
+from minillm.api.engine_args import EngineArgs
 from minillm.errors import NodeError, UnsupportedFeatureError, in_one_line
-from minillm.executor import Executor
+from minillm.execution.executor import Executor
 from minillm.models.checkpoint import ModelSource
 from minillm.parallel.handshake import new_secret
 from minillm.parallel.listener import Listener

@@ -22,7 +22,7 @@ from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.split import Split
-from minillm.sampler import NO_DRAFTS, NO_LAWS, Sampler
+from minillm.sampling.sampler import NO_DRAFTS, NO_LAWS, Sampler
 
 
 class ShardedSampler(Sampler):

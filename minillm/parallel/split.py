@@ -15,7 +15,7 @@ from itertools import accumulate
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
 from minillm.parallel.placement import check_redundant
-from minillm.parameters import layer_products
+from minillm.plan.parameters import layer_products
 
 MOST_RANKS = 64
 DECODE_ROWS = 32  # of the step by which the cost of layers is compared

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from minillm.parallel.messages import Channel, Message, SetUp
     from minillm.parallel.place import Place
-    from minillm.runner import Runner
+    from minillm.execution.runner import Runner
 
 LOOK = 1.0  # seconds between two looks at the parent's id
 
@@ -93,7 +93,7 @@ def build(set_up: "SetUp", place: "Place") -> "Runner":
     """The rank's runner."""
     import torch
 
-    from minillm.engine_setup import limit_threads
+    from minillm.execution.setup import limit_threads
     from minillm.parallel.rank import build_rank
 
     limit_threads()
@@ -106,7 +106,7 @@ def answer(runner: "Runner", message: "Message", place: "Place") -> bytes:
     first rank of the last stage tells all."""
     from minillm.parallel.executor import carried_out, token_hash
     from minillm.parallel.messages import TIMES, Kind
-    from minillm.wire import result_to_bytes
+    from minillm.execution.wire import result_to_bytes
 
     if message.kind is Kind.PLAN:
         result, time = carried_out(message.body, runner, place)

@@ -24,7 +24,7 @@ from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Sequence as ScheduledSequence
-from minillm.scheduling.step_times import OUTLIER, StepTimes, at
+from minillm.plan.step_times import OUTLIER, StepTimes, at
 from minillm.scheduling.survival import Curve, Survival
 
 CHANGE = 1.05  # a choice changes for a gain of more than 5%

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from minillm.cache.manager import BlockTable
-from minillm.outputs import PrefixReport
-from minillm.sampling_params import SamplingParams
+from minillm.api.outputs import PrefixReport
+from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.plan import NewSequence
 
 Key = tuple[float, ...]  # places a sequence in line

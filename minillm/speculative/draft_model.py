@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.batches import BlockTables, decode_batch, make_batch, upload
-from minillm.deterministic import TiledDecoder
+from minillm.models.batches import BlockTables, decode_batch, make_batch
+from minillm.ops.transfers import upload
+from minillm.models.deterministic import TiledDecoder
 from minillm.models.decoder import Decoder
 from minillm.scheduling.plan import StepPlan
 from minillm.speculative.draws import Draws

@@ -4,17 +4,17 @@ what is known of a draft model."""
 from dataclasses import dataclass
 
 from minillm.config import ModelConfig
-from minillm.engine_args import EngineArgs
+from minillm.api.engine_args import EngineArgs
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
 from minillm.speculative.ngram import NGrams
 from minillm.speculative.proposer import Proposer
-from minillm.speculative.ratio import Ratio
-from minillm.speculative.rules import Rule
-from minillm.speculative.synthetic import Synthetic
-from minillm.speculative_config import SpeculativeConfig, check_vocabulary
+from minillm.sampling.ratio import Ratio
+from minillm.sampling.rules import Rule
+from minillm.sampling.synthetic import Synthetic
+from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
 from minillm.text.tokenizer import Tokenizer
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minillm.batches import Numbers
+from minillm.models.batches import Numbers
 from minillm.cache.manager import BlockCopy
 from minillm.layers.kv_cache import KVCache
 from minillm.scheduling.plan import StepPlan

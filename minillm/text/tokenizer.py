@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 
 from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
-from minillm.sampling_params import shown
+from minillm.api.sampling_params import shown
 from minillm.text.chat_template import ChatTemplate, Message
 
 

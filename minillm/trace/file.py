@@ -13,7 +13,7 @@ from typing import Any
 
 from minillm.cache.manager import BlockCopy
 from minillm.errors import TraceFileError
-from minillm.sampling_params import shown
+from minillm.api.sampling_params import shown
 from minillm.scheduling.plan import Row
 from minillm.scheduling.record import (
     Added,

@@ -154,26 +154,26 @@ class Trace(Sequence[StepRecord]):
 
     def table(self, last: int | None = 40) -> str:
         """The last steps as text, one line each; None takes all."""
-        from minillm.trace.table import step_table
+        from minillm.lab.drawings.table import step_table
 
         return step_table(self, last)
 
     def chrome_events(self) -> list[dict[str, Any]]:
         """Events for Perfetto (ui.perfetto.dev) and chrome://tracing."""
-        from minillm.trace.chrome import chrome_events
+        from minillm.lab.drawings.chrome import chrome_events
 
         return chrome_events(self)
 
     def save_chrome(self, path: str | Path) -> None:
         """Write the events as a JSON file that Perfetto opens."""
-        from minillm.trace.chrome import save_chrome
+        from minillm.lab.drawings.chrome import save_chrome
 
         save_chrome(self, Path(path))
 
     def html(self) -> str:
         """One self-contained page: requests and blocks over the steps, with every record."""
-        from minillm.trace.page import page
-        from minillm.trace.timeline import timeline
+        from minillm.lab.drawings.page import page
+        from minillm.lab.drawings.timeline import timeline
 
         return page(timeline(self), self.settings.model or "trace")
 
@@ -183,15 +183,15 @@ class Trace(Sequence[StepRecord]):
 
     def figure(self, **options: Any) -> Any:
         """The same drawing as a matplotlib figure; options are those of `trace.figure.figure`."""
-        from minillm.trace.figure import figure
-        from minillm.trace.timeline import timeline
+        from minillm.lab.drawings.figure import figure
+        from minillm.lab.drawings.timeline import timeline
 
         return figure(timeline(self), **options)
 
     def widget(self, **options: Any) -> Any:
         """The page as a notebook widget; options are those of `trace.figure.widget`."""
-        from minillm.trace.figure import widget
-        from minillm.trace.timeline import timeline
+        from minillm.lab.drawings.figure import widget
+        from minillm.lab.drawings.timeline import timeline
 
         return widget(timeline(self), **options)
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from minillm.benchmarks import ceiling, checkpoint, compare, startup
-from minillm.benchmarks.ceiling import ONEDNN, OWN, SUMS, Ceiling, best_of
-from minillm.benchmarks.compare import Work, cost_of, options, result, statement
-from minillm.benchmarks.compare_table import remarks, table
-from minillm.benchmarks.contest import Case, Run, Score
-from minillm.benchmarks.engine_process import EngineFailedError
+from minillm.lab.benchmarks import ceiling, checkpoint, compare, startup
+from minillm.lab.benchmarks.ceiling import ONEDNN, OWN, SUMS, Ceiling, best_of
+from minillm.lab.benchmarks.compare import Work, cost_of, options, result, statement
+from minillm.lab.benchmarks.compare_table import remarks, table
+from minillm.lab.benchmarks.contest import Case, Run, Score
+from minillm.lab.benchmarks.engine_process import EngineFailedError
 from minillm.cli import main
 from minillm.config import ModelConfig, RopeConfig
 from minillm.errors import UnsupportedFeatureError
-from minillm.hardware import Hardware
+from minillm.plan.hardware import Hardware
 from minillm.models.families import parse_config
-from minillm.presets import PRESETS, preset
+from minillm.models.presets import PRESETS, preset
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CEILING = Ceiling({SUMS: 10e9, ONEDNN: 20e9, OWN: 15e9}, 1e12, 1e11)
@@ -232,7 +232,7 @@ def test_startup_of_the_embedded_model(
 def test_the_scheduler_and_the_kernels_have_benchmarks_of_their_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from minillm.benchmarks import scheduler
+    from minillm.lab.benchmarks import scheduler
     from minillm_kernels.bench import __main__ as kernels
 
     seen = []

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from minillm.benchmarks import contest as contest_module
-from minillm.benchmarks import others
-from minillm.benchmarks.contest import (
+from minillm.lab.benchmarks import contest as contest_module
+from minillm.lab.benchmarks import others
+from minillm.lab.benchmarks.contest import (
     Case,
     Contest,
     Run,
@@ -19,10 +19,10 @@ from minillm.benchmarks.contest import (
     prompts_of,
     spread,
 )
-from minillm.benchmarks.engine_process import EngineFailedError
-from minillm.benchmarks.lengths import LENGTHS, lognormal_lengths
-from minillm.benchmarks.others import Watch, busy_ticks, own_ticks
-from minillm.benchmarks.peers.protocol import Timeline
+from minillm.lab.benchmarks.engine_process import EngineFailedError
+from minillm.lab.benchmarks.lengths import LENGTHS, lognormal_lengths
+from minillm.lab.benchmarks.others import Watch, busy_ticks, own_ticks
+from minillm.lab.benchmarks.peers.protocol import Timeline
 
 
 def timeline(lengths: Sequence[int], times: Sequence[float]) -> Timeline:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from minillm.benchmarks import startup
-from minillm.benchmarks.engine_process import (
+from minillm.lab.benchmarks import startup
+from minillm.lab.benchmarks.engine_process import (
     OWN,
     EngineFailedError,
     EngineProcess,

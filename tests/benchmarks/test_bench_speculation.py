@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from minillm import LLM
-from minillm.benchmarks.speculation import (
+from minillm.lab.benchmarks.speculation import (
     PLAIN,
     SpeculationWork,
     copy_prompt,
@@ -17,7 +17,7 @@ from minillm.benchmarks.speculation import (
     verification_cost,
 )
 from minillm.cli import main
-from minillm.sampling_params import SamplingParams
+from minillm.api.sampling_params import SamplingParams
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from minillm.benchmarks import calm, decode_rates, scale
-from minillm.benchmarks.calm import Calm, calmest, calmly
-from minillm.benchmarks.ceiling import SUMS, Ceiling
-from minillm.benchmarks.decode_rates import (
+from minillm.lab.benchmarks import calm, decode_rates, scale
+from minillm.lab.benchmarks.calm import Calm, calmest, calmly
+from minillm.lab.benchmarks.ceiling import SUMS, Ceiling
+from minillm.lab.benchmarks.decode_rates import (
     CALLS,
     TWIN_STEPS,
     DecodeProbes,
@@ -25,9 +25,9 @@ from minillm.benchmarks.decode_rates import (
     matrix_shapes,
     twin_config,
 )
-from minillm.benchmarks.decode_steps import DecodeSteps, Step, StepsFailedError
-from minillm.benchmarks.others import Watch
-from minillm.benchmarks.scale import (
+from minillm.lab.benchmarks.decode_steps import DecodeSteps, Step, StepsFailedError
+from minillm.lab.benchmarks.others import Watch
+from minillm.lab.benchmarks.scale import (
     Measured,
     ScaleCase,
     ScaleWork,
@@ -36,16 +36,16 @@ from minillm.benchmarks.scale import (
     open_engine,
     tokens_of,
 )
-from minillm.benchmarks.scale_plot import check_plot, draw
-from minillm.benchmarks.scale_table import statement, table
+from minillm.lab.benchmarks.scale_plot import check_plot, draw
+from minillm.lab.benchmarks.scale_table import statement, table
 from minillm.cli import main
-from minillm.cli.bench import check_contexts
-from minillm.cost import step_cost
-from minillm.decode_law import DecodeRates, decode_time
-from minillm.engine_args import EngineArgs
+from minillm.lab.commands.bench import check_contexts
+from minillm.plan.cost import step_cost
+from minillm.lab.decode_law import DecodeRates, decode_time
+from minillm.api.engine_args import EngineArgs
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.ops.batch import Batch
-from minillm.presets import preset
+from minillm.models.presets import preset
 
 CONFIG = replace(preset("smollm2-135m"), num_layers=3, vocab_size=640, intermediate_size=256)
 CEILING = Ceiling({SUMS: 20e9}, 1e12, 1e11, machine="a machine")

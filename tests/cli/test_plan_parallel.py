@@ -6,9 +6,9 @@ import re
 import pytest
 
 from minillm.cli import main
-from minillm.cli.plan_parallel import layouts
-from minillm.parallel_layout import Layout
-from minillm.presets import preset
+from minillm.lab.commands.plan_parallel import layouts
+from minillm.lab.parallel_layout import Layout
+from minillm.models.presets import preset
 
 
 @pytest.fixture

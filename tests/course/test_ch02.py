@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minillm import LLM
-from minillm.forward_pass import Chunk
+from minillm.models.forward_pass import Chunk
 from minillm_exercises.chapters.ch02 import (
     candidates,
     chi_square,

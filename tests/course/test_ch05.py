@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, hardware
-from minillm.cost import kv_bytes_per_token, memory_plan, step_cost, step_time, weight_bytes
-from minillm.hardware import DATASHEET, ImpossibleMeasurementError
-from minillm.presets import preset
-from minillm.simulation import Simulation, every_step, roofline
+from minillm import LLM, SamplingParams
+from minillm.plan import hardware
+from minillm.plan.cost import kv_bytes_per_token, memory_plan, step_cost, step_time, weight_bytes
+from minillm.plan.hardware import DATASHEET, ImpossibleMeasurementError
+from minillm.models.presets import preset
+from minillm.lab.simulation import Simulation, every_step, roofline
 from minillm_exercises.chapters import ch05
 from minillm_exercises.errors import ExerciseError
 
@@ -268,7 +269,7 @@ def test_f25_the_patient_batch_meets_its_target():
 
 def test_batched_logits_equal_those_alone(tiny):
     """What the chapter says of texts, of logits: rows of others change nothing but roundings."""
-    from minillm.forward_pass import Chunk
+    from minillm.models.forward_pass import Chunk
 
     by_hand, rng = tiny.engine.forward_pass, random.Random(3)
     prompts = [[rng.randrange(4096) for _ in range(n)] for n in (3, 11, 1, 7)]

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from minillm.scheduling.scheduler import Scheduler
-from minillm.simulation import Simulation, linear
+from minillm.lab.simulation import Simulation, linear
 from minillm_exercises.chapters import ch06, ch06_pictures
 from minillm_exercises.chapters.ch06 import StaticScheduler, serve
 from minillm_exercises.errors import ExerciseError

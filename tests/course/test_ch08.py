@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from minillm import LLM
-from minillm.cost import kv_bytes_per_token
+from minillm.plan.cost import kv_bytes_per_token
 from minillm.errors import InvalidRequestError
-from minillm.hardware import DATASHEET
-from minillm.presets import preset
+from minillm.plan.hardware import DATASHEET
+from minillm.models.presets import preset
 from minillm.scheduling.config import SchedulerConfig
-from minillm.simulation import Simulation, every_step, linear
+from minillm.lab.simulation import Simulation, every_step, linear
 from minillm_exercises.chapters import ch08
 from minillm_exercises.errors import ExerciseError
 

@@ -9,10 +9,10 @@ import pytest
 from minillm import LLM, SamplingParams
 from minillm.cache.hash_chain import HashChain
 from minillm.cache.radix import RadixTree
-from minillm.cost import step_cost
-from minillm.outputs import PrefixReport
-from minillm.presets import preset
-from minillm.simulation import Simulation, linear
+from minillm.plan.cost import step_cost
+from minillm.api.outputs import PrefixReport
+from minillm.models.presets import preset
+from minillm.lab.simulation import Simulation, linear
 from minillm_exercises.chapters import ch09
 from minillm_exercises.chapters.ch09 import Job, Served, serve
 

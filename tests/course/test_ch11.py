@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minillm.hardware import DATASHEET
+from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import (
     ch11,
     ch11_compiled,

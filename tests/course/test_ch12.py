@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
-from minillm.cost import step_cost, step_time, weight_bytes
-from minillm.graphs import bucket_sizes, has_graphs
-from minillm.hardware import DATASHEET
+from minillm.plan.cost import step_cost, step_time, weight_bytes
+from minillm.execution.graphs import bucket_sizes, has_graphs
+from minillm.plan.hardware import DATASHEET
 from minillm.ops import c_library, cpu
-from minillm.presets import preset
+from minillm.models.presets import preset
 from minillm_exercises.chapters import ch12, ch12_pictures
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
 from minillm_exercises.chapters.ch12_device import Job, SimulatedDevice, Turn, bubbles, drive
@@ -382,8 +382,8 @@ def test_n10_where_launches_are_hidden_a_graph_gains_nothing(model, launches, ru
 
 def test_n11_graphs_are_the_default_and_eager_is_asked_for(monkeypatch):
     from minillm import ops
-    from minillm.engine_args import EngineArgs
-    from minillm.engine_setup import records
+    from minillm.api.engine_args import EngineArgs
+    from minillm.execution.setup import records
     from minillm.ops.dispatch import Backend
 
     monkeypatch.setattr(ops, "backend_of", lambda device: Backend("triton", ""))

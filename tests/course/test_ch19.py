@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.hardware import DATASHEET
-from minillm.links import LINKS, all_reduce
+from minillm.plan.hardware import DATASHEET
+from minillm.lab.links import LINKS, all_reduce
 from minillm.parallel import sampler
 from minillm.parallel.split import Split
-from minillm.presets import preset
-from minillm.sampler import SamplingRow, sample
+from minillm.models.presets import preset
+from minillm.sampling.sampler import SamplingRow, sample
 from minillm_exercises.chapters import ch19, ch19_pictures
 
 H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-70b")

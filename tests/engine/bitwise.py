@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minillm import LLM, SamplingParams
-from minillm.outputs import RequestOutput
+from minillm.api.outputs import RequestOutput
 from minillm.scheduling.plan import StepPlan
 from tests.models.tiny import VOCAB_SIZE, Tiny
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.forward_pass import Chunk
-from minillm.outputs import CompletionOutput, Logprobs, RequestOutput
-from minillm.sampler import SamplingRow, sample
+from minillm.models.forward_pass import Chunk
+from minillm.api.outputs import CompletionOutput, Logprobs, RequestOutput
+from minillm.sampling.sampler import SamplingRow, sample
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.request import Request
 from tests.models.tiny import Tiny

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
-from minillm.cache_spec import CacheSpec, cache_spec
-from minillm.cost import block_bytes, kv_bytes_per_token, memory_plan, step_cost
+from minillm.cache.spec import CacheSpec, cache_spec
+from minillm.plan.cost import block_bytes, kv_bytes_per_token, memory_plan, step_cost
 from minillm.layers.kv_cache import KVCache
-from minillm.presets import preset
+from minillm.models.presets import preset
 from tests.engine.families import FAMILIES
 from tests.models.tiny import Tiny
 
@@ -133,7 +133,7 @@ def test_the_plan_is_within_five_percent_of_the_tensors(folder_of, family):
 MEASURE = """
     import json, torch
     from minillm import LLM, SamplingParams
-    import minillm.engine
+    import minillm.engine.loop
 
     def resident():
         with open("/proc/self/status") as lines:

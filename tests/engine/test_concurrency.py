@@ -14,7 +14,7 @@ import tqdm
 
 from minillm import LLM, SamplingParams
 from minillm.errors import InvalidRequestError
-from minillm.outputs import RequestOutput
+from minillm.api.outputs import RequestOutput
 from minillm.scheduling.request import Status
 from tests.engine.small import (
     BLOCK_SIZE,

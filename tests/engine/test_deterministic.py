@@ -13,9 +13,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, deterministic, logprobs, ops, runner
+from minillm import LLM, SamplingParams, ops
+from minillm.execution import runner
+from minillm.models import deterministic
+from minillm.sampling import logprobs
 from minillm.cli.options import add_engine_options, engine_arguments
-from minillm.deterministic import (
+from minillm.models.deterministic import (
     TILES,
     TiledDecoder,
     find_tiles,
@@ -26,11 +29,11 @@ from minillm.deterministic import (
 from minillm.errors import ConfigError
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts
-from minillm.linear_methods import PlainLinearMethod
-from minillm.logprobs import token_logprobs
+from minillm.layers.linear_methods import PlainLinearMethod
+from minillm.sampling.logprobs import token_logprobs
 from minillm.models.decoder import Decoder
 from minillm.ops import cpu, cpu_sampling
-from minillm.sampler import SamplingRow, sample
+from minillm.sampling.sampler import SamplingRow, sample
 from minillm_kernels import batch_invariant, reference
 from tests.engine.bitwise import (
     DTYPES,

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, collect, completion, live_request, runner
+from minillm import LLM, SamplingParams
+from minillm.engine import completion, live_request
+from minillm.execution import collect, runner
 from minillm.errors import EngineDeadError, InvalidRequestError
-from minillm.outputs import RequestOutput, ScoreOutput
-from minillm.runner import Runner, SequenceRow
-from minillm.sampler import Sampler
+from minillm.api.outputs import RequestOutput, ScoreOutput
+from minillm.execution.runner import Runner, SequenceRow
+from minillm.sampling.sampler import Sampler
 from minillm.scheduling.scheduler import Scheduler
 from minillm.text.detokenizer import IncrementalDetokenizer
 from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens, write_model

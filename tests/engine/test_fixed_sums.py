@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from minillm.deterministic import TiledDecoder
+from minillm.models.deterministic import TiledDecoder
 from minillm.errors import ConfigError
-from minillm.fixed_sums import (
+from minillm.models.fixed_sums import (
     FixedDecoder,
     is_part,
     make_deterministic,
@@ -18,12 +18,12 @@ from minillm.fixed_sums import (
 )
 from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Linear
-from minillm.linear_methods import Matrix, WeightSlice
+from minillm.layers.linear_methods import Matrix, WeightSlice
 from minillm.models.decoder import Decoder
 from minillm.models.packing import keep_plain
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
-from minillm.presets import preset
+from minillm.models.presets import preset
 
 SMALL = replace(
     preset("smollm2-135m"), num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=64,
@@ -38,7 +38,7 @@ def decoder(**fields: Any) -> Decoder:
 
 
 def cache(model: Decoder) -> KVCache:
-    from minillm.cache_spec import cache_spec
+    from minillm.cache.spec import cache_spec
 
     return KVCache(cache_spec(model.config), model.config.num_layers, 4, 8, model.dtype)
 

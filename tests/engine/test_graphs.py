@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams, ops
-from minillm.cost import memory_plan
-from minillm.engine_args import EngineArgs
-from minillm.engine_setup import records
-from minillm.graphs import DecodeGraphs, bucket_of, bucket_sizes
+from minillm.plan.cost import memory_plan
+from minillm.api.engine_args import EngineArgs
+from minillm.execution.setup import records
+from minillm.execution.graphs import DecodeGraphs, bucket_of, bucket_sizes
 from minillm.layers.kv_cache import KVCache
 from minillm.ops.dispatch import Backend
-from minillm.outputs import RequestOutput
-from minillm.presets import preset
+from minillm.api.outputs import RequestOutput
+from minillm.models.presets import preset
 from tests.engine.small import (
     assert_idle,
     limit_steps,

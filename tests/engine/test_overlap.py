@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, collect, runner
-from minillm.completion import Completion
+from minillm import LLM, SamplingParams
+from minillm.execution import collect, runner
+from minillm.engine.completion import Completion
 from minillm.errors import EngineDeadError
-from minillm.outputs import RequestOutput
-from minillm.runner import Runner
-from minillm.sampler import Sampler
+from minillm.api.outputs import RequestOutput
+from minillm.execution.runner import Runner
+from minillm.sampling.sampler import Sampler
 from minillm.scheduling.scheduler import Scheduler
-from minillm.sequence_row import SequenceRow
+from minillm.execution.sequence_row import SequenceRow
 from minillm.text.detokenizer import IncrementalDetokenizer
 from tests.engine.small import (
     EOS,

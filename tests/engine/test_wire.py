@@ -7,11 +7,11 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.errors import InvalidRequestError
-from minillm.executor import Capacity, Executor
-from minillm.flight import Flight, StepResult
-from minillm.logprobs import TokenLogprob
+from minillm.execution.executor import Capacity, Executor
+from minillm.execution.flight import Flight, StepResult
+from minillm.sampling.logprobs import TokenLogprob
 from minillm.scheduling.plan import NewSequence, StepPlan
-from minillm.wire import (
+from minillm.execution.wire import (
     params_from_plain,
     params_to_plain,
     plan_from_bytes,

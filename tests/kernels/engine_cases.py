@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm import LLM, SamplingParams
-from minillm.outputs import RequestOutput
+from minillm.api.outputs import RequestOutput
 from tests.models.tiny import VOCAB_SIZE, Tiny
 
 # GQA; window; norms of q and k, heads of 24; latent attention beside experts; experts alone.

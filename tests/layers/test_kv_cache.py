@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.cache_spec import CacheSpec
+from minillm.cache.spec import CacheSpec
 from minillm.layers.kv_cache import KVCache
 from minillm.ops.batch import Batch
 

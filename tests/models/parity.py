@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minillm.cache_spec import cache_spec
+from minillm.cache.spec import cache_spec
 from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm import machine
+from minillm.plan import machine
 from minillm.ops import c_library, cpu
 
 NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm.cache_spec import cache_spec
+from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig, RopeConfig
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm.cache_spec import cache_spec
+from minillm.cache.spec import cache_spec
 from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import layer_shape, layer_weights
 from minillm.models.decoder import Decoder

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.cache_spec import cache_spec
+from minillm.cache.spec import cache_spec
 from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm import machine
+from minillm.plan import machine
 from minillm.ops import c_library
 from minillm.ops.c_library import NoLibrary, find_or_build
 

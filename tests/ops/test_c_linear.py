@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minillm.errors import ConfigError
 from minillm.layers.linear import Linear
-from minillm.linear_methods import PanelLinearMethod, frozen
+from minillm.layers.linear_methods import PanelLinearMethod, frozen
 from minillm.ops import cpu
 from tests.ops.c_variants import ELEMENTS, PRODUCT_PATHS, Guarded, functions, poisoned
 

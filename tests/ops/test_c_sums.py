@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm.linear_methods import finished
+from minillm.layers.linear_methods import finished
 from minillm.ops import cpu, cpu_sums
 from minillm.parallel.communicator import tree_sum
 from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, poisoned

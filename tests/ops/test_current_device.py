@@ -2,9 +2,9 @@
 
 import torch
 
-from minillm import sampler
-from minillm.deterministic import find_tiles
-from minillm.forward_pass import Chunk
+from minillm.sampling import sampler
+from minillm.models.deterministic import find_tiles
+from minillm.models.forward_pass import Chunk
 from minillm.models.decoder import Decoder
 from tests.kernels.engine_cases import TINY, generate, open_engine
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from minillm.benchmarks import expert_placement
-from minillm.benchmarks.parallel import fit_sums, fitted, predicted
-from minillm.parallel_cost import large_model_predictions
+from minillm.lab.benchmarks import expert_placement
+from minillm.lab.benchmarks.parallel import fit_sums, fitted, predicted
+from minillm.lab.parallel_cost import large_model_predictions
 
 
 def test_the_model_is_found_where_it_holds():

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm import LLM, deterministic, fixed_sums
+from minillm import LLM
+from minillm.models import deterministic, fixed_sums
 from minillm.errors import UnsupportedFeatureError
-from minillm.fixed_sums import FixedDecoder, FixedSumMethod
+from minillm.models.fixed_sums import FixedDecoder, FixedSumMethod
 from minillm.ops import cpu, cpu_sums
 from minillm.parallel import communicator, rank, shard
 from tests.engine.bitwise import (

@@ -27,8 +27,8 @@ from minillm.parallel.experts import share_experts
 from minillm.parallel.placement import Placement, first_placement, place
 from minillm.parallel.split import largest_part
 from minillm.parallel.threads import ThreadGroup
-from minillm.parameters import parameter_count
-from minillm.presets import preset
+from minillm.plan.parameters import parameter_count
+from minillm.models.presets import preset
 from tests.engine.small import make
 from tests.models.tiny import Tiny
 from tests.parallel.rank_groups import on_all

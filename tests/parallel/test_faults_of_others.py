@@ -62,8 +62,8 @@ def test_b1_a_rank_that_chooses_another_token_is_noticed_in_its_step(folder, mon
 PLANS = """
 import hashlib, sys
 from minillm import LLM, SamplingParams
-from minillm.runner import Runner
-from minillm.wire import plan_to_bytes
+from minillm.execution.runner import Runner
+from minillm.execution.wire import plan_to_bytes
 from tests.engine.small import make
 
 found, launch = hashlib.sha256(), Runner.launch

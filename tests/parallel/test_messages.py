@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from minillm import AsyncEngineArgs
-from minillm.engine_args import EngineArgs
-from minillm.engine_setup import plan_memory
+from minillm.api.engine_args import EngineArgs
+from minillm.engine.setup import plan_memory
 from minillm.models.checkpoint import open_model
 from minillm.parallel.messages import Frames, Kind, Message, SetUp
 from minillm.speculative.setup import open_draft

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from minillm.config import MoEConfig
-from minillm.cost import memory_plan, step_cost, step_time, weight_bytes
-from minillm.engine_args import EngineArgs
+from minillm.plan.cost import memory_plan, step_cost, step_time, weight_bytes
+from minillm.api.engine_args import EngineArgs
 from minillm.errors import ConfigError
-from minillm.expert_load import (
+from minillm.lab.expert_load import (
     expert_balance,
     most_experts_read,
     most_of,
     ranks_of_a_token,
 )
-from minillm.hardware import DATASHEET
-from minillm.links import (
+from minillm.plan.hardware import DATASHEET
+from minillm.lab.links import (
     LINKS,
     Direct,
     Link,
@@ -36,22 +36,22 @@ from minillm.models.checkpoint import open_model
 from minillm.parallel.place import Place
 from minillm.parallel.rank import load_rank
 from minillm.parallel.threads import ThreadGroup
-from minillm.parallel_cost import (
+from minillm.lab.parallel_cost import (
     Devices,
     decode_time,
     large_model_predictions,
     predict,
     prefill_time,
 )
-from minillm.parallel_layout import (
+from minillm.lab.parallel_layout import (
     Layout,
     check_layout,
     cut_layers,
     device_config,
     device_memory,
 )
-from minillm.parameters import parameter_count
-from minillm.presets import PRESETS, preset
+from minillm.plan.parameters import parameter_count
+from minillm.models.presets import PRESETS, preset
 
 H100, H200 = DATASHEET["h100-sxm"], DATASHEET["h200"]
 NVLINK, PCIE = LINKS["nvlink"], LINKS["pcie"]
@@ -627,5 +627,5 @@ def test_room_is_in_whole_blocks():
 
 
 def test_it_needs_no_torch():
-    code = "import minillm.parallel_cost, minillm.cli.plan, sys; sys.exit('torch' in sys.modules)"
+    code = "import minillm.lab.parallel_cost, minillm.lab.commands.plan, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

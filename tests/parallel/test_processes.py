@@ -265,7 +265,7 @@ def test_a_rank_that_fails(fault, what, folder, odd):
 
 def test_no_memory(folder, odd, monkeypatch, caplog):
     """On one rank; with more ranks than processors, of which one warning speaks."""
-    monkeypatch.setattr("minillm.machine.cpu_count", lambda: 1)
+    monkeypatch.setattr("minillm.plan.machine.cpu_count", lambda: 1)
     odd("1 no memory")
     with pytest.raises(EngineDeadError, match=r"^Rank 1 of 2 failed loading the model: .*DefaultC"):
         make(folder, **TWO)
@@ -275,7 +275,7 @@ def test_no_memory(folder, odd, monkeypatch, caplog):
 
 def test_threads_of_a_rank(monkeypatch):
     """An equal share of the processors, unless the user has set a number."""
-    monkeypatch.setattr("minillm.machine.cpu_count", lambda: 7)
+    monkeypatch.setattr("minillm.plan.machine.cpu_count", lambda: 7)
     assert environment(2)["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"] == "1"
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert [environment(size)["OMP_NUM_THREADS"] for size in (2, 3, 8)] == ["3", "2", "1"]

@@ -36,7 +36,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from minillm.cache.hash_chain import HashChain, Place
 from minillm.cache.manager import BlockManager, BlockTable
 from minillm.errors import InvalidRequestError
-from minillm.sampling_params import SamplingParams
+from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import Row, StepPlan

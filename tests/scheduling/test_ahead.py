@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
-from minillm.sampling_params import SamplingParams
+from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling import ahead
 from minillm.scheduling.ahead import Flights
 from minillm.scheduling.config import SchedulerConfig

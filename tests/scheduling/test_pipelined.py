@@ -13,7 +13,7 @@ import pytest
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
-from minillm.sampling_params import SamplingParams
+from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling import pipelined
 from minillm.scheduling import scheduler as scheduler_file
 from minillm.scheduling.config import SchedulerConfig

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from minillm.cache.manager import BlockManager
-from minillm.sampling_params import SamplingParams
+from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.admission import PATIENCE
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import (

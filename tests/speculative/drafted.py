@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minillm import LLM
-from minillm.forward_pass import Chunk, ForwardPass
+from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.scheduling.request import Sequence
 from minillm.speculative.draft_model import DraftModel
 from tests.engine.small import make

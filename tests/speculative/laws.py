@@ -13,13 +13,13 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from minillm.edits import SamplingRow
+from minillm.sampling.edits import SamplingRow
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose, law
-from minillm.sampler import Sampler
-from minillm.sampling_params import SamplingParams
-from minillm.speculative.rules import Rule
-from minillm.speculative.verify import match
+from minillm.sampling.sampler import Sampler
+from minillm.api.sampling_params import SamplingParams
+from minillm.sampling.rules import Rule
+from minillm.sampling.verify import match
 
 V = 8
 LEVEL = 1e-6  # of a test: a right engine fails once in so many seeds, and the seeds are fixed

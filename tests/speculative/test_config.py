@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from minillm.async_engine_args import AsyncEngineArgs
+from minillm.api.async_engine_args import AsyncEngineArgs
 from minillm.cli import main
-from minillm.engine_args import EngineArgs
+from minillm.api.engine_args import EngineArgs
 from minillm.errors import ConfigError, UnknownArgumentError
-from minillm.speculative_config import AUTO_MOST, SpeculativeConfig
+from minillm.api.speculative_config import AUTO_MOST, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.fixed_sums import FixedDecoder
+from minillm.models.fixed_sums import FixedDecoder
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.speculative.draft_model import Chunk

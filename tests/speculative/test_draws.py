@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minillm.ops.philox import Purpose
-from minillm.sampler import SamplingRow, sample
-from minillm.sampling_params import SamplingParams
+from minillm.sampling.sampler import SamplingRow, sample
+from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.plan import NewSequence
 from minillm.speculative.draws import Draws
 from minillm.speculative.proposer import Draft, DraftRow

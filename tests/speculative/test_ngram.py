@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from minillm.sampling_params import SamplingParams
+from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.plan import NewSequence
 from minillm.speculative.ngram import NGrams
 from minillm.speculative.proposer import DraftRow

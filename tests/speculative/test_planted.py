@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from minillm import collect, runner
-from minillm.edits import Edits
-from minillm.engine import Engine
-from minillm.runner import Runner
-from minillm.sampler import Sampler
+from minillm.execution import collect, runner
+from minillm.sampling.edits import Edits
+from minillm.engine.loop import Engine
+from minillm.execution.runner import Runner
+from minillm.sampling.sampler import Sampler
 from minillm.scheduling import drafts
 from minillm.scheduling.drafts import Drafts
-from minillm.sequence_row import SequenceRow
+from minillm.execution.sequence_row import SequenceRow
 from minillm.speculative.speculator import Speculator
 from tests.engine.small import write_model
 from tests.scheduling.planted_draft_bugs import changed

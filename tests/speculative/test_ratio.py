@@ -13,10 +13,10 @@ from torch import Tensor
 
 from minillm.ops.philox import Purpose, random_words
 from minillm.ops.sampling import Pack, law
-from minillm.sampling_params import SamplingParams
-from minillm.speculative import ratio
-from minillm.speculative.ratio import accept_probability, draw, emitted_law, residual
-from minillm.speculative.rules import coins
+from minillm.api.sampling_params import SamplingParams
+from minillm.sampling import ratio
+from minillm.sampling.ratio import accept_probability, draw, emitted_law, residual
+from minillm.sampling.rules import coins
 from tests.speculative.laws import distance, pipeline
 
 EXACT = 1e-12
@@ -272,7 +272,7 @@ def test_both_ends_of_the_noise(word, monkeypatch):
     """The largest word is 1 - 2^-33, which float32 rounds to 1: equal laws would reject. The
     smallest is no 0, which would accept a token without probability."""
     words = torch.full((1, 1), word)
-    monkeypatch.setattr("minillm.speculative.rules.philox", lambda *_: (words,))
+    monkeypatch.setattr("minillm.sampling.rules.philox", lambda *_: (words,))
     (coin,) = coins(pack_of(1), Purpose.ACCEPT)
     assert 0 < float(coin) < 1
     never, always = torch.tensor([[0.0, 1.0], [0.5, 0.5]], dtype=torch.float64)

@@ -7,14 +7,14 @@ published, by another engine or by an article. What a count cannot see is in `te
 import pytest
 import torch
 
-from minillm.edits import Edits, SamplingRow
+from minillm.sampling.edits import Edits, SamplingRow
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose, law
-from minillm.sampler import Sampler
-from minillm.sampling_params import SamplingParams
-from minillm.speculative import ratio
-from minillm.speculative.ratio import Ratio, accept_probability, draw, residual
-from minillm.speculative.rules import DraftedToken, Rule, coins
+from minillm.sampling.sampler import Sampler
+from minillm.api.sampling_params import SamplingParams
+from minillm.sampling import ratio
+from minillm.sampling.ratio import Ratio, accept_probability, draw, residual
+from minillm.sampling.rules import DraftedToken, Rule, coins
 from minillm_kernels import reference
 from tests.speculative.laws import Rig, chi_square, close_to, distance, law_of_first, table
 
@@ -346,7 +346,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(monkeypatch):
     assert [len(together[row]) for row in range(6)] == [1, 2, 3, 4, 1, 2]
     for row in range(6):
         assert chosen([row], Ratio())[row] == together[row]
-    monkeypatch.setattr("minillm.edits.CHUNK_VALUES_CPU", 24)  # three rows at a time
+    monkeypatch.setattr("minillm.sampling.edits.CHUNK_VALUES_CPU", 24)  # three rows at a time
     assert chosen([3, 0, 5, 1, 2, 4], Ratio()) == together
     forked = chosen([3, 0, 5, 1, 2, 4], Ratio(), num_forks=2)
     assert [len(forked[row]) for row in range(6)] == [3, 2, 3, 4, 3, 2]

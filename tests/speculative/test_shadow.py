@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minillm.cache.manager import BlockCopy
-from minillm.cache_spec import CacheSpec
+from minillm.cache.spec import CacheSpec
 from minillm.layers.kv_cache import KVCache
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.speculative.shadow import Shadow

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from minillm.cache.manager import BlockManager
-from minillm.sampling_params import SamplingParams
+from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import Row

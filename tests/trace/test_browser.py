@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from minillm.trace.figure import widget
-from minillm.trace.page import write_page
-from minillm.trace.timeline import BEHIND, timeline
+from minillm.lab.drawings.figure import widget
+from minillm.lab.drawings.page import write_page
+from minillm.lab.drawings.timeline import BEHIND, timeline
 from tests.trace.simulation import data, simulate, with_ranks
 
 webdriver = pytest.importorskip("selenium.webdriver")

@@ -13,11 +13,11 @@ from matplotlib.patches import StepPatch
 
 from minillm.errors import ConfigError
 from minillm.scheduling.record import RankTime
-from minillm.trace.figure import figure
-from minillm.trace.figure_ranks import LANE
-from minillm.trace.ranks import rank_lanes
+from minillm.lab.drawings.figure import figure
+from minillm.lab.drawings.figure_ranks import LANE
+from minillm.lab.drawings.ranks import rank_lanes
 from minillm.trace.recorder import Trace
-from minillm.trace.timeline import timeline
+from minillm.lab.drawings.timeline import timeline
 from tests.trace.simulation import data, simulate, with_ranks
 
 NUMBERS = (2, 3, 24)

@@ -11,9 +11,9 @@ import pytest
 
 from minillm import LLM
 from minillm.cli import generate, main
-from minillm.cli.trace import CHROME_START, TRACE_START
+from minillm.lab.commands.trace import CHROME_START, TRACE_START
 from minillm.trace.recorder import Trace
-from minillm.trace.timeline import timeline
+from minillm.lab.drawings.timeline import timeline
 from tests.trace.simulation import simulate
 
 

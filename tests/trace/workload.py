@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm import LLM, SamplingParams
-from minillm.live_request import LiveRequest
+from minillm.engine.live_request import LiveRequest
 from tests.engine.small import EOS, make
 
 BLOCKS = 18

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minillm.errors import CheckpointError, ConfigError, MinillmError
-from minillm.training import corpus
+from minillm.lab.training import corpus
 
 CODE = "".join(
     f"def a_function_with_number_{i}(argument):\n    return argument\n\n" for i in "abcdefgh"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minillm.models.checkpoint import ASSETS, open_model
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
-from minillm.training import corpus, evaluate, prompts
+from minillm.lab.training import corpus, evaluate, prompts
 
 NAMES = ("tiny", "tiny-draft")
 SOURCE = (
@@ -84,7 +84,7 @@ def test_draft_agrees_with_tiny(tokenizer: Tokenizer) -> None:
 
 def test_model_card_names_what_it_must() -> None:
     card = (ASSETS / "MODEL_CARD.md").read_text()
-    for words in ("PSF-2.0", "Apache-2.0", "bits per byte", "python -m minillm.training tiny"):
+    for words in ("PSF-2.0", "Apache-2.0", "bits per byte", "python -m minillm.lab.training tiny"):
         assert words in card
     for prompt in prompts.TEN_PROMPTS:
         assert prompt in card

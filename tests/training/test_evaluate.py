@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.training import evaluate
-from minillm.training.trainer import build_model
+from minillm.lab.training import evaluate
+from minillm.lab.training.trainer import build_model
 from tests.training.test_trainer import CONFIG
 
 

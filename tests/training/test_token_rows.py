@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from minillm.models.checkpoint import ASSETS
-from minillm.training.data import encode_file, row
-from minillm.training.tokenizer import PATTERN, train_tokenizer
+from minillm.lab.training.data import encode_file, row
+from minillm.lab.training.tokenizer import PATTERN, train_tokenizer
 
 STREAM = np.arange(10_000, dtype=np.uint16)
 

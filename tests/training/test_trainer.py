@@ -14,11 +14,11 @@ from torch import nn
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
 from minillm.models.checkpoint import ASSETS
-from minillm.training.corpus import load_manifest
-from minillm.training.data import TokenStreams
-from minillm.training.launch import fingerprint, train
-from minillm.training.recipes import RECIPES, Phase, Recipe, recipe
-from minillm.training.trainer import (
+from minillm.lab.training.corpus import load_manifest
+from minillm.lab.training.data import TokenStreams
+from minillm.lab.training.launch import fingerprint, train
+from minillm.lab.training.recipes import RECIPES, Phase, Recipe, recipe
+from minillm.lab.training.trainer import (
     RunOptions,
     Trainer,
     build_model,
@@ -142,7 +142,7 @@ def test_distillation_is_cross_entropy_with_the_teacher() -> None:
 
 
 def test_autocast_loss_is_near_the_float32_loss() -> None:
-    from minillm.training.evaluate import logits_of
+    from minillm.lab.training.evaluate import logits_of
 
     model, ids = build_model(CONFIG, 0), (torch.arange(33) * 7) % 61
     exact = nn.functional.cross_entropy(logits_of(model, ids[:-1].tolist()), ids[1:])

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minillm.training.attention import CausalRows
-from minillm.training.trainer import rows_batch
+from minillm.lab.training.attention import CausalRows
+from minillm.lab.training.trainer import rows_batch
 
 
 @pytest.mark.parametrize(("length", "window"), [(5, None), (300, None), (300, 7), (1100, None)])

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from minillm import LLM
 from minillm.config import ModelConfig
-from minillm.cost import StepCost, kv_bytes_per_token, step_cost, step_time, weight_bytes
-from minillm.hardware import DATASHEET, Hardware
-from minillm.presets import preset
+from minillm.plan.cost import StepCost, kv_bytes_per_token, step_cost, step_time, weight_bytes
+from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.models.presets import preset
 from minillm_exercises.chapters.ch01 import knee as knee
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
@@ -93,7 +93,7 @@ def steps(
 @dataclass(frozen=True)
 class Gains:
     """How many times as much a generation without a cache needs as one with it, after 1, 2, ...
-    new tokens; `seconds` is the ratio of the roofline's bounds (see `minillm.cost.step_time`)."""
+    new tokens; `seconds` is the ratio of the roofline's bounds (see `minillm.plan.cost.step_time`)."""
 
     positions: tuple[float, ...]
     operations: tuple[float, ...]
@@ -214,7 +214,7 @@ def twice_from(saved: Gains) -> int | None:
 
 def draw_gains(model: str, prompt: int, machine: str, new: int = 2048) -> None:
     """Draw what a cache saves of positions and of time, token by token, on a machine of
-    `minillm.hardware.DATASHEET`."""
+    `minillm.plan.hardware.DATASHEET`."""
     config, device = preset(model), DATASHEET[machine]
     saved, tokens = gains(config, prompt, new, device), range(1, new + 1)
     fig, ax = figure("new tokens written so far", "without cache / with cache (times)")

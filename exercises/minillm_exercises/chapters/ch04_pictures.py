@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from minillm.config import ModelConfig
-from minillm.cost import step_cost
+from minillm.plan.cost import step_cost
 from minillm_exercises.chapters.ch04 import crossing, forms
 from minillm_exercises.chapters.ch04_variants import Record
 from minillm_exercises.plots import bars, bound, figure, series, show

@@ -1,6 +1,6 @@
 """Chapter 04: the trained variants, and what their seeds can tell.
 
-`load_record` reads what `minillm.training.variants` measured, `judge` says in words which
+`load_record` reads what `minillm.lab.training.variants` measured, `judge` says in words which
 differences are larger than those between seeds, `load`, `score` and `with_kv_heads` try the
 committed weights.
 """
@@ -21,8 +21,8 @@ from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
-from minillm.training.evaluate import bits_per_byte
-from minillm.training.variants import WINDOW
+from minillm.lab.training.evaluate import bits_per_byte
+from minillm.lab.training.variants import WINDOW
 from minillm_exercises.chapters.common import nearest
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.manifest import exercises_root
@@ -118,7 +118,7 @@ def load_record(path: Path | None = None) -> Record:
     if not file.is_file():
         raise ExerciseError(
             f"{file} is missing: it is part of the repository, and "
-            "`python -m minillm.training variants` makes it anew."
+            "`python -m minillm.lab.training variants` makes it anew."
         )
     data = json.loads(file.read_text(encoding="utf-8"))
     runs, controls = (tuple(map(_run, data[kind])) for kind in ("runs", "controls"))

@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Any
 
 from minillm.scheduling.record import StepRecord
-from minillm.trace.figure import MOST_ROWS, draw_gantt
+from minillm.lab.drawings.figure import MOST_ROWS, draw_gantt
 from minillm.trace.recorder import Trace
-from minillm.trace.timeline import timeline
+from minillm.lab.drawings.timeline import timeline
 from minillm_exercises.chapters.ch06 import Load
 from minillm_exercises.plots import bound, figure, series, show
 

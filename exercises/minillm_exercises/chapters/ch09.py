@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from minillm import LLM, SamplingParams
 from minillm.cache.prefix import PrefixIndex
-from minillm.outputs import RequestMetrics
-from minillm.simulation import Simulation
+from minillm.api.outputs import RequestMetrics
+from minillm.lab.simulation import Simulation
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import show_trace as show_trace

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minillm.config import ModelConfig
-from minillm.cost import dtype_bytes, step_cost
-from minillm.hardware import Hardware
+from minillm.plan.cost import dtype_bytes, step_cost
+from minillm.plan.hardware import Hardware
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.counting import Counts, counting
 from minillm_exercises.errors import ExerciseError

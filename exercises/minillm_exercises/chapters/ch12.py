@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from minillm import LLM, SamplingParams
-from minillm.forward_pass import Chunk
+from minillm.models.forward_pass import Chunk
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu, cpu_layers

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minillm.config import ModelConfig
-from minillm.cost import weight_bytes
-from minillm.hardware import Hardware
+from minillm.plan.cost import weight_bytes
+from minillm.plan.hardware import Hardware
 from minillm_exercises.chapters.ch12 import Rung
 from minillm_exercises.chapters.ch12_device import Turn, bubbles
 from minillm_exercises.chapters.ch12_recordings import padding

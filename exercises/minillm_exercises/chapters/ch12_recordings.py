@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from minillm import LLM
-from minillm.runner import runner_of
-from minillm.simulation import Simulation, linear
+from minillm.execution.runner import runner_of
+from minillm.lab.simulation import Simulation, linear
 
 
 def into(func: Any, args: Sequence[Any], out: Any) -> Callable[..., object] | None:

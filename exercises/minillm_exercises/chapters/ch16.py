@@ -10,10 +10,10 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
-from minillm.cost import StepCost, step_cost, step_time
-from minillm.forward_pass import Chunk, ForwardPass
-from minillm.hardware import Hardware
-from minillm.sampler import SamplingRow, sample
+from minillm.plan.cost import StepCost, step_cost, step_time
+from minillm.models.forward_pass import Chunk, ForwardPass
+from minillm.plan.hardware import Hardware
+from minillm.sampling.sampler import SamplingRow, sample
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minillm.config import ModelConfig
-from minillm.hardware import Hardware
-from minillm.parameters import expected_distinct
+from minillm.plan.hardware import Hardware
+from minillm.plan.parameters import expected_distinct
 from minillm_exercises.chapters import ch18
 from minillm_exercises.plots import bound, figure, series, show
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from minillm.links import LINKS, all_reduce
+from minillm.lab.links import LINKS, all_reduce
 from minillm_exercises.plots import bars, figure, series, show
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 def show_trace(trace: Trace, caption: str, **options: Any) -> None:
     """Show the drawing of a trace with `caption` below; `options` are those of
-    `minillm.trace.figure.figure`, such as ``panels=("gantt", "blocks")``."""
+    `minillm.lab.drawings.figure.figure`, such as ``panels=("gantt", "blocks")``."""
     show(trace.figure(**options), caption)
 
 

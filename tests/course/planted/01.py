@@ -1,6 +1,6 @@
 """Grouped-query attention is counted by its key-value heads: the queries per head are lost."""
 
-from minillm import cost
+from minillm.plan import cost
 
 
 def _attention_widths(config):

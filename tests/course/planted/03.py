@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from minillm.forward_pass import ForwardPass
+from minillm.models.forward_pass import ForwardPass
 
 
 def shifted(batch):

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from minillm import engine_setup, forward_pass
+from minillm.engine import setup as engine_setup
+from minillm.models import forward_pass
 
 right = engine_setup.cache_spec
 

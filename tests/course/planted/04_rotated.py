@@ -1,6 +1,6 @@
 """The price of a token forgets MLA's rotated key, which is cached beside the latent."""
 
-from minillm.cache_spec import CacheSpec
+from minillm.cache.spec import CacheSpec
 
 right = CacheSpec.block_values
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from minillm import cost
+from minillm.plan import cost
 
 _counted = cost.step_cost
 

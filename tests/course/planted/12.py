@@ -1,6 +1,6 @@
 """Packed weights are a little too large: faster rungs write other tokens."""
 
-from minillm.linear_methods import PackedLinearMethod, PanelLinearMethod
+from minillm.layers.linear_methods import PackedLinearMethod, PanelLinearMethod
 
 for method in (PackedLinearMethod, PanelLinearMethod):
 

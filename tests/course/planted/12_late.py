@@ -1,6 +1,6 @@
 """A step that was launched ahead reads the token of another sequence."""
 
-from minillm.runner import Runner
+from minillm.execution.runner import Runner
 
 _right = Runner._feed
 

@@ -1,6 +1,6 @@
 """Padding of a graph has slot 0, where somebody's keys are."""
 
-from minillm.graphs import DecodeGraphs
+from minillm.execution.graphs import DecodeGraphs
 
 
 def _clear(self):

@@ -1,5 +1,5 @@
 """There is one graph only, for the largest batch, and all others are padded up to it."""
 
-from minillm import graphs
+from minillm.execution import graphs
 
 graphs.bucket_sizes = lambda most: (most,)

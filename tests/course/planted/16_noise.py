@@ -1,6 +1,6 @@
 """All rows of a step are sampled with the noise of the first one's position."""
 
-from minillm.sampler import Sampler
+from minillm.sampling.sampler import Sampler
 
 _choose = Sampler.choose
 

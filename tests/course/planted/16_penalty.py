@@ -1,6 +1,6 @@
 """Penalties do not see the drafts before a row: all rows of a step are edited alike."""
 
-from minillm.sampler import Sampler
+from minillm.sampling.sampler import Sampler
 
 
 def _edited(self, rows, positions, drafts):

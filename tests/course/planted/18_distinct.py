@@ -1,6 +1,6 @@
 """A step is thought to read other experts for each of its tokens."""
 
-from minillm import parameters
+from minillm.plan import parameters
 
 
 def expected_distinct(num_experts, per_token, num_tokens):

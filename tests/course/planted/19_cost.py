@@ -1,6 +1,6 @@
 """The cost of a ring counts half of the bytes: each is sent when it is added, and not again."""
 
-from minillm import links
+from minillm.lab import links
 
 _counted = links.all_reduce_seconds
 

@@ -1,7 +1,7 @@
 """The logits of all ranks are gathered for every token."""
 
 from minillm.parallel.sampler import ShardedSampler
-from minillm.sampler import Sampler
+from minillm.sampling.sampler import Sampler
 
 
 def choose(self, logits, *arguments, **more):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from triton.runtime.interpreter import GridExecutor
 
-from minillm import deterministic
+from minillm.models import deterministic
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.ops import dispatch

@@ -1,0 +1,123 @@
+"""What people give to `generate`, in its many forms, as lists: prompts, parameters, priorities."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from minillm.errors import InvalidRequestError
+from minillm.api.sampling_params import SamplingParams, check_int, shown
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list of prompts. A list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts is a {type(prompts).__name__}; it must be a string, a list of token ids, "
+            "a dict, or a list of these."
+        )
+    single = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
+    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def list_params(
+    params: SamplingParams | Sequence[SamplingParams], count: int
+) -> list[SamplingParams]:
+    """One `SamplingParams` for each of `count` prompts."""
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    each = list(params) if isinstance(params, Sequence) else [params]
+    if not all(isinstance(item, SamplingParams) for item in each):
+        raise InvalidRequestError(
+            f"sampling_params is a {type(params).__name__}; it must be a SamplingParams or "
+            "a list of them."
+        )
+    if len(each) != count:
+        raise InvalidRequestError(
+            f"There are {len(each)} sampling_params for {count} prompts; give one for all or "
+            "one per prompt."
+        )
+    return each
+
+
+def one_prompt(prompt: Prompt) -> Prompt:
+    """The prompt of a request that has only one."""
+    if isinstance(prompt, str | Mapping) or not token_list(prompt):
+        return prompt  # an empty one is refused later
+    listed = list_prompts(prompt)
+    if len(listed) != 1:
+        raise InvalidRequestError(
+            f"generate takes one prompt, not {len(listed)}; call it once for each."
+        )
+    return listed[0]
+
+
+def one_params(params: SamplingParams) -> SamplingParams:
+    """The parameters of a request."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling_params is a {type(params).__name__}; it must be a SamplingParams."
+        )
+    return params
+
+
+def one_priority(priority: int, policy: str) -> int:
+    """The priority of a request; 0 is no wish."""
+    if priority != 0 and policy != "priority":
+        raise InvalidRequestError(
+            f"priority={shown(priority)} has no effect with scheduling_policy={policy!r}; make the "
+            "engine with scheduling_policy='priority'."
+        )
+    return check_int("priority", priority, -(2**31), 2**31 - 1)
+
+
+def list_priorities(priority: Sequence[int] | None, count: int, policy: str) -> list[int]:
+    """One priority for each of `count` prompts."""
+    if priority is None:
+        return [0] * count
+    if policy != "priority":
+        raise InvalidRequestError(
+            f"priority has no effect with scheduling_policy={policy!r}; make the LLM with "
+            "scheduling_policy='priority'."
+        )
+    if isinstance(priority, str) or not isinstance(priority, Sequence) or len(priority) != count:
+        raise InvalidRequestError(
+            f"priority is {shown(priority)}; it must be a list with one integer per prompt "
+            f"({count})."
+        )
+    return [check_int("priority", each, -(2**31), 2**31 - 1) for each in priority]
+
+
+def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
+    """The text, the token ids and the cache salt of a prompt; ids, where given, are what counts."""
+    if isinstance(prompt, str):
+        return prompt, None, ""
+    if isinstance(prompt, Mapping):
+        if not prompt or prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
+            raise InvalidRequestError(
+                "A prompt dict has 'prompt' or 'prompt_token_ids', and 'cache_salt' if you like, "
+                f"not {shown(sorted(map(str, prompt)))}."
+            )
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if not isinstance(text, str | None):
+            raise InvalidRequestError(f"'prompt' is a {type(text).__name__}; it must be a string.")
+        salt = prompt.get("cache_salt", "")
+        if not isinstance(salt, str):
+            raise InvalidRequestError(
+                f"'cache_salt' is a {type(salt).__name__}; it must be a string."
+            )
+        return text, None if ids is None else token_list(ids), salt
+    return None, token_list(prompt), ""
+
+
+def token_list(ids: object) -> Sequence[int]:
+    """A list of token ids; what is in it is checked against the model later."""
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise InvalidRequestError(
+            f"A prompt is a {type(ids).__name__}; it must be a string, a list of token ids or "
+            "a dict."
+        )
+    return ids

@@ -1,0 +1,186 @@
+"""One growing completion: collects sampled tokens, makes text of them, decides when to end."""
+
+from collections.abc import Sequence
+
+from minillm.sampling.logprobs import TokenLogprob
+from minillm.api.outputs import CompletionOutput, FinishReason, Logprob, Logprobs
+from minillm.api.sampling_params import RequestOutputKind, SamplingParams
+from minillm.text.detokenizer import IncrementalDetokenizer
+from minillm.text.stop import StopStrings
+from minillm.text.tokenizer import Tokenizer
+
+
+class Completion:
+    """Sample `index` of a request.
+
+    `eos_token_ids` end it unless `ignore_eos`; the first is *the* end-of-sequence token, whose
+    stop reason is None as in vLLM. `max_tokens` is already limited to the room there is.
+    """
+
+    __slots__ = (
+        "_cumulative",
+        "_detokenizer",
+        "_eos",
+        "_error",
+        "_failure",
+        "_last",
+        "_logprobs",
+        "_num_read",
+        "_num_written",
+        "_prompt_token_ids",
+        "_stop_ids",
+        "_stop_reason",
+        "_stops",
+        "_text",
+        "_tokenizer",
+        "_unread",
+        "_writes",
+        "finish_reason",
+        "index",
+        "max_tokens",
+        "params",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        max_tokens: int,
+        eos_token_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+    ):
+        self.index, self.params, self.max_tokens = index, params, max_tokens
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._eos = () if params.ignore_eos else tuple(eos_token_ids)
+        self._stop_ids = (*self._eos, *params.stop_token_ids)
+        self._stop_reason: str | int | None = None
+        self._error: str | None = None
+        self._cumulative = 0.0
+        self._logprobs: list[Logprobs] = []
+        self._tokenizer, self._prompt_token_ids = tokenizer, prompt_token_ids
+        self._stops: StopStrings | None = None
+        if params.stop:
+            self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        # Made with the first text: a waiting request needs none, and it may fail.
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._writes = tokenizer is not None and params.detokenize
+        self._num_written = 0  # tokens whose text is made,
+        self._last: int | None = None  # of those before this one
+        self._failure: Exception | None = None  # of making it
+        self._text: list[str] = []
+        self._unread: list[str] = []  # the end of it that no delta has shown
+        self._num_read = 0  # tokens that a delta has shown
+
+    def append(self, token_id: int, logprobs: dict[int, TokenLogprob] | None) -> None:
+        """Take the next token, and finish if it completes a stop or uses the last room."""
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self._cumulative += logprobs[token_id].logprob
+            self._logprobs.append(with_text(logprobs, self._tokenizer))
+        if self._failure is not None:
+            raise self._failure
+        count = len(self.token_ids)
+        if token_id in self._stop_ids and count >= self.params.min_tokens:
+            self._end_at(token_id)
+            return
+        if self._stops is not None:
+            self._write(count >= self.params.min_tokens)
+            if self._stops.matched is not None:
+                self.finish("stop", self._stops.matched)
+                return
+        if count >= self.max_tokens:
+            self.finish("length")
+
+    def _end_at(self, token_id: int) -> None:
+        """End with a token, which has text only where stop strings have."""
+        if not self.params.include_stop_str_in_output:
+            self._last = len(self.token_ids) - 1
+        primary = bool(self._eos) and token_id == self._eos[0]
+        self.finish("stop", None if primary else token_id)
+
+    def fail(self, message: str) -> None:
+        """End with an error; what was generated stays."""
+        self._error = message
+        try:
+            self.finish("error")
+        except Exception:  # what failed was the text: leave it as it is
+            self.finish_reason = "error"
+
+    def output(self, delta: bool = False) -> CompletionOutput:
+        """What there is so far, or with `delta` what is new since the last output."""
+        try:
+            self._write()
+        except Exception as error:  # ends the completion with its next token
+            self._failure = error
+        start, end = 0, len(self.token_ids)
+        if delta:
+            text, start = "".join(self._unread), self._num_read
+            self._unread, self._num_read = [], end
+        else:
+            text = "".join(self._text)
+            self._text = [text]
+        output = CompletionOutput.of(self.index, text, self.token_ids, start, end)
+        if self.params.logprobs is not None:
+            output.cumulative_logprob = self._cumulative
+            output.logprobs = self._logprobs[start:]
+        if self.finish_reason is not None:
+            output.finish_reason, output.stop_reason = self.finish_reason, self._stop_reason
+            output.error = self._error
+        return output
+
+    def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End, and show what was held back; after a stop string that is nothing."""
+        self._write()
+        if self._detokenizer is not None:
+            self._show(self._detokenizer.flush())
+            if self._stops is not None:
+                self._add(self._stops.flush())
+                # The end of the text may itself complete a stop string.
+                if self._stops.matched is not None and reason == "length":
+                    reason, stop_reason = "stop", self._stops.matched
+        self.finish_reason, self._stop_reason = reason, stop_reason
+
+    def _write(self, may_stop: bool = True) -> None:
+        """Make text of all tokens. Where no stop string may end it, only a reader and the end need
+        it, so that it is made for many tokens at once."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._writes:
+            return
+        new = self.token_ids[self._num_written : self._last]
+        if not new:
+            return
+        if self._detokenizer is None and self._tokenizer is not None:
+            skip = self.params.skip_special_tokens
+            self._detokenizer = IncrementalDetokenizer(
+                self._tokenizer, self._prompt_token_ids, skip
+            )
+        if self._detokenizer is not None:
+            text = self._detokenizer.push(new)
+            self._num_written += len(new)
+            self._show(text, may_stop)
+
+    def _show(self, text: str, may_stop: bool = True) -> None:
+        if self._stops is not None:
+            text = self._stops.push(text, may_stop)
+        self._add(text)
+
+    def _add(self, text: str) -> None:
+        self._text.append(text)
+        if self.params.output_kind is RequestOutputKind.DELTA:
+            self._unread.append(text)
+
+
+def with_text(logprobs: dict[int, TokenLogprob], tokenizer: Tokenizer | None) -> Logprobs:
+    """Add the text of each token, which only the tokenizer knows."""
+    return {
+        token_id: Logprob(
+            entry.logprob,
+            entry.rank,
+            None if tokenizer is None else tokenizer.token_text(token_id),
+        )
+        for token_id, entry in logprobs.items()
+    }

@@ -1,0 +1,171 @@
+"""A request in the engine: its completions, and the times and counts that its metrics tell."""
+
+from time import perf_counter
+
+from minillm.engine.completion import Completion, with_text
+from minillm.errors import in_one_line
+from minillm.sampling.logprobs import TokenLogprob
+from minillm.api.outputs import FinishReason, Logprobs, RequestMetrics, RequestOutput
+from minillm.scheduling.request import Request, Sequence
+from minillm.text.tokenizer import Tokenizer
+
+
+class LiveRequest:
+    """What `Engine.add` returns: the handle of a request, and its outputs so far.
+
+    `num_updates` grows whenever `output` would show something new.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_ended",
+        "_first_token",
+        "_last_token",
+        "_num_read",
+        "_prompt_token_ids",
+        "_scheduled",
+        "_tokenizer",
+        "completions",
+        "finished",
+        "num_updates",
+        "prompt_logprobs",
+        "request",
+        "sequences",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        first: Sequence,
+        eos_token_ids: tuple[int, ...],
+        tokenizer: Tokenizer | None,
+    ):
+        self.request = request
+        self.sequences = {0: first}
+        self.completions = [
+            Completion(
+                index,
+                request.params,
+                request.max_tokens,
+                eos_token_ids,
+                tokenizer,
+                request.prompt_token_ids,
+            )
+            for index in range(request.params.n)
+        ]
+        self.finished = False  # all completions have ended
+        self.num_updates = 0
+        self.prompt_logprobs: list[Logprobs | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+        self._prompt_token_ids: list[int] | None = None  # of the outputs, which share it
+        self._num_read = 0  # of prompt_logprobs, that a delta has shown
+        self._tokenizer = tokenizer
+        self._scheduled: float | None = None
+        self._first_token: float | None = None
+        self._last_token: float | None = None
+        self._ended: float | None = None  # when the latest completion ended
+
+    def schedule(self, time: float) -> None:
+        """The request gets blocks; the first time counts."""
+        if self._scheduled is None:
+            self._scheduled = time
+
+    def append(
+        self, index: int, token_id: int, logprobs: dict[int, TokenLogprob] | None, time: float
+    ) -> FinishReason | None:
+        """Give a completion its next token, which was there at `time`; returns how that ended it,
+        if it did."""
+        completion = self.completions[index]
+        self._last_token = time
+        if self._first_token is None:
+            self._first_token = time
+        self.num_updates += 1
+        try:
+            completion.append(token_id, logprobs)
+        except Exception as error:  # a text that cannot be written must not end the others
+            completion.fail(f"The text of this completion failed: {in_one_line(error)}")
+        if completion.finish_reason is not None:
+            self._end_one(time)
+        return completion.finish_reason
+
+    def _end_one(self, time: float) -> None:
+        self._ended = time
+        self.finished = all(each.finish_reason is not None for each in self.completions)
+
+    def end(self, reason: FinishReason, time: float, error: str | None = None) -> None:
+        """End what still runs."""
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                self.end_completion(completion.index, reason, time, error)
+
+    def end_completion(
+        self, index: int, reason: FinishReason, time: float, error: str | None = None
+    ) -> None:
+        """End one completion; what was generated stays."""
+        self.num_updates += 1
+        completion = self.completions[index]
+        if error is not None:
+            completion.fail(error)
+        else:
+            try:
+                completion.finish(reason)
+            except Exception as failure:
+                completion.fail(f"The text of this completion failed: {in_one_line(failure)}")
+        self._end_one(time)
+
+    def add_prompt_logprobs(
+        self, start: int, entries: list[dict[int, TokenLogprob]], time: float
+    ) -> bool:
+        """Those of prompt positions from `start`; positions that were computed again are known.
+        Returns whether the request goes on."""
+        known = self.prompt_logprobs or [None]
+        try:
+            known += [with_text(each, self._tokenizer) for each in entries[len(known) - start :]]
+        except Exception as error:
+            self.end("error", time, f"The text of this prompt failed: {in_one_line(error)}")
+        return not self.finished
+
+    def output(self, delta: bool = False) -> RequestOutput:
+        """What there is so far, or with `delta` what is new since the last output."""
+        request, logprobs = self.request, self.prompt_logprobs
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = list(request.prompt_token_ids)
+        if logprobs is not None:
+            start = self._num_read if delta else 0
+            self._num_read, logprobs = len(logprobs), logprobs[start:]
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            self._prompt_token_ids,
+            [completion.output(delta) for completion in self.completions],
+            self.finished,
+            logprobs,
+            self.metrics(),
+        )
+
+    def metrics(self) -> RequestMetrics:
+        """Times of the request up to its end or to now, and what the cache did for it."""
+        arrival, report = self.request.arrival, self.sequences[0].report
+        end = self._ended if self.finished and self._ended is not None else perf_counter()
+        first, last = self._first_token, self._last_token
+        num_recomputed = num_preemptions = num_drafted = num_accepted = most = 0
+        for sequence in self.sequences.values():
+            num_recomputed += sequence.num_recomputed
+            num_preemptions += sequence.num_preemptions
+            num_drafted += sequence.num_draft_tokens
+            num_accepted += sequence.num_accepted_tokens
+        for completion in self.completions:
+            most = max(most, len(completion.token_ids))
+        return RequestMetrics(
+            (self._scheduled or end) - arrival,
+            None if first is None else first - arrival,
+            (last - first) / (most - 1) if first and last and most > 1 else None,
+            end - arrival,
+            report.cached if report else 0,
+            num_recomputed,
+            num_preemptions,
+            report,
+            num_drafted,
+            num_accepted,
+        )

@@ -1,0 +1,393 @@
+"""The engine: requests in, tokens and text out, many at once.
+
+add -> waiting -> [ schedule -> run -> commit -> text ] -> finished
+                         one step, for all who run
+
+With `async_scheduling` the next step is planned and launched before this one's tokens are here:
+
+    host      plan n + 1 | launch | wait for n | commit n, text | plan n + 2 | launch | ...
+    device    ... step n ................... | step n + 1 .......................... | ...
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from numbers import Integral
+from time import perf_counter
+
+from minillm.cache.blocks import AccountingError
+from minillm.api.engine_args import EngineArgs
+from minillm.engine.setup import trace_settings
+from minillm.engine.setup import choose_device, choose_dtype, end_tokens, open_executor, open_tokenizer, plan_memory
+from minillm.execution.setup import limit_threads
+from minillm.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+    why_it_stopped,
+)
+from minillm.execution.executor import Executor, Step
+from minillm.execution.flight import StepResult
+from minillm.models.forward_pass import ForwardPass
+from minillm.engine.live_request import LiveRequest
+from minillm.models.checkpoint import open_model
+from minillm.api.outputs import FinishReason
+from minillm.api.sampling_params import SamplingParams, validate_against_model
+from minillm.engine.setup import build_scheduler
+from minillm.scheduling.data_parallel import end_all
+from minillm.scheduling.limits import check_fits
+from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.request import Request, Status
+from minillm.scheduling.request import Sequence as ScheduledSequence
+from minillm.speculative.setup import open_draft
+from minillm.trace.recorder import Trace
+
+
+class Engine:
+    """A loaded model that serves requests. Raises what `open_model` and `load_model` raise."""
+
+    def __init__(self, args: EngineArgs):
+        limit_threads()
+        self.args = args
+        self.source = open_model(args.model)
+        self.device = choose_device(args.device)
+        self.dtype = choose_dtype(args.dtype, self.source.config, self.device)
+        self.tokenizer = open_tokenizer(args, self.source)
+        draft = open_draft(args, self.source, self.tokenizer)
+        self.max_model_len, self.memory = plan_memory(
+            args, self.source.config, self.dtype, self.device, draft
+        )
+        self.eos_token_ids = end_tokens(self.source, self.tokenizer)
+        self._seeds = random.Random(args.seed)
+        self._live: dict[str, LiveRequest] = {}
+        self._dead, self._stepping = "", False
+        self._steps: list[Step] = []  # uncommitted: at most `depth` inside `step()`, else one less
+        self._runner: Executor | None = None
+        parts = args, self.source, self.memory, self.device, draft
+        self._runner, self._forward_pass = open_executor(*parts)
+        self.scheduler = build_scheduler(args, self._runner.capacity(), draft)
+        asked, self.depth = args.async_scheduling, max(args.pipeline_parallel_size, 2)
+        pipelined = args.pipeline_parallel_size > 1
+        self.overlaps = pipelined or (self.device.type != "cpu" if asked is None else asked)
+        settings = trace_settings(self.source.name, self.dtype, self.device, self.scheduler)
+        self.trace = Trace(settings)
+
+    @property
+    def runner(self) -> Executor:
+        """What carries out plans; an error once the engine is closed."""
+        if self._runner is None or self._dead:
+            raise EngineDeadError(self._dead or "This engine is closed; make a new one.")
+        return self._runner
+
+    @property
+    def forward_pass(self) -> ForwardPass:
+        """The model without the scheduler; an error once the engine is closed."""
+        if self._forward_pass is None:
+            self.runner  # noqa: B018  (a closed engine says so)
+            raise UnsupportedFeatureError(
+                "forward_pass computes with the whole model; leave tensor_parallel_size out."
+            )
+        return self._forward_pass
+
+    def allocated(self) -> dict[str, int]:
+        """Bytes that were really allocated, under the names of the memory plan's parts."""
+        return self.runner.stats()
+
+    def close(self) -> None:
+        """End all requests and give the memory back. Closing twice is fine."""
+        with suppress(EngineDeadError):
+            for request_id in list(self._live):
+                self.abort(request_id)
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = self._forward_pass = None
+
+    # ---- requests ------------------------------------------------------------------------
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int] | None,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """Check a request, tokenising its text if it has no ids.
+
+        Raises InvalidRequestError, which says what cannot be served and why.
+        """
+        if prompt_token_ids is None:
+            # Refused even where the tokenizer would put its start token: that one can be given.
+            prompt_token_ids = self.encode(prompt) if prompt else ()
+        self.check_prompt(prompt_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError(
+                f"stop={list(params.stop)!r} needs a tokenizer, which {self.source.name} does not "
+                "have; use stop_token_ids."
+            )
+        bad_words = tuple(self._bad_words(params))
+        validate_against_model(params, self.source.config.vocab_size, bad_words)
+        room = self.max_model_len - len(prompt_token_ids)
+        eos = () if params.ignore_eos else self.eos_token_ids
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=tuple(map(int, prompt_token_ids)),
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            priority=priority,
+            cache_salt=cache_salt,
+            stop_ids=(*eos, *params.stop_token_ids),
+            bad_words_ids=bad_words,
+        )
+        check_fits(request, self.scheduler.config, self.scheduler.blocks)
+        return request
+
+    def make_scoring_request(self, request_id: str, ids: Sequence[int]) -> Request:
+        """A request that only computes its prompt, for the log-probability of each token."""
+        self.check_prompt(ids, room=0)
+        params = SamplingParams(prompt_logprobs=0)
+        request = Request(request_id, tuple(map(int, ids)), params, max_tokens=0)
+        check_fits(request, self.scheduler.config, self.scheduler.blocks)
+        return request
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the tokenizer's own first token."""
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                f"{self.source.name} has no tokenizer.json, so a text cannot be used; "
+                "give token ids as {'prompt_token_ids': [...]}."
+            )
+        return self.tokenizer.encode(text)
+
+    def check_prompt(self, ids: Sequence[int], room: int = 1) -> None:
+        """A prompt has a token, leaves `room` for new ones, and only uses ids of the model."""
+        width = self.source.config.vocab_size
+        if not ids:
+            raise InvalidRequestError(
+                "The prompt is empty; it needs some text or at least one token id."
+            )
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                raise InvalidRequestError(
+                    f"The prompt contains {token_id!r}; token ids are integers."
+                )
+            if not 0 <= token_id < width:
+                raise InvalidRequestError(
+                    f"The prompt contains token id {token_id}; this model has ids from 0 to "
+                    f"{width - 1}."
+                )
+        if len(ids) + room > self.max_model_len:
+            longer = self.max_model_len < self.source.config.longest_context
+            raise InvalidRequestError(
+                f"The prompt has {len(ids)} tokens; the maximum context length is "
+                f"{self.max_model_len}{' and must leave room for one new token' * room}, "
+                f"so shorten the prompt{' or raise max_model_len' * longer}."
+            )
+
+    def _bad_words(self, params: SamplingParams) -> Iterator[tuple[int, ...]]:
+        """Each bad word as it is tokenised at the start of a text and after a space, as in vLLM."""
+        for word in params.bad_words:
+            if self.tokenizer is None:
+                raise InvalidRequestError(
+                    f"bad_words={list(params.bad_words)!r} needs a tokenizer, which "
+                    f"{self.source.name} does not have."
+                )
+            stripped = word.lstrip()
+            variants = {
+                tuple(self.tokenizer.encode(variant, add_special_tokens=False))
+                for variant in (stripped, " " + stripped)
+            }
+            yield from sorted(variants - {()})
+
+    # ---- running -------------------------------------------------------------------------
+
+    def add(self, request: Request) -> LiveRequest:
+        """Put a request in line; `step` advances it.
+
+        Raises:
+            InvalidRequestError: its id is in use.
+        """
+        self.runner  # noqa: B018  (a closed engine says so)
+        try:
+            first = self.scheduler.add(request)
+            live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
+            self._live[request.request_id] = live
+        except InvalidRequestError:  # the id belongs to another
+            raise
+        except BaseException:
+            try:
+                self.abort(request.request_id)
+            except AccountingError:  # Ctrl-C in the middle of the scheduler's books
+                self._abandon("abort")
+            raise
+        return live
+
+    def abort(self, request_id: str) -> None:
+        """End a request, wherever it is. Unknown or finished is fine."""
+        now = perf_counter()
+        self.scheduler.abort(request_id, "abort", now)
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            live.end("abort", now)
+        if not self._stepping:
+            with self._errors_end_everything():
+                self._land_in_vain()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._live)
+
+    def step(self) -> list[LiveRequest]:
+        """Advance the requests that the scheduler chooses; returns those that were in the step.
+
+        What goes wrong in one request ends that one with ``finish_reason="error"``.
+
+        Raises:
+            EngineDeadError: something else went wrong. All requests have ended, and the engine
+                answers every further call with this error.
+        """
+        runner = self.runner
+        if not self._live:
+            return []
+        with self._errors_end_everything():
+            if not self._steps:
+                self._begin(self.scheduler.schedule)
+            if self.overlaps:
+                self._steps[0].launch(runner)
+                while len(self._steps) < self.depth and self._begin(self.scheduler.schedule_ahead):
+                    self._steps[-1].launch(runner)
+            touched = self._complete()
+            self._land_in_vain()
+            return touched
+
+    @contextmanager
+    def _errors_end_everything(self) -> Iterator[None]:
+        """Around all that computes."""
+        self._stepping = True
+        try:
+            yield
+        except Exception as error:
+            self._dead = why_it_stopped(error)
+            self._abandon("error", self._dead)
+            raise EngineDeadError(self._dead) from error
+        except BaseException:  # Ctrl-C, at any point of the step
+            self._abandon("abort")
+            raise
+        finally:
+            self._stepping = False
+
+    def _begin(self, schedule: Callable[[], StepPlan | None]) -> bool:
+        """Plan a step, if there is one to plan; returns whether there is."""
+        started, plan = perf_counter(), schedule()
+        if plan is None:
+            return False
+        record = self.scheduler.record
+        record.started, record.planned = started, perf_counter()
+        if not self._steps:
+            self.trace.append(record)  # else when it is its turn
+        if not plan.rows:
+            raise AccountingError(f"Nothing can run, but {len(self._live)} requests wait.")
+        for seq_id in record.admitted:
+            owner = self.scheduler.sequences[seq_id].request.request_id
+            self._live[owner].schedule(record.planned)
+        self._steps.append(Step(plan, record))
+        return True
+
+    def _complete(self) -> list[LiveRequest]:
+        """Wait for the oldest step, and commit it."""
+        step, *others = self._steps
+        record = step.record
+        result = step.launch(self.runner).collect()
+        record.graph_rows, record.why_eager = result.graph_rows, result.why_eager
+        record.computed, record.ranks = perf_counter(), result.ranks
+        self.trace.append(record)
+        self._steps = others
+        touched = self._commit(step.plan, result, record.computed)
+        record.delivered = perf_counter()
+        return touched
+
+    def _land_in_vain(self) -> None:
+        """Where no request is left, what runs for those that were is committed at once."""
+        while self._steps and not self._live:
+            self._complete()
+
+    def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[LiveRequest]:
+        """Tell the scheduler and the requests what came out of a step; `now` is its time for all,
+        so that metrics and trace agree."""
+        scheduler = self.scheduler
+        if result.suspect:
+            scheduler.distrust(plan, result.suspect)
+        rows = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
+        # A completion may have ended at the step before, while others of its request go on.
+        owners = [
+            (row, one) for row, one in rows if one.status is not Status.FINISHED and not one.is_void
+        ]
+        for row, _ in owners if result.errors else ():
+            if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
+                scheduler.finish(row.seq_id, "error", now if self.overlaps else None)
+        for fork in scheduler.commit(plan, result.token_ids, result.num_drafted):
+            self._live[fork.request.request_id].sequences[fork.index] = fork
+        touched = {}
+        for row, sequence in owners:
+            live = self._live.get(sequence.request.request_id)
+            if live is not None and live.request is sequence.request:  # not aborted meanwhile
+                touched[live.request.request_id] = live
+                self._deliver(row, sequence, live, result, now)
+        for request_id, live in touched.items():
+            if live.finished:
+                del self._live[request_id]
+        return list(touched.values())
+
+    def _deliver(
+        self,
+        row: Row,
+        sequence: ScheduledSequence,
+        live: LiveRequest,
+        result: StepResult,
+        now: float,
+    ) -> None:
+        """Hand one row's results to its request, and end what they complete."""
+        prompt = result.prompt_logprobs.get(row.seq_id)
+        if prompt is not None and not live.add_prompt_logprobs(*prompt, now):
+            self.scheduler.abort(live.request.request_id, "error")
+            return
+        errors = result.errors.get(row.seq_id, {})
+        if not row.num_samples:
+            if errors:
+                for index in range(sequence.index, sequence.index + sequence.num_seats):
+                    live.end_completion(index, "error", now, errors[0])
+            elif sequence.status is Status.FINISHED:  # it was to be computed only
+                live.end("length", now)
+            return
+        logprobs = result.logprobs.get(row.seq_id)
+        tokens = result.token_ids[row.seq_id]
+        for each, token in enumerate(tokens):
+            index = sequence.index + (each if row.num_forks else 0)
+            if token is None:
+                live.end_completion(index, "error", now, errors[each])
+            elif reason := live.append(index, token, logprobs[each] if logprobs else None, now):
+                num_cut = 0 if row.num_forks else len(tokens[each + 1 :]) - tokens.count(None)
+                self.scheduler.finish(live.sequences[index].seq_id, reason, num_cut=num_cut)
+                if not row.num_forks:  # accepted tokens that follow a stop are not the text's
+                    break
+
+    def _abandon(self, reason: FinishReason, error: str | None = None) -> None:
+        """End everything. The scheduler may have been interrupted anywhere, so it is replaced,
+        and with it what it knew of cached prefixes."""
+        now = perf_counter()
+        for live in self._live.values():
+            live.end(reason, now, error)
+        self._live = {}
+        scheduler = self.scheduler
+        for step in self._steps:
+            self.trace.append(step.record)
+        self._steps = []
+        end_all(scheduler, reason, now)
+        self.trace.append(scheduler.record)
+        if self._runner is not None:
+            self.scheduler = scheduler.restarted()
+            self._runner.reset()

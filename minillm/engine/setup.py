@@ -1,0 +1,372 @@
+"""What is decided once, when an engine starts: device, dtype, tokenizer, memory."""
+
+import logging
+from dataclasses import replace
+from math import ceil
+
+import torch
+
+from minillm.plan import machine
+from minillm.cache.spec import cache_spec
+from minillm.config import ModelConfig
+from minillm.plan.cost import BatchFit, MemoryPlan, memory_plan
+from minillm.models.deterministic import PASS_ROWS, TiledDecoder
+from minillm.api.engine_args import NOT_BUILT_YET, EngineArgs
+from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
+from minillm.execution.executor import Executor
+from minillm.models.fixed_sums import make_deterministic
+from minillm.models.forward_pass import ForwardPass
+from minillm.execution.graphs import CudaCapture, has_graphs
+from minillm.layers.kv_cache import KVCache
+from minillm.models.checkpoint import ModelSource, find_folder
+from minillm.models.decoder import Decoder
+from minillm.models.loader import DTYPES, load_model
+from minillm.models.packing import copied_weight_bytes, keep_plain, pack_weights
+from minillm.ops.batch import AttentionMode
+from minillm.parallel.split import largest_part
+from minillm.execution.runner import Runner
+from minillm.scheduling.config import scheduler_config
+from minillm.speculative.draft_model import DraftModel
+from minillm.speculative.setup import (
+    DraftSource,
+    build_proposer,
+    build_rule,
+    speculation_of,
+)
+from minillm.speculative.shadow import Shadow
+from minillm.speculative.speculator import Speculator
+from minillm.api.speculative_config import SpeculativeConfig
+from minillm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+GPU_BLOCK_SIZE = 16
+CPU_BLOCK_SIZE = 32
+CPU_CACHE_SHARE = 0.25  # of what is left: a machine that one works at needs its memory
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of an engine; "auto" is a GPU if there is one."""
+    has_gpu = torch.get_device_module("cuda").is_available()
+    if device == "auto":
+        return torch.device("cuda" if has_gpu else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}; it must be 'auto', 'cpu' or 'cuda:N'.") from error
+    if chosen.type == "cuda" and not has_gpu:
+        raise ConfigError(f"device is {device!r}, but torch sees no CUDA GPU; use device='cpu'.")
+    return chosen
+
+
+def limit_threads() -> None:
+    """Never more torch threads than processors: torch does not see a container's CPU quota, and
+    threads without a processor make every product wait for the next time slice."""
+    torch.set_num_threads(min(torch.get_num_threads(), machine.cpu_count()))
+
+
+def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
+    """The dtype of an engine: "auto" takes the checkpoint's on a GPU, on a CPU the fastest."""
+    if dtype != "auto":
+        return dtype
+    if device.type != "cpu":
+        return config.dtype
+    return "bfloat16" if machine.cpu_has_bf16() else "float32"
+
+
+def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
+    """The tokenizer of the model, or the one that was asked for; None with a warning if absent."""
+    if args.tokenizer is not None:
+        return Tokenizer.from_folder(find_folder(str(args.tokenizer)))
+    if source.folder is None:
+        return None
+    try:
+        return Tokenizer.from_folder(source.folder)
+    except ModelNotFoundError as error:
+        logger.warning("%s", str(error))  # a kept record would keep all frames, and the model
+        return None
+
+
+def end_tokens(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end a sequence, the tokenizer's own first. An id without a logit never comes."""
+    own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    ids = tuple(dict.fromkeys((*own, *source.eos_token_ids)))
+    width = source.config.vocab_size
+    for token_id in ids:
+        if token_id >= width:
+            logger.warning(
+                "The end-of-sequence id %d is ignored: the model has ids up to %d.",
+                token_id,
+                width - 1,
+            )
+    return tuple(token_id for token_id in ids if token_id < width)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device."""
+    if device.type == "cpu":
+        return machine.available_memory_bytes()
+    return torch.get_device_module(device).mem_get_info(device)[0]
+
+
+def plan_memory(
+    args: EngineArgs,
+    config: ModelConfig,
+    dtype: str,
+    device: torch.device,
+    draft: DraftSource | None = None,
+) -> tuple[int, MemoryPlan]:
+    """The context length and the memory plan; ConfigError when a sequence cannot fit."""
+    longest = config.longest_context
+    if args.max_model_len is not None and args.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
+            f"positions for {longest} tokens."
+        )
+    sizes, free = (args.tensor_parallel_size, args.pipeline_parallel_size), free_memory(device)
+    if device.type == "cpu":
+        free //= args.num_ranks  # which share it
+    limits = scheduler_config(args)
+    padding = PASS_ROWS if args.deterministic else 0  # rows that a tile may have beyond the batch
+    speculation, copies = speculation_of(args), packs(args, device)
+    plan = memory_plan(
+        largest_part(
+            config,
+            *sizes,
+            args.enable_expert_parallel,
+            args.data_parallel_size,
+            args.num_redundant_experts,
+        ),
+        free,
+        dtype=dtype,
+        max_model_len=args.max_model_len or longest,
+        max_num_batched_tokens=limits.max_num_batched_tokens + padding,
+        max_num_seqs=limits.max_num_seqs + padding,
+        block_size=args.block_size or (CPU_BLOCK_SIZE if device.type == "cpu" else GPU_BLOCK_SIZE),
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else 0,
+        cuda_graphs=records(args, device),
+        draft=None if draft is None else draft.config,
+        num_drafts=0 if speculation is None else speculation.most,
+        copied_draft_bytes=copied_weight_bytes(draft.config, DTYPES[dtype])
+        if copies and draft is not None
+        else 0,
+    )
+    asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
+    plan = replace(plan, settings=replace(plan.settings, **asked))
+    plan = with_cache_of(plan, cache_bytes(args, plan, device))
+    if not plan.fits:
+        if args.max_model_len is not None or plan.num_tokens < 2:
+            raise ConfigError(why_it_does_not_fit(args, plan))
+        logger.warning("max_model_len is %d, which is what memory allows.", plan.num_tokens)
+        plan = shortened(plan)
+    check_swap_space(args, plan, device)
+    return plan.settings.max_model_len, plan
+
+
+def shortened(plan: MemoryPlan) -> MemoryPlan:
+    """The plan with sequences no longer than its cache."""
+    most = plan.num_tokens
+    shorter = (fit for fit in plan.combinations if fit.context < most)
+    return replace(
+        plan,
+        settings=replace(plan.settings, max_model_len=most),
+        shortfall_bytes=0,
+        combinations=(*shorter, BatchFit(most, 1)),
+        hints=(),
+    )
+
+
+def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
+    """The arithmetic, and what to change."""
+    settings, model = plan.settings, str(args.model)
+    if plan.draft_weight_bytes:
+        model += " with its draft model"
+    usable = plan.memory_bytes - plan.reserve_bytes
+    left = usable - plan.weight_bytes - plan.activation_bytes
+    rest = (
+        f"{plan.weight_bytes:,} bytes of weights, {plan.activation_bytes:,} of activations for "
+        f"{settings.max_num_batched_tokens:,} tokens in one step"
+    )
+    budget = f"only {usable:,} may be used ({settings.gpu_memory_utilization:g} of what is free)"
+    needed = ceil(settings.max_model_len / settings.block_size)
+    block = plan.block_bytes
+    given = args.num_gpu_blocks_override or args.kv_cache_memory_bytes
+    if given is None or left < needed * block:
+        # The plan knows of options that this version's engine does not have yet.
+        hints = [h for h in plan.hints if h.split("=")[0] not in NOT_BUILT_YET]
+        return (
+            f"{model} needs {rest} and {needed * block:,} of KV cache for one sequence of "
+            f"{settings.max_model_len:,}, and {budget}; try {' or '.join(hints)}."
+        )
+    name, least, most = "kv_cache_memory_bytes", needed * block, left
+    if args.num_gpu_blocks_override is not None:
+        name, least, most = "num_gpu_blocks_override", needed, left // block
+    if given > most:
+        return (
+            f"{name} is {given:,}; it must be at most {most:,}, because {model} also needs "
+            f"{rest}, and {budget}."
+        )
+    return (
+        f"{name} is {given:,}; it must be at least {least:,} for one sequence of max_model_len="
+        f"{settings.max_model_len} tokens, so raise it or lower max_model_len."
+    )
+
+
+def check_swap_space(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> None:
+    """Refuse what host memory does not have: it is not touched before it is needed, and then the
+    system would end the process."""
+    free = machine.available_memory_bytes()
+    if device.type == "cpu":  # there the model and its cache are in the same memory
+        free -= plan.weight_bytes + plan.activation_bytes + plan.kv_cache_bytes
+    if args.swap_space * 2**30 > max(free, 0):
+        raise ConfigError(
+            f"swap_space is {args.swap_space}; it must be at most {max(free, 0) / 2**30:.1f} "
+            "GiB, the memory that is free beside model and KV cache."
+        )
+
+
+def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int:
+    """How much the KV cache takes: what was asked for, else on a GPU all that is left, on a CPU a
+    share of it, and no more than `max_num_seqs` of the longest sequences could fill."""
+    block = plan.block_bytes
+    if args.num_gpu_blocks_override is not None:
+        return args.num_gpu_blocks_override * block
+    if args.kv_cache_memory_bytes is not None:
+        return args.kv_cache_memory_bytes
+    if device.type != "cpu":
+        return plan.kv_cache_bytes
+    longest = ceil(plan.settings.max_model_len / plan.settings.block_size) * block
+    share = max(int(CPU_CACHE_SHARE * plan.kv_cache_bytes), longest)
+    return min(plan.kv_cache_bytes, share, plan.settings.max_num_seqs * longest)
+
+
+def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
+    """The same plan with a KV cache of a given size, which must hold a sequence and fit."""
+    size, block = plan.settings.block_size, plan.block_bytes
+    needed = ceil(plan.settings.max_model_len / size) * block
+    usable = plan.memory_bytes - plan.reserve_bytes
+    excess = plan.weight_bytes + plan.activation_bytes + num_bytes - usable
+    num_blocks = max(num_bytes, 0) // block if excess <= 0 else 0
+    if num_bytes == plan.kv_cache_bytes:
+        return plan
+    return replace(
+        plan,
+        kv_cache_bytes=num_bytes,
+        num_tokens=num_blocks * size,
+        shortfall_bytes=max(0, needed - num_bytes, excess),
+        combinations=tuple(
+            BatchFit(fit.context, num_blocks // ceil(fit.context / size))
+            for fit in plan.combinations
+        ),
+        hints=() if needed <= num_bytes and excess <= 0 else plan.hints,
+    )
+
+
+def packs(args: EngineArgs, device: torch.device) -> bool:
+    """Whether `pack_weights` packs: oneDNN has other bits for other numbers of rows."""
+    return device.type == "cpu" and not (args.deterministic or args.enforce_eager)
+
+
+def records(args: EngineArgs, device: torch.device) -> bool:
+    """Whether decode steps become CUDA graphs: only our kernels never ask the device for a number,
+    and a deterministic model is cut into tiles by the host."""
+    special = args.enforce_eager or args.deterministic or args.num_ranks > 1
+    return has_graphs(device) and not special
+
+
+def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
+    """Blocks of host memory to which sequences are swapped out."""
+    count = int(args.swap_space * 2**30) // plan.block_bytes
+    if args.swap_space and not count:
+        raise ConfigError(
+            f"swap_space is {args.swap_space} GiB, which is less than one block of the KV cache "
+            f"({plan.block_bytes:,} bytes)."
+        )
+    return count
+
+
+def open_executor(
+    args: EngineArgs,
+    source: ModelSource,
+    plan: MemoryPlan,
+    device: torch.device,
+    draft: DraftSource | None = None,
+) -> tuple[Executor, ForwardPass | None]:
+    """What carries out plans; and the whole model, where this process has it."""
+    if args.num_ranks > 1:
+        from minillm.parallel.launch import open_ranks
+
+        return open_ranks(args, source, plan, device, draft), None
+    dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
+    model = load_model(source, dtype, device, limit, args.load_format, args.seed)
+    return build_executor(args, model, plan, limit, draft), ForwardPass(model)
+
+
+def build_executor(
+    args: EngineArgs,
+    model: Decoder,
+    plan: MemoryPlan,
+    max_model_len: int,
+    draft: DraftSource | None = None,
+    kind: type[Runner] = Runner,
+) -> Runner:
+    """The runner with the tensors behind the blocks, its proposer of drafts, and its graphs."""
+    runs, kv, host = with_cache(args, model, plan)
+    seats = scheduler_config(args).max_num_seqs
+    runner = kind(runs, kv, host, seats, ceil(max_model_len / plan.settings.block_size))
+    if (speculation := speculation_of(args)) is not None:
+        proposer = (
+            build_proposer(speculation)
+            if draft is None
+            else build_draft_model(args, speculation, draft, plan, runner)
+        )
+        runner.speculator = Speculator(proposer, model.config.vocab_size)
+        runner.sampler.rule = build_rule(speculation)
+    if records(args, model.device):
+        room = plan.graph_bytes + plan.reserve_bytes // 2
+        num_drafts = 0 if speculation is None else speculation.most
+        runner.use_graphs(CudaCapture(model.device), room, num_drafts)
+    return runner
+
+
+def with_cache(
+    args: EngineArgs, model: Decoder, plan: MemoryPlan
+) -> tuple[Decoder | TiledDecoder, KVCache, KVCache | None]:
+    """A model as it computes, with the blocks of the plan on its device and on the host."""
+    size, host_blocks = plan.settings.block_size, num_host_blocks(args, plan)
+    if packs(args, model.device):
+        logger.info("Weights: %s.", pack_weights(model))
+    elif args.enforce_eager and model.device.type == "cpu":
+        keep_plain(model)
+    shape = cache_spec(model.config), model.config.num_layers
+    mode: AttentionMode = "plain" if model.plain_torch else "fast"
+    num_blocks = plan.num_tokens // size
+    kv = KVCache(*shape, num_blocks, size, model.dtype, model.device, mode)
+    host = None
+    if host_blocks:
+        host = KVCache(*shape, host_blocks, size, model.dtype, swap_space_of=model.device)
+    return make_deterministic(model, kv) if args.deterministic else model, kv, host
+
+
+def build_draft_model(
+    args: EngineArgs,
+    speculation: SpeculativeConfig,
+    draft: DraftSource,
+    plan: MemoryPlan,
+    runner: Runner,
+) -> DraftModel:
+    """The draft model beside the target, loaded in its dtype, with as many blocks."""
+    dtype = DTYPES[plan.settings.dtype]
+    try:
+        model = load_model(
+            draft.source, dtype, runner.device, draft.context, args.load_format, args.seed
+        )
+    except MinillmError as error:
+        raise ConfigError(
+            f"speculative_config's model {speculation.model!r} cannot be loaded: {error}"
+        ) from error
+    runs, kv, host = with_cache(args, model, plan)
+    coupled = speculation.rejection_sample_method != "standard"
+    budget = plan.settings.max_num_batched_tokens
+    return DraftModel(runs, Shadow(kv, host), runner.rows.tables, budget, coupled)

@@ -1,0 +1,104 @@
+"""transformers' speculative decoding beside ours: its plain `generate`, prompt lookup and assisted
+generation, one sequence, greedy, over the same checkpoint and prompts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from minillm.lab.benchmarks.contest import spread
+from minillm.errors import MinillmError
+from minillm.models.checkpoint import find_folder
+
+NUM_DRAFTS = 4
+
+
+class Assisted:
+    """The models of transformers, opened once."""
+
+    def __init__(self, model: str, draft: str | None, dtype: str):
+        try:
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
+        except ImportError as error:
+            raise MinillmError(
+                "--vs transformers needs transformers, which is not installed; 'make check' "
+                "installs the development tools."
+            ) from error
+        logging.set_verbosity_error()
+        kind = getattr(torch, dtype)
+
+        def load(name: str) -> Any:
+            return AutoModelForCausalLM.from_pretrained(str(find_folder(name)), dtype=kind).eval()
+
+        self.model = load(model)
+        self.variants: dict[str, Mapping[str, Any]] = {
+            "plain": {},
+            f"prompt lookup {NUM_DRAFTS}": {"prompt_lookup_num_tokens": NUM_DRAFTS},
+        }
+        if draft is not None:
+            assistant = load(draft)
+            assistant.generation_config.num_assistant_tokens = NUM_DRAFTS
+            assistant.generation_config.num_assistant_tokens_schedule = "constant"
+            self.variants[f"assisted by {draft}"] = {"assistant_model": assistant}
+
+    @torch.inference_mode()
+    def seconds(self, prompt: Sequence[int], new_tokens: int, variant: str) -> float:
+        """Of the new tokens but the first, whose time, that of the prompt, is taken off."""
+        ids = torch.tensor([list(prompt)])
+
+        def run(count: int, **options: Any) -> float:
+            start = perf_counter()
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                eos_token_id=None,
+                pad_token_id=0,
+                **options,
+            )
+            seconds = perf_counter() - start
+            if out.shape[1] - ids.shape[1] != count:
+                raise MinillmError(f"transformers gave {out.shape[1]} tokens instead of {count}.")
+            return seconds
+
+        return run(new_tokens, **self.variants[variant]) - run(1)
+
+
+def measure_assisted(
+    model: str,
+    draft: str | None,
+    dtype: str,
+    prompts: Mapping[str, Sequence[int]],
+    new_tokens: int,
+    repeats: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Rates of transformers, and the ratio of each variant to its own plain decoding in the same
+    repeat, for one prompt of each workload."""
+    peer = Assisted(model, draft, dtype)
+    results = []
+    for workload, prompt in prompts.items():
+        times: dict[str, list[float]] = {variant: [] for variant in peer.variants}
+        order = list(times)
+        for number in range(repeats + 1):
+            for variant in order:
+                say(f"transformers, {workload}: {variant}, run {number} of {repeats}")
+                seconds = peer.seconds(prompt, new_tokens, variant)
+                if number:
+                    times[variant].append(seconds)
+            order = [*order[1:], order[0]]
+        for variant, found in times.items():
+            ratios = [base / own for base, own in zip(times["plain"], found, strict=True)]
+            results.append(
+                {
+                    "workload": workload,
+                    "variant": variant,
+                    "tokens_per_second": spread([(new_tokens - 1) / each for each in found]),
+                    "ratio": spread(ratios),
+                }
+            )
+    return results

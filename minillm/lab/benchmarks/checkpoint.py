@@ -1,0 +1,140 @@
+"""A preset as a Hugging Face folder with random bf16 weights, so that every engine of a comparison
+reads the same bytes from the same place.
+
+Only plain decoders are written: what all engines here can run. The tokenizer is made up: one token
+per byte, and fillers up to the size of the vocabulary, so that every id has a text.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from minillm.config import ModelConfig
+from minillm.errors import UnsupportedFeatureError
+from minillm.models.presets import preset
+
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
+)
+END = "<|endoftext|>"
+COMPLETE = "complete"  # a file that is written last
+
+
+def cache_folder() -> Path:
+    """Where checkpoints, exports and logs of benchmarks are kept: ``~/.cache/minillm/bench``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "minillm" / "bench"
+
+
+def checkpoint_of(name: str, dtype: str = "bfloat16") -> Path:
+    """The folder of a preset, written when it is needed for the first time."""
+    config = preset(name)
+    check_writable(name, config)
+    folder = cache_folder() / f"{name}-{dtype}"
+    if not (folder / COMPLETE).exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        try:
+            write_checkpoint(config, part, dtype)
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def check_writable(name: str, config: ModelConfig) -> None:
+    """Refuse what is no plain decoder."""
+    plain = config.mla is None and config.moe is None and config.rope.rope_type == "default"
+    if config.family not in ARCHITECTURES or not plain:
+        raise UnsupportedFeatureError(
+            f"preset:{name} cannot be written as a checkpoint for other engines; compare with a "
+            "folder of yours, or leave out --vs."
+        )
+
+
+def write_checkpoint(config: ModelConfig, folder: Path, dtype: str = "bfloat16") -> None:
+    """config.json, generation_config.json, model.safetensors and a tokenizer."""
+    from safetensors.torch import save_file
+
+    from minillm.models.decoder import Decoder
+    from minillm.models.loader import DTYPES
+
+    model = Decoder(config, DTYPES[dtype])
+    model.initialize(seed=0)
+    tensors = {name: each.target.contiguous() for name, each in model.checkpoint_tensors().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    end = config.vocab_size - 1
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    write_json(folder / "config.json", huggingface_config(config, dtype) | ids)
+    write_json(folder / "generation_config.json", ids)
+    write_tokenizer(config, folder)
+    write_json(folder / COMPLETE, {})
+
+
+def huggingface_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The fields that the four families share, with RoPE under its new and its old name."""
+    windows = set(config.sliding_windows)
+    return {
+        "architectures": [ARCHITECTURES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.family == "llama" and config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "use_sliding_window": False,
+        "sliding_window": windows.pop() if len(windows) == 1 else None,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def write_tokenizer(config: ModelConfig, folder: Path) -> None:
+    """One token per byte, fillers, and the end token as the last id."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = alphabet + [f"Ġt{number}" for number in range(len(alphabet), config.vocab_size - 1)]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {END: config.vocab_size - 1}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "pad_token": END,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.max_position_embeddings,
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """One JSON file, to be read by people too."""
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -1,0 +1,153 @@
+"""What a sum and a gather of two ranks take: microseconds, by kind of communicator and by size.
+
+The ranks are processes with one thread each. They call without a pause, so that none waits for the
+other to arrive; a number is the median of many calls, as rank 0 sees them. Threads (the kind for
+tests) are not measured.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch.distributed import TCPStore
+
+from minillm.lab.benchmarks.report import benchmark_parser, write_result
+from minillm.cli.terminal import Terminal
+from minillm.errors import MinillmError
+from minillm.plan.machine import cpu_name
+from minillm.models.loader import DTYPES
+from minillm.parallel.communicator import Communicator
+from minillm.parallel.gloo import GlooCommunicator
+from minillm.parallel.shared_memory import SharedGroup, SharedMemoryCommunicator, why_not
+
+EXAMPLES = """examples:
+  python -m minillm.lab.benchmarks.collectives                     gloo, and shared memory
+  python -m minillm.lab.benchmarks.collectives --calls 1000 --json FILE
+  python -m minillm.lab.benchmarks.collectives --calls 3           does it run at all?
+"""
+RANKS = 2
+CALLS = ("sum", "gather")
+SIZES = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22)  # bytes
+SECONDS = 1.0  # at most, for one number
+TIMEOUT = 300.0
+Rows = list[dict[str, str | int | float]]
+
+
+def measure(kind: str, calls: int) -> Rows:
+    """Start the ranks, and return what rank 0 has measured.
+
+    Raises:
+        MinillmError: a rank failed; UnsupportedFeatureError where memory cannot be shared.
+    """
+    store = group = None
+    if kind == "gloo":
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    else:
+        group = SharedGroup(RANKS)
+    files = [] if group is None else [group.fd]
+    place = store.port if store is not None else files[0]
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(RANKS):
+            command = [
+                sys.executable,
+                "-m",
+                "minillm.lab.benchmarks.collectives",
+                "--calls",
+                str(calls),
+            ]
+            command += ["--rank", f"{kind},{rank},{place}"]
+            pipe = subprocess.PIPE
+            running.append(subprocess.Popen(command, stdout=pipe, text=True, pass_fds=files))
+        said = [each.communicate(timeout=TIMEOUT)[0] for each in running]
+        if any(each.returncode for each in running):
+            raise MinillmError(f"A rank over {kind} failed; see its error above.")
+        rows: Rows = json.loads(said[0])
+        return rows
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+        if group is not None:
+            group.close()
+
+
+def be_rank(kind: str, rank: int, place: int, calls: int) -> None:
+    """Measure, and print JSON: a process of its own."""
+    torch.set_num_threads(1)
+    communicator: Communicator
+    if kind == "gloo":
+        store = TCPStore("127.0.0.1", place, is_master=False, wait_for_workers=False)
+        communicator = GlooCommunicator(rank, RANKS, store)
+    else:
+        communicator = SharedMemoryCommunicator(rank, place)
+    rows: Rows = []
+    for name in ("float32", "bfloat16"):
+        for num_bytes in SIZES:
+            part = torch.zeros(num_bytes // DTYPES[name].itemsize, dtype=DTYPES[name])
+            times = {call: microseconds(communicator, call, part, calls) for call in CALLS}
+            rows.append({"kind": kind, "dtype": name, "bytes": num_bytes} | times)
+    if rank == 0:
+        sys.stdout.write(json.dumps(rows))
+        sys.stdout.flush()
+    communicator.sum(torch.zeros(1))  # nobody closes what another one still uses
+    communicator.close()
+
+
+def microseconds(communicator: Communicator, name: str, part: torch.Tensor, calls: int) -> float:
+    """The median of some calls. All ranks make as many, which rank 0 decides."""
+    call = getattr(communicator, name)
+    begin = perf_counter()
+    for _ in range(3):
+        call(part)
+    fitting = int(SECONDS / max((perf_counter() - begin) / 3, 1e-9))
+    calls = min(calls, max(int(communicator.gather(torch.tensor([fitting]))[0]), 3))
+    seconds = []
+    for _ in range(calls):
+        begin = perf_counter()
+        call(part)
+        seconds.append(perf_counter() - begin)
+    return round(median(seconds) * 1e6, 2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then print the table and JSON."""
+    parser = benchmark_parser("collectives", __doc__, EXAMPLES)
+    parser.add_argument("--calls", type=int, default=500, help="of which the median is taken")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.rank:
+        kind, rank, place = chosen.rank.split(",")
+        be_rank(kind, int(rank), int(place), chosen.calls)
+        return 0
+    terminal, reason = Terminal(), why_not()
+    rows = measure("gloo", chosen.calls) + ([] if reason else measure("shared", chosen.calls))
+    terminal.heading(f"Two ranks: microseconds on {cpu_name()}")
+    shown = [
+        [str(row["kind"]), str(row["dtype"]), f"{int(row['bytes']) // 1024:,}"]
+        + [f"{row[call]:,.1f}" for call in CALLS]
+        for row in rows
+    ]
+    terminal.table(["", "", "KB", *CALLS], shown)
+    if reason:
+        terminal.paragraph(f"Shared memory was not measured: {reason}.")
+    result = {
+        "benchmark": "collectives",
+        "machine": cpu_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ranks": RANKS,
+        "rows": rows,
+    }
+    write_result(result, chosen.json, terminal)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

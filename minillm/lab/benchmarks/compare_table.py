@@ -1,0 +1,82 @@
+"""What `minillm bench` shows of a comparison."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from minillm.lab.benchmarks.others import DISTURBED, disturbance
+from minillm.cli.terminal import Terminal, amount, digits, seconds
+
+
+def show(found: Mapping[str, Any], terminal: Terminal) -> None:
+    """A heading, the table, and what it says."""
+    terminal.heading(
+        f"{found['benchmark']}: {found['model']}, {found['dtype']}, {found['threads']} threads, "
+        f"{found['machine']}"
+    )
+    if found["results"]:
+        header, rows = offline_table(found) if found["benchmark"] == "offline" else table(found)
+        terminal.table(header, rows)
+    for line in [*found["statement"], *remarks(found)]:
+        terminal.paragraph(line)
+
+
+def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """A row per case and engine."""
+    prefill, rows, shown = found["benchmark"] == "prefill", [], ""
+    for one in found["results"]:
+        name = f"B={one['batch']} ctx {one['context']}"
+        unit = "FLOP/s" if one["bound"] == "compute" else "B/s"
+        moved = one["flops_per_second" if one["bound"] == "compute" else "bytes_per_second"]
+        rows.append(
+            [
+                name * (name != shown),
+                one["engine"],
+                seconds(one["step_seconds"]["median"]),
+                in_brief(one["tokens_per_second"]),
+                amount(moved, unit),
+                f"{one['share_of_bound']:.0%}",
+                f"{one['others']:.0%}",
+            ]
+        )
+        shown = name
+    step = "prompts" if prefill else "step"
+    return ["", "engine", step, "tok/s (min median max)", "rate", "of bound", "others"], rows
+
+
+def offline_table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """A row per engine."""
+    rows = [
+        [
+            one["engine"],
+            seconds(one["seconds"]["median"]),
+            in_brief(one["tokens_per_second"]),
+            f"{one['others']:.0%}",
+        ]
+        for one in found["results"]
+    ]
+    return ["", "time", "new tok/s (min median max)", "others"], rows
+
+
+def in_brief(values: Mapping[str, float]) -> str:
+    """``98 101 104``: least, median, most."""
+    return " ".join(digits(values[name]) for name in ("min", "median", "max"))
+
+
+def remarks(found: Mapping[str, Any]) -> list[str]:
+    """The ceilings, who took part, who did not, and whether others disturbed."""
+    lines = []
+    for when, one in found["ceiling"].items():
+        ways = ", ".join(f"{name} {amount(rate, 'B/s')}" for name, rate in one["ways"].items())
+        disturbed = f" (others used {one['others']:.0%})" * (one["others"] > DISTURBED)
+        rate = amount(one["flops"], "FLOP/s")
+        lines.append(f"Ceilings {when}{disturbed}: {rate} in bf16; reading: {ways}.")
+    for name, facts in found["engines"].items():
+        export = facts.get("export_seconds")
+        lines.append(
+            f"{name} {facts['version']}: weights {facts['weights']}, KV cache {facts['kv_cache']}, "
+            f"ready after {seconds(facts['seconds'])}"
+            + (f" and an export of {seconds(export)}" if export else "")
+            + (f"; {facts['path']}." if "path" in facts else ".")
+        )
+    too_low = disturbance(found["results"], ", so these figures are too low")
+    return [*lines, *found["left_out"].values(), *too_low]

@@ -1,0 +1,178 @@
+"""Decode steps of the real engine behind long contexts that nobody had to compute.
+
+What keys and values say does not change how long attention takes; where they lie does. So prompts
+are "computed" by a stand-in for the model that returns zeros, in one step of the real scheduler and
+runner, over a cache that was filled with random numbers once, and whose free blocks were shuffled,
+as those of a pool are that has been used for a while. From then on the model is the real one, and a
+step is `Engine.step`: planning, preparing, all layers, logits, choosing tokens, the books.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.engine.loop import Engine
+from minillm.api.engine_args import EngineArgs
+from minillm.errors import MinillmError
+from minillm.layers.kv_cache import AttentionBackend
+from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
+from minillm.execution.runner import Runner, runner_of
+from minillm.api.sampling_params import SamplingParams
+from minillm.scheduling.data_parallel import schedulers_of
+
+NOT_TIMED = 3  # tokens of a sequence around those that are timed: two before, one to come
+SEED = 12
+
+
+class StepsFailedError(MinillmError, RuntimeError):
+    """The engine did something else than to decode one token of each sequence."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step: whole, and in the model (layers and logits) and in choosing tokens."""
+
+    seconds: float
+    model: float
+    sampling: float
+
+    @property
+    def host(self) -> float:
+        """The rest: scheduling, preparing inputs, books and outputs."""
+        return self.seconds - self.model - self.sampling
+
+
+class HollowModel:
+    """Zeros instead of hidden states, at no cost; logits are the model's own."""
+
+    def __init__(self, model: Decoder):
+        self._zeros = torch.zeros_like(model.norm.weight)[None]  # [1, d]
+        self.logits = model.logits
+
+    def __call__(self, batch: Batch, kv: AttentionBackend) -> Tensor:
+        """[N, d], one row of memory."""
+        return self._zeros.expand(len(batch.input_ids), -1)
+
+
+class DecodeSteps:
+    """An engine on a CPU whose decode steps are timed; its cache is filled here."""
+
+    def __init__(self, args: EngineArgs, detokenize: bool = True):
+        self.engine = Engine(args)
+        self._detokenize = detokenize
+        runner, pool = runner_of(self.engine.runner), self.engine.scheduler.blocks.pool
+        if not isinstance(runner.model, Decoder):
+            raise StepsFailedError("A deterministic engine has no decode steps of one token each.")
+        self._model = runner.model
+        fill_with_numbers(runner.kv.key)
+        fill_with_numbers(runner.kv.value)
+        blocks = pool.allocate(pool.num_free)
+        random.Random(SEED).shuffle(blocks)
+        pool.release(blocks)
+
+    def run(self, batch: int, context: int, count: int) -> list[Step]:
+        """`count` steps of `batch` sequences; in the last one attention meets `context` - 2
+        positions of each."""
+        engine = self.engine
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=count + NOT_TIMED,
+            ignore_eos=True,
+            detokenize=self._detokenize,
+        )
+        prompt = [1] * (context - count - NOT_TIMED)
+        names = [str(number) for number in range(batch)]
+        for name in names:
+            engine.add(engine.make_request(name, None, prompt, params))
+        try:
+            with self._hollow(batch * context):
+                self._step(batch)
+            self._step(batch)
+            with parts_timed(runner_of(engine.runner)) as parts:
+                return [self._timed(batch, parts) for _ in range(count)]
+        finally:
+            for name in names:
+                engine.abort(name)
+
+    def _step(self, batch: int) -> float:
+        """Seconds of one step of all sequences."""
+        start = perf_counter()
+        touched = self.engine.step()
+        seconds = perf_counter() - start
+        if len(touched) != batch or any(live.finished for live in touched):
+            raise StepsFailedError(
+                f"{len(touched)} of {batch} sequences were in a step, or some had ended in it."
+            )
+        return seconds
+
+    def _timed(self, batch: int, parts: dict[str, float]) -> Step:
+        parts.update(model=0.0, sampling=0.0)
+        return Step(self._step(batch), **parts)
+
+    @contextmanager
+    def _hollow(self, budget: int) -> Iterator[None]:
+        """All prompts fit into one step, and cost nothing."""
+        (scheduler,), runner = schedulers_of(self.engine.scheduler), runner_of(self.engine.runner)
+        config = scheduler.config
+        large = replace(config, max_num_batched_tokens=max(budget, config.max_num_batched_tokens))
+        stand_in: Any = HollowModel(self._model)
+        scheduler.config = scheduler.admission.config = large
+        runner.model = stand_in
+        try:
+            yield
+        finally:
+            scheduler.config = scheduler.admission.config = config
+            runner.model = self._model
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.engine.close()
+
+
+def fill_with_numbers(cache: Tensor) -> None:
+    """Random numbers everywhere: memory that was never written is one page of zeros, which stays in
+    the processor's cache however often it is mapped."""
+    generator = torch.Generator().manual_seed(SEED)
+    block = torch.randn(cache.shape[2:], generator=generator)
+    cache.copy_(block.to(cache.dtype))
+
+
+@contextmanager
+def parts_timed(runner: Runner) -> Iterator[dict[str, float]]:
+    """Adds up the seconds in the model and in choosing tokens; afterwards all is as before."""
+    parts = {"model": 0.0, "sampling": 0.0}
+    watched: list[tuple[Any, str, str]] = [
+        (runner.model, "forward", "model"),
+        (runner.model, "logits", "model"),
+        (runner.sampler, "choose", "sampling"),
+    ]
+    own = [vars(owner).get(name) for owner, name, _ in watched]
+    for owner, name, part in watched:
+        setattr(owner, name, timed(getattr(owner, name), parts, part))
+    try:
+        yield parts
+    finally:
+        for (owner, name, _), before in zip(watched, own, strict=True):
+            delattr(owner, name)
+            if before is not None:
+                setattr(owner, name, before)
+
+
+def timed(run: Callable, parts: dict[str, float], name: str) -> Callable:
+    """The same function, which adds its seconds to a part."""
+
+    def run_and_add(*args: Any, **more: Any) -> Any:
+        start = perf_counter()
+        try:
+            return run(*args, **more)
+        finally:
+            parts[name] += perf_counter() - start
+
+    return run_and_add

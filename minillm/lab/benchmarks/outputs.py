@@ -1,0 +1,263 @@
+"""What an engine costs beside its model: microseconds of the whole process per row and step.
+
+The engine is the real one, with the embedded tokenizer, but the runner costs nothing: its tokens
+are looked up by a hash. So what is left is planning, committing, texts, output objects and
+streams. Three ways of asking are measured: `LLM.generate`; 256 streams whose consumers take every
+output, as behind a model that leaves them the time; and the same streams where steps follow each
+other at once, so that an output often holds several tokens.
+"""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time, thread_time
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+from minillm.serving.async_engine import AsyncLLMEngine
+from minillm.api.async_engine_args import AsyncEngineArgs
+from minillm.engine.loop import Engine
+from minillm.execution.flight import Flight, StepResult
+from minillm.llm import LLM
+from minillm.api.sampling_params import SamplingParams
+from minillm.scheduling.plan import StepPlan
+from minillm.scheduling.scheduler import Scheduler
+from minillm.serving.step_thread import StepThread
+from minillm.text.tokenizer import Tokenizer
+
+PROMPT = 16  # tokens of a request
+TARGET = 12.0  # microseconds per row and step, streams included
+HEADER = ("", "wall", "processor", "tokens an output", "parts: schedule", "run", "commit",
+          "texts", "outputs", "streams")  # fmt: skip
+PARTS = ("schedule", "run", "commit", "texts", "outputs", "streams")
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many requests at once, of how many new tokens, and how often."""
+
+    rows: int = 256
+    new_tokens: int = 128
+    repeats: int = 5
+
+
+QUICK_LOAD = Load(8, 12, 2)
+
+
+@dataclass
+class Cost:
+    """One way of asking: microseconds per row and step, `wall` and of the processor, their parts,
+    and how many tokens an output brings."""
+
+    name: str
+    wall: float
+    processor: float
+    tokens_per_output: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class FreeRunner:
+    """Instead of a runner: the next token is looked up by a hash. With a `loop` a step begins when
+    that event loop has done all it had to do."""
+
+    def __init__(self, corpus: list[int]):
+        self._corpus = corpus
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.began: tuple[float, float] | None = None  # the first step without a prompt
+        self.num_rows = 0  # computed since then
+        self.wall = self.processor = 0.0  # seconds between then and `stop`
+
+    def stop(self) -> None:
+        """All outputs are there."""
+        if self.began is not None:
+            self.wall = perf_counter() - self.began[0]
+            self.processor = process_time() - self.began[1]
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """All tokens of a step."""
+        if self.loop is not None:
+            settle(self.loop)
+        if self.began is None and all(row.num_tokens == 1 for row in plan.rows):
+            self.began = perf_counter(), process_time()
+        if self.began is not None:
+            self.num_rows += len(plan.rows)
+        corpus, size = self._corpus, len(self._corpus)
+        result = StepResult()
+        for row in plan.rows:
+            token = corpus[(row.seq_id * 7919 + row.start + row.num_tokens) % size]
+            result.token_ids[row.seq_id] = [token]
+        return Flight(result)
+
+    def reset(self) -> None:
+        """It knows nothing of sequences."""
+
+    def close(self) -> None:
+        """It has nothing."""
+
+
+def settle(loop: asyncio.AbstractEventLoop) -> None:
+    """Wait until an event loop has run what lies before it and what that wakes."""
+    done = threading.Event()
+    loop.call_soon_threadsafe(lambda: loop.call_soon(done.set))
+    done.wait()
+
+
+class Clock:
+    """Seconds by part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+
+    def around(self, function: Callable[..., Any], name: str, outer: str = "") -> Callable:
+        """The function, whose time counts for `name` and no longer for `outer`."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = thread_time()
+            try:
+                return function(*arguments, **named)
+            finally:
+                spent = thread_time() - start
+                self.seconds[name] += spent
+                if outer:
+                    self.seconds[outer] -= spent
+
+        return timed
+
+
+# ---- ways of asking ---------------------------------------------------------------------------
+
+
+def arguments(load: Load) -> dict[str, Any]:
+    """Room for all requests at once."""
+    return {
+        "model": "tiny",
+        "max_num_seqs": load.rows,
+        "max_num_batched_tokens": load.rows * PROMPT,
+        "max_model_len": PROMPT + load.new_tokens,
+        "num_gpu_blocks_override": load.rows * (PROMPT + load.new_tokens) // 8,
+        "block_size": 16,
+        "enable_prefix_caching": True,
+    }
+
+
+def requests(load: Load, corpus: list[int]) -> list[dict[str, Any]]:
+    """Different prompts."""
+    return [{"prompt_token_ids": [*corpus[i : i + PROMPT]]} for i in range(load.rows)]
+
+
+def corpus_of(tokenizer: Tokenizer | None) -> list[int]:
+    """Token ids of a text: of this file."""
+    return tokenizer.encode(Path(__file__).read_text("utf-8")) if tokenizer else []
+
+
+def params_of(load: Load) -> SamplingParams:
+    """Greedy, and as long as planned."""
+    return SamplingParams(temperature=0, max_tokens=load.new_tokens, ignore_eos=True)
+
+
+def offline(load: Load) -> tuple[FreeRunner, float]:
+    """`LLM.generate`: one output per request."""
+    with LLM(**arguments(load)) as llm:
+        corpus = corpus_of(llm.tokenizer)
+        runner = FreeRunner(corpus)
+        llm.engine._runner = runner  # type: ignore[assignment]
+        llm.generate(requests(load, corpus), params_of(load), use_tqdm=False)
+        runner.stop()
+        return runner, load.new_tokens
+
+
+def streams(load: Load, paced: bool) -> tuple[FreeRunner, float]:
+    """`AsyncLLMEngine.generate`, a consumer for each request."""
+    args = AsyncEngineArgs(**arguments(load), max_num_requests=load.rows)
+    engine = AsyncLLMEngine.from_engine_args(args)
+    try:
+        return asyncio.run(read_all(engine, load, paced))
+    finally:
+        engine.shutdown()
+
+
+async def read_all(engine: AsyncLLMEngine, load: Load, paced: bool) -> tuple[FreeRunner, float]:
+    """All streams at once; also how many tokens an output brought."""
+    corpus = corpus_of(await engine.get_tokenizer())
+    runner = FreeRunner(corpus)
+    runner.loop = asyncio.get_running_loop() if paced else None
+    engine._engine._runner = runner  # type: ignore[assignment]
+
+    async def read(number: int, prompt: dict[str, Any]) -> int:
+        count = 0
+        async for output in engine.generate(prompt, params_of(load), str(number)):
+            output.outputs[0].text  # noqa: B018  (what a consumer would send on)
+            count += 1
+        return count
+
+    prompts = requests(load, corpus)
+    counts = await asyncio.gather(*(read(i, prompt) for i, prompt in enumerate(prompts)))
+    runner.stop()
+    return runner, load.rows * load.new_tokens / sum(counts)
+
+
+WAYS: Mapping[str, Callable[[Load], tuple[FreeRunner, float]]] = MappingProxyType(
+    {
+        "LLM.generate": offline,
+        "streams that keep up": partial(streams, paced=True),
+        "streams that do not wait": partial(streams, paced=False),
+    }
+)
+
+
+# ---- measuring --------------------------------------------------------------------------------
+
+
+def measure(name: str, load: Load) -> Cost:
+    """The fastest of several runs, for other programs only add to a time, and the parts of one
+    more, which the clocks make a little longer."""
+    gc.collect()
+    runs = [WAYS[name](load) for _ in range(load.repeats)]
+    wall = min(runner.wall / runner.num_rows for runner, _ in runs) * 1e6
+    processor = min(runner.processor / runner.num_rows for runner, _ in runs) * 1e6
+    return Cost(name, wall, processor, median(each for _, each in runs), parts(name, load))
+
+
+def parts(name: str, load: Load) -> dict[str, float]:
+    """Microseconds of the processor per row and step, by part; all but the last one are of the
+    thread that steps."""
+    clock = Clock()
+    timed: list[tuple[Any, str, str, str]] = [
+        (Scheduler, "schedule", "schedule", ""),
+        (FreeRunner, "launch", "run", ""),
+        (Scheduler, "commit", "commit", "texts"),
+        (Engine, "_commit", "texts", ""),
+        (StepThread, "_publish", "outputs", ""),
+    ]
+    with ExitStack() as stack:
+        for owner, method, part, outer in timed:
+            around = clock.around(getattr(owner, method), part, outer)
+            stack.enter_context(patch.object(owner, method, around))
+        runner, _ = WAYS[name](load)
+    clock.seconds[PARTS[-1]] = runner.processor - sum(clock.seconds.values())
+    return {part: seconds / runner.num_rows * 1e6 for part, seconds in clock.seconds.items()}
+
+
+def statement(costs: Sequence[Cost]) -> list[str]:
+    """Within the target or not."""
+    return [
+        f"{one.name}: {one.wall:.1f} microseconds per row and step, "
+        f"{'within' if one.wall <= TARGET else 'above'} the target of {TARGET:g}."
+        for one in costs
+    ]
+
+
+def table(costs: Sequence[Cost]) -> list[list[str]]:
+    """One row for each way of asking."""
+    return [
+        [one.name, f"{one.wall:.1f}", f"{one.processor:.1f}", f"{one.tokens_per_output:.1f}"]
+        + [f"{one.parts[part]:.1f}" for part in PARTS]
+        for one in costs
+    ]

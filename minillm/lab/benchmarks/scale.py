@@ -1,0 +1,249 @@
+"""`minillm bench scale`: how long a decode step takes against batch and context, and why.
+
+Every round measures the rates of `lab/decode_law.py` and then every case, so that a bad minute of a
+shared machine falls on both; what other programs disturbed is measured again, and figures are
+medians over the rounds that were calm. A case is explained by counts (`cost.step_cost`) and those
+rates, none of which was fitted to it.
+"""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from minillm.plan import machine
+from minillm.lab.benchmarks.calm import LEAST_SECONDS, Calm, calmest, calmly
+from minillm.lab.benchmarks.ceiling import Ceiling, best_of, measure_ceiling
+from minillm.lab.benchmarks.contest import spread
+from minillm.lab.benchmarks.decode_rates import DecodeProbes, check_explainable
+from minillm.lab.benchmarks.decode_steps import NOT_TIMED, DecodeSteps, Step
+from minillm.config import ModelConfig
+from minillm.plan.cost import StepCost, memory_plan, step_cost
+from minillm.lab.decode_law import DecodeRates, decode_time
+from minillm.api.engine_args import EngineArgs
+from minillm.engine.setup import CPU_BLOCK_SIZE
+
+TOLERANCE = 0.25  # of a measured time: what counts as explained
+AIM, AIM_BATCH = 0.05, 64  # share of the host in a step, and of how many sequences
+USED = 0.8  # of the free memory, at most
+BUDGET = 2048  # tokens of a step
+SLACK = 1.02  # of the cache: the scheduler keeps a hundredth free when it lets somebody in
+
+
+@dataclass(frozen=True)
+class ScaleCase:
+    """`batch` sequences, `context` tokens each."""
+
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"B={self.batch} ctx {self.context}"
+
+
+@dataclass(frozen=True)
+class ScaleWork:
+    """What is asked for. `steps` are timed in each case and round, the last of them with `context`
+    tokens."""
+
+    name: str
+    config: ModelConfig
+    cases: tuple[ScaleCase, ...]
+    steps: int
+    repeats: int
+    threads: int
+    dtype: str
+    fresh: bool = True  # measure the ceilings now
+
+    @property
+    def batch(self) -> int:
+        """The largest."""
+        return max(case.batch for case in self.cases)
+
+    def cost(self, case: ScaleCase) -> StepCost:
+        """Counts of the step in the middle of those that are timed."""
+        length = case.context - NOT_TIMED + 1 - self.steps // 2
+        return step_cost(self.config, [1] * case.batch, [length] * case.batch, dtype=self.dtype)
+
+
+@dataclass
+class Measured:
+    """The steps of one case, round after round."""
+
+    case: ScaleCase
+    rounds: list[Calm[list[Step]]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Those of calm rounds."""
+        return [step for each in calmest(self.rounds) for step in each.value]
+
+
+def cases_of(batches: Sequence[int], contexts: Sequence[int]) -> tuple[ScaleCase, ...]:
+    """Every batch behind every context."""
+    return tuple(ScaleCase(batch, context) for context in contexts for batch in batches)
+
+
+def tokens_that_fit(work: ScaleWork) -> int:
+    """Tokens of KV cache for which there is memory now."""
+    plan = memory_plan(
+        work.config,
+        machine.available_memory_bytes(),
+        dtype=work.dtype,
+        max_model_len=1,
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=work.batch,
+        block_size=CPU_BLOCK_SIZE,
+        gpu_memory_utilization=USED,
+    )
+    return plan.num_tokens
+
+
+def tokens_of(case: ScaleCase) -> int:
+    """Tokens of cache that a case takes, in whole blocks."""
+    return case.batch * -(-case.context // CPU_BLOCK_SIZE) * CPU_BLOCK_SIZE
+
+
+def open_engine(work: ScaleWork, cases: Sequence[ScaleCase]) -> DecodeSteps:
+    """The engine with room for the largest of the cases."""
+    num_tokens = int(max(map(tokens_of, cases)) * SLACK)
+    return DecodeSteps(
+        EngineArgs(
+            work.name,
+            load_format="dummy" if work.name.startswith("preset:") else "auto",
+            dtype=work.dtype,
+            device="cpu",
+            block_size=CPU_BLOCK_SIZE,
+            max_model_len=max(case.context for case in cases),
+            max_num_seqs=work.batch,
+            max_num_batched_tokens=max(BUDGET, work.batch),
+            num_gpu_blocks_override=num_tokens // CPU_BLOCK_SIZE + 1,
+            enable_prefix_caching=False,
+        )
+    )
+
+
+def measure(work: ScaleWork, say: Callable[[str], Any] = lambda what: None) -> dict[str, Any]:
+    """Everything as plain data; see `as_json`."""
+    check_explainable(work.name, work.config)
+    torch.set_num_threads(work.threads)
+    say("measuring the ceilings")
+    before = measure_ceiling("cpu", work.threads, work.fresh)
+    say("loading the model, and filling the cache")
+    folder = None if work.name.startswith("preset:") else work.name
+    probes = DecodeProbes(work.config, work.dtype, work.batch, folder)
+    room = tokens_that_fit(work)
+    cases = [case for case in work.cases if tokens_of(case) * SLACK <= room]
+    left_out = [case for case in work.cases if case not in cases]
+    measured = [Measured(case) for case in cases]
+    if cases:
+        play(work, measured, probes, say)
+    rates = probes.rates() if cases else None
+    probes.close()
+    say("measuring the ceilings again")
+    after = measure_ceiling("cpu", work.threads, work.fresh)
+    notes = [f"{case} is left out: its KV cache does not fit into memory." for case in left_out]
+    return as_json(work, measured, rates, best_of(before, after), notes)
+
+
+def play(
+    work: ScaleWork, measured: Sequence[Measured], probes: DecodeProbes, say: Callable[[str], Any]
+) -> None:
+    """All rounds."""
+    engine = open_engine(work, [one.case for one in measured])
+    try:
+        for number in range(work.repeats):
+            say(f"round {number + 1}: rates")
+            probes.run()
+            for one in measured:
+                say(f"round {number + 1}: {one.case}")
+                one.rounds.append(calmly(partial(run_case, engine, one.case, work.steps)))
+    finally:
+        engine.close()
+
+
+def run_case(engine: DecodeSteps, case: ScaleCase, count: int) -> list[Step]:
+    """The steps of one case, as often as it takes to see whether others disturb."""
+    steps: list[Step] = []
+    end = perf_counter() + LEAST_SECONDS
+    while not steps or perf_counter() < end:
+        steps += engine.run(case.batch, case.context, count)
+    return steps
+
+
+# ---- what it says -----------------------------------------------------------------------------
+
+
+def as_json(
+    work: ScaleWork,
+    measured: Sequence[Measured],
+    rates: DecodeRates | None,
+    ceiling: Ceiling,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Everything measured, predicted and said."""
+    results = [] if rates is None else [result(work, one, rates, ceiling) for one in measured]
+    found = {
+        "benchmark": "scale",
+        "machine": ceiling.machine,
+        "python": platform.python_version(),
+        "model": work.name,
+        "dtype": work.dtype,
+        "threads": work.threads,
+        "repeats": work.repeats,
+        "steps": work.steps,
+        "block_size": CPU_BLOCK_SIZE,
+        "tolerance": TOLERANCE,
+        "ceiling": ceiling.as_json(),
+        "rates": None if rates is None else asdict(rates),
+        "results": results,
+        "notes": list(notes),
+    }
+    return found | summary(results)
+
+
+def result(work: ScaleWork, one: Measured, rates: DecodeRates, ceiling: Ceiling) -> dict[str, Any]:
+    """One case: measured, its parts, predicted, and the bound."""
+    cost, seconds = work.cost(one.case), spread([step.seconds for step in one.steps])
+    predicted = decode_time(cost, rates)
+    memory, compute = cost.total_bytes / ceiling.bandwidth, cost.flops / ceiling.rate(work.dtype)
+    return {
+        **asdict(one.case),
+        "step_seconds": seconds,
+        "model_seconds": median(step.model for step in one.steps),
+        "sampling_seconds": median(step.sampling for step in one.steps),
+        "host_seconds": median(step.host for step in one.steps),
+        "predicted_seconds": predicted.seconds,
+        "predicted": asdict(predicted),
+        "ratio": predicted.seconds / seconds["median"],
+        "bound_seconds": max(memory, compute),
+        "bytes": cost.total_bytes,
+        "flops": cost.flops,
+        "others": max(each.others for each in calmest(one.rounds)),
+    }
+
+
+def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How well the law explains, and what the host's share is."""
+    if not results:
+        return {"explained": 0, "worst_ratio": None, "host": None}
+    explained = sum(abs(one["ratio"] - 1) <= TOLERANCE for one in results)
+    worst = max(results, key=lambda one: abs(one["ratio"] - 1))
+    largest = max(one["batch"] for one in results)
+    fastest = min(
+        (one for one in results if one["batch"] == largest),
+        key=lambda one: one["step_seconds"]["median"],
+    )
+    host = {
+        "batch": largest,
+        "context": fastest["context"],
+        "seconds": fastest["host_seconds"],
+        "share": fastest["host_seconds"] / fastest["step_seconds"]["median"],
+        "aim": AIM if largest == AIM_BATCH else None,
+    }
+    return {"explained": explained, "worst_ratio": worst["ratio"], "host": host}

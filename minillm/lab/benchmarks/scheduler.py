@@ -1,0 +1,390 @@
+"""What deciding costs: microseconds per scheduling step, and per lookup in the prefix cache; and
+what all of an engine costs beside its model (`api/outputs.py`).
+
+No model runs, and sampled tokens are made up, so that nothing is measured but the scheduler and the
+cache. How a time grows matters more than the time: a machine that is twice as fast hides a square
+for one doubling only. So each time stands beside its growth: x, where it goes as size ** x.
+"""
+
+import gc
+import math
+import platform
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from time import process_time
+from typing import NamedTuple
+
+from minillm.lab.benchmarks import outputs
+from minillm.lab.benchmarks.report import benchmark_parser, write_result
+from minillm.cache.manager import BlockManager, BlockTable, make_index
+from minillm.cache.prefix import PrefixIndex
+from minillm.cli.terminal import Terminal
+from minillm.plan.machine import cpu_name
+from minillm.api.sampling_params import SamplingParams
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.policies import POLICIES, WINDOW
+from minillm.scheduling.request import Request
+from minillm.scheduling.scheduler import Scheduler
+
+EXAMPLES = """examples:
+  python -m minillm.lab.benchmarks.scheduler                    the table, and JSON as the last line
+  python -m minillm.lab.benchmarks.scheduler --json FILE        JSON into a file instead
+  python -m minillm.lab.benchmarks.scheduler --quick            small sizes: does it run at all?
+"""
+BLOCK_SIZE = 16
+PROMPT = 128  # tokens of a request
+VOCABULARY = 50_000
+# Growth up to here is called linear: a square is 2, while larger books also leave the processor's
+# caches and wake Python's garbage collector, which no clock can tell from a logarithm.
+LINEAR = 1.25
+AIM = 3.0  # microseconds of a step for each further running sequence
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured, and how often."""
+
+    running: tuple[int, ...] = (1, 64, 256, 1024)
+    waiting: tuple[int, ...] = (100, 1_000, 10_000)
+    running_beside_line: int = 256  # while `waiting` varies
+    blocks: tuple[int, ...] = (8, 64, 512, 2_048)  # 128 to 32,768 tokens
+    siblings: int = 1_000
+    steps: int = 16  # one block of growth
+    repeats: int = 7
+
+
+QUICK = Sizes((1, 8), (10, 100), 8, (2, 4, 16), 50, 4, 3)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Medians of one time over several sizes; `item` is what the sizes count."""
+
+    name: str
+    item: str
+    sizes: tuple[int, ...]
+    microseconds: tuple[float, ...]
+
+    def per_item(self) -> list[float]:
+        """Microseconds per running sequence, waiting request or block."""
+        return [time / size for size, time in zip(self.sizes, self.microseconds, strict=True)]
+
+    def marginal(self) -> float:
+        """Microseconds for each further item, between the two largest sizes."""
+        (low, high), (before, after) = self.sizes[-2:], self.microseconds[-2:]
+        return (after - before) / (high - low)
+
+    def growth(self) -> list[float]:
+        """The exponent x of time = c * size ** x between each size and the next one."""
+        points = list(zip(self.sizes, self.microseconds, strict=True))
+        return [math.log(t / s) / math.log(n / m) for (m, s), (n, t) in pairwise(points)]
+
+
+class Task(NamedTuple):
+    """A series to be measured: `measure(size)` gives microseconds."""
+
+    name: str
+    item: str
+    sizes: tuple[int, ...]
+    measure: Callable[[int], float]
+
+    def run(self, terminal: Terminal) -> Series:
+        """Measure all sizes."""
+        with terminal.progress(f"Measuring {self.name}"):
+            times = tuple(map(self.measure, self.sizes))
+        return Series(self.name, self.item, self.sizes, times)
+
+
+# ---- clocks -----------------------------------------------------------------------------------
+
+
+def median_time(action: Callable[[], object], repeats: int, calls: int) -> float:
+    """Microseconds per call: the median over `repeats` of the mean over `calls`.
+
+    It is the process's own time, which other programs on the machine disturb less.
+    """
+    gc.collect()
+    times = []
+    for _ in range(repeats):
+        start = process_time()
+        for _ in range(calls):
+            action()
+        times.append((process_time() - start) / calls)
+    return median(times) * 1e6
+
+
+def settled_time(action: Callable[[], object], repeats: int) -> float:
+    """The same for what can be repeated at will: a sample takes at least 2 milliseconds."""
+    once = median_time(action, 3, 1)
+    return median_time(action, repeats, max(1, min(round(2_000 / once), 2_000)))
+
+
+# ---- steps ------------------------------------------------------------------------------------
+
+
+def commit(scheduler: Scheduler) -> None:
+    """One step with made-up tokens."""
+    plan = scheduler.schedule()
+    scheduler.commit(plan, {row.seq_id: [1] for row in plan.rows if row.num_samples})
+
+
+class Workload:
+    """A scheduler with all seats taken by decoding sequences, and as many in line as one likes.
+
+    Lengths of prompts differ, so that in each step one in 16 sequences gets a new block.
+    """
+
+    def __init__(self, num_running: int, policy: str):
+        config = SchedulerConfig(
+            max_num_seqs=num_running,
+            max_num_batched_tokens=max(2048, 2 * num_running),
+            policy=policy,
+        )
+        blocks = BlockManager(24 * num_running + 1024, BLOCK_SIZE, "hash")
+        self.scheduler = Scheduler(config, blocks)
+        self._random = random.Random(num_running)
+        self._num_requests = 0
+        self._to_come: list[Request] = []
+        for request in self.make(num_running):
+            self.scheduler.add(request)
+        while len(self.scheduler.running) < num_running or any(
+            sequence.num_uncomputed > 1 for sequence in self.scheduler.running
+        ):
+            commit(self.scheduler)
+
+    def make(self, count: int) -> list[Request]:
+        """More requests; a quarter of the prompts begin alike."""
+        requests = []
+        for number in range(self._num_requests, self._num_requests + count):
+            alike = 64 if number % 4 == 0 else 0
+            rest = self._random.choices(range(VOCABULARY), k=PROMPT + number % 16 - alike)
+            prompt = (*range(alike), *rest)
+            params = SamplingParams()
+            requests.append(Request(str(number), prompt, params, 200, priority=number % 3))
+        self._num_requests += count
+        return requests
+
+    def line_up(self, num_waiting: int, num_to_come: int) -> None:
+        """A line of waiting requests, and those that will arrive in later steps."""
+        for request in self.make(num_waiting):
+            self.scheduler.add(request)
+        self._to_come = self.make(num_to_come)
+
+    def step(self) -> None:
+        """Everybody decodes one token."""
+        commit(self.scheduler)
+
+    def step_with_change(self) -> None:
+        """One sequence ends and the next in line is admitted; a new request arrives."""
+        self.scheduler.finish(self.scheduler.running[0].seq_id)
+        self.scheduler.add(self._to_come.pop())
+        commit(self.scheduler)
+
+
+def decode_time(num_running: int, sizes: Sizes) -> float:
+    """A step in which nothing happens but decode."""
+    load = Workload(num_running, "fcfs")
+    return median_time(load.step, sizes.repeats, sizes.steps)
+
+
+def change_time(num_running: int, num_waiting: int, policy: str, sizes: Sizes) -> float:
+    """A step with a line of waiting requests, of which one is admitted."""
+    load = Workload(num_running, policy)
+    load.line_up(num_waiting, sizes.repeats * sizes.steps)
+    return median_time(load.step_with_change, sizes.repeats, sizes.steps)
+
+
+def blocked_line(num_shared: int) -> Scheduler:
+    """A few sequences decode in all the blocks there are, and a full window of requests waits for
+    blocks; the prompts of all have the same first `num_shared` blocks."""
+    shared, num_own = text(num_shared), 20 * BLOCK_SIZE + 1
+    config = SchedulerConfig(policy="longest_prefix_match")
+    blocks = BlockManager(num_shared + 64, BLOCK_SIZE, "hash")
+    scheduler = Scheduler(config, blocks)
+    for number in range(WINDOW + 10):
+        prompt = (*shared, *[number] * num_own)
+        scheduler.add(Request(str(number), prompt, SamplingParams(), 100))
+    while scheduler.record.blocked is None or scheduler.record.blocked.what != "blocks":
+        commit(scheduler)
+    return scheduler
+
+
+def lookups_time(num_blocks: int, sizes: Sizes) -> float:
+    """A step with a window of cached prompts in line, of which none can be admitted."""
+    scheduler = blocked_line(num_blocks)
+    return median_time(lambda: commit(scheduler), sizes.repeats, 1)
+
+
+def step_series(sizes: Sizes) -> Iterator[Task]:
+    """Over the number of running sequences, over the number of waiting ones, and what a policy
+    that reads the cache pays for long prompts."""
+    yield Task("decode", "running", sizes.running, partial(decode_time, sizes=sizes))
+    line, seats = sizes.waiting[-1], sizes.running_beside_line
+    for name in POLICIES:
+        beside_line = partial(change_time, num_waiting=line, policy=name, sizes=sizes)
+        yield Task(f"{name}, {line:,} waiting", "running", sizes.running, beside_line)
+    for name in POLICIES:
+        in_line = partial(change_time, seats, policy=name, sizes=sizes)
+        yield Task(f"{name}, {seats} running", "waiting", sizes.waiting, in_line)
+    lookups = f"longest_prefix_match, {WINDOW} prompts blocked"
+    yield Task(lookups, "blocks", sizes.blocks[:-1], partial(lookups_time, sizes=sizes))
+
+
+# ---- prefixes ---------------------------------------------------------------------------------
+
+
+def text(num_blocks: int) -> list[int]:
+    """Random token ids for so many blocks, the same every time."""
+    return random.Random(num_blocks).choices(range(VOCABULARY), k=num_blocks * BLOCK_SIZE)
+
+
+def filled(kind: str, tokens: Sequence[int], siblings: int = 0) -> PrefixIndex:
+    """An index that knows a text, and `siblings` others that differ from it in the last block."""
+    index = make_index(kind, BLOCK_SIZE)
+    cursor = before = index.start("")
+    for block in range(len(tokens) // BLOCK_SIZE):
+        before = cursor
+        chunk = tuple(tokens[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE])
+        cursor = index.insert(cursor, chunk, block)
+    for number in range(siblings):
+        chunk = (*tokens[-BLOCK_SIZE:-4], number, 0, 0, 0)
+        index.insert(before, chunk, len(tokens) + number)
+    return index
+
+
+def hit_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
+    """All of a prompt is found."""
+    tokens = text(num_blocks)
+    index = filled(kind, tokens)
+    return settled_time(lambda: index.match(tokens, len(tokens), ""), sizes.repeats)
+
+
+def miss_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
+    """Nothing is found: the first block differs."""
+    tokens = text(num_blocks)
+    index = filled(kind, tokens)
+    other = [VOCABULARY, *tokens[1:]]
+    return settled_time(lambda: index.match(other, len(other), ""), sizes.repeats)
+
+
+def sibling_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
+    """All but the last token is found, and many blocks begin like the last one."""
+    tokens = text(num_blocks)
+    index = filled(kind, tokens, sizes.siblings)
+    return settled_time(lambda: index.match(tokens, len(tokens) - 1, ""), sizes.repeats)
+
+
+def insert_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
+    """The blocks of a new prompt become findable, and the history of misses takes note."""
+    tokens, times = text(num_blocks), []
+    for _ in range(sizes.repeats):
+        blocks = BlockManager(num_blocks, BLOCK_SIZE, kind)
+        table = BlockTable(blocks=list(range(num_blocks)))
+        start = process_time()
+        blocks.index_blocks(table, tokens, len(tokens))
+        times.append(process_time() - start)
+    return median(times) * 1e6
+
+
+def prefix_series(sizes: Sizes) -> Iterator[Task]:
+    """Lookups and insertions in both indices, over the length of a prompt in blocks."""
+    cases = [
+        (f"{kind}: {what}", kind, action)
+        for kind in ("hash", "radix")
+        for what, action in (("hit", hit_time), ("miss", miss_time), ("insert", insert_time))
+    ]
+    cases.append((f"radix: hit beside {sizes.siblings:,} siblings", "radix", sibling_time))
+    for name, kind, action in cases:
+        yield Task(name, "blocks", sizes.blocks, partial(action, kind, sizes))
+
+
+# ---- what it says -----------------------------------------------------------------------------
+
+
+def statement(series: Sequence[Series]) -> list[str]:
+    """What the numbers say: about growth first, then about the cost of a running sequence."""
+    steps = [
+        (growth, f"{one.name}, from {low:,} to {high:,} {one.item}")
+        for one in series
+        for growth, (low, high) in zip(one.growth(), pairwise(one.sizes), strict=True)
+    ]
+    worse = [f"Worse than linear: size ** {x:.2f} ({where})." for x, where in steps if x > LINEAR]
+    steepest, where = max(steps)
+    lines = worse or [
+        f"Everything grows linearly or better; the steepest is size ** {steepest:.2f} ({where})."
+    ]
+    for one in series:
+        if one.item == "running":
+            cost, word = one.marginal(), "within" if one.marginal() <= AIM else "above"
+            each = "microseconds for each further running sequence"
+            lines.append(f"{one.name}: {cost:.2f} {each}, {word} the aim of {AIM:g}.")
+    return lines
+
+
+def table(series: Sequence[Series]) -> list[list[str]]:
+    """Rows of text: name, size, time, time per item, growth since the row before."""
+    rows = []
+    for one in series:
+        growth = ["", *(f"{exponent:.2f}" for exponent in one.growth())]
+        for number, size in enumerate(one.sizes):
+            rows.append(
+                [
+                    "" if number else one.name,
+                    f"{size:,} {one.item}",
+                    f"{one.microseconds[number]:,.1f}",
+                    f"{one.per_item()[number]:.3f}",
+                    growth[number],
+                ]
+            )
+    return rows
+
+
+def as_json(series: Sequence[Series], costs: Sequence[outputs.Cost]) -> dict[str, object]:
+    """Everything measured and everything said."""
+    return {
+        "benchmark": "scheduler",
+        "machine": cpu_name(),
+        "python": platform.python_version(),
+        "block_size": BLOCK_SIZE,
+        "series": [
+            {**asdict(one), "per_item": one.per_item(), "growth": one.growth()} for one in series
+        ],
+        "engine": [asdict(one) for one in costs],
+        "statement": [*statement(series), *outputs.statement(costs)],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then print the tables, what they say, and JSON."""
+    parser = benchmark_parser("scheduler", __doc__, EXAMPLES)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    chosen, terminal = parser.parse_args(arguments), Terminal()
+    sizes = QUICK if chosen.quick else Sizes()
+    load = outputs.QUICK_LOAD if chosen.quick else outputs.Load()
+    steps = [task.run(terminal) for task in step_series(sizes)]
+    prefixes = [task.run(terminal) for task in prefix_series(sizes)]
+    costs = []
+    for name in outputs.WAYS:
+        with terminal.progress(f"Measuring {name}"):
+            costs.append(outputs.measure(name, load))
+    header = ["", "size", "microseconds", "per item", "growth"]
+    terminal.heading("One step: schedule and commit")
+    terminal.table(header, table(steps))
+    terminal.heading("One prompt in the prefix cache")
+    terminal.table(header, table(prefixes))
+    terminal.heading(f"All but the model: microseconds per row and step, {load.rows} rows")
+    terminal.table([*outputs.HEADER], outputs.table(costs))
+    result = as_json([*steps, *prefixes], costs)
+    for line in (*statement([*steps, *prefixes]), *outputs.statement(costs)):
+        terminal.paragraph(line)
+    write_result(result, chosen.json, terminal)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""`minillm bench speculation`: tokens per second with and without drafts, in turn.
+
+All variants are engines of this process over the same checkpoint. Within a repeat one after the
+other runs the same prompts, each repeat beginning with another one, and a ratio is that of two runs
+of the same repeat. The clock starts when every sequence has its first token and stops when all are
+complete. Prompts are
+
+    held-out    code that the embedded models were not trained on, greedy
+    sampled     the same at temperature 1
+    copy        a function, and the beginning of it once more: a text that repeats itself
+    random      random tokens with synthetic acceptance, where weights mean nothing
+
+The acceptance of the first three is measured. With "synthetic" drafts are accepted by chance with
+the rates that were asked for, whatever they are: only the time of such a run means something.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from minillm.lab.benchmarks.assisted import measure_assisted
+from minillm.lab.benchmarks.contest import spread
+from minillm.lab.benchmarks.others import disturbance, watching
+from minillm.errors import MinillmError
+from minillm.llm import LLM
+from minillm.plan.machine import cpu_name
+from minillm.api.sampling_params import SamplingParams
+from minillm.speculative.proposer import DraftRow
+from minillm.lab.training import corpus
+from minillm.lab.training.prompts import TEN_PROMPTS, held_out_prompts
+
+PLAIN = "plain"
+PROMPT_TOKENS = 128
+SEED = 16
+
+
+class RandomDrafts:
+    """A proposer that is never right but by chance: what drafts cost at worst."""
+
+    def __init__(self, vocab_size: int):
+        self._random, self._vocab_size = random.Random(SEED), vocab_size
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """As many random tokens as are wanted."""
+        pick = self._random.randrange
+        return [[pick(self._vocab_size) for _ in range(row.num_drafts)] for row in rows]
+
+
+@dataclass(frozen=True)
+class SpeculationWork:
+    """What is measured: `variants` are speculative_configs by name, None for plain decoding."""
+
+    model: str
+    variants: Mapping[str, Mapping[str, Any] | None]
+    workloads: tuple[str, ...]
+    batches: tuple[int, ...]
+    new_tokens: int
+    repeats: int
+    threads: int
+    dtype: str
+    acceptance: tuple[float, ...] | None = None
+    draft: str | None = None
+    vs_transformers: bool = False
+
+
+@dataclass
+class Run:
+    """One run of one variant."""
+
+    seconds: float
+    num_tokens: int
+    num_steps: int
+    num_drafts: int
+    num_draft_tokens: int
+    accepted_at: list[int]
+    step_seconds: dict[int, float]  # median time of steps by tokens computed in them
+    others: float = 0.0
+    token_ids: list[list[int]] = field(default_factory=list)
+
+
+def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]:
+    """All batches of all workloads."""
+    torch.set_num_threads(work.threads)
+    engines = {}
+    for name, config in work.variants.items():
+        say(f"loading {work.model} for {name}")
+        engines[name] = open_engine(work, config)
+    results = []
+    for workload in work.workloads:
+        for batch in work.batches:
+            prompts = prompts_of(workload, batch, engines[PLAIN])
+            params = params_of(workload, work.new_tokens)
+            runs = in_turn(engines, prompts, params, work.repeats, f"{workload} B={batch}", say)
+            for name, config in work.variants.items():
+                free = config is not None and "model" not in config
+                found = {"workload": workload, "batch": batch, "variant": name, "free_drafts": free}
+                results.append(found | result(runs[name], runs[PLAIN], batch))
+    return {
+        "benchmark": "speculation",
+        "model": work.model,
+        "machine": cpu_name(),
+        "threads": work.threads,
+        "dtype": work.dtype,
+        "new_tokens": work.new_tokens,
+        "repeats": work.repeats,
+        "synthetic_acceptance": work.acceptance,
+        "results": results,
+        "transformers": peers_of(work, engines[PLAIN], say),
+        "statement": disturbance(results),
+        "left_out": {},
+    }
+
+
+def peers_of(work: SpeculationWork, llm: LLM, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """What transformers gains by its own drafts, on the first prompt of each greedy workload."""
+    if not work.vs_transformers:
+        return []
+    greedy = [name for name in work.workloads if params_of(name, 1).greedy]
+    prompts = {name: prompts_of(name, 1, llm)[0] for name in greedy}
+    options = work.new_tokens, work.repeats, say
+    return measure_assisted(work.model, work.draft, work.dtype, prompts, *options)
+
+
+def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
+    """An engine of this variant, without a prefix cache: each run computes its prompts."""
+    return LLM(
+        work.model,
+        dtype=work.dtype,
+        load_format="dummy" if work.model.startswith("preset:") else "auto",
+        speculative_config=config,
+        enable_prefix_caching=False,
+        max_num_seqs=max(work.batches),
+        max_model_len=min(1024, PROMPT_TOKENS * 3 + work.new_tokens),
+        disable_log_stats=True,
+    )
+
+
+def in_turn(
+    engines: Mapping[str, LLM],
+    prompts: list[list[int]],
+    params: SamplingParams,
+    repeats: int,
+    name: str,
+    say: Callable[[str], None],
+) -> dict[str, list[Run]]:
+    """Runs of each variant, after one that is not counted."""
+    runs: dict[str, list[Run]] = {variant: [] for variant in engines}
+    order = list(engines)
+    for number in range(repeats + 1):
+        for variant in order:
+            say(f"{name}: {variant}, run {number} of {repeats}")
+            run = timed(engines[variant], prompts, params)
+            if number:
+                runs[variant].append(run)
+        order = [*order[1:], order[0]]
+    return runs
+
+
+def timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Run:
+    """One run: until all have their first token, and then against the clock."""
+    engine = llm.engine
+    lives = [
+        engine.add(engine.make_request(f"s{number}", None, ids, params))
+        for number, ids in enumerate(prompts)
+    ]
+
+    def num_tokens() -> int:
+        return sum(len(one.completions[0].token_ids) for one in lives)
+
+    while any(not one.completions[0].token_ids for one in lives):
+        engine.step()
+    counters = engine.scheduler.counters
+    before = snapshot(counters)
+    start_tokens, times = num_tokens(), defaultdict[int, list[float]](list)
+    with watching([]) as watch:
+        start = last = perf_counter()
+        while engine.has_work:
+            engine.step()
+            now = perf_counter()
+            computed = sum(row.num_tokens for row in engine.scheduler.record.rows)
+            times[computed].append(now - last)
+            last = now
+    after = snapshot(counters)
+    accepted = list(after[3])
+    for place, count in enumerate(before[3]):
+        accepted[place] -= count
+    return Run(
+        last - start,
+        num_tokens() - start_tokens,
+        after[0] - before[0],
+        after[1] - before[1],
+        after[2] - before[2],
+        accepted,
+        {computed: median(each) for computed, each in times.items()},
+        watch.share,
+        [list(one.completions[0].token_ids) for one in lives],
+    )
+
+
+def snapshot(counters: Any) -> tuple[int, int, int, list[int]]:
+    """The counters of steps and drafts."""
+    drafts = counters.num_drafts, counters.num_draft_tokens, list(counters.num_accepted_at)
+    return counters.num_steps, *drafts
+
+
+def result(own: Sequence[Run], plain: Sequence[Run], batch: int) -> dict[str, Any]:
+    """What is said about one variant: rates, its ratio to plain decoding in the same repeats, and
+    how drafts fared."""
+    ratios = [
+        (run.num_tokens / run.seconds) / (base.num_tokens / base.seconds)
+        for run, base in zip(own, plain, strict=True)
+    ]
+    drafts = sum(run.num_drafts for run in own)
+    accepted = [sum(each) for each in zip(*(run.accepted_at for run in own), strict=False)]
+    last = own[-1]
+    return {
+        "tokens_per_second": spread([run.num_tokens / run.seconds for run in own]),
+        "ratio": {**spread(ratios), "interval": interval(ratios)},
+        "tokens_per_step": sum(run.num_tokens for run in own)
+        / max(sum(run.num_steps for run in own), 1)
+        / batch,
+        "num_drafts": drafts,
+        "num_draft_tokens": sum(run.num_draft_tokens for run in own),
+        "acceptance": [count / drafts for count in accepted] if drafts else [],
+        "step_seconds": {str(key): last.step_seconds[key] for key in sorted(last.step_seconds)},
+        "same_tokens": last.token_ids == plain[-1].token_ids,
+        "others": median(run.others for run in own),
+    }
+
+
+def verification_cost(found: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """At batch 1: positions of a verification, and its step time over that of a plain step, the
+    median of all variants without a draft model."""
+    results = [one for one in found["results"] if one["batch"] == 1]
+    plain = {one["workload"]: one for one in results if one["variant"] == PLAIN}
+    costs: dict[int, list[float]] = {}
+    for one in results:
+        base = plain[one["workload"]]["step_seconds"].get("1")
+        for computed, seconds in one["step_seconds"].items():
+            if base and one["free_drafts"] and int(computed) > 1:
+                costs.setdefault(int(computed), []).append(seconds / base)
+    return [(computed, median(each)) for computed, each in sorted(costs.items())]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Bounds of the median: with 9 values the 2nd and the 8th hold it with probability 0.96 (order
+    statistics of the binomial law); with fewer than 6 the least and the most."""
+    ordered = sorted(values)
+    skipped = max((len(ordered) - 5) // 4, 0)
+    return ordered[skipped], ordered[-1 - skipped]
+
+
+# ---- prompts ----------------------------------------------------------------------------------
+
+
+def params_of(workload: str, new_tokens: int) -> SamplingParams:
+    """Greedy, or at temperature 1 where that is what is asked."""
+    temperature = 1.0 if workload == "sampled" else 0.0
+    return SamplingParams(
+        temperature=temperature, seed=SEED, max_tokens=new_tokens, ignore_eos=True
+    )
+
+
+def prompts_of(workload: str, batch: int, llm: LLM) -> list[list[int]]:
+    """`batch` prompts as token ids."""
+    vocab_size = llm.engine.source.config.vocab_size
+    if workload == "random":
+        rng = random.Random(SEED)
+        return [[rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+    if workload == "copy":
+        return [copy_prompt(ids) for ids in code(batch, llm, PROMPT_TOKENS)]
+    return code(batch, llm, PROMPT_TOKENS)
+
+
+def copy_prompt(ids: list[int]) -> list[int]:
+    """A text and its first quarter: what follows is in the prompt."""
+    return [*ids, *ids[: len(ids) // 4]]
+
+
+def code(count: int, llm: LLM, length: int) -> list[list[int]]:
+    """Stretches of code that the embedded models have not seen; where the standard library is
+    another than that of their training, the ten prompts of the model card, again and again."""
+    tokenizer = llm.engine.tokenizer
+    if tokenizer is None:
+        raise MinillmError("This model has no tokenizer, so it can only be measured with 'random'.")
+    with suppress(MinillmError, OSError):
+        return held_out_prompts(corpus.load_manifest(), tokenizer, max(count, 8), length)[:count]
+    texts = [TEN_PROMPTS[number % len(TEN_PROMPTS)] for number in range(count)]
+    return [tokenizer.encode(text) for text in texts]

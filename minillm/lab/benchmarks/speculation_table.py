@@ -1,0 +1,65 @@
+"""The table of `minillm bench speculation`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from minillm.lab.benchmarks.speculation import PLAIN, verification_cost
+from minillm.cli.terminal import Terminal
+
+
+def show(found: Mapping[str, Any], terminal: Terminal) -> None:
+    """One line for each variant at each batch, and what a verification costs."""
+    drafts = "synthetic acceptance" if found["synthetic_acceptance"] else "measured acceptance"
+    terminal.heading(
+        f"speculation: {found['model']}, {found['dtype']}, {drafts}, {found['machine']}"
+    )
+    rows = [
+        [
+            one["workload"],
+            str(one["batch"]),
+            one["variant"],
+            f"{one['tokens_per_second']['median']:,.0f}",
+            ratio(one),
+            f"{one['tokens_per_step']:.2f}",
+            " ".join(f"{rate:.2f}" for rate in one["acceptance"]) or "-",
+            f"{one['others']:.0%}",
+        ]
+        for one in found["results"]
+    ]
+    terminal.table(
+        ["prompts", "batch", "variant", "tok/s", "over plain", "tokens per step",
+         "accepted at 1, 2, ...", "others"],
+        rows,
+    )  # fmt: skip
+    if found["transformers"]:
+        terminal.table(
+            ["transformers, batch 1", "variant", "tok/s", "over its plain"],
+            [
+                [
+                    one["workload"],
+                    one["variant"],
+                    f"{one['tokens_per_second']['median']:,.0f}",
+                    f"{one['ratio']['median']:.2f}",
+                ]
+                for one in found["transformers"]
+            ],
+        )
+    costs = [f"{n} positions {cost:.2f}x" for n, cost in verification_cost(found)]
+    if costs:
+        terminal.paragraph(f"Time of a step at batch 1 over a plain step: {', '.join(costs)}.")
+    if found["synthetic_acceptance"]:
+        rates = ", ".join(f"{rate:.2f}" for rate in found["synthetic_acceptance"])
+        terminal.paragraph(
+            f"Acceptance is synthetic: drafts are accepted by chance, at rates {rates}"
+            f"{found.get('acceptance_from', '')}. Only the times mean something."
+        )
+    for line in [*found["statement"], *found["left_out"].values()]:
+        terminal.paragraph(line)
+
+
+def ratio(one: Mapping[str, Any]) -> str:
+    """Median of the ratios to plain decoding, and the interval that holds it."""
+    if one["variant"] == PLAIN:
+        return "1"
+    low, high = one["ratio"]["interval"]
+    return f"{one['ratio']['median']:.2f} ({low:.2f} to {high:.2f})"

@@ -1,0 +1,142 @@
+"""`minillm bench startup`: seconds from the start of a process to its first token.
+
+Ours is ``minillm generate``; another engine's process is a script of a few lines in its own
+environment that loads the model and asks for one token (peers/run.py). The first run of each is
+not counted: it fills the page cache, and it lets an engine that compiles do that.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from minillm.lab.benchmarks.checkpoint import cache_folder
+from minillm.lab.benchmarks.contest import spread
+from minillm.lab.benchmarks.engine_process import (
+    OWN,
+    RUN,
+    EngineFailedError,
+    end_group,
+    environment,
+    last_line,
+    python_of,
+)
+from minillm.lab.benchmarks.others import watching
+from minillm.cli.terminal import Terminal, seconds
+from minillm.plan.machine import cpu_name
+
+PROMPT = "Once upon a time"
+TIMEOUT = 600.0
+
+
+def command_of(name: str, folder: str, threads: int, dtype: str) -> list[str]:
+    """What is started. MissingPeerError where an engine has no environment."""
+    if name == OWN:
+        return [sys.executable, "-m", "minillm", "generate", PROMPT, "--model", folder,
+                "--dtype", dtype, "--max-tokens", "2", "--ignore-eos"]  # fmt: skip
+    told = {
+        "prompt": list(range(1, len(PROMPT) + 1)),
+        "model": folder,
+        "dtype": dtype,
+        "device": "cpu",
+        "threads": threads,
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_bytes": 2**30,
+        "cache": str(cache_folder()),
+    }
+    return [python_of(name), str(RUN), name, json.dumps(told)]
+
+
+def first_output(name: str, command: Sequence[str], threads: int, log: Path) -> tuple[float, float]:
+    """Seconds until a process writes something to its standard output, which is then ended, and
+    the share of the processors that other programs used meanwhile."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as errors:
+        start = perf_counter()
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL,
+            env=environment(name, threads), start_new_session=True,
+        )  # fmt: skip
+        try:
+            with watching([process.pid]) as watch:
+                first = process.stdout.read(1) if process.stdout else b""
+                taken = perf_counter() - start
+        finally:
+            end_group(process)
+    if not first:
+        raise EngineFailedError(f"{name} ended without a token; its last words: {last_line(log)}")
+    return taken, watch.share
+
+
+def measure(
+    name: str,
+    folder: str,
+    engines: Sequence[str],
+    threads: int,
+    dtype: str,
+    repeats: int,
+    say: Callable[[str], Any] = lambda what: None,
+) -> dict[str, Any]:
+    """Every engine in turn, `repeats` times after one that does not count."""
+    left_out: dict[str, str] = {}
+    runs: dict[str, list[tuple[float, float]]] = {}
+    for number in range(-1, repeats):
+        for engine in engines:
+            if engine in left_out:
+                continue
+            say(f"{engine}: {'warm-up' if number < 0 else f'start {number + 1}'}")
+            try:
+                command = command_of(engine, folder, threads, dtype)
+                log = cache_folder() / "logs" / f"{engine}-startup.log"
+                runs.setdefault(engine, []).append(first_output(engine, command, threads, log))
+            except EngineFailedError as error:
+                left_out[engine] = str(error)
+    results = [result(engine, each) for engine, each in runs.items() if engine not in left_out]
+    return {
+        "benchmark": "startup", "machine": cpu_name(), "model": name, "dtype": dtype,
+        "threads": threads, "repeats": repeats, "left_out": left_out, "results": results,
+        "statement": statement(results),
+    }  # fmt: skip
+
+
+def result(engine: str, runs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """One engine's starts: the first apart, then all others."""
+    first, *rest = runs
+    return {
+        "engine": engine,
+        "first_run_seconds": first[0],
+        "seconds": spread([taken for taken, _ in rest]),
+        "others": max(others for _, others in rest),
+        "runs": [taken for taken, _ in rest],
+    }
+
+
+def statement(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many times longer the others take."""
+    own = [one["seconds"]["median"] for one in results if one["engine"] == OWN]
+    return [
+        f"{one['engine']} takes {one['seconds']['median'] / own[0]:.1f} times as long."
+        for one in results
+        if own and one["engine"] != OWN
+    ]
+
+
+def show(found: Mapping[str, Any], terminal: Terminal) -> None:
+    """The table, and what it says."""
+    terminal.heading(f"startup: {found['model']}, {found['dtype']}, {found['machine']}")
+    rows = [
+        [one["engine"], *(seconds(one["seconds"][each]) for each in ("min", "median", "max")),
+         seconds(one["first_run_seconds"]), f"{one['others']:.0%}"]
+        for one in found["results"]
+    ]  # fmt: skip
+    if rows:
+        terminal.table(
+            ["process start to first token", "min", "median", "max", "first run", "others"], rows
+        )
+    for line in [*found["statement"], *found["left_out"].values()]:
+        terminal.paragraph(line)

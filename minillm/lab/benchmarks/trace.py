@@ -1,0 +1,227 @@
+"""What recording costs: microseconds and bytes per step, and what its files and drawings take.
+
+The recording itself (the logbook's entries, the clock, the trace with its oldest steps falling off)
+is timed in place, inside real decode steps of a model; the difference of two whole runs would drown
+in the noise of their steps. A second part saves, reads and draws a long trace without a model.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from minillm.lab.benchmarks.report import benchmark_parser, write_result
+from minillm.cache.manager import BlockManager
+from minillm.cli.terminal import Terminal, size
+from minillm.engine.loop import Engine
+from minillm.api.engine_args import EngineArgs
+from minillm.plan.machine import cpu_name
+from minillm.api.sampling_params import SamplingParams
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.data_parallel import schedulers_of
+from minillm.scheduling.record import Logbook
+from minillm.scheduling.request import Request
+from minillm.scheduling.scheduler import Scheduler
+from minillm.trace.recorder import Trace, TraceSettings
+
+EXAMPLES = """examples:
+  python -m minillm.lab.benchmarks.trace                    with the embedded model
+  python -m minillm.lab.benchmarks.trace --model preset:smollm2-135m
+  python -m minillm.lab.benchmarks.trace --quick            small sizes: does it run at all?
+"""
+AIM = 0.01  # of the time of a step
+CLOCKS = 4  # how often a step looks at the clock
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Medians over the steps of one run, in seconds."""
+
+    running: int
+    step: float
+    recording: float
+
+    @property
+    def share(self) -> float:
+        """Of the step, what recording took."""
+        return self.recording / self.step
+
+
+class Stopwatch:
+    """Adds up the time inside some methods, less what the watch itself takes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        empty = self.watched(lambda: None)
+        times = []
+        for _ in range(200):
+            self.seconds = 0.0
+            empty()
+            times.append(self.seconds)
+        self.own, self.seconds = median(times), 0.0
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, timed."""
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+
+@contextmanager
+def watching(engine: Engine, watch: Stopwatch) -> Iterator[None]:
+    """Time everything that an engine does for its trace only."""
+    log, trace = schedulers_of(engine.scheduler)[0].log, engine.trace
+    names = [name for name in vars(Logbook) if not name.startswith("_")]
+    for name in names:
+        setattr(log, name, watch.watched(getattr(log, name)))
+    trace.append = watch.watched(trace.append)  # type: ignore[method-assign]
+    yield
+    for name in names:
+        delattr(log, name)
+    del trace.append
+
+
+def measure(model: str, running: int, steps: int) -> Recording:
+    """Decode with so many sequences, in a trace that is full."""
+    load = "dummy" if model.startswith("preset:") else "auto"
+    engine = Engine(EngineArgs(model, load_format=load, max_num_seqs=running, max_model_len=512))
+    clock = timed_clock()
+    # Full after a few steps, so that each further one lets an old one go.
+    engine.trace = Trace(engine.trace.settings, capacity=4 * (running + 8))
+    params = SamplingParams(max_tokens=steps + 16, ignore_eos=True, temperature=0.0)
+    for number in range(running):
+        engine.add(engine.make_request(str(number), None, [1 + number % 50, 2, 3], params))
+    for _ in range(8):
+        engine.step()
+    watch = Stopwatch()
+    times, costs = [], []
+    with watching(engine, watch):
+        for _ in range(steps):
+            watch.seconds, start = 0.0, time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - start)
+            costs.append(max(watch.seconds - 2 * watch.own, 0.0) + CLOCKS * clock)
+    engine.close()
+    return Recording(running, median(times), median(costs))
+
+
+def timed_clock() -> float:
+    """Seconds that one look at the clock takes."""
+    start = time.perf_counter()
+    for _ in range(10_000):
+        time.perf_counter()
+    return (time.perf_counter() - start) / 10_000
+
+
+# ---- a long trace ------------------------------------------------------------------------------
+
+
+def long_trace(num_requests: int, num_steps: int, seed: int = 0) -> Trace:
+    """Requests that arrive over the whole time, in too few blocks; one step takes 20 ms. Only the
+    scheduler runs: clock and tokens are made up."""
+    rng = random.Random(seed)
+    per_request = num_steps * 24 / num_requests  # so that about 24 run at a time
+    # On average a sequence has 240 tokens of prompt and half of its answer: too few blocks for 24.
+    blocks = BlockManager(int(24 * (240 + per_request / 2) / 16 * 0.8), 16, "hash")
+    config = SchedulerConfig(max_num_seqs=48, max_num_batched_tokens=512)
+    settings = TraceSettings(
+        block_size=16, num_blocks=blocks.pool.num_blocks, max_num_seqs=48, clock=None, wall=None,
+        max_num_batched_tokens=512, policy="fcfs", preemption="recompute", prefix_cache="hash",
+    )  # fmt: skip
+    scheduler, trace = Scheduler(config, blocks), Trace(settings, capacity=2**40)
+    arrivals = sorted(rng.randrange(int(num_steps * 0.9)) for _ in range(num_requests))
+    shared, now, added = [rng.randrange(999) for _ in range(64)], 0.0, 0
+    for step in range(num_steps):
+        while added < num_requests and arrivals[added] <= step:
+            prompt = shared * (added % 3 == 0) + rng.choices(range(999), k=rng.randrange(20, 400))
+            length = 1 + int(rng.expovariate(1 / per_request))
+            params = SamplingParams(n=1 + (added % 10 == 0))
+            scheduler.add(Request(f"request-{added}", tuple(prompt), params, length, arrival=now))
+            added += 1
+        if scheduler.has_work:
+            plan = scheduler.schedule()
+            trace.append(scheduler.record)
+            sampled: dict[int, list[int | None]] = {
+                row.seq_id: [rng.randrange(999)] * row.num_samples for row in plan.rows
+            }
+            scheduler.commit(plan, sampled)
+            record = scheduler.record
+            record.started, record.planned = now, now + 0.0005
+            record.computed, record.delivered = now + 0.0195, now + 0.02
+        now += 0.02
+    return trace
+
+
+def forms(trace: Trace) -> list[tuple[str, float, int]]:
+    """Each form of a trace: seconds to make it, and its bytes."""
+    results = []
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace"
+        for name, make in {
+            "JSON lines, saved": lambda: trace.save(path),
+            "JSON lines, read": lambda: Trace.load(path),
+            "page (minillm trace view)": lambda: trace.save_html(path),
+            "Chrome events": lambda: trace.save_chrome(path),
+        }.items():
+            start = time.perf_counter()
+            make()
+            results.append((name, time.perf_counter() - start, path.stat().st_size))
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then print the tables, what they say, and JSON."""
+    parser = benchmark_parser("trace", __doc__, EXAMPLES)
+    parser.add_argument("--model", default="tiny", help="which model decodes (tiny)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    chosen, terminal = parser.parse_args(arguments), Terminal()
+    batches, steps = ((1, 4), 6) if chosen.quick else ((1, 16, 64), 100)
+    torch.set_num_threads(1)  # for so small a model a second thread is only waited for
+    recordings = []
+    for running in batches:
+        with terminal.progress(f"{chosen.model}, {running} sequences"):
+            recordings.append(measure(chosen.model, running, steps))
+    num_requests, num_steps = (20, 60) if chosen.quick else (1_000, 5_000)
+    with terminal.progress(f"a trace of {num_requests:,} requests and {num_steps:,} steps"):
+        trace = long_trace(num_requests, num_steps)
+        written = forms(trace)
+    terminal.heading(f"Recording, beside one decode step of {chosen.model}")
+    rows = [
+        [f"{one.running}", f"{one.step * 1e3:.2f}", f"{one.recording * 1e6:.0f}",
+         f"{one.share:.2%}"] for one in recordings
+    ]  # fmt: skip
+    terminal.table(["running", "step, ms", "recording, us", "share"], rows)
+    worst = max(one.share for one in recordings)
+    verdict = "reached" if worst < AIM else "missed"
+    terminal.paragraph(f"At most {worst:.2%} of a step; the aim of {AIM:.0%} is {verdict}.")
+    num_rows = sum(len(record.rows) for record in trace)
+    terminal.heading(f"{num_requests:,} requests, {len(trace):,} steps, {num_rows:,} rows")
+    form_rows = [[name, f"{seconds:.2f}", size(count)] for name, seconds, count in written]
+    terminal.table(["form", "seconds", "size"], form_rows)
+    result = {
+        "benchmark": "trace",
+        "machine": cpu_name(),
+        "model": chosen.model,
+        "recording": [asdict(one) | {"share": one.share} for one in recordings],
+        "forms": [{"name": n, "seconds": s, "bytes": b} for n, s, b in written],
+    }
+    write_result(result, chosen.json, terminal)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,400 @@
+"""How fast it is, over what is possible at most, and beside other engines."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.cli.terminal import Terminal
+from minillm.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from minillm.lab.benchmarks.compare import Work
+    from minillm.config import ModelConfig
+
+USAGE = "WHAT [MODEL] [options]"
+EXAMPLES = """\
+decode     one token after the other    prefill    prompts
+offline    requests of mixed lengths    startup    process start to first token
+scheduler  deciding, without a model    kernels    Triton kernels, on a GPU
+parallel   ranks on this machine, and predictions for others
+scale      decode, many batches and contexts    speculation   drafts, on tiny
+
+--vs needs engines that 'make peers' sets up, each in its own environment.
+
+examples:
+  minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
+  minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
+  minillm bench scale --plot scale.png
+"""
+MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
+COMPARED = ("decode", "prefill", "offline")
+DRAFTING = ("draft", "acceptance")
+# Which options a benchmark has, beyond --json and --quick; the others are refused, not ignored.
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "decode": ("batch", "context", "new_tokens", "repeats", "vs", "threads", "dtype", "device"),
+    "prefill": ("batch", "context", "repeats", "vs", "threads", "dtype", "device"),
+    "offline": ("requests", "lengths", "repeats", "vs", "threads", "dtype", "device"),
+    "startup": ("repeats", "vs", "threads", "dtype"),
+    "scale": ("batch", "context", "new_tokens", "repeats", "threads", "dtype", "plot"),
+    "speculation": ("batch", "new_tokens", "repeats", "vs", "threads", "dtype", *DRAFTING),
+    "scheduler": (),
+    "parallel": (),
+    "kernels": (),
+}
+DEFAULTS: Mapping[str, Any] = {
+    "batch": "1,16", "context": "128", "new_tokens": 32, "repeats": 5, "requests": 64,
+    "lengths": "lognormal", "vs": "",
+}  # fmt: skip
+QUICK: Mapping[str, Any] = {
+    "batch": "1,2", "context": "16", "new_tokens": 6, "repeats": 2, "requests": 4,
+    "lengths": "lognormal", "vs": "",
+}  # fmt: skip
+# Where these are asked for, instead of the above.
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "scale": {"batch": "1,2,4,8,16,32,64", "context": "128,512,1024,2048,4096,8192",
+              "new_tokens": 8, "repeats": 3},
+    "speculation": {"batch": "1,4,16,64", "new_tokens": 128, "repeats": 9},
+}  # fmt: skip
+QUICK_SIZES: Mapping[str, Mapping[str, Any]] = {"scale": {"context": "32,64", "new_tokens": 4}}
+MODULES: Mapping[str, str] = {
+    "scheduler": "minillm.lab.benchmarks.scheduler", "parallel": "minillm.lab.benchmarks.parallel",
+    "kernels": "minillm_kernels.bench.__main__",
+}  # fmt: skip
+# Sequences at once, and tokens of a prompt and of an answer, at most.
+OFFLINE: Mapping[str, tuple[int, int, int]] = {
+    "lognormal": (64, 1024, 512), "uniform": (256, 1024, 1024),
+}  # fmt: skip
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    option = parser.add_argument
+    option("what", metavar="WHAT", help=f"{', '.join([*OPTIONS][:-1])} or {[*OPTIONS][-1]}")
+    option("model", metavar="MODEL", nargs="?",
+           help=f"embedded name, folder, hub id or preset:NAME ({MODEL})")  # fmt: skip
+    option("--batch", metavar="1,16", help="sequences computed together (1,16)")
+    option("--context", metavar="128", help="tokens of each prompt (128)")
+    option("--new-tokens", metavar="N", type=int, help="tokens after each prompt (32)")
+    option("--requests", metavar="N", type=int, help="offline: how many (64)")
+    option("--lengths", metavar="NAME",
+           help="offline: lognormal, or uniform from 100 to 1024 (lognormal)")  # fmt: skip
+    option("--repeats", metavar="N", type=int, help="runs of each engine (5)")
+    option("--vs", metavar="NAMES", help="transformers, vllm, openvino: in turn with minillm")
+    option("--threads", metavar="N", type=int, help="of every engine (all processors)")
+    option("--dtype", metavar="NAME",
+           help="of weights and KV cache in every engine (bfloat16 where it is fast)")  # fmt: skip
+    option("--device", metavar="NAME", help="cpu or cuda (cpu)")
+    option("--draft", metavar="MODEL", help="speculation: a draft model (tiny has tiny-draft)")
+    option("--acceptance", metavar="0.9,0.8",
+           help="speculation: accept drafts by chance at these rates (synthetic)")  # fmt: skip
+    option("--plot", metavar="FILE", help="scale: draw it into FILE, as .png, .svg or .pdf")
+    option("--json", metavar="FILE", help="write everything measured into FILE")
+    option("--quick", action="store_true", help="small sizes, to see that it runs")
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Measure, print a table, write JSON, and return the exit code."""
+    if args.what not in OPTIONS:
+        raise ConfigError(
+            f"There is no benchmark {args.what!r}; there are {', '.join(OPTIONS)}."
+            f"{did_you_mean(args.what, OPTIONS)}"
+        )
+    refuse_options(args)
+    check_file("--json", args.json)
+    return RUNNERS.get(args.what, compare)(args, terminal)
+
+
+def refuse_options(args: Namespace) -> None:
+    """An ignored option would look like a broken one."""
+    own = OPTIONS[args.what]
+    for name in dict.fromkeys(name for names in OPTIONS.values() for name in names):
+        if name not in own and getattr(args, name) is not None:
+            owners = [what for what, names in OPTIONS.items() if name in names]
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for {', '.join(owners)}; leave it out of "
+                f"'minillm bench {args.what}'."
+            )
+    if not own and args.model is not None:
+        raise ConfigError(f"'minillm bench {args.what}' takes no model; leave out {args.model!r}.")
+
+
+def check_file(option: str, name: str | None) -> None:
+    """Refuse a place that cannot be written, before minutes have passed."""
+    if name is not None and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
+        raise ConfigError(f"{option} {name}: this is a folder, or its folder does not exist.")
+
+
+# ---- comparisons ------------------------------------------------------------------------------
+
+
+def compare(args: Namespace, terminal: Terminal) -> int:
+    """decode, prefill and offline."""
+    work = work_of(args, terminal)
+    from minillm.lab.benchmarks.compare import measure
+    from minillm.lab.benchmarks.compare_table import show
+
+    with progress(terminal) as say:
+        found = measure(work, say)
+    return finish(found, args, terminal, show)
+
+
+@contextmanager
+def progress(terminal: Terminal) -> Iterator[Callable[[str], None]]:
+    """Says what is being done: in one line of a terminal, which forgets it at the end, or in as
+    many of a log."""
+    live = terminal.err.isatty()
+
+    def say(what: str) -> None:
+        terminal.err.write(f"\r\x1b[K{what[: terminal.width - 4]} ..." if live else what + "\n")
+        terminal.err.flush()
+
+    try:
+        yield say
+    finally:
+        if live:
+            terminal.err.write("\r\x1b[K")
+
+
+def finish(
+    found: dict[str, Any],
+    args: Namespace,
+    terminal: Terminal,
+    show: Callable[[Mapping[str, Any], Terminal], None],
+) -> int:
+    """The table, the JSON, and 1 where this engine itself failed."""
+    from minillm.lab.benchmarks.engine_process import OWN
+
+    show(found, terminal)
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps(found) + "\n", "utf-8")
+    return 1 if OWN in found["left_out"] else 0
+
+
+def work_of(args: Namespace, terminal: Terminal) -> "Work":
+    """What was asked for, checked."""
+    given = settings(args)
+    engines = engines_of(given["vs"], given["device"])
+    name = args.model or (QUICK_MODEL if args.quick else MODEL)
+    from minillm.lab.commands.plan import find_config
+
+    config = find_config(name)
+    cases = cases_of(args.what, given, config)
+    check_dtype(given["dtype"])
+    from minillm.lab.benchmarks.compare import Work
+
+    return Work(
+        what=args.what,
+        name=name,
+        model=model_for(name, engines, given["dtype"], terminal),
+        config=config,
+        cases=cases,
+        repeats=given["repeats"],
+        engines=engines,
+        threads=given["threads"],
+        dtype=given["dtype"],
+        device=given["device"],
+        requests=given["requests"],
+        lengths=given["lengths"],
+        extra=0 if args.quick else given["repeats"],
+        fresh=not args.quick,
+    )
+
+
+def settings(args: Namespace) -> dict[str, Any]:
+    """The options with what they are where they are not given."""
+    from minillm.plan import machine
+
+    values = dict(QUICK if args.quick else DEFAULTS)
+    values |= (QUICK_SIZES if args.quick else SIZES).get(args.what, {})
+    values |= {
+        "threads": machine.cpu_count(),
+        "dtype": "bfloat16" if machine.cpu_has_bf16() else "float32",
+        "device": "cpu",
+    }
+    values |= {name: value for name in values if (value := getattr(args, name)) is not None}
+    for name in ("new_tokens", "repeats", "requests", "threads"):
+        least = 2 if name == "new_tokens" else 1
+        if values[name] < least:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is {values[name]}; it must be at least {least}.")
+    for name in ("batch", "context"):
+        values[name] = numbers(f"--{name}", values[name])
+    return values
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """``1,16`` as numbers of at least 1."""
+    try:
+        values = tuple(int(item) for item in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1:
+        raise ConfigError(
+            f"{option} is {text[:40]!r}; it must be whole numbers from 1 up, such as 1,16."
+        )
+    return values
+
+
+def engines_of(text: str, device: str) -> tuple[str, ...]:
+    """Ours and those named."""
+    from minillm.lab.benchmarks.engine_process import OWN, PEERS
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(
+                f"--vs knows no engine {name!r}; it knows {', '.join(PEERS)}."
+                f"{did_you_mean(name, PEERS)}"
+            )
+    if device != "cpu" and names:
+        raise ConfigError(f"--vs compares on a CPU; leave it out with --device {device}.")
+    if device != "cpu" and not device.startswith("cuda"):
+        raise ConfigError(f"--device is {device!r}; it must be cpu or cuda.")
+    return (OWN, *dict.fromkeys(names))
+
+
+def check_dtype(name: str) -> None:
+    """Precisions that every engine here has."""
+    if name not in ("bfloat16", "float32"):
+        raise ConfigError(f"--dtype is {name!r}; it must be bfloat16 or float32.")
+
+
+def cases_of(what: str, given: Mapping[str, Any], config: "ModelConfig") -> tuple[Any, ...]:
+    """Every batch at every context; for "offline" the most that a request may have."""
+    from minillm.lab.benchmarks.contest import Case
+
+    longest = config.longest_context
+    if what == "offline":
+        if given["lengths"] not in OFFLINE:
+            raise ConfigError(
+                f"--lengths is {given['lengths']!r}; it must be lognormal or uniform."
+            )
+        seats, prompt, new_tokens = OFFLINE[given["lengths"]]
+        batch = min(seats, given["requests"])
+        return (Case(batch, min(prompt, longest // 2), min(new_tokens, longest // 4)),)
+    new_tokens = 1 if what == "prefill" else given["new_tokens"]
+    for context in given["context"]:
+        if context + new_tokens > longest:
+            raise ConfigError(
+                f"--context is {context}; with {new_tokens} new tokens that is beyond the "
+                f"{longest} positions of this model."
+            )
+    return tuple(
+        Case(batch, context, new_tokens) for context in given["context"] for batch in given["batch"]
+    )
+
+
+def model_for(name: str, engines: tuple[str, ...], dtype: str, terminal: Terminal) -> str:
+    """What the engines open. A preset becomes a folder of random weights where others read it."""
+    if name.startswith("preset:"):
+        if len(engines) == 1:
+            return name
+        from minillm.lab.benchmarks.checkpoint import checkpoint_of
+
+        with terminal.progress("Writing random weights"):
+            folder = checkpoint_of(name.removeprefix("preset:"), dtype)
+        terminal.remark(f"{name} with random weights is in {folder}")
+        return str(folder)
+    if len(engines) == 1:
+        return name
+    from minillm.models.checkpoint import find_folder
+
+    return str(find_folder(name).resolve())
+
+
+# ---- the others -------------------------------------------------------------------------------
+
+
+def startup(args: Namespace, terminal: Terminal) -> int:
+    """Process start to first token."""
+    given = settings(args)
+    engines = engines_of(given["vs"], "cpu")
+    check_dtype(given["dtype"])
+    name = args.model or (QUICK_MODEL if args.quick else MODEL)
+    from minillm.lab.commands.plan import find_config
+
+    find_config(name)
+    # A preset is written here in any case: making random weights is nothing that a user waits for.
+    folder = model_for(name, (*engines, ""), given["dtype"], terminal)
+    from minillm.lab.benchmarks import startup as benchmark
+
+    with progress(terminal) as say:
+        found = benchmark.measure(
+            name, folder, engines, given["threads"], given["dtype"], given["repeats"], say
+        )
+    return finish(found, args, terminal, benchmark.show)
+
+
+def elsewhere(args: Namespace, terminal: Terminal) -> int:
+    """A benchmark that is a module of its own, as ``python -m MODULE``."""
+    code: int = import_module(MODULES[args.what]).main(passed_on(args))
+    return code
+
+
+def scale(args: Namespace, terminal: Terminal) -> int:
+    """Decode steps against batch and context."""
+    from minillm.lab.commands.plan import find_config
+
+    given = settings(args)
+    check_dtype(given["dtype"])
+    check_file("--plot", args.plot)
+    name = args.model or (QUICK_MODEL if args.quick else MODEL)
+    config = find_config(name)
+    check_contexts(given, config, asked=args.context is not None)
+    from minillm.lab.benchmarks import scale as benchmark
+    from minillm.lab.benchmarks.scale_plot import check_plot, draw
+    from minillm.lab.benchmarks.scale_table import show
+
+    if args.plot is not None:
+        check_plot(args.plot)
+    cases = benchmark.cases_of(given["batch"], given["context"])
+    options = (given["new_tokens"], given["repeats"], given["threads"], given["dtype"])
+    work = benchmark.ScaleWork(name, config, cases, *options, fresh=not args.quick)
+    with progress(terminal) as say:
+        found = benchmark.measure(work, say)
+    show(found, terminal)
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps(found) + "\n", "utf-8")
+    if args.plot is not None:
+        draw(found, args.plot)
+    return 0
+
+
+def check_contexts(given: dict[str, Any], config: "ModelConfig", asked: bool) -> None:
+    """Contexts must hold the steps that are timed, and fit into the model's positions; of those
+    that nobody asked for, the ones that fit remain."""
+    longest, least = config.longest_context, given["new_tokens"] + 4
+    if not asked:
+        fitting = tuple(n for n in given["context"] if least <= n <= longest)
+        given["context"] = fitting or (longest,)
+    if least > longest:
+        raise ConfigError(
+            f"--new-tokens is {given['new_tokens']}; with the {longest} positions of this model it "
+            f"must be at most {longest - 4}."
+        )
+    for context in given["context"]:
+        if not least <= context <= longest:
+            raise ConfigError(
+                f"--context is {context}; with {given['new_tokens']} new tokens it must be from "
+                f"{least} to {longest}, the positions of this model."
+            )
+
+
+def passed_on(args: Namespace) -> list[str]:
+    """The two options that every benchmark has."""
+    return ["--quick"] * args.quick + (["--json", args.json] if args.json is not None else [])
+
+
+def speculation(args: Namespace, terminal: Terminal) -> int:
+    """With drafts and without."""
+    return int(import_module("minillm.lab.commands.bench_speculation").speculation(args, terminal))
+
+
+RUNNERS: Mapping[str, Callable[[Namespace, Terminal], int]] = {
+    "startup": startup, "scale": scale, "speculation": speculation,
+    **dict.fromkeys(MODULES, elsewhere),
+}  # fmt: skip

@@ -1,0 +1,120 @@
+"""`minillm bench speculation`: which variants are measured on which prompts."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from minillm.lab.commands.bench import check_dtype, engines_of, finish, progress, settings
+from minillm.cli.terminal import Terminal
+from minillm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minillm.lab.benchmarks.speculation import SpeculationWork
+
+DRAFT_OF: Mapping[str, str] = {"tiny": "tiny-draft"}
+NUM_DRAFTS = 4
+SYNTHETIC = "synthetic"
+
+
+def speculation(args: Namespace, terminal: Terminal) -> int:
+    """Measure, print the table, write the JSON."""
+    work = work_of(args)
+    from minillm.lab.benchmarks.speculation import measure
+    from minillm.lab.benchmarks.speculation_table import show
+
+    with progress(terminal) as say:
+        found = measure(work, say)
+    return finish(found, args, terminal, show)
+
+
+def work_of(args: Namespace) -> "SpeculationWork":
+    """What was asked for, checked."""
+    given = settings(args)
+    check_dtype(given["dtype"])
+    name = args.model or "tiny"
+    peers = engines_of(given["vs"], "cpu")[1:]
+    if peers not in ((), ("transformers",)):
+        raise ConfigError(
+            f"--vs is {given['vs']!r}; 'minillm bench speculation' compares with transformers only."
+        )
+    draft = args.draft or DRAFT_OF.get(name)
+    from minillm.lab.benchmarks.speculation import SpeculationWork
+    from minillm.lab.commands.plan import find_config
+
+    config = find_config(name)
+    acceptance = None if args.acceptance is None else rates(args.acceptance)
+    random_weights = name.startswith("preset:")
+    if random_weights and acceptance is None:
+        raise ConfigError(
+            f"{name} has random weights, so its drafts are right by chance only; force an "
+            "acceptance such as --acceptance 0.9,0.8,0.7,0.6 to measure the cost of verification."
+        )
+    if acceptance is None:
+        variants = real_variants(draft, config.vocab_size)
+        workloads: tuple[str, ...] = ("held-out", "sampled", "copy")
+    else:
+        variants = synthetic_variants(draft, acceptance, config.vocab_size)
+        workloads = ("random",)
+    return SpeculationWork(
+        model=name,
+        variants=variants,
+        workloads=workloads,
+        batches=given["batch"],
+        new_tokens=given["new_tokens"],
+        repeats=given["repeats"],
+        threads=given["threads"],
+        dtype=given["dtype"],
+        acceptance=acceptance,
+        draft=draft,
+        vs_transformers=bool(peers),
+    )
+
+
+def real_variants(draft: str | None, vocab_size: int) -> dict[str, Mapping[str, Any] | None]:
+    """Plain decoding, n-grams, a draft model, and the worst proposer there is."""
+    from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
+
+    variants: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
+    for number in (NUM_DRAFTS, "auto"):
+        variants[f"ngram {number}"] = {"method": "ngram", "num_speculative_tokens": number}
+        if draft is not None:
+            variants[f"{draft} {number}"] = {"model": draft, "num_speculative_tokens": number}
+    wrong = RandomDrafts(vocab_size)
+    variants["random auto"] = {"method": wrong, "num_speculative_tokens": "auto"}
+    return variants
+
+
+def synthetic_variants(
+    draft: str | None, acceptance: tuple[float, ...], vocab_size: int
+) -> dict[str, Mapping[str, Any] | None]:
+    """Plain decoding, and drafts that are accepted at given rates: drawn at no cost, as n-grams
+    are, and by a draft model."""
+    from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
+
+    forced = {
+        "num_speculative_tokens": len(acceptance),
+        "rejection_sample_method": SYNTHETIC,
+        "synthetic_acceptance_rates": acceptance,
+    }
+    variants: dict[str, Mapping[str, Any] | None] = {
+        PLAIN: None,
+        f"free drafts {len(acceptance)}, {SYNTHETIC}": {"method": RandomDrafts(vocab_size)}
+        | forced,
+    }
+    if draft is not None:
+        variants[f"{draft} {len(acceptance)}, {SYNTHETIC}"] = {"model": draft} | forced
+    return variants
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """``0.9,0.8`` as probabilities."""
+    try:
+        values = tuple(float(item) for item in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise ConfigError(
+            f"--acceptance is {text[:40]!r}; it must be numbers from 0 to 1, one for each draft, "
+            "such as 0.9,0.8,0.7,0.6."
+        )
+    return values

@@ -1,0 +1,289 @@
+"""What a model is and needs; without MODEL, what there is to run and on what."""
+
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minillm.plan import machine
+from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds, size
+from minillm.config import ModelConfig, RopeConfig
+from minillm.plan.cost import kv_bytes_per_token, memory_plan, weight_bytes
+from minillm.errors import ModelNotFoundError
+from minillm.lab.ceilings import measure
+from minillm.plan.parameters import parameter_count
+from minillm.models.presets import PRESETS, preset
+
+if TYPE_CHECKING:
+    from minillm.models.checkpoint import ModelSource
+
+USAGE = "[MODEL]"
+EXAMPLES = """\
+examples:
+  minillm info                        embedded models, presets, and this machine
+  minillm info tiny
+  minillm info preset:deepseek-v3
+  minillm info PATH_TO_A_HF_FOLDER
+"""
+NOT_FETCHED = "the weights are not downloaded; the first generate or chat fetches them"
+CONTEXT = 4096  # tokens of the context whose memory is stated
+# safetensors' names of what a tensor holds, as torch calls them.
+STORED: Mapping[str, str] = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("model", metavar="MODEL", nargs="?",
+                        help="embedded name, folder, hub id or preset:NAME")  # fmt: skip
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Describe the model or the machine, and return the exit code."""
+    if args.model is None:
+        describe_everything(terminal)
+    elif args.model.startswith("preset:"):
+        config = preset(args.model.removeprefix("preset:"))
+        terminal.heading(args.model)
+        terminal.rows([*shape(config), *needs(config)])
+        terminal.line("  A shape without weights: --load-format dummy gives it random ones.")
+    else:
+        describe_checkpoint(args.model, terminal)
+    return 0
+
+
+# ---- one model ---------------------------------------------------------------------------
+
+
+def describe_checkpoint(model: str, terminal: Terminal) -> None:
+    """Everything the files say, without reading or fetching a weight. What the loader would refuse
+    for its names, shapes or types is refused here in the same words."""
+    from minillm.models.checkpoint import open_model
+
+    source = open_model(model)
+    files = stored_files(source)
+    weights = files_line(files, check_headers(source, files)) if files else NOT_FETCHED
+    terminal.heading(model)
+    terminal.rows(
+        [
+            *shape(source.config),
+            ("files", weights),
+            ("tokenizer", tokenizer_line(source)),
+            *needs(source.config),
+            ("folder", str(source.folder)),
+        ]
+    )
+
+
+def stored_files(source: "ModelSource") -> list[Path]:
+    """The weight files on this machine; none for a hub id that was never loaded."""
+    from minillm.models.checkpoint import shard_files
+
+    try:
+        return shard_files(source.folder) if source.folder else []
+    except ModelNotFoundError:
+        if source.hub_id:
+            return []
+        raise
+
+
+def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
+    """Compare the files' headers with the model; returns bytes per stored dtype."""
+    import torch
+
+    from minillm.models.checkpoint import open_shard, shard_shapes
+    from minillm.models.decoder import Decoder
+    from minillm.models.loader import check_tensors
+
+    wanted = Decoder(source.config, device="meta").checkpoint_tensors()
+    shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
+    check_tensors(source, wanted, shapes)
+    stored: Counter[str] = Counter()
+    for path in files:
+        with open_shard(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                dtype = STORED.get(part.get_dtype(), "uint8")
+                tensor = torch.empty(part.get_shape(), dtype=getattr(torch, dtype), device="meta")
+                if name in wanted:  # the loader's own check of what is stored
+                    wanted[name].load(tensor[wanted[name].slice.index])
+                stored[dtype] += tensor.nbytes
+    return stored
+
+
+def shape(config: ModelConfig) -> list[tuple[str, str]]:
+    """The architecture in words."""
+    count = parameter_count(config)
+    total = f"{billions(count.total)} ({count.total:,})"
+    if count.active != count.total:
+        total += f", of which a token uses {billions(count.active)}"
+    tied = ", the embedding is also the output matrix" * config.tie_word_embeddings
+    return [
+        ("family", f"{config.family}: {config.num_layers} layers, {config.hidden_size:,} wide, "
+         f"{config.vocab_size:,} tokens{tied}"),
+        ("attention", attention_line(config)),
+        ("MLP", mlp_line(config)),
+        ("parameters", total),
+        ("context", f"{config.longest_context:,} tokens; {rope_line(config.rope)}"),
+    ]  # fmt: skip
+
+
+def attention_line(config: ModelConfig) -> str:
+    """Heads, how they share keys and values, and windows."""
+    heads = f"{config.num_heads} heads of {config.head_dim}"
+    if config.mla:
+        text = f"latent (MLA), {heads}; the cache holds {config.mla.kv_lora_rank} latent + "
+        text += f"{config.mla.qk_rope_head_dim} rotated values for all of them"
+    elif config.num_kv_heads == config.num_heads:
+        text = f"multi-head (MHA), {heads}, each with its own keys and values"
+    else:
+        kind = "multi-query (MQA)" if config.num_kv_heads == 1 else "grouped (GQA)"
+        text = f"{kind}, {heads} share {plural(config.num_kv_heads, 'KV head')}"
+    text += ", q/k norm" * config.qk_norm + ", q/k/v bias" * config.qkv_bias
+    windows = [window for window in config.sliding_windows if window is not None]
+    if windows:
+        where = "" if len(windows) == config.num_layers else f" in {len(windows)} layers"
+        text += f"; sliding window of {windows[0]:,}{where}"
+    return text
+
+
+def mlp_line(config: ModelConfig) -> str:
+    """Dense, or which experts."""
+    dense = f"dense, {config.intermediate_size:,} wide"
+    moe = config.moe
+    if moe is None:
+        return dense
+    layers = sum(map(config.is_moe_layer, range(config.num_layers)))
+    text = f"{moe.num_experts} experts of {moe.intermediate_size:,}, "
+    text += f"{moe.num_experts_per_token} per token"
+    if moe.shared_intermediate_size:
+        text += f" + a shared one of {moe.shared_intermediate_size:,}"
+    text += f"; {moe.scoring} router"
+    if moe.num_groups > 1:
+        text += f", best {moe.topk_groups} of {moe.num_groups} groups"
+    if layers < config.num_layers:
+        text += f"; {plural(config.num_layers - layers, 'layer')} {dense}"
+    return text
+
+
+def rope_line(rope: RopeConfig) -> str:
+    """The position scheme."""
+    text = f"RoPE {rope.rope_type}, theta {rope.theta:,.0f}"
+    if rope.rope_type == "default":
+        return text
+    text += f", factor {rope.factor:g}"
+    original = rope.original_max_position_embeddings
+    return text + (f" from {original:,} tokens" if original else "")
+
+
+def needs(config: ModelConfig) -> list[tuple[str, str]]:
+    """Memory of the weights, of a token, and of a whole small engine."""
+    weights = ", ".join(f"{size(weight_bytes(config, d))} in {d}" for d in ("bfloat16", "float32"))
+    context = min(CONTEXT, config.longest_context)
+    plan = memory_plan(config, 2**60, max_model_len=context, max_num_seqs=1)
+    cache = context * plan.kv_bytes_per_token
+    return [
+        ("weights", weights),
+        ("KV cache", ", ".join(
+            f"{size(kv_bytes_per_token(config, d))} per token in {d}"
+            for d in ("bfloat16", "float32"))),
+        ("needs", f"{size(plan.weight_bytes + plan.activation_bytes + cache)} for one sequence of "
+         f"{context:,} tokens in {config.dtype}: weights, KV cache ({size(cache)}) and activations "
+         f"({size(plan.activation_bytes)})"),
+    ]  # fmt: skip
+
+
+def files_line(files: list[Path], stored: Counter[str]) -> str:
+    """How many files, how large, and in which types."""
+    types = ", ".join(f"{size(count)} in {name}" for name, count in stored.most_common())
+    return f"{plural(len(files), 'safetensors file')}: {types}"
+
+
+def tokenizer_line(source: "ModelSource") -> str:
+    """Vocabulary against logits, end tokens, chat template."""
+    from minillm.engine.setup import end_tokens
+    from minillm.text.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_folder(source.folder or "")
+    except ModelNotFoundError:
+        return "none: the model takes and gives token ids only"
+    names = [f"{i} {tokenizer.token_text(i)!r}" for i in end_tokens(source, tokenizer)]
+    text = plural(tokenizer.vocab_size, "token")
+    if tokenizer.vocab_size != source.config.vocab_size:
+        text += f" (the model has {source.config.vocab_size:,} logits)"
+    text += f"; end: {', '.join(names) or 'none'}"
+    return text + ("; has a chat template" if tokenizer.has_chat_template else "; no chat template")
+
+
+# ---- everything --------------------------------------------------------------------------
+
+
+def describe_everything(terminal: Terminal) -> None:
+    """Embedded models, presets, and the machine with its measured ceilings."""
+    from minillm.models.checkpoint import ASSETS, embedded_models, open_model
+
+    terminal.heading("Embedded models")
+    models = {name: open_model(ASSETS / name).config for name in embedded_models()}
+    list_models(models, terminal)
+    terminal.line()
+    terminal.heading("Presets: shapes of real models, for plan, info and --load-format dummy")
+    list_models({f"preset:{name}": config for name, config in PRESETS.items()}, terminal)
+    terminal.line()
+    describe_machine(terminal)
+
+
+def list_models(models: dict[str, ModelConfig], terminal: Terminal) -> None:
+    """One row per model."""
+    rows = []
+    for name, config in models.items():
+        count = parameter_count(config)
+        active = "" if count.active == count.total else billions(count.active)
+        kv = size(kv_bytes_per_token(config))
+        rows.append((name, billions(count.total), active, size(weight_bytes(config)), kv))
+    terminal.table(("model", "parameters", "active", "weights", "KV per token"), rows)
+
+
+def describe_machine(terminal: Terminal) -> None:
+    """Processor, memory, and what was measured."""
+    import torch
+
+    from minillm.engine.setup import choose_device, free_memory
+    from minillm.ops.dispatch import explain
+
+    device = choose_device("auto")
+    with terminal.progress("Measuring this machine"):
+        hardware = measure(device=str(device))
+    bf16 = "bf16 instructions" if machine.cpu_has_bf16() else "no bf16 instructions"
+    terminal.heading("This machine")
+    rows: list[tuple[str, str]] = [
+        ("processor", f"{machine.cpu_name()}, {plural(torch.get_num_threads(), 'thread')}, {bf16}"),
+        ("memory", f"{size(machine.total_memory_bytes())}, "
+         f"{size(machine.available_memory_bytes())} free"),
+    ]  # fmt: skip
+    if device.type != "cpu":
+        total = size(hardware.memory_bytes)
+        rows.append(("GPU", f"{hardware.name}, {total}, {size(free_memory(device))} free"))
+    rows.append(("operations", explain(device)))
+    rows += [
+        ("reads", f"{amount(hardware.bandwidth, 'B/s')} from memory (measured)"),
+        ("computes", f"{amount(hardware.rate('bfloat16'), 'FLOP/s')} in the fastest dtype, "
+         f"{amount(hardware.rate('float32'), 'FLOP/s')} in float32 (measured)"),
+        ("overhead", f"{seconds(hardware.overhead)} per small operation (measured)"),
+        ("ridge", f"{digits(hardware.ridge())} operations per byte read; with fewer, memory is "
+         "the bound"),
+    ]  # fmt: skip
+    terminal.rows(rows)

@@ -1,0 +1,348 @@
+"""What fits into a memory, before anything is loaded, and how fast it could be."""
+
+import json
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from minillm.lab.commands import plan_parallel, plan_speculation
+from minillm.cli.engine_import import import_engine
+from minillm.cli.options import json_object
+from minillm.cli.place import Place, find_place
+from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
+from minillm.config import ModelConfig
+from minillm.plan.cost import (
+    MemoryPlan,
+    StepCost,
+    StepTime,
+    dtype_bytes,
+    memory_plan,
+    step_cost,
+    step_time,
+)
+from minillm.errors import ConfigError
+from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.models.presets import preset
+from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
+
+USAGE = "MODEL [options]"
+EXAMPLES = """\
+examples:
+  minillm plan preset:llama-3.1-70b --hardware h100 -tp 4
+  minillm plan preset:qwen3-8b --memory 24GiB --max-model-len 8192
+  minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16 --load
+  minillm plan preset:qwen3-8b --hardware h200 --speculate preset:qwen3-0.6b
+"""
+PROMPT = 1024  # tokens of the prompt, and of the context, whose time is predicted
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("model", metavar="MODEL",
+                        help="embedded name, folder, hub id or preset:NAME")  # fmt: skip
+    parser.add_argument("--hardware", "--gpu", metavar="NAME", help=", ".join(DATASHEET))
+    parser.add_argument("--memory", metavar="SIZE",
+                        help="such as 24GiB or 24GB (what is free on this machine)")  # fmt: skip
+    parser.add_argument("--dtype", metavar="NAME", help="of the weights (the checkpoint's)")
+    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="of the cache (as --dtype)")
+    parser.add_argument("--max-model-len", metavar="N", type=int,
+                        help="longest context, in tokens (the model's)")  # fmt: skip
+    parser.add_argument("--max-num-seqs", metavar="N", type=int, default=256,
+                        help="sequences at once, at most (256)")  # fmt: skip
+    parser.add_argument("--max-num-batched-tokens", metavar="N", type=int, default=2048,
+                        help="prompt tokens computed in one pass (2048)")  # fmt: skip
+    parser.add_argument("--gpu-memory-utilization", metavar="X", type=float, default=0.9,
+                        help="share of the memory to use, on a CPU too (0.9)")  # fmt: skip
+    parser.add_argument("--speculative-config", metavar="JSON", type=json_object,
+                        help="count a draft model in, and the logits of drafts")  # fmt: skip
+    parser.add_argument("--load", action="store_true",
+                        help="load it here, and print what was really allocated")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    plan_speculation.add_options(parser)
+    plan_parallel.add_options(parser)
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Print the plan, and return the exit code: 0 also for a model that does not fit."""
+    plan_speculation.check(args)
+    is_parallel = plan_parallel.check(args)
+    config = find_config(args.model)
+    if args.max_model_len is not None:
+        check_length(args.max_model_len, config)
+    for dtype in filter(None, (args.dtype, args.kv_cache_dtype)):
+        dtype_bytes(dtype)
+    if args.load and (args.hardware or args.memory or args.kv_cache_dtype):
+        raise ConfigError(
+            "--load tries it on this machine; leave out --hardware, --memory and --kv-cache-dtype."
+        )
+    speculation, draft = None, None
+    if args.speculative_config is not None:
+        speculation = SpeculativeConfig.of(args.speculative_config)
+        draft = find_draft(speculation, args.model, config)
+    place = find_place(args, terminal)
+    if is_parallel and place.hardware is not None:
+        return plan_parallel.run(args, config, place.hardware, place.memory_bytes, terminal)
+    plan = memory_plan(
+        config,
+        place.memory_bytes,
+        dtype=args.dtype or best_dtype(config, place),
+        kv_dtype=args.kv_cache_dtype,
+        max_model_len=args.max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        draft=draft,
+        num_drafts=0 if speculation is None else speculation.most,
+    )
+    loaded = load(args, terminal) if args.load else None
+    if args.speculate is not None:
+        return speculate(args, config, plan, place, terminal)
+    if args.json:
+        terminal.line(json.dumps(as_json(args.model, config, plan, place, loaded)))
+    else:
+        show(args.model, config, plan, place, terminal)
+        if loaded is not None:
+            show_loaded(*loaded, terminal)
+    return 0
+
+
+def speculate(
+    args: Namespace, config: ModelConfig, plan: MemoryPlan, place: Place, terminal: Terminal
+) -> int:
+    """Print what drafts would gain."""
+    name = args.speculate
+    draft = None if name == plan_speculation.NGRAM else find_config(name)
+    context = min(PROMPT, plan.settings.max_model_len)
+    found, acceptance, is_measured = plan_speculation.predict_for(
+        args, config, draft, plan.settings.dtype, context, place.hardware, place.is_cpu, terminal
+    )
+    if args.json:
+        result = {"acceptance": acceptance, "speculation": plan_speculation.as_json(found)}
+        terminal.line(json.dumps(result))
+    else:
+        assumed = args.acceptance is None
+        plan_speculation.show(name, found, acceptance, assumed, is_measured, terminal)
+    return 0
+
+
+def load(args: Namespace, terminal: Terminal) -> tuple[MemoryPlan, dict[str, int]]:
+    """The plan of an engine that was really started here, and what it allocated."""
+    with terminal.progress("Loading"):
+        llm = import_engine()(
+            args.model,
+            dtype=args.dtype or "auto",
+            load_format="dummy" if args.model.startswith("preset:") else "auto",
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            speculative_config=args.speculative_config,
+        )
+    with llm:
+        return llm.plan(), llm.engine.allocated()
+
+
+def find_config(model: str) -> ModelConfig:
+    """The shape of a model; a preset's needs no torch, and so no waiting."""
+    if model.startswith("preset:"):
+        return preset(model.removeprefix("preset:"))
+    from minillm.models.checkpoint import open_model
+
+    return open_model(model).config
+
+
+def find_draft(
+    speculation: SpeculativeConfig, target: str, config: ModelConfig
+) -> ModelConfig | None:
+    """The shape of the draft model, if there is one."""
+    if speculation.model is None:
+        return None
+    draft = find_config(speculation.model)
+    check_vocabulary(speculation.model, draft.vocab_size, target, config.vocab_size)
+    return draft
+
+
+def check_length(length: int, config: ModelConfig) -> None:
+    """Refuse a context that the engine would refuse."""
+    if length > config.longest_context:
+        raise ConfigError(
+            f"--max-model-len is {length}; this model has positions for "
+            f"{config.longest_context} tokens."
+        )
+
+
+def best_dtype(config: ModelConfig, place: Place) -> str:
+    """What the engine would choose: the checkpoint's, but on this machine's CPU what is fast."""
+    if not place.is_cpu:
+        return config.dtype
+    import torch
+
+    from minillm.engine.setup import choose_dtype
+
+    return choose_dtype("auto", config, torch.device("cpu"))
+
+
+def predictions(
+    config: ModelConfig, plan: MemoryPlan, hardware: Hardware
+) -> list[tuple[str, int, StepCost, StepTime]]:
+    """What one step costs: (what, its tokens, cost, time) for a decode step and a prompt."""
+    length = min(PROMPT, plan.settings.max_model_len)
+    cost_of = partial(step_cost, config, dtype=plan.settings.dtype, kv_dtype=plan.settings.kv_dtype)
+    costs = {"decode": cost_of([1], [length]), "prefill": cost_of([length], [length])}
+    return [
+        (what, cost.num_tokens, cost, step_time(cost, hardware)) for what, cost in costs.items()
+    ]
+
+
+def as_json(
+    model: str,
+    config: ModelConfig,
+    plan: MemoryPlan,
+    place: Place,
+    loaded: tuple[MemoryPlan, dict[str, int]] | None = None,
+) -> dict[str, Any]:
+    """The plan as plain data: bytes, seconds, operations."""
+    speed = [] if place.hardware is None else predictions(config, plan, place.hardware)
+    return {
+        "model": model,
+        "hardware": place.hardware and asdict(place.hardware),
+        "fits": plan.fits,
+        "plan": asdict(plan),
+        "predictions": {
+            what: asdict(cost) | asdict(time) | {"seconds": time.seconds, "bound": time.bound}
+            for what, _, cost, time in speed
+        },
+        **({} if loaded is None else {"loaded": asdict(loaded[0]), "allocated": loaded[1]}),
+    }
+
+
+def show(
+    model: str, config: ModelConfig, plan: MemoryPlan, place: Place, terminal: Terminal
+) -> None:
+    """The plan for people."""
+    settings = plan.settings
+    terminal.heading(f"{model} on {place.what}")
+    terminal.rows(
+        [
+            ("memory", f"{size(plan.memory_bytes)} = {amount(plan.memory_bytes, 'B')}"),
+            ("reserve", f"{size(plan.reserve_bytes)}  not counted on: "
+             f"{1 - settings.gpu_memory_utilization:.0%} for the runtime and workspaces"),
+            ("weights", f"{size(plan.weight_bytes - plan.draft_weight_bytes)}  in "
+             f"{settings.dtype}"),
+            *draft_rows(plan),
+            ("activations", f"{size(plan.activation_bytes)}  for "
+             f"{settings.max_num_batched_tokens:,} tokens in one pass"),
+            ("KV cache", cache_line(plan)),
+        ]
+    )  # fmt: skip
+    terminal.line()
+    if plan.fits:
+        show_combinations(plan, terminal)
+    else:
+        terminal.paragraph(
+            f"It does not fit: {size(plan.shortfall_bytes)} of memory are missing for one sequence "
+            f"of {settings.max_model_len:,} tokens."
+        )
+        terminal.line("  Any one of these would do:")
+        for hint in plan.hints:
+            terminal.line(f"    {as_option(hint)}")
+    if place.hardware is not None:
+        terminal.line()
+        show_speed(config, plan, place.hardware, terminal)
+
+
+def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Terminal) -> None:
+    """The engine's own plan beside what it took; on a CPU it leaves most of the memory free."""
+    draft_cache = plan.kv_cache_bytes * plan.draft_block_bytes // plan.block_bytes
+    planned = {
+        "weights": plan.weight_bytes - plan.draft_weight_bytes,
+        "kv_cache": plan.kv_cache_bytes - draft_cache,
+        "draft_weights": plan.draft_weight_bytes,
+        "draft_kv_cache": draft_cache,
+        "activations": plan.activation_bytes,
+    }
+    rows = [
+        (name.replace("_", " "), size(planned[name]), size(num_bytes),
+         f"{round(num_bytes / planned[name] - 1, 3) + 0.0:+.1%}")
+        for name, num_bytes in allocated.items() if name in planned
+    ]  # fmt: skip
+    terminal.line()
+    terminal.table(("loaded here", "planned", "allocated", "difference"), rows)
+    settings = plan.settings
+    text = (
+        f"The KV cache has {plan.num_tokens // settings.block_size:,} blocks of "
+        f"{settings.block_size} tokens, for sequences of up to {settings.max_model_len:,}."
+    )
+    if "activations" not in allocated:
+        text += (
+            " On a CPU it takes a quarter of what is left, or as much as --max-num-seqs sequences "
+            "can fill if that is less, and what the activations took is not known."
+        )
+    terminal.paragraph(text)
+
+
+def draft_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """What a draft model takes beside the other."""
+    if not plan.draft_weight_bytes:
+        return []
+    per_token = size(plan.draft_block_bytes // plan.settings.block_size)
+    text = f"{size(plan.draft_weight_bytes)}  of weights, and {per_token} of each cached token"
+    return [("draft model", text)]
+
+
+def cache_line(plan: MemoryPlan) -> str:
+    """What is left for the cache, and how much that is."""
+    per_token = f"{size(plan.kv_bytes_per_token)} in {plan.settings.kv_dtype}"
+    if plan.kv_cache_bytes <= 0:
+        return f"nothing left; a token takes {per_token}"
+    return f"{size(plan.kv_cache_bytes)}  left: {plan.num_tokens:,} tokens of {per_token}"
+
+
+def show_combinations(plan: MemoryPlan, terminal: Terminal) -> None:
+    """How many sequences fit at each length."""
+    rows = [(f"{fit.context:,}", f"{fit.batch:,}") for fit in plan.combinations]
+    terminal.table(("tokens each", "sequences that fit"), rows)
+    most = plan.settings.max_num_seqs
+    if any(fit.batch > most for fit in plan.combinations):
+        terminal.paragraph(f"At most {most:,} of them run at once (--max-num-seqs).")
+
+
+def show_speed(
+    config: ModelConfig, plan: MemoryPlan, hardware: Hardware, terminal: Terminal
+) -> None:
+    """The lower bounds of time, and which one binds."""
+    source = "measured" if hardware.source == "measured" else "datasheet"
+    dtype = plan.settings.dtype
+    terminal.line(f"  At best{'' if plan.fits else ', if it did fit'}, at {source} "
+                  f"{amount(hardware.bandwidth, 'B/s')} and "
+                  f"{amount(hardware.rate(dtype), 'FLOP/s')} ({dtype}):")  # fmt: skip
+    rows = []
+    for what, tokens, cost, time in predictions(config, plan, hardware):
+        length = min(PROMPT, plan.settings.max_model_len)
+        if what == "decode":
+            value = f"{digits(1 / time.seconds)} tokens/s, {seconds(time.seconds)} per token"
+            value += f" (one sequence, {length:,} tokens of context)"
+        else:
+            value = f"{seconds(time.seconds)} for {plural(tokens, 'token')}"
+        rows.append((what, f"{value}; {why(cost, time)}"))
+    terminal.rows(rows)
+
+
+def why(cost: StepCost, time: StepTime) -> str:
+    """Which bound holds, with its number."""
+    reasons = {
+        "memory": f"it reads {amount(cost.total_bytes, 'B')}",
+        "compute": f"it computes {amount(cost.flops, 'FLOP')}",
+        "overhead": f"it starts {cost.num_operations:,} operations",
+    }
+    return f"bound by {time.bound}: {reasons[time.bound]}"
+
+
+def as_option(hint: str) -> str:
+    """``max_model_len=4096`` as it is typed here: ``--max-model-len 4096``."""
+    hint = re.sub(r"(\d) (\wiB) of memory", r"--memory \1\2", hint).replace(" and ", " ")
+    hint = re.sub(r"^([\d.]*)--memory ", r"--memory \1", hint)
+    return re.sub(r'(\w+)="?([\w.]+)"?', lambda m: f"--{m[1].replace('_', '-')} {m[2]}", hint)

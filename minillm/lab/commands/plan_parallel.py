@@ -1,0 +1,264 @@
+"""``minillm plan -tp``: what a model needs on several GPUs, and how fast it could be on them."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
+from minillm.config import ModelConfig
+from minillm.plan.cost import MemoryPlan, dtype_bytes
+from minillm.errors import ConfigError
+from minillm.plan.hardware import Hardware
+from minillm.lab.links import LINKS, Link, all_reduce, find_link
+from minillm.lab.parallel_cost import Devices, ParallelTime, Prediction, predict
+from minillm.lab.parallel_layout import Layout, check_layout, device_memory
+
+SIZES = (1, 2, 4, 8)  # that are compared with the one that is asked for
+SHOWN_LINKS = ("nvlink", "pcie")
+CONTEXT = 1024  # tokens of every sequence, and of the prompt
+BATCHES = (1, 64)
+NO_ROOM = "-"
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this part."""
+    group = parser.add_argument_group("several GPUs")
+    group.add_argument("-tp", "--tensor-parallel-size", metavar="N", type=int,
+                       help="GPUs that share every layer; predicts speeds")  # fmt: skip
+    group.add_argument("-pp", "--pipeline-parallel-size", metavar="P", type=int,
+                       help="stages, each with some of the layers")  # fmt: skip
+    group.add_argument("-ep", "--enable-expert-parallel", action="store_true",
+                       help="whole experts on each GPU, not a part of every expert")  # fmt: skip
+    group.add_argument("--link", metavar="NAME",
+                       help=f"{', '.join(LINKS)} ({' and '.join(SHOWN_LINKS)})")  # fmt: skip
+
+
+def check(args: Namespace) -> bool:
+    """Whether this part is asked for; what it needs is there, and what it cannot do is not."""
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size
+    if sizes == (None, None):
+        if args.link is not None or args.enable_expert_parallel:
+            raise ConfigError("--link and -ep belong to -tp and -pp; give one of these, too.")
+        return False
+    args.links = SHOWN_LINKS if args.link is None else (find_link(args.link).name,)
+    tensor, pipeline = (1 if each is None else each for each in sizes)
+    args.layout = Layout(tensor, pipeline)
+    if args.hardware is None:
+        raise ConfigError("-tp and -pp predict speeds; name the GPU, such as --hardware h100.")
+    if args.load or args.speculate is not None or args.speculative_config is not None:
+        raise ConfigError(
+            "-tp and -pp only predict, and without drafts; leave out --load, --speculate and "
+            "--speculative-config."
+        )
+    return True
+
+
+def layouts(config: ModelConfig, asked: Layout) -> list[Layout]:
+    """The one that is asked for among those of 1, 2, 4 and 8 GPUs, or stages, that are possible."""
+    vary_stages = asked.tensor == 1 and asked.pipeline > 1
+    own = asked.pipeline if vary_stages else asked.tensor
+    found = []
+    for number in sorted({*SIZES, own}):
+        each = replace(asked, pipeline=number) if vary_stages else replace(asked, tensor=number)
+        try:
+            check_layout(config, each)
+        except ConfigError:
+            if number == own:
+                raise
+            continue
+        found.append(each)
+    return found
+
+
+def run(
+    args: Namespace, config: ModelConfig, hardware: Hardware, memory_bytes: int, terminal: Terminal
+) -> int:
+    """Print the predictions; the exit code is 0 also for a model that does not fit."""
+    asked = replace(args.layout, expert_parallel=args.enable_expert_parallel)
+    dtype = args.dtype or config.dtype
+    kv_dtype = args.kv_cache_dtype or dtype
+    context = min(CONTEXT, args.max_model_len or config.longest_context)
+    found: list[Prediction] = []
+    for layout in layouts(config, asked):
+        memory = device_memory(
+            config,
+            memory_bytes,
+            layout,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_model_len=args.max_model_len,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_num_seqs=args.max_num_seqs,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+        )
+        for name in args.links if layout.devices > 1 else args.links[:1]:
+            devices = Devices(hardware, LINKS[name], layout)
+            found.append(
+                predict(
+                    config,
+                    devices,
+                    context=context,
+                    batches=BATCHES,
+                    dtype=dtype,
+                    kv_dtype=kv_dtype,
+                    memory=memory,
+                )
+            )
+    if args.json:
+        terminal.line(json.dumps(as_json(args.model, hardware, found)))
+    else:
+        show(args.model, config, asked, found, terminal)
+    return 0
+
+
+def as_json(model: str, hardware: Hardware, found: Sequence[Prediction]) -> dict[str, Any]:
+    """The predictions as plain data: bytes, seconds, shares from 0 to 1."""
+    return {
+        "model": model,
+        "hardware": asdict(hardware),
+        "context": found[0].context,
+        "links": {each.devices.link.name: asdict(each.devices.link) for each in found},
+        "parallel": [
+            {
+                "layout": asdict(each.devices.layout),
+                "devices": each.devices.layout.devices,
+                "link": link_name(each),
+                "fits": each.holds(1),
+                "memory": asdict(each.memory),
+                "cached_tokens": each.cache_tokens,
+                "decode": {
+                    str(batch): {"fits": each.holds(batch)} | timed(time)
+                    for batch, time in each.decode.items()
+                },
+                "prefill": {"fits": each.holds(1)} | timed(each.prefill),
+            }
+            for each in found
+        ],
+    }
+
+
+def timed(time: ParallelTime) -> dict[str, Any]:
+    """A prediction as plain data."""
+    return {
+        "seconds": time.seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "communication": time.communication,
+        "utilisation": time.utilisation,
+        "num_groups": time.num_groups,
+        "stages": [
+            asdict(stage.device)
+            | {"communication_seconds": stage.communication, "seconds": stage.seconds}
+            for stage in time.stages
+        ],
+    }
+
+
+def link_name(prediction: Prediction) -> str | None:
+    """None for one device."""
+    return prediction.devices.link.name if prediction.devices.layout.devices > 1 else None
+
+
+def show(
+    model: str,
+    config: ModelConfig,
+    asked: Layout,
+    found: Sequence[Prediction],
+    terminal: Terminal,
+) -> None:
+    """The predictions for people."""
+    mine = [each for each in found if each.devices.layout == asked]
+    hardware, memory = mine[0].devices.hardware, mine[0].memory
+    terminal.heading(f"{model} on {asked.devices} x {hardware.name}: predictions")
+    rows = [
+        ("memory", f"of each GPU {size(memory.memory_bytes)}, of which "
+         f"{memory.settings.gpu_memory_utilization:.0%} may be used"),
+        ("weights", f"{size(memory.weight_bytes)} on each GPU, in {memory.settings.dtype}"),
+        ("KV cache", cache_line(memory)),
+    ]  # fmt: skip
+    if asked.tensor > 1:
+        rows.append(("sums", sums_line(config, memory, asked, [e.devices.link for e in mine])))
+    terminal.rows(rows)
+    if memory.num_tokens and not memory.fits:
+        terminal.paragraph(
+            f"One sequence of {memory.settings.max_model_len:,} tokens does not fit; "
+            f"--max-model-len {memory.num_tokens} does."
+        )
+    terminal.line()
+    show_table(found, terminal)
+    terminal.paragraph(explanation(mine[0]))
+    if any(not each.holds(batch) for each in found for batch in BATCHES):
+        terminal.paragraph(f'"{NO_ROOM}": no room for so many sequences.')
+
+
+def explanation(prediction: Prediction) -> str:
+    """What the columns are, and what they rest on."""
+    hardware, dtype = prediction.devices.hardware, prediction.memory.settings.dtype
+    context = plural(prediction.context, "token")
+    return (
+        "Columns: tokens that can be cached; tokens per second of 1 sequence and of 64 together, "
+        f"with {context} of context, and in brackets the share of communication; the time of a "
+        f"prompt of {context}. Predictions from counts, datasheet rates of "
+        f"{amount(hardware.bandwidth, 'B/s')} and {amount(hardware.rate(dtype), 'FLOP/s')} "
+        f"({dtype}) and published times of links; nothing was measured here. Launches take "
+        f"{seconds(launch_seconds(prediction))} of a step, which recorded graphs save."
+    )
+
+
+def cache_line(memory: MemoryPlan) -> str:
+    """What is left for the cache on each GPU, and how much that is."""
+    each = f"{size(memory.kv_bytes_per_token)} in {memory.settings.kv_dtype}"
+    if memory.kv_cache_bytes <= 0:
+        return f"does not fit: nothing is left; a token takes {each}"
+    left = size(memory.kv_cache_bytes)
+    return f"{left} left on each GPU: {memory.num_tokens:,} tokens of {each}"
+
+
+def sums_line(
+    config: ModelConfig, memory: MemoryPlan, layout: Layout, links: Sequence[Link]
+) -> str:
+    """How often the GPUs of a layer wait for each other, and how long."""
+    num_bytes = config.hidden_size * dtype_bytes(memory.settings.dtype)
+    times = []
+    for link in links:
+        how = all_reduce(link, layout.tensor, num_bytes)
+        times.append(f"{seconds(how.seconds)} on {link.name} ({how.algorithm})")
+    count = 2 * config.num_layers + 1
+    return f"{count} in a step; of one sequence {size(num_bytes)} each: {', '.join(times)}"
+
+
+def show_table(found: Sequence[Prediction], terminal: Terminal) -> None:
+    """A row for each layout and link."""
+    header = ("GPUs", "link", "weights", "cached", "1 sequence", "64", "prompt")
+    rows = []
+    for each in found:
+        speeds = [
+            f"{digits(time.tokens_per_second)}{share(each, time)}"
+            if each.holds(batch) else NO_ROOM
+            for batch, time in each.decode.items()
+        ]  # fmt: skip
+        rows.append((
+            layout_name(each.devices.layout),
+            link_name(each) or NO_ROOM,
+            size(each.memory.weight_bytes),
+            f"{each.cache_tokens:,}" if each.holds(1) else "does not fit",
+            *speeds,
+            seconds(each.prefill.seconds) if each.holds(1) else NO_ROOM,
+        ))  # fmt: skip
+    terminal.table(header, rows)
+
+
+def layout_name(layout: Layout) -> str:
+    """``4``, or ``4 x 2`` for two stages of four."""
+    return f"{layout.tensor} x {layout.pipeline}" if layout.pipeline > 1 else f"{layout.tensor}"
+
+
+def share(prediction: Prediction, time: ParallelTime) -> str:
+    """`` (17%)``, or nothing for one device."""
+    return f" ({time.communication:.0%})" if prediction.devices.layout.devices > 1 else ""
+
+
+def launch_seconds(prediction: Prediction) -> float:
+    """Of a decode step of one sequence, over all stages."""
+    return sum(each.device.overhead_seconds for each in prediction.decode[1].stages)

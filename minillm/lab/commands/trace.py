@@ -1,0 +1,136 @@
+"""What an engine did, step by step: as a web page, a text table, or in Perfetto."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from minillm.cli.terminal import Terminal, plural, size
+from minillm.errors import ConfigError, TraceFileError, did_you_mean
+
+USAGE = "{view,table,chrome} FILE [options]"
+EXAMPLES = """\
+examples:
+  minillm generate "def fib(n):" --trace run.jsonl   records one
+  minillm trace view run.jsonl --open                a page to look at, run.html
+  minillm trace table run.jsonl --last 20            a line per step
+  minillm trace chrome run.jsonl                     for ui.perfetto.dev
+"""
+LAST = 40  # steps of the table
+# The start of what `chrome` writes, so that it may be replaced.
+CHROME_START = b'{"traceEvents":['
+TRACE_START = b'{"minillm_trace":'
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("action", metavar="ACTION",
+                        help="view: HTML page; table: text; chrome: for Perfetto")  # fmt: skip
+    parser.add_argument("file", metavar="FILE", nargs="?",
+                        help="a trace, as llm.trace.save(...) writes it")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="OUT", help="the file to write (beside FILE)")
+    parser.add_argument("--open", action="store_true", help="view: show the page in a browser")
+    parser.add_argument("--last", metavar="N", type=int,
+                        help=f"table: this many steps from the end ({LAST})")  # fmt: skip
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Do what was asked, and return the exit code."""
+    action = ACTIONS.get(args.action)
+    if action is None:
+        hint = did_you_mean(args.action, ACTIONS)
+        if args.file is None and not hint:
+            hint = f" A file comes after it: 'minillm trace view {args.action}'."
+        raise ConfigError(f"A trace has no {args.action!r}; choose view, table or chrome.{hint}")
+    if args.file is None:
+        raise ConfigError(f"Which file? Give its name: 'minillm trace {args.action} FILE'.")
+    check_options(args)
+    action(args, terminal)
+    return 0
+
+
+def check_options(args: Namespace) -> None:
+    """Refuse what another action would need; an ignored option would look like a broken one."""
+    for option, given, owners in (
+        ("--output", args.output is not None, ("view", "chrome")),
+        ("--open", args.open, ("view",)),
+        ("--last", args.last is not None, ("table",)),
+    ):
+        if given and args.action not in owners:
+            raise ConfigError(
+                f"{option} is for 'minillm trace {' or '.join(owners)}'; leave it out."
+            )
+    if args.last is not None and args.last < 1:
+        raise ConfigError(f"--last is {args.last}; it must be at least 1.")
+
+
+def view(args: Namespace, terminal: Terminal) -> None:
+    """Write the page, say where it is, and show it on request."""
+    from minillm.lab.drawings.page import write_page
+    from minillm.trace.recorder import Trace
+    from minillm.lab.drawings.timeline import timeline
+
+    with terminal.progress("Drawing"):
+        trace = Trace.load(args.file)
+        path = output(args, ".html")
+        write_page(timeline(trace), path, Path(args.file).name)
+    written(path, f"{plural(len(trace), 'step')}; open it in a browser", terminal)
+    if args.open:
+        import webbrowser
+
+        if not webbrowser.open(path.resolve().as_uri()):
+            terminal.remark("No browser could be started here.")
+
+
+def table(args: Namespace, terminal: Terminal) -> None:
+    """Print the last steps."""
+    from minillm.trace.recorder import Trace
+
+    terminal.line(Trace.load(args.file).table(args.last or LAST))
+
+
+def chrome(args: Namespace, terminal: Terminal) -> None:
+    """Write the events for Perfetto."""
+    from minillm.trace.recorder import Trace
+
+    with terminal.progress("Converting"):
+        trace = Trace.load(args.file)
+        path = output(args, ".chrome.json")
+        check_replaceable(path, CHROME_START, "no file that 'minillm trace chrome' wrote")
+        try:
+            trace.save_chrome(path)
+        except OSError as error:
+            raise TraceFileError(f"{str(path)!r} cannot be written: {error.strerror}.") from error
+    written(path, "open it at ui.perfetto.dev", terminal)
+
+
+ACTIONS: Mapping[str, Callable[[Namespace, Terminal], None]] = {
+    "view": view, "table": table, "chrome": chrome
+}  # fmt: skip
+
+
+def output(args: Namespace, suffix: str) -> Path:
+    """Where to write: what was asked, or FILE with another ending."""
+    return Path(args.output) if args.output is not None else Path(args.file).with_suffix(suffix)
+
+
+def written(path: Path, what: str, terminal: Terminal) -> None:
+    """The path, which is the result, and a remark beside it."""
+    terminal.line(str(path))
+    terminal.remark(f"{size(path.stat().st_size)}, {what}")
+
+
+def check_replaceable(path: Path, start: bytes, what: str) -> None:
+    """Refuse to write over a file that begins otherwise: a typing error must not cost one."""
+    try:
+        if not path.parent.is_dir():
+            raise TraceFileError(f"{str(path)!r} cannot be written: there is no such folder.")
+        if path.is_dir():
+            raise TraceFileError(f"{str(path)!r} is a folder; give the name of a file.")
+        if path.exists():
+            with path.open("rb") as file:
+                if file.read(len(start)) not in (start, b""):
+                    raise TraceFileError(
+                        f"{str(path)!r} exists and is {what}; give another name, or delete it."
+                    )
+    except OSError as error:
+        raise TraceFileError(f"{str(path)!r} cannot be used: {error.strerror}.") from error

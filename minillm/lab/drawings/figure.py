@@ -1,0 +1,339 @@
+"""A trace as a static figure, for notebooks and print, and the page as a notebook widget.
+
+The figure shows what the page shows: colours are Okabe and Ito's, and every state also has a height
+and a hatch of its own, so that it survives a grey printer. Drawing libraries are imported when a
+function is called: the engine does not need them.
+"""
+
+import html
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
+from minillm.lab.drawings.figure_blocks import box, draw_blocks, shown_blocks
+from minillm.lab.drawings.figure_ranks import draw_ranks, ranks_height
+from minillm.lab.drawings.page import page
+from minillm.lab.drawings.timeline import NAMES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class State(NamedTuple):
+    """How a kind of span is drawn."""
+
+    colour: str
+    height: float  # of a row
+    hatch: str
+
+
+# Later ones are drawn over earlier ones: what is rare must not be hidden.
+STATES: Mapping[str, State] = {
+    "w": State("#8A95A0", 0.16, ""),
+    "d": State("#009E73", 0.5, ""),
+    "p": State("#0072B2", 0.84, ""),
+    "r": State("#D55E00", 0.84, "////"),
+    "s": State("#F0E442", 0.84, "||||"),
+    "o": State("#CC79A7", 0.44, "...."),
+    "x": State("#E69F00", 0.44, "xxxx"),
+}
+IDLE = "wsox"  # their spans also end where only the reason changes, which no figure shows
+ENDS: Mapping[str, str] = {"stop": "o", "length": "s", "abort": "x", "error": "D"}
+CURVES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "queue": ("sequences", (("running", "#009E73"), ("waiting", "#D55E00"))),
+    "budget": ("tokens",
+               (("decode", "#009E73"), ("prefill", "#0072B2"), ("recomputed", "#D55E00"),
+                ("drafted", "#56B4E9"))),
+    "free": ("free blocks", (("free", "#0072B2"),)),
+    "time": ("ms", (("plan", "#E69F00"), ("run", "#0072B2"), ("deliver", "#CC79A7"))),
+}  # fmt: skip
+STACKED = ("budget", "time")
+PANELS = ("gantt", *CURVES, "ranks", "blocks")
+DEFAULT_PANELS = ("gantt", "queue", "budget", "ranks", "blocks")
+DRAFTS_HEIGHT = 0.8  # of a row
+MOST_ROWS = 150  # of the Gantt; more cannot be told apart on paper
+DRAFTS = (("accepted draft", "#003B2C", "#FFFFFF"), ("rejected draft", "#FFFFFF", "#003B2C"))
+STYLE: Mapping[str, Any] = {"font.size": 9, "hatch.linewidth": 0.5, "axes.spines.top": False,
+         "axes.spines.right": False, "legend.frameon": False}  # fmt: skip
+
+
+def figure(
+    data: dict[str, Any],
+    panels: Sequence[str] = DEFAULT_PANELS,
+    width: float = 10.0,
+    height: float | None = None,
+    rows: int = MOST_ROWS,
+    title: str | None = None,
+) -> "Figure":
+    """A matplotlib figure of what `timeline.timeline` made of a trace.
+
+    Args:
+        data: the timeline.
+        panels: from above: "gantt", "queue", "budget", "free", "time", "ranks", "blocks". The
+            ranks are left out where there is one.
+        width, height: in inches; the height fits the rows by default.
+        rows: sequences that the Gantt shows at most; the first ones by arrival.
+        title: stands above it.
+
+    Raises:
+        ConfigError: there is no such panel, or nothing to draw in those that were asked for.
+        UnsupportedFeatureError: matplotlib is not installed.
+    """
+    panels = check_panels(panels, data)
+    plt = need("matplotlib.pyplot", "A figure needs matplotlib")
+    shown = min(len(data["sequences"]), rows)
+    heights = [panel_height(name, shown, data) for name in panels]
+    with plt.rc_context(dict(STYLE)):
+        size = (width, height or sum(heights) + 0.7 + 0.3 * bool(title))
+        fig, axes = plt.subplots(
+            len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained",
+            gridspec_kw={"height_ratios": heights},
+        )  # fmt: skip
+        plt.close(fig)  # a notebook shows what a cell returns; pyplot would show it once more
+        for name, ax in zip(panels, axes[:, 0], strict=True):
+            draw_panel(ax, name, data, rows)
+        finish(fig, axes[:, 0], data, title, width)
+    return fig
+
+
+def check_panels(panels: Sequence[str], data: dict[str, Any]) -> list[str]:
+    """The panels to draw: those that were asked for, without the lanes of a single rank. Unknown
+    panels are refused, and none at all."""
+    if isinstance(panels, str) or not panels:
+        raise ConfigError(f"panels is {panels!r}; it must be names such as ('gantt', 'budget').")
+    for name in panels:
+        if name not in PANELS:
+            hint = did_you_mean(str(name), PANELS)
+            raise ConfigError(f"There is no panel {name!r}; choose from {', '.join(PANELS)}.{hint}")
+    drawn = [name for name in panels if name != "ranks" or data["ranks"]]
+    if not drawn:
+        raise ConfigError(
+            "panels is 'ranks' only, and this trace has the times of fewer than 2 ranks; choose "
+            "another panel, or trace an engine with tensor_parallel_size=2."
+        )
+    return drawn
+
+
+def need(module: str, what: str) -> Any:
+    """Import a library of the course."""
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UnsupportedFeatureError(
+            f'{what}, which is not installed; pip install "minillm-course[course]" brings it.'
+        ) from error
+
+
+def panel_height(name: str, rows: int, data: dict[str, Any]) -> float:
+    """Inches: as much as rows need to be read, and not more than a page has."""
+    if name == "gantt":
+        return min(max(rows, 2) * (0.2 if rows <= 15 else 0.15), 9.0) + 0.2
+    if name == "ranks":
+        return ranks_height(len(data["ranks"]))
+    if name == "blocks":
+        return min(max(1.4, len(shown_blocks(data["blocks"])) * 0.09), 3.4)
+    return 1.1
+
+
+def draw_panel(ax: "Axes", name: str, data: dict[str, Any], rows: int) -> None:
+    """One panel by its name."""
+    if name == "gantt":
+        draw_gantt(ax, data, rows)
+    elif name == "blocks":
+        draw_blocks(ax, data)
+    elif name == "ranks":
+        draw_ranks(ax, data)
+    else:
+        draw_curves(ax, name, data)
+
+
+def finish(fig: "Figure", axes: Any, data: dict[str, Any], title: str | None, width: float) -> None:
+    """What all panels share: the axis of steps, the legend of the Gantt above, the title."""
+    from matplotlib.ticker import MaxNLocator
+
+    numbers = data["steps"]["step"]
+    axes[-1].set_xlabel("step")
+    axes[-1].set_xlim(0, max(len(numbers), 1))
+    if numbers:  # round numbers of steps, which are no round columns: the first step may be any
+        ticks = MaxNLocator(8, integer=True).tick_values(numbers[0], numbers[-1])
+        shown = [int(tick) for tick in ticks if numbers[0] <= tick <= numbers[-1]]
+        axes[-1].set_xticks([tick - numbers[0] for tick in shown], [f"{n:,}" for n in shown])
+    handles, labels = [], []
+    for ax in fig.axes:
+        if ax.get_label() in ("gantt", "blocks"):
+            more = ax.get_legend_handles_labels()
+            handles += more[0]
+            labels += more[1]
+    if handles:
+        fig.legend(handles, labels, loc="outside upper center", handlelength=1.8, fontsize=8,
+                   ncols=max(2, min(len(labels), int(width * 0.85))))  # fmt: skip
+    if title:
+        axes[0].set_title(title, loc="left", parse_math=False)
+
+
+# ---- the Gantt --------------------------------------------------------------------------------
+
+
+def draw_gantt(ax: "Axes", data: dict[str, Any], rows: int) -> None:
+    """A row per sequence, a polygon per span, marks for arrivals and ends."""
+    from matplotlib.collections import PolyCollection
+
+    shown = in_rows(data["sequences"])[:rows]
+    for order, (kind, state) in enumerate(STATES.items()):
+        boxes = [
+            box(first, last + 1, row - state.height / 2, row + state.height / 2)
+            for row, sequence in enumerate(shown)
+            for first, last in bars(sequence["spans"], kind)
+        ]
+        if boxes:
+            edge = "#22282E" if state.hatch else state.colour
+            ax.add_collection(
+                PolyCollection(boxes, facecolor=state.colour, hatch=state.hatch, label=NAMES[kind],
+                               edgecolor=edge, linewidth=0.4, zorder=2 + order / 10, gid=kind)
+            )  # fmt: skip
+    draw_drafts(ax, shown)
+    draw_marks(ax, shown)
+    ax.set_label("gantt")
+    ax.set_ylim(max(len(shown), 1) - 0.4, -0.6)
+    each = 1 if len(shown) <= 40 else 5 if len(shown) <= 100 else 10
+    ax.set_yticks(range(0, len(shown), each))
+    size = 8 if len(shown) <= 40 else 7
+    ax.set_yticklabels([short(sequence["name"]) for sequence in shown[::each]], fontsize=size,
+                       parse_math=False)  # fmt: skip
+    ax.grid(axis="x", color="#dddddd", linewidth=0.6)
+    ax.set_axisbelow(True)
+    if len(shown) < len(data["sequences"]):
+        ax.set_title(f"the first {len(shown):,} of {len(data['sequences']):,} sequences",
+                     fontsize=8, loc="right")  # fmt: skip
+
+
+def in_rows(sequences: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sequences by arrival, completions of a request together."""
+    keys = [(s["parent"] if s["parent"] is not None else i, i) for i, s in enumerate(sequences)]
+    return [sequences[index] for _, index in sorted(keys)]
+
+
+def bars(spans: list[list[Any]], kind: str) -> list[tuple[int, int]]:
+    """First and last column of each bar of one kind."""
+    found: list[tuple[int, int]] = []
+    for name, first, last, *_ in spans:
+        if name != kind:
+            continue
+        if kind in IDLE and found and found[-1][1] == first - 1:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((first, last))
+    return found
+
+
+def draw_drafts(ax: "Axes", shown: list[dict[str, Any]]) -> None:
+    """The drafts of a cell as boxes on top of each other, the first one lowest: filled as far as
+    they were accepted, hollow from there on."""
+    from matplotlib.collections import PolyCollection
+
+    boxes: dict[str, list[Any]] = {name: [] for name, *_ in DRAFTS}
+    for row, sequence in enumerate(shown):
+        for column, drafted, accepted in sequence["drafts"]:
+            each = DRAFTS_HEIGHT / drafted
+            for place in range(drafted):
+                top = row + DRAFTS_HEIGHT / 2 - place * each  # the axis points down
+                name = "accepted draft" if place < accepted else "rejected draft"
+                boxes[name].append(box(column + 0.2, column + 0.8, top - each, top))
+    for name, inside, edge in DRAFTS:
+        if boxes[name]:
+            ax.add_collection(
+                PolyCollection(boxes[name], facecolor=inside, edgecolor=edge, linewidth=0.5,
+                               zorder=3, gid=name, label=name)
+            )  # fmt: skip
+
+
+def draw_marks(ax: "Axes", shown: list[dict[str, Any]]) -> None:
+    """Arrivals, left of the first span, and ends by their reason, right of the last one."""
+    from matplotlib.transforms import ScaledTranslation
+
+    size = 18 if len(shown) <= 40 else 9
+    marks: dict[str, list[tuple[float, int]]] = {name: [] for name in ("arrival", *ENDS)}
+    for row, sequence in enumerate(shown):
+        if sequence["spans"] and sequence["parent"] is None:
+            marks["arrival"].append((sequence["spans"][0][1], row))
+        if sequence["spans"] and sequence["end"] in ENDS:
+            marks[sequence["end"]].append((sequence["spans"][-1][2] + 1, row))
+    figure = ax.get_figure(root=True)
+    for name, places in marks.items():
+        if places and figure is not None:
+            aside = (-0.8 if name == "arrival" else 4) / 72  # inches
+            xs, ys = zip(*places, strict=True)
+            colour = "#D55E00" if name in ("abort", "error") else "#1B1F24"
+            ax.scatter(xs, ys, size, colour, marker=ENDS.get(name, "|"), label=name, zorder=4,
+                       linewidths=1.0, clip_on=False, gid=name,
+                       transform=ax.transData + ScaledTranslation(aside, 0, figure.dpi_scale_trans),
+                       )  # fmt: skip
+
+
+def short(name: str, most: int = 24) -> str:
+    """A name that fits beside a row, without line breaks."""
+    name = "".join(letter if letter.isprintable() else "·" for letter in name)
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+# ---- curves -----------------------------------------------------------------------------------
+
+
+def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
+    """Curves over the steps, stacked where they are parts of a whole, and the limit they have."""
+    import numpy as np
+    from matplotlib.ticker import MaxNLocator
+
+    unit, parts = CURVES[name]
+    values = {part: np.asarray(data["steps"][part], float) for part, _ in parts}
+    if name == "budget":  # a recomputed token is one of prefill, too
+        values["prefill"] = np.maximum(values["prefill"] - values["recomputed"], 0)
+    edges = np.arange(len(data["steps"]["step"]) + 1)
+    below = np.zeros(len(edges) - 1)
+    dashes = cycle(("-", "--", ":"))
+    for (part, colour), dash in zip(parts if len(below) else (), dashes, strict=False):
+        curve = values[part] * (1e3 if name == "time" else 1)
+        if name in STACKED:
+            seen = part if curve.any() else None  # a legend names what is there
+            ax.stairs(below + curve, edges, baseline=below, fill=True, color=colour, label=seen)
+            below = below + curve
+        else:
+            ax.stairs(curve, edges, baseline=None, color=colour, linestyle=dash, label=part,
+                      linewidth=1.3)  # fmt: skip
+    limit = {"budget": "max_num_batched_tokens", "free": "num_blocks"}.get(name)
+    most = data["meta"][limit] if limit else None
+    if most and most < 3 * max(below, default=most):  # else the curve would be flat
+        ax.axhline(most, color="black", linestyle=(0, (5, 3)), linewidth=1,
+                   label="limit" if name == "budget" else "blocks")  # fmt: skip
+    if name == "queue":
+        ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    ax.set_label(name)
+    ax.set_ylim(bottom=0)
+    ax.margins(y=0.12)
+    ax.set_ylabel(unit)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, handlelength=1.4)
+
+
+# ---- the widget -------------------------------------------------------------------------------
+
+
+def widget(data: dict[str, Any], height: int = 720, title: str = "trace") -> Any:
+    """The page as an ipywidgets.HTML: a frame of its own, so that two of them on one notebook, and
+    the notebook itself, cannot disturb each other.
+
+    Raises:
+        UnsupportedFeatureError: ipywidgets is not installed.
+    """
+    widgets = need("ipywidgets", "A widget needs ipywidgets")
+    frame = (
+        f'<iframe srcdoc="{html.escape(page(data, title))}" sandbox="allow-scripts" '
+        f'title="Trace viewer: {html.escape(title)}" '
+        f'style="width: 100%; height: {int(height)}px; border: 1px solid #8888; '
+        'border-radius: 6px; display: block"></iframe>'
+    )
+    return widgets.HTML(value=frame)

@@ -1,0 +1,341 @@
+"""The engine's own scheduler and blocks, without a model: made-up tokens on a virtual clock.
+
+What a scheduler decides depends on counts and on who shares a prefix, never on a token's meaning.
+So a simulation decides exactly what an engine with these limits would; what it invents is how long
+a step takes, and the law that says so is an argument. Everything it prints is exact.
+
+    sim = Simulation(num_blocks=64, block_size=16, seconds=linear(0.010, 0.0001), max_num_seqs=8)
+    for number in range(20):
+        sim.add(prompt=100, new=50, arrival=0.2 * number)
+    trace = sim.run()              # the same Trace as llm.trace: requests(), figure(), table() ...
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import count
+from numbers import Real
+from typing import Any
+
+from minillm.cache.blocks import AccountingError
+from minillm.cache.manager import BlockManager
+from minillm.config import ModelConfig
+from minillm.plan.cost import block_bytes, step_cost, step_time
+from minillm.api.engine_args import is_whole
+from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
+from minillm.plan.hardware import Hardware
+from minillm.api.outputs import PrefixReport
+from minillm.api.sampling_params import SamplingParams, shown
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.limits import check_fits
+from minillm.scheduling.plan import Row
+from minillm.scheduling.policies import Policy
+from minillm.scheduling.record import StepRecord
+from minillm.scheduling.request import Request
+from minillm.scheduling.scheduler import Scheduler
+from minillm.lab.simulated_drafts import SimulatedDrafts
+from minillm.trace.recorder import Trace, TraceSettings
+
+StepLaw = Callable[[StepRecord], float]  # how many seconds a step takes, from its rows and swaps
+
+MADE_UP = 10**9  # the first token id that no vocabulary has
+PREFIX_CACHES = (None, "hash", "radix")
+COUNTS = (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("long_prefill_token_threshold", 0))
+IDLE_STEPS = 1000  # in which nobody advances although somebody could
+
+
+def every_step(seconds: float = 1.0) -> StepLaw:
+    """All steps take the same time; the default makes the clock count steps."""
+    return lambda record: seconds
+
+
+def linear(fixed: float, per_token: float) -> StepLaw:
+    """A part that every step pays, and one for each token that it computes."""
+    return lambda record: fixed + per_token * sum(row.num_tokens for row in record.rows)
+
+
+def roofline(
+    config: ModelConfig,
+    hardware: Hardware,
+    block_size: int = 16,
+    dtype: str | None = None,
+    link: float = math.inf,
+) -> StepLaw:
+    """The bound of `cost.step_time`, and for each swapped block its bytes over a `link` (bytes/s)
+    between device and host; `block_size` is that of the simulation.
+
+    Raises:
+        ConfigError: a link that is no speed.
+    """
+    if not link > 0:
+        raise ConfigError(f"link is {link}; it must be above 0 bytes/s.")
+    swapped = block_bytes(config, block_size, dtype)
+
+    def seconds(record: StepRecord) -> float:
+        swaps = len(record.swap_out) + len(record.swap_in)
+        moved = swaps * swapped / link
+        if not record.rows:
+            return moved
+        tokens = [row.num_tokens for row in record.rows]
+        lengths = [row.start + row.num_tokens for row in record.rows]
+        num_logits = sum(row.num_logits for row in record.rows)  # none in mid-prompt
+        cost = step_cost(config, tokens, lengths, dtype=dtype, num_logits=num_logits)
+        return moved + step_time(cost, hardware).seconds
+
+    return seconds
+
+
+class Simulation:
+    """A scheduler with `num_blocks` of `block_size` tokens, a clock in seconds, and a trace.
+
+    `prefix_cache` is "hash", "radix" or None. `seconds` says how long each step takes. `policy`
+    is a name of `POLICIES` or one of your own, `scheduler` the engine's or one of your own derived
+    from it; `speculation` drafts tokens, of which a simulated share is accepted, at no time of
+    their own; `limits` are the other fields of `SchedulerConfig`, with `max_num_batched_tokens` at
+    least `max_num_seqs` where it is not given.
+
+    Raises:
+        ConfigError: a value out of its range.
+        UnknownArgumentError: no limit has this name.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        prefix_cache: str | None = None,
+        num_host_blocks: int = 0,
+        seconds: StepLaw | None = None,
+        policy: Policy | str = "fcfs",
+        scheduler: type[Scheduler] = Scheduler,
+        speculation: SimulatedDrafts | None = None,
+        **limits: Any,
+    ):
+        check_counts(num_blocks, block_size, num_host_blocks, limits)
+        check_choices(prefix_cache, seconds, policy, scheduler, speculation)
+        seats = limits.get("max_num_seqs", SchedulerConfig.max_num_seqs)
+        usual = SchedulerConfig.max_num_batched_tokens
+        if isinstance(policy, str):
+            limits["policy"] = policy
+        config = SchedulerConfig(**({"max_num_batched_tokens": max(usual, seats)} | limits))
+        blocks = BlockManager(num_blocks, block_size, prefix_cache, num_host_blocks)
+        own = None if isinstance(policy, str) else policy
+        drafts = speculation.limits if speculation else None
+        self.scheduler = scheduler(config, blocks, own, drafts)
+        named = policy if isinstance(policy, str) else None
+        self.trace = Trace(simulated(config, blocks, named), capacity=2**40)
+        self.now = 0.0
+        self.reports: dict[str, PrefixReport] = {}  # of admitted requests: what the cache had
+        self._seconds, self._speculation = seconds or every_step(), speculation
+        self._later: list[tuple[float, int, Request]] = []  # a heap, by arrival
+        self._answers: dict[str, tuple[int, ...]] = {}
+        self._names, self._tokens = count(), count(MADE_UP)
+
+    @property
+    def blocks(self) -> BlockManager:
+        """The block manager."""
+        return self.scheduler.blocks
+
+    def add(
+        self,
+        prompt: int | Sequence[int],
+        new: int | Sequence[int],
+        *,
+        arrival: float | None = None,
+        name: str | None = None,
+        max_tokens: int | None = None,
+        n: int = 1,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> str:
+        """A request that comes at `arrival` (seconds; now); returns its name.
+
+        `prompt` and `new` are token ids, or a number of ids that no other request has. With
+        `max_tokens` the request asks for more than the `new` tokens it then needs: it stops early,
+        which the scheduler does not know beforehand. All `n` completions have the same length.
+        The lowest `priority` is the most urgent; prompts with different salts share no prefix.
+
+        Raises:
+            ConfigError: a value makes no sense, the name is taken, or the arrival is in the past.
+            InvalidRequestError: the request can never fit, or `n` is no number of completions.
+        """
+        answer, ids = self._ids("new", new), self._ids("prompt", prompt)
+        limit = len(answer) if max_tokens is None else max_tokens
+        for what, value, kind, right in (
+            ("max_tokens", limit, is_whole(limit), "a whole number"),
+            ("priority", priority, is_whole(priority), "a whole number"),
+            ("arrival", arrival, isinstance(arrival, Real | None), "a time in seconds"),
+            ("name", name, name is None or (isinstance(name, str) and name), "a text"),
+            ("cache_salt", cache_salt, isinstance(cache_salt, str), "a text"),
+        ):
+            if not kind:
+                raise ConfigError(f"{what} is {shown(value)}; it must be {right}.")
+        if not ids or not 1 <= len(answer) <= limit:
+            raise ConfigError(
+                f"A request has {len(ids)} prompt tokens, writes {len(answer)} new ones and may "
+                f"write {limit}; each is at least 1, and it writes no more than it may."
+            )
+        when = self.now if arrival is None else arrival
+        if not self.now <= when < math.inf:
+            raise ConfigError(f"The arrival {when} is not in the future; it is {self.now} now.")
+        number = next(self._names)
+        if name is None:
+            name = next(one for one in (f"r{n}" for n in count(number)) if one not in self._answers)
+        if name in self._answers:
+            raise ConfigError(f"There was a request {name!r} already; give each its own name.")
+        params = SamplingParams(n=n, temperature=1.0)
+        request = Request(
+            name, ids, params, limit,
+            priority=priority, cache_salt=cache_salt, arrival=when,
+        )  # fmt: skip
+        check_fits(request, self.scheduler.config, self.blocks)
+        self._answers[name] = answer if isinstance(new, Sequence) else (-1,) * len(answer)
+        heapq.heappush(self._later, (when, number, request))
+        return name
+
+    def _ids(self, what: str, tokens: Any) -> tuple[int, ...]:
+        if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
+            if all(is_whole(token) and 0 <= token < MADE_UP for token in tokens):
+                return tuple(tokens)
+        elif is_whole(tokens):
+            return tuple(next(self._tokens) for _ in range(tokens))
+        raise ConfigError(
+            f"{what} is {shown(tokens)}; it must be a number of tokens, or a list of token ids, "
+            f"which are whole numbers from 0 to {MADE_UP - 1:,}."
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended, or not come."""
+        return self.scheduler.has_work or bool(self._later)
+
+    def run(self, until: float = math.inf) -> Trace:
+        """Step until all requests have ended, or the next step would begin at `until` or later;
+        `now` is then the end of the last one.
+
+        Raises:
+            ConfigError: `until` is no time.
+        """
+        if not isinstance(until, Real) or math.isnan(until):
+            raise ConfigError(f"until is {shown(until)}; it must be a time on the virtual clock.")
+        idle = 0
+        while self.has_work and self._begins < until:
+            idle = 0 if self.step().rows else idle + 1
+            if idle == IDLE_STEPS:
+                raise AccountingError(f"Nobody advanced in {IDLE_STEPS:,} steps: is it the policy?")
+        return self.trace
+
+    @property
+    def _begins(self) -> float:
+        """When the next step does: now, or with the next arrival if nobody is there."""
+        waits = self._later and not self.scheduler.has_work
+        return max(self.now, self._later[0][0]) if waits else self.now
+
+    def step(self) -> StepRecord:
+        """One step, after a wait for the next arrival if nobody is there.
+
+        Raises:
+            ConfigError: by its law the step takes no time that there is.
+        """
+        self.now = self._begins
+        while self._later and self._later[0][0] <= self.now:
+            self.scheduler.add(heapq.heappop(self._later)[2])
+        plan = self.scheduler.schedule()
+        record = self.scheduler.record
+        self.trace.append(record)
+        for seq_id in record.admitted:
+            sequence = self.scheduler.sequences[seq_id]
+            if sequence.report is not None:
+                self.reports[sequence.request.request_id] = sequence.report
+        record.started = record.planned = self.now
+        took = self._seconds(record)
+        if not (isinstance(took, Real) and 0 <= took < math.inf):
+            raise ConfigError(f"Step {record.step} takes {shown(took)} seconds by this law.")
+        self.now += took
+        record.computed = record.delivered = self.now
+        rows = [row for row in plan.rows if row.num_samples]
+        num_drafted = {row.seq_id: row.num_logits - 1 for row in rows if row.num_logits > 1}
+        self.scheduler.commit(plan, {row.seq_id: self._sample(row) for row in rows}, num_drafted)
+        for row in rows:  # completions of one request together, as the engine delivers them
+            self._stop(row.seq_id)
+            for fork in record.forked if row.num_samples > 1 else ():
+                if fork.parent_id == row.seq_id:
+                    self._stop(fork.seq_id)
+        return record
+
+    def _sample(self, row: Row) -> list[int | None]:
+        """The row's next tokens, up to the last of the answer; completions that part get the same
+        given ones, or new ones."""
+        sequence = self.scheduler.sequences[row.seq_id]
+        place = sequence.num_tokens - len(sequence.request.prompt_token_ids)
+        answer = self._answers[sequence.request.request_id]
+        tokens = [answer[place]] * row.num_samples
+        if self._speculation and row.num_logits > 1:
+            num_accepted = self._speculation.num_accepted(sequence, row.num_logits - 1)
+            tokens = list(answer[place : place + 1 + num_accepted])
+        return [next(self._tokens) if token < 0 else token for token in tokens]
+
+    def _stop(self, seq_id: int) -> None:
+        """End a sequence that has written its answer before the scheduler would end it."""
+        sequence = self.scheduler.sequences.get(seq_id)
+        if sequence is None:
+            return
+        written = sequence.num_tokens - len(sequence.request.prompt_token_ids)
+        if written == len(self._answers[sequence.request.request_id]):
+            self.scheduler.finish(seq_id, "stop")
+
+
+def check_counts(blocks: Any, size: Any, host: Any, limits: dict[str, Any]) -> None:
+    """Every limit has a known name, and what counts is a whole number."""
+    known = {field.name for field in fields(SchedulerConfig)}
+    for name in limits:
+        if name not in known:
+            raise UnknownArgumentError(
+                f"Simulation has no argument {shown(name)}.{did_you_mean(name, known)}"
+            )
+    counts = [("num_blocks", blocks, 1), ("block_size", size, 1), ("num_host_blocks", host, 0)]
+    counts += [(name, limits[name], least) for name, least in COUNTS if name in limits]
+    for name, value, least in counts:
+        if not (is_whole(value) and value >= least):
+            raise ConfigError(
+                f"{name} is {shown(value)}; it must be a whole number of at least {least}."
+            )
+
+
+def check_choices(
+    prefix_cache: object, seconds: object, policy: object, scheduler: object, speculation: object
+) -> None:
+    """The cache, the law, the policy, the scheduler and the drafts are of those there are."""
+    if prefix_cache not in PREFIX_CACHES:
+        raise ConfigError(
+            f"prefix_cache is {shown(prefix_cache)}; it must be one of hash, radix, or None."
+        )
+    if seconds is not None and not callable(seconds):
+        raise ConfigError(
+            f"seconds is {shown(seconds)}; it must be a function of a step's record, such as "
+            f"every_step({shown(seconds)})."
+        )
+    if not isinstance(policy, str | Policy):
+        raise ConfigError(f"policy is {shown(policy)}; it must be a name or a Policy.")
+    if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):
+        raise ConfigError(
+            f"scheduler is {shown(scheduler)}; it must be Scheduler or a class derived from it."
+        )
+    if not isinstance(speculation, SimulatedDrafts | None):
+        raise ConfigError(
+            f"speculation is {shown(speculation)}; it must be SimulatedDrafts((0.8, 0.6)), say, or "
+            "None."
+        )
+
+
+def simulated(config: SchedulerConfig, blocks: BlockManager, policy: str | None) -> TraceSettings:
+    """What the trace of a simulation says about itself: no model and no date."""
+    return TraceSettings(
+        policy=policy, admission=config.admission, preemption=config.preemption_mode,
+        prefix_cache=blocks.prefix_cache, block_size=blocks.block_size,
+        num_blocks=blocks.pool.num_blocks, num_host_blocks=blocks.host.num_blocks,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        clock=None, wall=None,
+    )  # fmt: skip

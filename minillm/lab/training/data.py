@@ -1,0 +1,84 @@
+"""From files to rows of tokens: packing, the mix of two streams, and their order."""
+
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm import tqdm
+
+from minillm.lab.training import corpus
+from minillm.lab.training.tokenizer import end_of_text_id
+
+CUT_EVERY = 4000  # characters between two places where a line's indentation stands alone
+
+
+@dataclass(frozen=True)
+class TokenStreams:
+    """Training text as token ids, files joined by end-of-text."""
+
+    stdlib: np.ndarray  # [number of tokens] uint16
+    packages: np.ndarray  # [number of tokens] uint16
+
+
+def encode_file(tokenizer: Tokenizer, text: str, generator: random.Random) -> list[int]:
+    """Token ids of one training file, with some line breaks cut off from their indentation.
+
+    The tokenizer joins both into one token; a prompt that ends in a line break shows the model
+    the rare split form, so it has to have seen it.
+    """
+    ids: list[int] = []
+    start = 0
+    while start < len(text):
+        cut = text.find("\n", start + generator.randrange(CUT_EVERY // 2, CUT_EVERY)) + 1
+        end = cut or len(text)
+        ids += tokenizer.encode(text[start:end], add_special_tokens=False).ids
+        start = end
+    return ids
+
+
+def encode_corpus(manifest: corpus.Manifest, tokenizer: Tokenizer, seed: int = 0) -> TokenStreams:
+    """Tokens of the training split, files in an order drawn from `seed`."""
+    generator = random.Random(seed)
+    end = end_of_text_id(tokenizer)
+    streams = []
+    for stdlib in (True, False):
+        files = manifest.select(held_out=False, stdlib=stdlib)
+        generator.shuffle(files)
+        ids: list[int] = [end]
+        for file in tqdm(files, desc="Encoding", unit="file"):
+            ids += encode_file(tokenizer, corpus.read(file).decode(), generator)
+            ids.append(end)
+        streams.append(np.array(ids, dtype=np.uint16))
+    return TokenStreams(*streams)
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(count: int, epoch: int, seed: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def row(stream: np.ndarray, index: int, window: int, seed: int) -> np.ndarray:
+    """Row `index` of an endless, shuffled pass over `stream`: `window` + 1 tokens (int64).
+
+    Every epoch visits each token once, in a new order and cut at new places; a pure function of
+    its arguments, so that a resumed run continues with the very same rows.
+    """
+    count = (len(stream) - 1) // window - 1
+    epoch, place = divmod(index, count)
+    shift = int(np.random.default_rng((seed, epoch, 1)).integers(window))
+    start = int(_epoch_order(count, epoch, seed)[place]) * window + shift
+    return stream[start : start + window + 1].astype(np.int64)
+
+
+def held_out_rows(manifest: corpus.Manifest, tokenizer: Tokenizer, window: int = 512) -> Tensor:
+    """A quick look at held-out standard-library text: 64 rows [64, window + 1], spread evenly."""
+    files = manifest.select(held_out=True, stdlib=True)
+    ids: list[int] = []
+    for file in files:
+        ids += tokenizer.encode(corpus.read(file).decode()).ids  # after an end-of-text token
+    starts = np.linspace(0, len(ids) - window - 1, 64).astype(int)
+    return torch.tensor([ids[start : start + window + 1] for start in starts])

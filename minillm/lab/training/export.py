@@ -1,0 +1,83 @@
+"""From a training checkpoint to a folder that transformers, and `LLM(...)`, load."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from minillm.config import MLAConfig, ModelConfig
+from minillm.models.decoder import Decoder
+from minillm.lab.training.tokenizer import end_of_text_id, save_tokenizer
+
+
+def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]:
+    """config.json of a Qwen3-shaped or, with latent attention, a DeepSeek-V2-shaped model, with
+    RoPE under its new and its old name."""
+    mla = config.mla
+    return {
+        "architectures": ["DeepseekV2ForCausalLM" if mla else "Qwen3ForCausalLM"],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        **(dense_deepseek(config, mla) if mla else {"head_dim": config.head_dim}),
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.qkv_bias,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "bos_token_id": eos_token_id,
+        "eos_token_id": eos_token_id,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
+def dense_deepseek(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
+    """DeepSeek-V2's own fields. It has no word for "without experts": all layers come before the
+    first that would have some."""
+    return {
+        **vars(mla),
+        "first_k_dense_replace": config.num_layers,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": config.intermediate_size,
+    }
+
+
+def export(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write config, bf16 weights, generation defaults and tokenizer into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    eos_token_id = end_of_text_id(tokenizer)
+    config = huggingface_config(model.config, eos_token_id)
+    generation = {f"{name}_token_id": eos_token_id for name in ("bos", "eos", "pad")}
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    tensors = {
+        name: tensor.target.to(torch.bfloat16).contiguous()
+        for name, tensor in model.checkpoint_tensors().items()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
+
+
+def load_trained(checkpoint: Path, config: ModelConfig) -> Decoder:
+    """The float32 model of a training checkpoint."""
+    model = Decoder(config)
+    tensors = load_file(checkpoint)
+    for name, tensor in model.checkpoint_tensors().items():
+        tensor.target.copy_(tensors[f"model/{name}"])
+    return model.eval()

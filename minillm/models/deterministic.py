@@ -1,0 +1,271 @@
+"""Deterministic mode: the same bits for a request alone, in any batch, in any chunks, recomputed.
+
+A matrix product rounds differently for other numbers of rows, because its sums are cut differently
+(He et al., "Defeating Nondeterminism in LLM Inference", 2025). So the model only ever sees tiles of
+a fixed number of rows, padded at the end, and a tile's bits can depend on nothing but each row's
+values and its place in the tile. That it does not depend on the place either is not believed but
+tried, when an engine starts. Attention and experts, whose shapes would follow from the neighbours,
+have arithmetic of their own: attention's mode "invariant", and `ops.tiled_moe_experts`.
+
+Dense models on a CPU need no tiles, because our functions in C treat every row by itself
+(`models/fixed_sums.py`).
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from minillm import ops
+from minillm.cache.spec import cache_spec
+from minillm.layers.kv_cache import AttentionBackend, KVCache
+from minillm.layers.linear import Linear
+from minillm.layers.mla import MLAttention
+from minillm.layers.mlp import MLP
+from minillm.layers.moe import Experts, Router
+from minillm.layers.linear_methods import Matrix
+from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+# One row has kernels of its own everywhere, so it is the last resort. A pass of SmolLM2-135M on two
+# cores of a Xeon with AMX takes, in milliseconds for 1, 8, 16, 32, 64 and 128 rows, 41, 65, 78, 97,
+# 134 and 206 in float32, where 16 and 32 agree in every bit, and 53, 53, 53, 62, 76 and 109 in
+# bfloat16, where 8 to 32 do. So 16 costs a single decode little and has a larger one for prompts.
+TILES = (8, 16, 32, 64, 128)
+PREFERRED = 16
+MOST_LOGITS = 64  # rows at a time: a row has as many values as the vocabulary
+PASS_ROWS = 32  # a pass through the model costs about as much as so many more rows in one
+PROBE_TOKENS = (2, 8)  # at least and at most
+PROBE_WEIGHTS = 2**26  # weights times tokens, between those
+PROBE_PRODUCT = 2**24  # weights of the largest matrix that is made for it
+
+
+class TiledDecoder(nn.Module):
+    """A decoder that computes the flat batch tile by tile, each through the whole model.
+
+    A tile writes its keys and values before the next one runs, so a token sees its past as usual.
+    `tiles` are numbers of rows that give the same bits, those of `find_tiles` if none are given.
+    `obstacle` says why the bits depend on the number of ranks, if they do.
+    """
+
+    obstacle = ""
+
+    def __init__(self, model: Decoder, tiles: Sequence[int] | None = None):
+        super().__init__()
+        self.model, self.config = model, model.config
+        for layer in model.modules():
+            if isinstance(layer, Experts):
+                layer.tiled = True
+            elif isinstance(layer, MLP):
+                layer.activation = ops.invariant_silu_mul
+        self.tiles: tuple[int, ...] = ()
+        self.logits_tiles: tuple[int, ...] = ()
+        self.use(find_tiles(model) if tiles is None else tiles)
+
+    def use(self, tiles: Sequence[int]) -> None:
+        """Cut batches into tiles of these sizes."""
+        self.tiles = tuple(sorted(tiles))
+        self.logits_tiles = tuple(size for size in self.tiles if size <= MOST_LOGITS)
+
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return self.model.device
+
+    def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
+        """N tokens -> hidden states [N, d]"""
+        return torch.cat([
+            self.model(tile, kv)[: len(tile.slot_mapping)] for tile in cut(batch, self.tiles)
+        ])  # fmt: skip
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[K, d] -> [K, V]"""
+        return torch.cat([
+            self.model.logits(hidden[padded(start, stop, size, hidden.device)])[: stop - start]
+            for start, stop, size in spans(len(hidden), self.logits_tiles)
+        ])  # fmt: skip
+
+
+def spans(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut rows into tiles: where each starts and stops, and its size, padding included.
+
+    The rest takes the smallest tile that holds it, unless padding would cost more than a pass.
+    """
+    start = 0
+    while start < num_rows:
+        rest = num_rows - start
+        smaller = [size for size in tiles if size < rest]
+        size = next((size for size in tiles if size >= rest), 0)
+        if not size or (smaller and size > rest + PASS_ROWS):
+            size = smaller[-1]
+        stop = min(start + size, num_rows)
+        yield start, stop, size
+        start = stop
+
+
+def padded(start: int, stop: int, size: int, device: torch.device) -> Tensor:
+    """Indices of the rows of a tile, the last one as often as it takes: no row is invented, which
+    might choose experts that nobody needs."""
+    return torch.arange(start, start + size, device=device).clamp_(max=stop - 1)
+
+
+def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
+    """The tiles of a flat batch, as batches whose `slot_mapping` ends where padding begins."""
+    bounds, ends = batch.query_start.tolist(), batch.seq_lens.tolist()
+    device = batch.input_ids.device
+    for start, stop, size in spans(len(batch.input_ids), tiles):
+        rows = padded(start, stop, size, device)
+        parts = [
+            (sequence, max(low, start), min(high, stop), ends[sequence] - high)
+            for sequence, (low, high) in enumerate(pairwise(bounds))
+            if low < stop and high > start
+        ]
+        # A token at row r of the batch is at position r + shift.
+        seq_lens = [high + shift for _, _, high, shift in parts]
+        yield replace(
+            batch,
+            input_ids=batch.input_ids[rows],
+            positions=batch.positions[rows],
+            slot_mapping=batch.slot_mapping[start:stop],
+            query_start=torch.tensor(
+                [0, *(high - start for _, _, high, _ in parts)], dtype=torch.int32, device=device
+            ),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            block_tables=batch.block_tables[parts[0][0] : parts[-1][0] + 1],
+            logits_indices=batch.logits_indices[:0],
+            max_query_len=max(high - low for _, low, high, _ in parts),
+        )
+
+
+# ---- the probe --------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def find_tiles(model: Decoder, candidates: Sequence[int] = TILES) -> tuple[int, ...]:
+    """Which numbers of rows may be used on this machine, with this model, in its dtype.
+
+    A size is right when equal rows come out equal wherever in the tile they are; several may be
+    used side by side when they agree with each other. All are taken that agree with `PREFERRED`,
+    or where that one fails with the nearest smaller one. A tile of one row cannot fail.
+    """
+    with torch.accelerator.device_index(model.device.index):
+        results = {size: probe(model, size) for size in candidates}
+    failed = [size for size, result in results.items() if result is None]
+    right = {size: result for size, result in results.items() if result is not None}
+    first = max((size for size in right if size <= PREFERRED), default=1)
+    tiles = tuple(
+        size for size, result in right.items() if first > 1 and torch.equal(result, right[first])
+    ) or (1,)
+    if failed:
+        logger.warning(
+            "Deterministic mode does not use tiles of %s rows, in which a row's result differs "
+            "with its place.",
+            " or ".join(map(str, failed)),
+        )
+    logger.info("Deterministic mode uses tiles of %s rows.", " or ".join(map(str, tiles)))
+    return tiles
+
+
+def probe(model: Decoder, size: int) -> Tensor | None:
+    """What comes out of tiles of this size, as bytes; None if it differs with a row's place."""
+    rows = [*model_outputs(model, size), *product_outputs(model, size)]
+    if any(not same_bits(each, each[:1].expand_as(each)) for each in rows):
+        return None
+    return torch.cat([each[0].clone().view(torch.uint8).flatten() for each in rows])
+
+
+def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
+    """Hidden states and logits of a few tokens of one sequence, each `size` times in a tile."""
+    device, config = model.device, model.config
+    # Of the vocabulary ranks may have different shares, and all must take as many steps.
+    num_weights = config.vocab_size * config.hidden_size
+    num_weights += sum(each.numel() for each in model.layers.parameters())
+    # A small model has fewer sums in which a difference could show, so it gets more tokens.
+    count = max(PROBE_TOKENS[0], min(PROBE_TOKENS[1], PROBE_WEIGHTS // num_weights))
+    spec = cache_spec(config)
+    kv = FirstRow(spec, config.num_layers, 1, count, model.dtype, device, "invariant")
+    for position in range(count):
+        place = torch.tensor([position], device=device)
+        token = (place + 1) * 7919 % config.vocab_size
+        batch = Batch(
+            input_ids=token.repeat(size),
+            positions=place.repeat(size),
+            slot_mapping=place,
+            query_start=torch.tensor([0, 1], dtype=torch.int32, device=device),
+            seq_lens=(place + 1).to(torch.int32),
+            block_tables=torch.zeros(1, 1, dtype=torch.int64, device=device),
+            logits_indices=place[:0],
+            max_query_len=1,
+        )
+        hidden = model(batch, kv)
+        yield hidden
+        yield model.logits(hidden[:MOST_LOGITS])
+
+
+class FirstRow(KVCache):
+    """A cache for the probe: padding rows, in which a kernel leaves anything, get a copy of the
+    attention of the only row that is a query, so that they differ by what is tried alone."""
+
+    def attend(
+        self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
+    ) -> Tensor:
+        """[N, H, D] -> [N, H, Dv], N times the first"""
+        out = super().attend(layer, query, batch, scale, window)
+        return out[:1].repeat(len(query), 1, 1)
+
+
+def product_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
+    """Products of the model's shapes whose exact value is 0, so that only rounding is left.
+
+    In half precision most differences between two orders of a sum are lost when the result is
+    rounded. Here every one of them shows. The largest matrices are left out: they have enough sums
+    for a difference to show in what the model gives.
+    """
+    for shape, dtype in product_shapes(model):
+        weight, x = cancelling(shape, dtype, model.device)
+        if len(shape) == 2:
+            layer = Linear("", shape[1], {"": shape[0]})
+            layer.create(dtype, model.device)
+            layer.values().copy_(weight)
+            yield layer(x.repeat(size, 1))
+        else:
+            yield torch.einsum("nhd,hrd->nhr", x.repeat(size, 1, 1), weight)
+
+
+def product_shapes(model: Decoder) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """[.., out, in] of every matrix, and of MLA's products per head."""
+    shapes: dict[tuple[tuple[int, ...], torch.dtype], None] = {}
+    dtype = model.dtype
+    for module in model.modules():
+        if isinstance(module, Matrix):
+            shapes[module.shape[-2:], torch.float32 if isinstance(module, Router) else dtype] = None
+        if isinstance(module, MLAttention):
+            rank, heads = module.mla.kv_lora_rank, module.num_heads
+            shapes[(heads, rank, module.mla.qk_nope_head_dim), dtype] = None
+            shapes[(heads, module.mla.v_head_dim, rank), dtype] = None
+    return [key for key in shapes if prod(key[0]) <= PROBE_PRODUCT]
+
+
+def cancelling(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A weight [.., out, in] and one row [1, .., in], each of whose products has an opposite."""
+    generator = torch.Generator().manual_seed(0)
+    half, places = shape[-1] // 2, torch.randperm(shape[-1], generator=generator)
+    weight, x = torch.zeros(shape), torch.zeros(1, *shape[:-2], shape[-1])
+    values = torch.randn(*shape[:-1], half, generator=generator)
+    factors = torch.randn(1, *shape[:-2], half, generator=generator)
+    for sign, columns in ((1, places[:half]), (-1, places[half : 2 * half])):
+        weight[..., columns], x[..., columns] = sign * values, factors
+    return weight.to(device, dtype), x.to(device, dtype)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also NaN equals itself here, and 0 is not -0."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -1,0 +1,194 @@
+"""Deterministic mode for dense models on a CPU: the same bits in any batch, on 1, 2, 4 or 8 ranks.
+
+Our C functions compute every row by itself, and every output of a product by itself, so that a
+row's bits depend neither on the batch nor on how many rows of a weight a rank holds. What is left
+are the products whose inputs are divided among ranks:
+
+    o, down    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |   eight parts of the columns, whatever n is
+    n = 2      |    rank 0     |    rank 1     |   each adds its own: (0 + 1) + (2 + 3)
+    sum        ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))      one tree, in float32
+    output     + bias, rounded once
+
+A single rank adds the same eight parts. Attention is that of decoding for prompts, too: its bits
+do not depend on how many queries stand side by side, nor on how many heads a rank has.
+"""
+
+import logging
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from minillm.models.deterministic import TiledDecoder
+from minillm.layers.attention import Attention
+from minillm.layers.kv_cache import AttentionBackend, KVCache
+from minillm.layers.linear import Linear
+from minillm.layers.mlp import MLP
+from minillm.layers.linear_methods import Matrix, PanelLinearMethod, PlainLinearMethod, finished
+from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.packing import into_panels, packable
+from minillm.ops import c_library, cpu, dispatch
+from minillm.ops.batch import Batch
+from minillm.ops.cpu_sums import MOST_PARTS, padded_part, panel_sums, with_zeros
+
+logger = logging.getLogger(__name__)
+
+PARTS = MOST_PARTS  # into which the inputs of o and down are cut
+
+
+class FixedSumMethod(PanelLinearMethod):
+    """A weight in panels whose columns are `parts` of a sum, added as a tree in float32."""
+
+    def __init__(self, out_features: int, parts: int):
+        super().__init__(out_features)
+        self.parts = parts
+
+    def arranged(self, weight: Tensor) -> Tensor:
+        """With zeros behind each part."""
+        return with_zeros(weight, self.parts)
+
+    def width(self, in_features: int) -> int:
+        """Inputs with these zeros."""
+        return padded_part(in_features, self.parts) * self.parts
+
+    def partial(self, matrix: Matrix, x: Tensor) -> Tensor:
+        """[N, in] -> float32 [N, out]"""
+        return panel_sums(x, matrix.weight, self.out_features, self.parts)
+
+    def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[N, in], [out] -> [N, out]"""
+        return finished(self.partial(matrix, x), bias, x.dtype)
+
+    def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
+        """Zeros stand between the parts of a row, and nobody looks one up."""
+        raise RuntimeError("A matrix whose columns are parts of a sum is no embedding.")
+
+
+class FixedDecoder(TiledDecoder):
+    """A decoder whose operations treat every row by itself: the batch is not cut into tiles."""
+
+    def __init__(self, model: Decoder):
+        super().__init__(model, ())
+        c = cpu.functions(model.dtype)
+        group = model.config.num_heads // model.config.num_kv_heads
+        self.most_queries = 1 if c is None else c.decode_queries(group)
+
+    def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
+        """N tokens -> hidden states [N, d]"""
+        return self.model(with_few_queries(batch, self.most_queries), kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[K, d] -> [K, V]"""
+        return self.model.logits(hidden)
+
+
+def with_few_queries(batch: Batch, most: int) -> Batch:
+    """The same tokens as a batch whose sequences have at most so many queries each: a longer run
+    counts as several sequences with the same blocks, of which each ends where the next begins."""
+    if batch.max_query_len <= most:
+        return batch
+    ends = batch.seq_lens.tolist()
+    runs = [
+        (row, first, min(first + most, high), ends[row] - high)
+        for row, (low, high) in enumerate(pairwise(batch.query_start.tolist()))
+        for first in range(low, high, most)
+    ]
+    # A token at row r of the batch is at position r + shift.
+    seq_lens = [high + shift for _, _, high, shift in runs]
+    starts = [runs[0][1], *(high for _, _, high, _ in runs)]
+    return replace(
+        batch,
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_tables=batch.block_tables[torch.tensor([row for row, *_ in runs])],
+        max_query_len=most,
+    )
+
+
+def make_deterministic(model: Decoder, kv: KVCache) -> TiledDecoder:
+    """A loaded model, or a rank's part of one, in deterministic mode over this cache.
+
+    A rank's part that needs tiles gets those of one row: all ranks must agree on larger ones
+    (`parallel/rank.py`).
+    """
+    obstacle = why_tiles(model)
+    if obstacle:
+        kv.mode = "invariant"
+        tiled = TiledDecoder(model, (1,) if is_part(model) else None)
+        tiled.obstacle = obstacle
+        return tiled
+    obstacle = fix_sums(model)
+    fixed = FixedDecoder(model)
+    fixed.obstacle = obstacle
+    logger.info("Deterministic mode computes every row by itself.")
+    return fixed
+
+
+def why_tiles(model: Decoder) -> str:
+    """Why a model needs tiles; empty if every row can be computed by itself."""
+    config = model.config
+    if model.device.type != "cpu":
+        return f"the model is on {model.device}"
+    if dispatch.backend_of(model.device).name != "cpu":  # interpreted kernels, in tests
+        return "our C functions are not used"
+    if cpu.functions(model.dtype) is None or model.plain_torch or cpu.wish_for_panels() == "0":
+        return "our C functions are not used"
+    if not all(map(is_dense, model.layers)):
+        return "only layers of grouped attention and a dense MLP have fixed sums"
+    group = config.num_heads // config.num_kv_heads
+    dim = config.head_dim
+    if dim > cpu.MOST_HEAD_DIM or not cpu.fits_vectors(group, dim, dim):
+        return f"heads of {dim} dimensions are not a multiple of {cpu.LANES}"
+    if config.hidden_size % cpu.PANEL_STEP:
+        return f"hidden size {config.hidden_size} is not a multiple of {cpu.PANEL_STEP}"
+    if any(not isinstance(each.method, PlainLinearMethod) for each in matrices(model)):
+        return "its weights are not plain numbers"
+    return ""
+
+
+def is_dense(layer: torch.nn.Module) -> bool:
+    """Whether a layer has the parts that C computes row by row."""
+    if not isinstance(layer, DecoderLayer):
+        return False
+    return isinstance(layer.attention, Attention) and isinstance(layer.mlp, MLP)
+
+
+def matrices(model: Decoder) -> list[Matrix]:
+    """All of them, the embedding too."""
+    return [each for each in model.modules() if isinstance(each, Matrix)]
+
+
+def is_part(model: Decoder) -> bool:
+    """Whether a model is a rank's part of another."""
+    parts = [part for each in matrices(model) for part in each.parts]
+    return any(part.shape != (len(part.rows), len(part.columns)) for part in parts)
+
+
+@torch.inference_mode()
+def fix_sums(model: Decoder) -> str:
+    """Pack the weights of a model that needs no tiles; returns why its bits depend on the number of
+    ranks, if they do."""
+    summed: dict[Matrix, int] = {}
+    for layer in model.layers:
+        if isinstance(layer, DecoderLayer):
+            rows = layer.attention.o_proj, layer.mlp.down_proj
+            summed |= {each: num_parts(each) for each in rows if isinstance(each, Linear)}
+
+    def method_of(layer: Matrix) -> PanelLinearMethod:
+        if layer in summed:
+            return FixedSumMethod(layer.out_features, summed[layer] or 1)
+        return PanelLinearMethod(layer.out_features)
+
+    into_panels(packable(model), method_of)
+    c_library.return_freed_memory()
+    uneven = sorted({part.shape[1] for each in summed if not summed[each] for part in each.parts})
+    return f"{PARTS} parts of {uneven[0]} inputs cannot be shared out equally" if uneven else ""
+
+
+def num_parts(matrix: Matrix) -> int:
+    """How many of the eight parts the held columns are; 0 where they are no whole parts."""
+    (part,) = matrix.parts
+    size, rest = divmod(part.shape[1], PARTS)
+    held, uneven = divmod(len(part.columns), max(size, 1))
+    return 0 if rest or uneven or held not in (1, 2, 4, PARTS) else held

@@ -1,0 +1,398 @@
+"""What a step of a model costs, by counting: parameters, operations, bytes, seconds.
+
+Nothing here runs a model, so a 405B answers as fast as a 135M. The conventions:
+
+* A multiply-add is two operations. Matrix products and attention are counted; norms, rotations,
+  activations and biases are not (they are under one percent, and no peak rate applies to them).
+* Attention is causal and counted exactly: the query at position p meets p + 1 keys, fewer under
+  a sliding window. `torch.utils.flop_counter` counts the whole queries x keys rectangle instead,
+  so the two agree for decoding and differ by almost 2 for a whole prompt.
+* Bytes are those that must cross the memory bus whatever the cache holds: weights once per step,
+  cached keys and values once per sequence. Activations are reported apart; at few rows they
+  stay in the processor's cache, and at many rows the step is bound by operations anyway.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+from typing import Any, Literal
+
+from minillm.plan.attention_pairs import attention_counts
+from minillm.cache.spec import cache_spec
+from minillm.config import DTYPE_BYTES, ModelConfig
+from minillm.errors import ConfigError, did_you_mean
+from minillm.plan.hardware import Hardware
+from minillm.plan.parameters import (
+    all_products,
+    norm_parameters,
+    parameter_count,
+)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one value of `dtype`, a name of `config.DTYPE_BYTES`."""
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(
+            f"dtype is {dtype!r}; supported are {', '.join(DTYPE_BYTES)}."
+            f"{did_you_mean(dtype, DTYPE_BYTES)}"
+        )
+    return DTYPE_BYTES[dtype]
+
+
+def weight_bytes(config: ModelConfig, dtype: str | None = None) -> int:
+    """Bytes of all weights in `dtype` (default: the checkpoint's)."""
+    return parameter_count(config).total * dtype_bytes(dtype or config.dtype)
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: str | None = None) -> int:
+    """Bytes that one token keeps in the cache, over all layers; for MLA the latent alone."""
+    return block_bytes(config, 1, dtype)
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: str | None = None) -> int:
+    """Bytes of a block of `block_size` tokens, over all layers."""
+    value_bytes = dtype_bytes(dtype or config.dtype)
+    return config.num_layers * cache_spec(config).block_bytes(block_size, value_bytes)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Operations and bytes of one step (see the conventions at the top of this file).
+
+    `num_operations` is the number of matrix products and attentions: the fewest separate
+    launches of an engine that fuses everything else into them. `dtype` is the products'.
+    """
+
+    num_tokens: int
+    linear_flops: int
+    attention_flops: int
+    weight_bytes: int
+    kv_read_bytes: int
+    kv_write_bytes: int
+    activation_bytes: int
+    num_operations: int
+    dtype: str
+
+    @property
+    def flops(self) -> int:
+        """All counted operations."""
+        return self.linear_flops + self.attention_flops
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights, cache reads and cache writes: what must cross the memory bus."""
+        return self.weight_bytes + self.kv_read_bytes + self.kv_write_bytes
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity, operations per byte of `total_bytes`."""
+        return self.flops / self.total_bytes
+
+
+def step_cost(
+    config: ModelConfig,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    num_logits: int | None = None,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+) -> StepCost:
+    """Cost of one step in which sequence i computes its last `query_lens[i]` of `seq_lens[i]`
+    tokens: equal lengths are a whole prefill, 1 is decoding, anything between is a chunk.
+
+    `num_logits` rows reach the output head (default: one per sequence). Attention in MLA runs on
+    the latents for every query length, as in this engine.
+    """
+    _check_lengths(query_lens, seq_lens)
+    tokens = sum(query_lens)
+    logits = len(query_lens) if num_logits is None else num_logits
+    dtype = dtype or config.dtype
+    products = tuple(all_products(config))
+    head = config.hidden_size * config.vocab_size
+    macs = tokens * sum(p.used * p.inputs * p.outputs for p in products) + logits * head
+    pairs, visible = attention_counts(config, query_lens, seq_lens)
+    query_width, output_width = _attention_widths(config)
+    moved = tokens * sum(p.used * (p.inputs + p.outputs) for p in products)
+    moved += tokens * config.num_layers * (query_width + output_width)
+    moved += logits * (config.hidden_size + config.vocab_size)
+    read = sum(p.parameters_read(tokens) for p in products) + norm_parameters(config)
+    read += tokens * config.hidden_size + (head if logits else 0)  # embedding rows are gathered
+    value_bytes, kv_bytes = dtype_bytes(dtype), dtype_bytes(kv_dtype or dtype)
+    return StepCost(
+        num_tokens=tokens,
+        linear_flops=2 * macs,
+        attention_flops=2 * pairs * (query_width + output_width),
+        weight_bytes=round(read * value_bytes),
+        kv_read_bytes=visible * cache_spec(config).block_bytes(1, kv_bytes),
+        kv_write_bytes=tokens * kv_bytes_per_token(config, kv_dtype or dtype),
+        activation_bytes=moved * value_bytes,
+        num_operations=len(products) + config.num_layers + (1 if logits else 0),
+        dtype=dtype,
+    )
+
+
+def _check_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+    if not query_lens or len(query_lens) != len(seq_lens):
+        raise ConfigError(
+            f"A step needs one query length per sequence and at least one sequence; "
+            f"got {len(query_lens)} query lengths and {len(seq_lens)} sequence lengths."
+        )
+    for query, seq in zip(query_lens, seq_lens, strict=True):
+        if not 1 <= query <= seq:
+            raise ConfigError(
+                f"A sequence of {seq} tokens cannot compute its last {query}; "
+                f"the query length must be between 1 and the sequence length."
+            )
+
+
+def _attention_widths(config: ModelConfig) -> tuple[int, int]:
+    """Values of a token's query and of its attention output, over all heads: the number of
+    multiply-adds that each (query, key) pair costs for the score and for the output."""
+    if config.mla:
+        latent = config.num_heads * config.mla.kv_lora_rank
+        return latent + config.num_heads * config.mla.qk_rope_head_dim, latent
+    width = config.num_heads * config.head_dim
+    return width, width
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Three lower bounds of a step in seconds, and the model's prediction from them."""
+
+    memory_seconds: float
+    compute_seconds: float
+    overhead_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """max(bytes / bandwidth, operations / rate) + overhead."""
+        return max(self.memory_seconds, self.compute_seconds) + self.overhead_seconds
+
+    @property
+    def bound(self) -> Literal["memory", "compute", "overhead"]:
+        """Which of the three is largest, and so what to work on first."""
+        largest = max(self.memory_seconds, self.compute_seconds, self.overhead_seconds)
+        if largest == self.overhead_seconds:
+            return "overhead"
+        return "memory" if largest == self.memory_seconds else "compute"
+
+
+def step_time(cost: StepCost, hardware: Hardware, num_operations: int | None = None) -> StepTime:
+    """Predict a step on `hardware` (the roofline of Williams et al., 2009, plus overhead).
+
+    `num_operations` separate launches each cost the hardware's overhead (default: the cost's
+    own minimum; 0 for a captured graph, whose launches overlap).
+    """
+    launches = cost.num_operations if num_operations is None else num_operations
+    return StepTime(
+        memory_seconds=cost.total_bytes / hardware.bandwidth,
+        compute_seconds=cost.flops / hardware.rate(cost.dtype),
+        overhead_seconds=launches * hardware.overhead,
+    )
+
+
+def activation_peak_bytes(
+    config: ModelConfig, num_tokens: int, num_logits: int, dtype: str | None = None
+) -> int:
+    """Estimated peak of live activations in a step: one layer's, because layers reuse buffers.
+
+    Per token the residual, the normalised input and the output, and the widest of: the gate, up
+    and product vectors of the MLP (of every chosen expert), or queries, keys, values and outputs
+    of attention; against them the logits in `dtype` and in float32. Attention scores are not
+    included: they live in the processor's cache, tile by tile.
+    """
+    hidden, moe = config.hidden_size, config.moe
+    query_width, output_width = _attention_widths(config)
+    inner = query_width + output_width + cache_spec(config).block_values(1)
+    if config.mla:  # the query before its absorption
+        inner += config.num_heads * (config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim)
+    if moe is None or not all(config.is_moe_layer(i) for i in range(config.num_layers)):
+        inner = max(inner, 3 * config.intermediate_size)
+    if moe is not None:
+        chosen = moe.num_experts_per_token * (3 * moe.intermediate_size + 2 * hidden)
+        inner = max(inner, chosen + 3 * moe.shared_intermediate_size)
+    value_bytes = dtype_bytes(dtype or config.dtype)
+    layer = num_tokens * (3 * hidden + inner) * value_bytes
+    logits = num_logits * config.vocab_size * (value_bytes + 4)
+    return max(layer, num_tokens * hidden * value_bytes + logits)
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What `memory_plan` takes as given; the names are those of the engine's arguments."""
+
+    dtype: str
+    kv_dtype: str
+    max_model_len: int
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    copied_weight_bytes: int = 0  # of weights that are kept twice, in two layouts
+    cuda_graphs: bool = False  # whether decode steps are recorded
+    num_drafts: int = 0  # of a sequence in a step at most, each of which has logits
+    copied_draft_bytes: int = 0  # as `copied_weight_bytes`, of a draft model
+
+    def __post_init__(self) -> None:
+        sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]."
+            )
+
+
+@dataclass(frozen=True)
+class BatchFit:
+    """The largest number of sequences of `context` tokens each that fit at once."""
+
+    context: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the memory goes before anything is loaded; sizes in bytes.
+
+    memory = reserve + weights + activations + KV cache. `kv_cache_bytes` is what is left for the
+    cache (negative when the rest is too large) and `num_tokens` how many tokens it holds, in
+    whole blocks. With a draft model they are sums over both models. The model fits when one request
+    of `max_model_len` tokens does; `shortfall_bytes` of memory are missing for that, and each hint
+    names a change that is enough.
+    """
+
+    settings: PlanSettings
+    memory_bytes: int
+    reserve_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    graph_bytes: int  # of these: what recorded decode steps keep for themselves
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    block_bytes: int  # of the KV cache, over all layers
+    draft_weight_bytes: int  # of `weight_bytes`: a draft model's
+    draft_block_bytes: int  # of `block_bytes`: a draft model's
+    num_tokens: int
+    shortfall_bytes: int
+    combinations: tuple[BatchFit, ...]
+    hints: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether one request of `max_model_len` tokens can be served."""
+        return self.shortfall_bytes == 0
+
+
+def memory_plan(
+    config: ModelConfig,
+    memory_bytes: int,
+    *,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    max_model_len: int | None = None,
+    max_num_batched_tokens: int = 2048,
+    max_num_seqs: int = 256,
+    block_size: int = 16,
+    gpu_memory_utilization: float = 0.9,
+    copied_weight_bytes: int = 0,
+    cuda_graphs: bool = False,
+    draft: ModelConfig | None = None,
+    num_drafts: int = 0,
+    copied_draft_bytes: int = 0,
+) -> MemoryPlan:
+    """Plan an engine that may use a share of `memory_bytes`; the rest is the reserve for what
+    cannot be counted (the runtime, workspaces, the nodes of graphs). Every layer is taken to keep
+    every token: a sliding window limits what is read, not what is stored. A `draft` model has a
+    cache of its own with as many blocks, and takes its turn with the other.
+    """
+    settings = PlanSettings(
+        dtype=dtype or config.dtype,
+        kv_dtype=kv_dtype or dtype or config.dtype,
+        max_model_len=config.longest_context if max_model_len is None else max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        copied_weight_bytes=copied_weight_bytes,
+        cuda_graphs=cuda_graphs,
+        num_drafts=num_drafts,
+        copied_draft_bytes=copied_draft_bytes,
+    )
+    if memory_bytes < 1:
+        raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")
+    plan = _plan(config, draft, memory_bytes, settings)
+    return plan if plan.fits else replace(plan, hints=_hints(config, draft, plan))
+
+
+def _plan(
+    config: ModelConfig, draft: ModelConfig | None, memory_bytes: int, settings: PlanSettings
+) -> MemoryPlan:
+    weights = weight_bytes(config, settings.dtype) + settings.copied_weight_bytes
+    num_tokens, block = settings.max_num_batched_tokens, settings.block_size
+    num_logits = min(settings.max_num_seqs * (1 + settings.num_drafts), num_tokens)
+    activations = activation_peak_bytes(config, num_tokens, num_logits, settings.dtype)
+    each, draft_weights, draft_each = block_bytes(config, block, settings.kv_dtype), 0, 0
+    if draft is not None:
+        draft_weights = weight_bytes(draft, settings.dtype) + settings.copied_draft_bytes
+        draft_each = block_bytes(draft, block, settings.kv_dtype)
+        seats = min(settings.max_num_seqs, num_tokens)
+        peak = activation_peak_bytes(draft, num_tokens, seats, settings.dtype)
+        activations = max(activations, peak)
+        weights, each = weights + draft_weights, each + draft_each
+    # All recordings share one pool, which the largest fills: a decode step without its logits.
+    rows = settings.max_num_seqs * (1 + settings.num_drafts) * settings.cuda_graphs
+    graphs = activation_peak_bytes(config, rows, 0, settings.dtype)
+    activations += graphs
+    usable = int(memory_bytes * settings.gpu_memory_utilization)
+    left = usable - weights - activations
+    blocks = max(0, left // each)
+    needed = ceil(settings.max_model_len / block)
+    missing = weights + activations + needed * each - usable
+    lengths = {1024 * 4**i for i in range(6)}
+    contexts = {n for n in lengths if n < settings.max_model_len} | {settings.max_model_len}
+    return MemoryPlan(
+        settings=settings,
+        memory_bytes=memory_bytes,
+        reserve_bytes=memory_bytes - usable,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        graph_bytes=graphs,
+        kv_cache_bytes=left,
+        kv_bytes_per_token=each // block,
+        block_bytes=each,
+        draft_weight_bytes=draft_weights,
+        draft_block_bytes=draft_each,
+        num_tokens=blocks * block,
+        shortfall_bytes=max(0, ceil(missing / settings.gpu_memory_utilization)),
+        combinations=tuple(BatchFit(n, blocks // ceil(n / block)) for n in sorted(contexts)),
+    )
+
+
+def _hints(config: ModelConfig, draft: ModelConfig | None, plan: MemoryPlan) -> tuple[str, ...]:
+    """Changes to a plan that does not fit, each tried and found to be enough on its own."""
+    hints = [f"{_gib(plan.memory_bytes + plan.shortfall_bytes)} of memory"]
+    planned = partial(_plan, config, draft, plan.memory_bytes)
+    if plan.settings.max_model_len > 4096:
+        short = planned(replace(plan.settings, max_model_len=4096))
+        if not short.fits:
+            needed = short.memory_bytes + short.shortfall_bytes
+            hints.append(f"{_gib(needed)} of memory and max_model_len=4096")
+    changes: list[tuple[str, dict[str, Any]]] = [
+        (f"max_model_len={plan.num_tokens}", {"max_model_len": max(1, plan.num_tokens)}),
+        ('kv_cache_dtype="bfloat16"', {"kv_dtype": "bfloat16"}),
+        ('dtype="bfloat16"', {"dtype": "bfloat16", "kv_dtype": "bfloat16"}),
+        ("max_num_batched_tokens=256", {"max_num_batched_tokens": 256}),
+        ("gpu_memory_utilization=0.95", {"gpu_memory_utilization": 0.95}),
+    ]
+    for text, change in changes:
+        if planned(replace(plan.settings, **change)).fits:
+            hints.append(text)
+    return tuple(hints)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{ceil(num_bytes / 2**30 * 10) / 10:.1f} GiB"

@@ -1,0 +1,334 @@
+"""Edits of logits before the choice (logits processors), as data on the device for each row.
+
+    allowed_token_ids   a bit per token: all others become -inf                    `masks`
+    bad words, min_tokens, logit_bias   (token, number to add, from when, until when,
+                        tokens that must stand before it)                        `entries`
+    penalties           the different tokens of the sequence and their counts      `seen`
+
+A row's data is written when its sequence gets the row, and `append` adds each chosen token on the
+device. So no edit needs a token on the host: a step with edits is launched before the tokens of the
+step before it are read.
+
+Orders as in vLLM: masks, bans, biases, then penalties: repetition (Keskar et al., 2019) over prompt
+and output, frequency and presence over the output.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.api.sampling_params import SamplingParams
+from minillm.sampling.segments import Segments
+
+CHUNK_VALUES_CPU = 2**21  # logits edited at a time: temporaries stay below 100 MB,
+CHUNK_VALUES_GPU = 2**23  # and here below 1 GB
+# Last tokens that are kept of a row with bad words; a power of 2. A word has up to 256 characters
+# of up to 4 tokens, and rejected drafts are written over the oldest of what is kept.
+RECENT = 2048
+ROOM = 64  # tokens for which a penalised row has room at first
+ALWAYS = 2**62  # a position that no sequence reaches
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """What choosing needs to know about the sequence behind one row of logits.
+
+    All token ids are below the logit width (`validate_against_model`): they are not checked here.
+
+    Attributes:
+        seed: of the request, any 64-bit value; the same for all its completions.
+        sample_index: which of the request's `n` completions.
+        position: index in the sequence of the token to choose (prompt length for the first).
+        stop_ids: end-of-sequence and stop token ids, masked until `params.min_tokens`.
+        bad_words_ids: `params.bad_words` as the tokenizer splits them.
+    """
+
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    position: int
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    stop_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def first(self) -> int:
+        """The position of the first token of the output."""
+        return self.position - len(self.output_token_ids)
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    """Whether there is a penalty."""
+    return tuple(getattr(params, name) for name in PENALTIES) != (1.0, 0.0, 0.0)
+
+
+class Edits:
+    """The edits of `num_rows` persistent rows over a vocabulary, on one device."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
+        self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
+        self._until: dict[int, int] = {}  # rows with edits, and the position where they end
+        self._masked: set[int] = set()
+        self._masks: Tensor | None = None  # uint8 [rows, bytes], made when the first row needs it
+        self._numbers: Tensor | None = None  # float32 [256, 8]: what a byte of a mask adds
+        self._entries = Segments(num_rows, device)
+        self._recent: Tensor | None = None  # int64 [rows, RECENT]: the token of position p is at
+        self._with_words: set[int] = set()  # p % RECENT
+        self._seen = Segments(num_rows, device)
+        self._room: dict[int, int] = {}  # of penalised rows: tokens until the segment is full
+        self._penalties = torch.ones(3, num_rows, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all that is kept from step to step."""
+        tables = [self._penalties, self._masks, self._recent]
+        kept = sum(each.nbytes for each in tables if each is not None)
+        return kept + self._entries.num_bytes + self._seen.num_bytes
+
+    # ---- which row has which ---------------------------------------------------------------
+
+    def set_row(self, row: int, request: SamplingRow) -> None:
+        """A sequence has this row from now on."""
+        self.drop(row)
+        params = request.params
+        if params.allowed_token_ids is not None:
+            self._set_mask(row, params.allowed_token_ids)
+        entries = list(entries_of(request))
+        if entries:
+            self._set_entries(row, entries, request)
+        if is_penalised(params):
+            self._set_seen(row, request)
+        if row in self._masked or row in self._seen:
+            self._until[row] = ALWAYS
+        elif entries:
+            self._until[row] = max(entry.until for entry in entries)
+
+    def drop(self, row: int) -> None:
+        """The row is free again."""
+        if self._until.pop(row, None) is None:
+            return
+        self._masked.discard(row)
+        self._with_words.discard(row)
+        self._room.pop(row, None)
+        self._entries.drop(row)
+        self._seen.drop(row)
+
+    def move(self, source: int, target: int) -> None:
+        """A sequence gets another row."""
+        self.drop(target)
+        if source not in self._until:
+            return
+        self._until[target] = self._until.pop(source)
+        for marked in (self._masked, self._with_words):
+            if source in marked:
+                marked.remove(source)
+                marked.add(target)
+        for table in (self._masks, self._recent, self._penalties.T):
+            if table is not None:
+                table[target] = table[source]
+        if source in self._room:
+            self._room[target] = self._room.pop(source)
+        self._entries.move(source, target)
+        self._seen.move(source, target)
+
+    def rows_of(self, rows: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """Places in `rows` whose logits are edited when the token of that position is chosen."""
+        if not self._until:
+            return []
+        until = self._until
+        return [i for i, row in enumerate(rows) if positions[i] < until.get(row, -1)]
+
+    def _set_mask(self, row: int, ids: Sequence[int]) -> None:
+        if self._masks is None:
+            shape = self.num_rows, -(-self.vocab_size // 8)
+            self._masks = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            each = torch.arange(256)[:, None] >> torch.arange(8) & 1
+            self._numbers = torch.where(each > 0, 0.0, -math.inf).to(self.device)
+        bits = np.zeros(self.vocab_size, dtype=bool)
+        bits[list(ids)] = True
+        self._masks[row] = torch.from_numpy(np.packbits(bits, bitorder="little"))
+        self._masked.add(row)
+
+    def _set_entries(self, row: int, entries: list["Entry"], request: SamplingRow) -> None:
+        longest = max(len(entry.before) for entry in entries)
+        before = [(-1,) * (longest - len(each.before)) + each.before for each in entries]
+        self._entries.put(
+            row,
+            token=torch.tensor([each.token for each in entries]),
+            value=torch.tensor([each.value for each in entries]),
+            since=torch.tensor([each.since for each in entries]),
+            until=torch.tensor([each.until for each in entries]),
+            before=torch.tensor(before, dtype=torch.int64).view(len(entries), longest),
+        )
+        if longest:
+            self._with_words.add(row)
+            if self._recent is None:
+                shape = self.num_rows, RECENT
+                self._recent = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            last = torch.tensor(list(request.output_token_ids)[-RECENT:], dtype=torch.int64)
+            places = torch.arange(request.position - len(last), request.position) % RECENT
+            self._recent[row, places.to(self.device)] = last.to(self.device)
+
+    def _set_seen(self, row: int, request: SamplingRow) -> None:
+        prompt = request.prompt_token_ids if request.params.repetition_penalty != 1 else ()
+        counts = dict.fromkeys(prompt, 0.0)
+        for token in request.output_token_ids:
+            counts[token] = counts.get(token, 0.0) + 1
+        room = max(ROOM, len(counts))
+        ids = torch.full((len(counts) + room,), self.vocab_size)  # a column that is thrown away
+        ids[: len(counts)] = torch.tensor(list(counts), dtype=torch.int64)
+        times = torch.zeros(len(ids))
+        times[: len(counts)] = torch.tensor(list(counts.values()))
+        self._seen.put(row, token=ids, count=times)
+        self._room[row] = room
+        numbers = [getattr(request.params, name) for name in PENALTIES]
+        self._penalties[:, row] = torch.tensor(numbers).to(self.device)
+
+    # ---- editing ---------------------------------------------------------------------------
+
+    def chunks(self, members: list[int]) -> Iterator[list[int]]:
+        """Parts of `members`, so that the memory of a step does not grow with the batch."""
+        values = CHUNK_VALUES_CPU if self.device.type == "cpu" else CHUNK_VALUES_GPU
+        size = max(1, values // self.vocab_size)
+        return (members[start : start + size] for start in range(0, len(members), size))
+
+    def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Edited copies of logits [P, V], one of each of these different rows: float32 [P, V]."""
+        wide = logits.new_empty(len(rows), self.vocab_size + 1, dtype=torch.float32)
+        wide[:, -1] = 0.0  # where numbers go that concern no token
+        edited = wide[:, :-1]
+        edited.copy_(logits)
+        self._apply_masks(edited, rows)
+        place = torch.full((self.num_rows,), -1)
+        place[list(rows)] = torch.arange(len(rows))
+        place = place.to(self.device)
+        if any(row in self._entries for row in rows):
+            self._add_entries(wide, place, positions)
+        if any(row in self._seen for row in rows):
+            self._penalise(wide, place, self._seen.span(rows))
+        return edited
+
+    def _apply_masks(self, edited: Tensor, rows: Sequence[int]) -> None:
+        members = [i for i, row in enumerate(rows) if row in self._masked]
+        if not members or self._masks is None or self._numbers is None:
+            return
+        where, of = torch.tensor([members, [rows[i] for i in members]], device=self.device)
+        codes = self._masks.index_select(0, of).flatten().int()
+        numbers = self._numbers.index_select(0, codes).view(len(members), -1)
+        edited.index_add_(0, where, numbers[:, : self.vocab_size])
+
+    def _add_entries(self, wide: Tensor, place: Tensor, positions: Sequence[int]) -> None:
+        """Add to tokens what their entries say: -inf for a ban, or a bias."""
+        entries = self._entries
+        owner, token = entries.owner, entries["token"]
+        at = place[owner]  # [E], -1 where the row has no part in this step
+        position = torch.tensor(list(positions), device=self.device)[at]
+        holds = (at >= 0) & (position >= entries["since"]) & (position < entries["until"])
+        before = entries["before"]
+        if before.shape[1] and self._recent is not None:
+            offsets = torch.arange(-before.shape[1], 0, device=self.device)
+            recent = self._recent[owner[:, None], (position[:, None] + offsets) % RECENT]
+            holds &= ((before == recent) | (before < 0)).all(dim=1)
+        value = entries["value"].masked_fill(~holds, 0.0)
+        wide.view(-1).index_add_(0, _flat(at, token, wide), value)
+
+    def _penalise(self, wide: Tensor, place: Tensor, span: slice) -> None:
+        columns = self._seen.owner, self._seen["token"], self._seen["count"]
+        owner, token, count = (column[span] for column in columns)
+        at = place.index_select(0, owner)  # much faster on a CPU than place[owner]
+        repetition, frequency, presence = self._penalties.index_select(1, owner)
+        where, values = _flat(at, token, wide), wide.view(-1)
+        value = values.index_select(0, where)
+        value = torch.where(value > 0, value / repetition, value * repetition)
+        values.scatter_(0, where, value - frequency * count - presence * (count > 0))
+
+    # ---- growing ---------------------------------------------------------------------------
+
+    def append(self, rows: Sequence[int], positions: Sequence[int], tokens: Tensor) -> None:
+        """`tokens` int64 [R] were chosen for the sequences in these different rows."""
+        if self._with_words and self._recent is not None:
+            where, at = torch.tensor([list(rows), list(positions)], device=self.device)
+            self._recent[where, at % RECENT] = tokens
+        members = [i for i, row in enumerate(rows) if row in self._room]
+        if members:
+            own = tokens[torch.tensor(members, device=self.device)]
+            self._count([rows[i] for i in members], own)
+
+    def follows(self, row: int) -> bool:
+        """Whether the edits of a row depend on its tokens."""
+        return row in self._with_words or row in self._room
+
+    def snapshot(self) -> Callable[[], None]:
+        """What takes back every `append` from now on."""
+        if not self._room:
+            return lambda: None  # the recent tokens that drafts overwrite are old ones
+        seen, room = self._seen, dict(self._room)
+        self._seen = seen.copy()
+
+        def restore() -> None:
+            self._seen, self._room = seen, room
+
+        return restore
+
+    def _count(self, rows: list[int], tokens: Tensor) -> None:
+        """Count a token in each of these penalised rows: where it is, or else in the row's next
+        place, which stays empty if the token was known: so the host knows where the next one is."""
+        for row in rows:
+            if self._room[row] == 0:
+                self._widen(row)
+            self._room[row] -= 1
+        seen, of = self._seen, torch.tensor(rows, device=self.device)
+        chosen = torch.full((self.num_rows,), -1, device=self.device)
+        chosen[of] = tokens
+        match = seen["token"] == chosen[seen.owner]  # [T]
+        seen["count"].add_(match)
+        known = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
+        known = known.index_add_(0, seen.owner, match.long())[of] > 0
+        ends = [seen.start(row) + seen.size(row) - self._room[row] for row in rows]
+        free = torch.tensor(ends, device=self.device) - 1
+        seen["token"][free] = torch.where(known, self.vocab_size, tokens)
+        seen["count"][free] = torch.where(known, 0.0, 1.0)
+
+    def _widen(self, row: int) -> None:
+        """Twice as much room for the tokens of a row."""
+        token, count = self._seen.of(row, "token"), self._seen.of(row, "count")
+        more = torch.full_like(token, self.vocab_size)
+        self._seen.put(row, token=torch.cat((token, more)), count=torch.cat((count, 0 * count)))
+        self._room[row] = len(more)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Add `value` to the logit of `token`, for positions from `since` to `until`, where the tokens
+    `before` stand just before it."""
+
+    token: int
+    value: float
+    since: int = 0
+    until: int = ALWAYS
+    before: tuple[int, ...] = ()
+
+
+def entries_of(request: SamplingRow) -> Iterator[Entry]:
+    """The bans and biases of a request. A bad word is looked for in the output only, as in vLLM."""
+    for word in request.bad_words_ids:
+        if word:
+            since = request.first + len(word) - 1
+            yield Entry(word[-1], -math.inf, since, before=tuple(word[:-1]))
+    until = request.first + request.params.min_tokens
+    if request.position < until:
+        yield from (Entry(token, -math.inf, until=until) for token in request.stop_ids)
+    for token, bias in (request.params.logit_bias or {}).items():
+        yield Entry(token, bias)
+
+
+def _flat(at: Tensor, token: Tensor, wide: Tensor) -> Tensor:
+    """Where in `wide` [P, V + 1] these numbers go; those of no row to a last column."""
+    width = wide.shape[1]
+    return at.clamp(min=0) * width + token.masked_fill(at < 0, width - 1)
