@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minillm.serving.async_engine import AsyncLLMEngine
     from minillm.api.async_engine_args import AsyncEngineArgs
     from minillm.api.engine_args import EngineArgs
+    from minillm.api.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
+    from minillm.api.sampling_params import RequestOutputKind, SamplingParams
     from minillm.errors import (
         CheckpointError,
         ConfigError,
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
         UnsupportedFeatureError,
     )
     from minillm.llm import LLM
-    from minillm.api.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
-    from minillm.api.sampling_params import RequestOutputKind, SamplingParams
+    from minillm.serving.async_engine import AsyncLLMEngine
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,8 +46,14 @@ __all__ = [
     "UnknownArgumentError",
     "UnsupportedFeatureError",
 ]
-_HOMES = ("async_engine_args", "engine_args", "sampling_params", "outputs", "errors")
-_WITH_TORCH: Mapping[str, str] = {"LLM": "llm", "AsyncLLMEngine": "async_engine"}
+_HOMES = (
+    "api.async_engine_args",
+    "api.engine_args",
+    "api.sampling_params",
+    "api.outputs",
+    "errors",
+)
+_WITH_TORCH: Mapping[str, str] = {"LLM": "llm", "AsyncLLMEngine": "serving.async_engine"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,19 +9,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minillm.plan.cost import MemoryPlan
-from minillm.engine.loop import Engine
 from minillm.api.engine_args import EngineArgs
-from minillm.errors import InvalidRequestError, UnknownArgumentError
-from minillm.engine.live_request import LiveRequest
 from minillm.api.outputs import RequestOutput, ScoreOutput
 from minillm.api.prompts import Prompt, list_params, list_priorities, list_prompts, split_prompt
 from minillm.api.sampling_params import RequestOutputKind, SamplingParams
+from minillm.api.vllm_arguments import without_meaningless
+from minillm.engine.live_request import LiveRequest
+from minillm.engine.loop import Engine
+from minillm.errors import InvalidRequestError, UnknownArgumentError
+from minillm.plan.cost import MemoryPlan
 from minillm.scheduling.data_parallel import reset_prefix_cache
 from minillm.scheduling.request import Request
 from minillm.text.tokenizer import Tokenizer
 from minillm.trace.recorder import Trace
-from minillm.api.vllm_arguments import without_meaningless
 
 Message = Mapping[str, Any]
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from minillm import AsyncLLMEngine, SamplingParams
-from minillm.serving import async_engine
 from minillm.engine.loop import Engine
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.request import Status
+from minillm.serving import async_engine
 from minillm.serving.step_thread import Ticket
 from tests.async_small import Gate, idle, in_loop, make_async, run
 from tests.engine.small import make, tokens, write_model

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from minillm import AsyncLLMEngine
-from minillm.serving import async_engine
+from minillm.engine.live_request import LiveRequest
 from minillm.engine.loop import Engine
 from minillm.errors import ConfigError, EngineDeadError, ModelNotFoundError
-from minillm.engine.live_request import LiveRequest
 from minillm.scheduling.scheduler import Scheduler
+from minillm.serving import async_engine
 from minillm.serving.step_thread import StepThread
 from tests.async_small import GREEDY, LIMIT, LONG, Gate, collect, last, make_async, run
 from tests.engine.small import write_model

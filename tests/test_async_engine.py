@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from minillm import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
-from minillm.serving import async_engine
+from minillm.api.outputs import RequestOutput
+from minillm.engine.live_request import LiveRequest
 from minillm.engine.loop import Engine
 from minillm.errors import (
     ConfigError,
@@ -23,8 +24,7 @@ from minillm.errors import (
     UnknownArgumentError,
     UnsupportedFeatureError,
 )
-from minillm.engine.live_request import LiveRequest
-from minillm.api.outputs import RequestOutput
+from minillm.serving import async_engine
 from minillm.serving.request_stream import RequestStream
 from tests.async_small import (
     GREEDY,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from minillm import AsyncLLMEngine, RequestOutput, SamplingParams
-from minillm.serving import stat_logger
+from minillm.api.outputs import joined
+from minillm.api.sampling_params import RequestOutputKind
 from minillm.engine.completion import Completion
 from minillm.engine.live_request import LiveRequest
-from minillm.api.outputs import joined
+from minillm.serving import stat_logger
 from minillm.serving.request_stream import RequestStream
-from minillm.api.sampling_params import RequestOutputKind
 from tests.async_small import Gate, idle, make_async, run
 from tests.engine.small import make, reasons, tokens, write_model
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from minillm.execution import graphs
+from minillm.execution.graphs import CudaCapture
 from minillm.models.batches import BlockTables, DeviceRows, make_batch
 from minillm.ops.transfers import pack, read_later, unpack
-from minillm.execution.graphs import CudaCapture
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     """What the command prints in a hurry, and its JSON file."""
     path = tmp_path_factory.mktemp("bench") / "result.json"
-    command = [sys.executable, "-m", "minillm.lab.benchmarks.scheduler", "--quick", "--json", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "minillm.lab.benchmarks.scheduler",
+        "--quick",
+        "--json",
+        str(path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(path.read_text("utf-8"))

@@ -24,19 +24,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm import LLM, MinillmError, SamplingParams
+from minillm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minillm.cli import generate, main, place
-from minillm.lab.commands import demo, plan
 from minillm.cli.app import COMMANDS
 from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
-from minillm.plan.cost import step_cost
 from minillm.lab.ceilings import DISTURBED, MEASURED
-from minillm.plan.hardware import DATASHEET
+from minillm.lab.commands import demo, plan
 from minillm.models import checkpoint
 from minillm.models.decoder import Decoder
 from minillm.models.families import parse_config
-from minillm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minillm.models.presets import PRESETS
+from minillm.plan.cost import step_cost
+from minillm.plan.hardware import DATASHEET
 from tests.text.build import byte_level, write_folder
 
 CONFIG: dict[str, Any] = {

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
+from minillm.errors import ConfigError
+from minillm.models.presets import PRESETS, preset
 from minillm.plan.cost import (
     StepTime,
     activation_peak_bytes,
@@ -24,10 +26,8 @@ from minillm.plan.cost import (
     step_time,
     weight_bytes,
 )
-from minillm.errors import ConfigError
 from minillm.plan.hardware import DATASHEET, Hardware
 from minillm.plan.parameters import expected_distinct, parameter_count
-from minillm.models.presets import PRESETS, preset
 
 LLAMA = ModelConfig(
     family="llama",

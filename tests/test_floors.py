@@ -219,7 +219,11 @@ def planted(files: dict[str, str]) -> dict[str, list[Import]]:
     ("module", "source", "message"),
     [
         ("minillm.config", "from minillm.ops import norm", "floor 0 may not import floor 1"),
-        ("minillm.layers.mlp", "from minillm.execution import runner", "floor 2 may not import floor 5"),
+        (
+            "minillm.layers.mlp",
+            "from minillm.execution import runner",
+            "floor 2 may not import floor 5",
+        ),
         ("minillm.layers.mlp", "from ..runner import Runner", "floor 2 may not import floor 5"),
         ("minillm.text.stop", "def f():\n    import minillm.engine.loop", "floor 4 may not import"),
         ("minillm.execution.runner", "import minillm", "floor 5 may not import floor 9"),
@@ -229,7 +233,9 @@ def planted(files: dict[str, str]) -> dict[str, list[Import]]:
     ],
 )
 def test_an_upward_import_is_found(module: str, source: str, message: str) -> None:
-    others = {name: "" for name in ("minillm", "minillm.execution.runner", "minillm.lab.training.corpus")}
+    others = {
+        name: "" for name in ("minillm", "minillm.execution.runner", "minillm.lab.training.corpus")
+    }
     (found,) = upward_imports(planted({**others, module: source}))
     assert message in found
     assert found.startswith(module)

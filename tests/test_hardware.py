@@ -6,12 +6,18 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from minillm.lab import ceilings
-from minillm.plan.cost import step_cost
 from minillm.errors import ConfigError, MinillmError
+from minillm.lab import ceilings
 from minillm.lab.ceilings import measure
-from minillm.plan.hardware import DATASHEET, Hardware, ImpossibleMeasurementError, achieved, check_physical
 from minillm.models.presets import preset
+from minillm.plan.cost import step_cost
+from minillm.plan.hardware import (
+    DATASHEET,
+    Hardware,
+    ImpossibleMeasurementError,
+    achieved,
+    check_physical,
+)
 
 MACHINE = Hardware("this", 2**34, 50e9, 800e9, 1e-6, "measured", peak_flops_fp32=200e9)
 
@@ -112,8 +118,8 @@ def probe(tmp_path, monkeypatch):
     """A cache folder of its own and a list of measurements to hand out instead of probing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     results = [MACHINE]
-    monkeypatch.setattr(hardware, "_measure_cpu", lambda name, device: results.pop(0))
-    monkeypatch.setattr(hardware.machine, "seconds_waited", lambda: 0.0)
+    monkeypatch.setattr(ceilings, "_measure_cpu", lambda name, device: results.pop(0))
+    monkeypatch.setattr(ceilings.machine, "seconds_waited", lambda: 0.0)
     return results
 
 
@@ -137,7 +143,7 @@ def test_a_disturbed_measurement_is_repeated(probe, monkeypatch):
     slow = replace(MACHINE, bandwidth=4e9, overhead=1e-7)
     probe[:] = [slow, MACHINE]
     waits = iter([0.0, 1e6, 1e6, 1e6])
-    monkeypatch.setattr(hardware.machine, "seconds_waited", lambda: next(waits))
+    monkeypatch.setattr(ceilings.machine, "seconds_waited", lambda: next(waits))
     assert measure() == replace(slow, source=ceilings.DISTURBED)
     assert measure() == measure() == replace(MACHINE, overhead=1e-7)
     assert not probe
@@ -150,7 +156,7 @@ def test_another_set_up_is_measured_anew(probe, monkeypatch, change):
     if change == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     elif change == "quota":
-        monkeypatch.setattr(hardware.machine, "cpu_count", lambda: 77)
+        monkeypatch.setattr(ceilings.machine, "cpu_count", lambda: 77)
     else:
         monkeypatch.setattr(torch, "__version__", "9.9")
     assert measure().bandwidth == 1e9
@@ -196,17 +202,17 @@ def test_no_home_folder_is_no_error(probe, monkeypatch):
         raise RuntimeError
 
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(hardware.Path, "home", no_home)
+    monkeypatch.setattr(ceilings.Path, "home", no_home)
     assert measure() == MACHINE
 
 
 def test_probes_give_a_valid_description(monkeypatch):
     """The real probes, on buffers too small to say anything about this machine."""
-    monkeypatch.setattr(hardware.machine, "available_memory_bytes", lambda: 2**23)
+    monkeypatch.setattr(ceilings.machine, "available_memory_bytes", lambda: 2**23)
     with torch.inference_mode():
         found = ceilings._measure_cpu("x", "cpu", budget=0.001)
     assert found.source == "measured"
-    assert found.memory_bytes == hardware.machine.total_memory_bytes()
+    assert found.memory_bytes == ceilings.machine.total_memory_bytes()
 
 
 def test_a_packed_product_is_the_product():

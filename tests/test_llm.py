@@ -16,9 +16,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import minillm
 from minillm import LLM, EngineArgs, SamplingParams, errors
-from minillm.plan import machine
 from minillm.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
 from minillm.llm import list_prompts
+from minillm.plan import machine
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm.scheduling.policies import POLICIES
 from minillm.trace.recorder import Trace

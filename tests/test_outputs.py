@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm import CompletionOutput, InvalidRequestError, RequestOutput, SamplingParams
-from minillm.engine.completion import Completion
-from minillm.engine.live_request import LiveRequest
 from minillm.api.outputs import PrefixReport, joined
 from minillm.api.sampling_params import RequestOutputKind
+from minillm.engine.completion import Completion
+from minillm.engine.live_request import LiveRequest
 from minillm.scheduling.request import Request, Sequence
 from minillm.text.stop import StopStrings
 from minillm.text.tokenizer import Tokenizer

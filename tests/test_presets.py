@@ -7,8 +7,8 @@ import pytest
 from hf_shapes import hf_model
 
 from minillm.errors import ConfigError
-from minillm.plan.parameters import parameter_count
 from minillm.models.presets import PRESETS, preset
+from minillm.plan.parameters import parameter_count
 
 # What the model cards and the checkpoints' own headers say.
 PUBLISHED = {

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.sampling.edits import Edits
-from minillm.sampling.logprobs import describe, token_logprobs
+from minillm.api.sampling_params import SamplingParams
 from minillm.ops import cpu_sampling
 from minillm.ops.sampling import choose
+from minillm.sampling.edits import Edits
+from minillm.sampling.logprobs import describe, token_logprobs
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
-from minillm.api.sampling_params import SamplingParams
 from minillm_kernels import reference
 from tests.sampling_rows import edit_logits, scale_logits, truncate_row
 

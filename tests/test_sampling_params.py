@@ -12,13 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minillm.api.sampling_params import (
+    SamplingParams,
+    refuse_unknown_arguments,
+    validate_against_model,
+)
 from minillm.errors import (
     InvalidRequestError,
     MinillmError,
     UnknownArgumentError,
     UnsupportedFeatureError,
 )
-from minillm.api.sampling_params import SamplingParams, refuse_unknown_arguments, validate_against_model
 
 NAN, INF = float("nan"), float("inf")
 

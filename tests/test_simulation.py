@@ -6,17 +6,17 @@ import sys
 import pytest
 
 from minillm import SamplingParams
-from minillm.plan.cost import step_cost, step_time
-from minillm.errors import ConfigError, InvalidRequestError, UnknownArgumentError
-from minillm.plan.hardware import DATASHEET
 from minillm.api.outputs import PrefixReport
+from minillm.errors import ConfigError, InvalidRequestError, UnknownArgumentError
+from minillm.lab.simulated_drafts import SimulatedDrafts
+from minillm.lab.simulation import Simulation, every_step, linear, roofline
 from minillm.models.presets import preset
+from minillm.plan.cost import step_cost, step_time
+from minillm.plan.hardware import DATASHEET
 from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
-from minillm.lab.simulation import Simulation, every_step, linear, roofline
-from minillm.lab.simulated_drafts import SimulatedDrafts
 from tests.engine.small import write_model
 from tests.trace import workload
 from tests.trace.drafts import Truth, speculating

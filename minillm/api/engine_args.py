@@ -8,11 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from minillm.config import DTYPE_BYTES
 from minillm.api.eplb_config import EplbConfig
-from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.api.sampling_params import refuse_unknown_arguments, shown
 from minillm.api.speculative_config import SpeculativeConfig
+from minillm.config import DTYPE_BYTES
+from minillm.errors import ConfigError, UnsupportedFeatureError
 
 # Options of later versions, each with the one value that this version can honour.
 NOT_BUILT_YET: Mapping[str, Any] = MappingProxyType(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
 
-from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 from minillm.api.sampling_params import shown
+from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from minillm.errors import InvalidRequestError
 from minillm.api.sampling_params import SamplingParams, check_int, shown
+from minillm.errors import InvalidRequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
-from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 from minillm.api.sampling_params import shown
+from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 
 METHODS = ("ngram", "draft_model")
 REJECTION_METHODS = ("strict", "standard", "synthetic")

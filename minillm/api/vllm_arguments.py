@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from minillm.errors import UnsupportedFeatureError
 from minillm.api.sampling_params import shown
+from minillm.errors import UnsupportedFeatureError
 
 # Arguments that vLLM has or had, which mean nothing here, with the values that ask for nothing.
 WITHOUT_MEANING: Mapping[str, tuple[Any, ...]] = MappingProxyType(

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from minillm.api.outputs import PrefixReport
 from minillm.cache.blocks import AccountingError, BlockPool
 from minillm.cache.hash_chain import HashChain
 from minillm.cache.misses import PrefixHistory
 from minillm.cache.prefix import Cursor, Match, NoPrefixCache, PrefixIndex
 from minillm.cache.radix import RadixTree
-from minillm.api.outputs import PrefixReport
 
 
 class BlockCopy(NamedTuple):

@@ -1,4 +1,8 @@
-"""Finds the command that was typed and runs it; each module of this package is one command."""
+"""Finds the command that was typed and runs it.
+
+The commands that use the engine are modules of this package; those that explain or measure it are
+in `lab/commands/`. A command is imported by its name when it is needed.
+"""
 
 import logging
 import re
@@ -11,8 +15,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from minillm.cli.terminal import Terminal
 from minillm.api.engine_args import NOT_BUILT_YET
+from minillm.cli.terminal import Terminal
 from minillm.errors import did_you_mean
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -26,6 +30,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "trace": "what the engine did, step by step: a page, a table, Perfetto",
     }
 )
+IN_LAB = frozenset({"info", "plan", "bench", "trace", "demo"})
 LATER = ("serve", "quantize", "inspect", "compare")
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
@@ -84,13 +89,18 @@ def version() -> str:
     return str(import_module("minillm").__version__)
 
 
+def command_module(name: str) -> Any:
+    """The module of a command: USAGE, EXAMPLES, `add_options(parser)` and `run(args, terminal)`."""
+    return import_module(f"minillm.{'lab.commands' if name in IN_LAB else 'cli'}.{name}")
+
+
 def build_parser() -> Parser:
-    """The parser of all commands; each module of this package adds its own options."""
+    """The parser of all commands; each command adds its own options."""
     parser = Parser(prog="minillm", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"minillm {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
-        module = import_module(f"minillm.cli.{name}")
+        module = command_module(name)
         command = commands.add_parser(
             name,
             help=summary,
@@ -110,7 +120,7 @@ def run(argv: Sequence[str] | None) -> int:
     finally:
         terminal.flush()  # --help leaves by SystemExit, and a full disk is noticed here
     with notes_on_stderr():
-        code: int = import_module(f"minillm.cli.{args.command or 'demo'}").run(args, terminal)
+        code: int = command_module(args.command or "demo").run(args, terminal)
         terminal.flush()
     return code
 

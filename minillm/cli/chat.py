@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from minillm.api.outputs import RequestOutput
+from minillm.api.sampling_params import SamplingParams
 from minillm.cli.engine_import import import_engine
 from minillm.cli.generate import summary
 from minillm.cli.interrupt import forget
@@ -18,8 +20,6 @@ from minillm.cli.options import (
 )
 from minillm.cli.terminal import Terminal
 from minillm.errors import InvalidRequestError, did_you_mean
-from minillm.api.outputs import RequestOutput
-from minillm.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minillm.llm import LLM

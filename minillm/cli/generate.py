@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.api.outputs import CompletionOutput, RequestOutput
+from minillm.api.sampling_params import SamplingParams
 from minillm.cli.engine_import import import_engine
 from minillm.cli.options import (
     add_engine_options,
@@ -18,11 +20,9 @@ from minillm.cli.options import (
     engine_arguments,
     sampling_params,
 )
+from minillm.cli.replaceable import TRACE_START, check_replaceable
 from minillm.cli.terminal import Terminal, digits, plural, seconds
-from minillm.lab.commands.trace import TRACE_START, check_replaceable
 from minillm.errors import InvalidRequestError, TraceFileError
-from minillm.api.outputs import CompletionOutput, RequestOutput
-from minillm.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minillm.llm import LLM

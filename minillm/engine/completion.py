@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from minillm.sampling.logprobs import TokenLogprob
 from minillm.api.outputs import CompletionOutput, FinishReason, Logprob, Logprobs
 from minillm.api.sampling_params import RequestOutputKind, SamplingParams
+from minillm.sampling.logprobs import TokenLogprob
 from minillm.text.detokenizer import IncrementalDetokenizer
 from minillm.text.stop import StopStrings
 from minillm.text.tokenizer import Tokenizer

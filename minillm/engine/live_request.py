@@ -2,10 +2,10 @@
 
 from time import perf_counter
 
+from minillm.api.outputs import FinishReason, Logprobs, RequestMetrics, RequestOutput
 from minillm.engine.completion import Completion, with_text
 from minillm.errors import in_one_line
 from minillm.sampling.logprobs import TokenLogprob
-from minillm.api.outputs import FinishReason, Logprobs, RequestMetrics, RequestOutput
 from minillm.scheduling.request import Request, Sequence
 from minillm.text.tokenizer import Tokenizer
 

@@ -15,11 +15,21 @@ from contextlib import contextmanager, suppress
 from numbers import Integral
 from time import perf_counter
 
-from minillm.cache.blocks import AccountingError
 from minillm.api.engine_args import EngineArgs
-from minillm.engine.setup import trace_settings
-from minillm.engine.setup import choose_device, choose_dtype, end_tokens, open_executor, open_tokenizer, plan_memory
-from minillm.execution.setup import limit_threads
+from minillm.api.outputs import FinishReason
+from minillm.api.sampling_params import SamplingParams, validate_against_model
+from minillm.cache.blocks import AccountingError
+from minillm.engine.live_request import LiveRequest
+from minillm.engine.setup import (
+    build_scheduler,
+    choose_device,
+    choose_dtype,
+    end_tokens,
+    open_executor,
+    open_tokenizer,
+    plan_memory,
+    trace_settings,
+)
 from minillm.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -28,12 +38,9 @@ from minillm.errors import (
 )
 from minillm.execution.executor import Executor, Step
 from minillm.execution.flight import StepResult
-from minillm.models.forward_pass import ForwardPass
-from minillm.engine.live_request import LiveRequest
+from minillm.execution.setup import limit_threads
 from minillm.models.checkpoint import open_model
-from minillm.api.outputs import FinishReason
-from minillm.api.sampling_params import SamplingParams, validate_against_model
-from minillm.engine.setup import build_scheduler
+from minillm.models.forward_pass import ForwardPass
 from minillm.scheduling.data_parallel import end_all
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan

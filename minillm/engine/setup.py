@@ -6,37 +6,30 @@ from math import ceil
 
 import torch
 
-from minillm.plan import machine
-from minillm.cache.spec import cache_spec
-from minillm.config import ModelConfig
-from minillm.plan.cost import BatchFit, MemoryPlan, memory_plan
-from minillm.models.deterministic import PASS_ROWS, TiledDecoder
 from minillm.api.engine_args import NOT_BUILT_YET, EngineArgs
-from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
-from minillm.execution.executor import Executor
-from minillm.models.fixed_sums import make_deterministic
-from minillm.models.forward_pass import ForwardPass
-from minillm.execution.graphs import CudaCapture, has_graphs
-from minillm.layers.kv_cache import KVCache
+from minillm.cache.manager import BlockManager
+from minillm.config import ModelConfig
+from minillm.errors import ConfigError, ModelNotFoundError
+from minillm.execution.executor import Capacity, Executor
+from minillm.execution.setup import build_executor, packs, records
 from minillm.models.checkpoint import ModelSource, find_folder
-from minillm.models.decoder import Decoder
+from minillm.models.deterministic import PASS_ROWS
+from minillm.models.forward_pass import ForwardPass
 from minillm.models.loader import DTYPES, load_model
-from minillm.models.packing import copied_weight_bytes, keep_plain, pack_weights
-from minillm.ops.batch import AttentionMode
+from minillm.models.packing import copied_weight_bytes
 from minillm.parallel.split import largest_part
-from minillm.execution.runner import Runner
+from minillm.plan import machine
+from minillm.plan.cost import BatchFit, MemoryPlan, memory_plan
 from minillm.scheduling.config import scheduler_config
-from minillm.speculative.draft_model import DraftModel
+from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
+from minillm.scheduling.scheduler import Scheduler
 from minillm.speculative.setup import (
     DraftSource,
-    build_proposer,
-    build_rule,
+    build_drafts,
     speculation_of,
 )
-from minillm.speculative.shadow import Shadow
-from minillm.speculative.speculator import Speculator
-from minillm.api.speculative_config import SpeculativeConfig
 from minillm.text.tokenizer import Tokenizer
+from minillm.trace.recorder import TraceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +50,6 @@ def choose_device(device: str) -> torch.device:
     if chosen.type == "cuda" and not has_gpu:
         raise ConfigError(f"device is {device!r}, but torch sees no CUDA GPU; use device='cpu'.")
     return chosen
-
-
-def limit_threads() -> None:
-    """Never more torch threads than processors: torch does not see a container's CPU quota, and
-    threads without a processor make every product wait for the next time slice."""
-    torch.set_num_threads(min(torch.get_num_threads(), machine.cpu_count()))
 
 
 def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
@@ -263,29 +250,6 @@ def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
     )
 
 
-def packs(args: EngineArgs, device: torch.device) -> bool:
-    """Whether `pack_weights` packs: oneDNN has other bits for other numbers of rows."""
-    return device.type == "cpu" and not (args.deterministic or args.enforce_eager)
-
-
-def records(args: EngineArgs, device: torch.device) -> bool:
-    """Whether decode steps become CUDA graphs: only our kernels never ask the device for a number,
-    and a deterministic model is cut into tiles by the host."""
-    special = args.enforce_eager or args.deterministic or args.num_ranks > 1
-    return has_graphs(device) and not special
-
-
-def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
-    """Blocks of host memory to which sequences are swapped out."""
-    count = int(args.swap_space * 2**30) // plan.block_bytes
-    if args.swap_space and not count:
-        raise ConfigError(
-            f"swap_space is {args.swap_space} GiB, which is less than one block of the KV cache "
-            f"({plan.block_bytes:,} bytes)."
-        )
-    return count
-
-
 def open_executor(
     args: EngineArgs,
     source: ModelSource,
@@ -303,70 +267,41 @@ def open_executor(
     return build_executor(args, model, plan, limit, draft), ForwardPass(model)
 
 
-def build_executor(
-    args: EngineArgs,
-    model: Decoder,
-    plan: MemoryPlan,
-    max_model_len: int,
-    draft: DraftSource | None = None,
-    kind: type[Runner] = Runner,
-) -> Runner:
-    """The runner with the tensors behind the blocks, its proposer of drafts, and its graphs."""
-    runs, kv, host = with_cache(args, model, plan)
-    seats = scheduler_config(args).max_num_seqs
-    runner = kind(runs, kv, host, seats, ceil(max_model_len / plan.settings.block_size))
-    if (speculation := speculation_of(args)) is not None:
-        proposer = (
-            build_proposer(speculation)
-            if draft is None
-            else build_draft_model(args, speculation, draft, plan, runner)
-        )
-        runner.speculator = Speculator(proposer, model.config.vocab_size)
-        runner.sampler.rule = build_rule(speculation)
-    if records(args, model.device):
-        room = plan.graph_bytes + plan.reserve_bytes // 2
-        num_drafts = 0 if speculation is None else speculation.most
-        runner.use_graphs(CudaCapture(model.device), room, num_drafts)
-    return runner
+def build_scheduler(
+    args: EngineArgs, capacity: Capacity, draft: DraftSource | None = None
+) -> Scheduler | DataParallelScheduler:
+    """The scheduler over the blocks that an executor has: those of each copy of the model."""
+    copies = [one_scheduler(args, capacity, draft) for _ in range(args.data_parallel_size)]
+    return DataParallelScheduler(copies) if len(copies) > 1 else copies[0]
 
 
-def with_cache(
-    args: EngineArgs, model: Decoder, plan: MemoryPlan
-) -> tuple[Decoder | TiledDecoder, KVCache, KVCache | None]:
-    """A model as it computes, with the blocks of the plan on its device and on the host."""
-    size, host_blocks = plan.settings.block_size, num_host_blocks(args, plan)
-    if packs(args, model.device):
-        logger.info("Weights: %s.", pack_weights(model))
-    elif args.enforce_eager and model.device.type == "cpu":
-        keep_plain(model)
-    shape = cache_spec(model.config), model.config.num_layers
-    mode: AttentionMode = "plain" if model.plain_torch else "fast"
-    num_blocks = plan.num_tokens // size
-    kv = KVCache(*shape, num_blocks, size, model.dtype, model.device, mode)
-    host = None
-    if host_blocks:
-        host = KVCache(*shape, host_blocks, size, model.dtype, swap_space_of=model.device)
-    return make_deterministic(model, kv) if args.deterministic else model, kv, host
+def one_scheduler(args: EngineArgs, capacity: Capacity, draft: DraftSource | None) -> Scheduler:
+    """The scheduler of one copy of the model."""
+    prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
+    blocks = BlockManager(
+        capacity.num_blocks, capacity.block_size, prefix_cache, capacity.num_host_blocks
+    )
+    speculation = speculation_of(args)
+    drafts = None if speculation is None else build_drafts(speculation, draft)
+    return Scheduler(scheduler_config(args), blocks, drafts=drafts)
 
 
-def build_draft_model(
-    args: EngineArgs,
-    speculation: SpeculativeConfig,
-    draft: DraftSource,
-    plan: MemoryPlan,
-    runner: Runner,
-) -> DraftModel:
-    """The draft model beside the target, loaded in its dtype, with as many blocks."""
-    dtype = DTYPES[plan.settings.dtype]
-    try:
-        model = load_model(
-            draft.source, dtype, runner.device, draft.context, args.load_format, args.seed
-        )
-    except MinillmError as error:
-        raise ConfigError(
-            f"speculative_config's model {speculation.model!r} cannot be loaded: {error}"
-        ) from error
-    runs, kv, host = with_cache(args, model, plan)
-    coupled = speculation.rejection_sample_method != "standard"
-    budget = plan.settings.max_num_batched_tokens
-    return DraftModel(runs, Shadow(kv, host), runner.rows.tables, budget, coupled)
+def trace_settings(
+    name: str, dtype: str, device: torch.device, scheduler: Scheduler | DataParallelScheduler
+) -> TraceSettings:
+    """What engine is recorded."""
+    config, blocks, copies = scheduler.config, scheduler.blocks, len(schedulers_of(scheduler))
+    return TraceSettings(
+        model=name,
+        dtype=dtype,
+        device=str(device),
+        policy=config.policy,
+        admission=config.admission,
+        preemption=config.preemption_mode,
+        prefix_cache=blocks.prefix_cache,
+        block_size=blocks.block_size,
+        num_blocks=copies * blocks.pool.num_blocks,
+        num_host_blocks=copies * blocks.host.num_blocks,
+        max_num_seqs=copies * config.max_num_seqs,
+        max_num_batched_tokens=copies * config.max_num_batched_tokens,
+    )

@@ -32,11 +32,11 @@ import torch
 from tqdm import tqdm
 
 from minillm import ops
-from minillm.models.batches import DeviceRows
-from minillm.ops.transfers import put, upload
 from minillm.layers.kv_cache import KVCache
+from minillm.models.batches import DeviceRows
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
+from minillm.ops.transfers import put, upload
 
 logger = logging.getLogger(__name__)
 

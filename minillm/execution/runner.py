@@ -8,7 +8,8 @@ the device. A plan says only what changed, so a step costs O(rows) list work and
     collect   tokens and log-probabilities on the host
 
 Between the two the next step may be launched. It needs no token of the first: the last token of
-each row stays on the device (`DeviceRows.last`), and so does what edits its logits (`sampling/edits.py`).
+each row stays on the device (`DeviceRows.last`), and so does what edits its logits
+(`sampling/edits.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,21 +21,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.models.batches import DeviceRows, make_batch
-from minillm.ops.transfers import read_later, upload
-from minillm.execution.collect import Taken, described, give_prompt, give_tokens
-from minillm.models.deterministic import TiledDecoder
 from minillm.errors import ConfigError
+from minillm.execution.collect import Taken, described, give_prompt, give_tokens
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.graphs import Capture, DecodeGraphs
+from minillm.execution.sequence_row import SequenceRow
 from minillm.layers.kv_cache import KVCache
-from minillm.sampling.logprobs import Described, describe, token_logprobs
+from minillm.models.batches import DeviceRows, make_batch
 from minillm.models.decoder import Decoder
+from minillm.models.deterministic import TiledDecoder
 from minillm.ops.batch import Batch
+from minillm.ops.transfers import read_later, upload
+from minillm.sampling.logprobs import Described, describe, token_logprobs
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.plan import Row, StepPlan
-from minillm.execution.sequence_row import SequenceRow
 from minillm.speculative.speculator import Speculator
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from dataclasses import fields
 from itertools import repeat
 from typing import Any
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockCopy
 from minillm.execution.flight import StepResult
 from minillm.sampling.logprobs import TokenLogprob
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
 
 DEFAULTS = SamplingParams()

@@ -1,4 +1,4 @@
-"""How long a decode step takes on a machine: the counts of `plan/cost.py` times five measured rates.
+"""How long a decode step takes on a machine: counts of `plan/cost.py` times five measured rates.
 
 The roofline (`cost.step_time`) is a bound: all bytes at the speed of the fastest read there is. A
 decode step has three parts that do not overlap, each with a speed of its own:
@@ -16,8 +16,8 @@ model that the processor's cache holds is faster than this says.
 from dataclasses import dataclass, fields
 from math import isfinite
 
-from minillm.plan.cost import StepCost
 from minillm.errors import ConfigError
+from minillm.plan.cost import StepCost
 
 
 @dataclass(frozen=True)

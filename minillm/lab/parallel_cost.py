@@ -5,8 +5,8 @@
     whole experts   no more is sent, but the device with the most work decides
     own attention   no sums: tokens travel to their experts and back, two all-to-alls per layer
 
-`plan/cost.py` counts operations and bytes of what a device holds (`lab/parallel_layout.py`), so one device
-gets what `cost.step_time` says. Communication is added to that time: nothing here overlaps the two.
+`plan/cost.py` counts operations and bytes of what a device holds (`parallel_layout.py`), so one device gets
+what `cost.step_time` says. Communication is added to that time: nothing here overlaps the two.
 
     time of a group on a stage  =  max(bytes / bandwidth, operations / rate) + launches + link
     a token of every sequence   =  max(sum of the stages, m x slowest stage)
@@ -18,10 +18,8 @@ from math import ceil
 from typing import NamedTuple
 
 from minillm.config import ModelConfig
-from minillm.plan.cost import MemoryPlan, StepCost, StepTime, dtype_bytes, step_cost, step_time
 from minillm.errors import ConfigError
 from minillm.lab.expert_load import expert_balance, most_experts_read, ranks_of_a_token
-from minillm.plan.hardware import DATASHEET, Hardware
 from minillm.lab.links import (
     LINKS,
     Link,
@@ -38,8 +36,10 @@ from minillm.lab.parallel_layout import (
     device_config,
     device_memory,
 )
-from minillm.plan.parameters import all_products, norm_parameters
 from minillm.models.presets import preset
+from minillm.plan.cost import MemoryPlan, StepCost, StepTime, dtype_bytes, step_cost, step_time
+from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.plan.parameters import all_products, norm_parameters
 
 CHOICE_BYTES = 16  # of a row and rank: a value and a token id
 ID_BYTES = 8

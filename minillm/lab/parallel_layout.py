@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minillm.config import ModelConfig
-from minillm.plan.cost import MemoryPlan, dtype_bytes, memory_plan
 from minillm.errors import ConfigError
 from minillm.parallel import split
 from minillm.parallel.split import Split, check_split, check_stages, rank_config, stage_config
+from minillm.plan.cost import MemoryPlan, dtype_bytes, memory_plan
 from minillm.plan.parameters import all_products
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
 
-from minillm.errors import ConfigError
 from minillm.api.sampling_params import shown
+from minillm.errors import ConfigError
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.request import Sequence as ScheduledSequence
 

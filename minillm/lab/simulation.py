@@ -18,15 +18,16 @@ from itertools import count
 from numbers import Real
 from typing import Any
 
+from minillm.api.engine_args import is_whole
+from minillm.api.outputs import PrefixReport
+from minillm.api.sampling_params import SamplingParams, shown
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
-from minillm.plan.cost import block_bytes, step_cost, step_time
-from minillm.api.engine_args import is_whole
 from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
+from minillm.lab.simulated_drafts import SimulatedDrafts
+from minillm.plan.cost import block_bytes, step_cost, step_time
 from minillm.plan.hardware import Hardware
-from minillm.api.outputs import PrefixReport
-from minillm.api.sampling_params import SamplingParams, shown
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row
@@ -34,7 +35,6 @@ from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
-from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.trace.recorder import Trace, TraceSettings
 
 StepLaw = Callable[[StepRecord], float]  # how many seconds a step takes, from its rows and swaps

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from minillm import ops
 from minillm.config import ModelConfig, MoEConfig
-from minillm.layers.mlp import MLP
 from minillm.layers.linear_methods import CheckpointTensor, Matrix, WeightSlice
+from minillm.layers.mlp import MLP
 
 
 @dataclass(frozen=True)

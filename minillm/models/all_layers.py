@@ -10,8 +10,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Linear
-from minillm.layers.mlp import MLP
 from minillm.layers.linear_methods import PanelLinearMethod
+from minillm.layers.mlp import MLP
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.ops import cpu
 from minillm.ops.batch import Batch

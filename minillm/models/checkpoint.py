@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minillm.api.sampling_params import SamplingParams, shown
 from minillm.config import ModelConfig
 from minillm.errors import (
     CheckpointError,
@@ -26,7 +27,6 @@ from minillm.errors import (
 from minillm.layers.linear_methods import TensorSlice
 from minillm.models.families import integer, parse_config
 from minillm.models.presets import PRESETS, preset
-from minillm.api.sampling_params import SamplingParams, shown
 
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

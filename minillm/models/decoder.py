@@ -9,12 +9,12 @@ from minillm.config import ModelConfig
 from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.layers.linear import Embedding, Linear
+from minillm.layers.linear_methods import CheckpointTensor, LinearMethod, Matrix, frozen
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import ExpertNames, MoE, Router
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import RotaryEmbedding
-from minillm.layers.linear_methods import CheckpointTensor, LinearMethod, Matrix, frozen
 from minillm.ops.batch import Batch
 
 MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")

@@ -24,10 +24,10 @@ from minillm import ops
 from minillm.cache.spec import cache_spec
 from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Linear
+from minillm.layers.linear_methods import Matrix
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, Router
-from minillm.layers.linear_methods import Matrix
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
 

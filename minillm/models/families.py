@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from minillm.api.sampling_params import shown
 from minillm.config import DTYPE_BYTES, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
-from minillm.api.sampling_params import shown
 
 Fields = Mapping[str, Any]
 LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor")

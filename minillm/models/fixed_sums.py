@@ -20,13 +20,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from minillm.models.deterministic import TiledDecoder
 from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Linear
-from minillm.layers.mlp import MLP
 from minillm.layers.linear_methods import Matrix, PanelLinearMethod, PlainLinearMethod, finished
+from minillm.layers.mlp import MLP
 from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.deterministic import TiledDecoder
 from minillm.models.packing import into_panels, packable
 from minillm.ops import c_library, cpu, dispatch
 from minillm.ops.batch import Batch

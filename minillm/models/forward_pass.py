@@ -1,7 +1,7 @@
 """The forward pass by hand: any tokens, over any cache, without a scheduler.
 
-The engine does not come through here (`execution/runner.py` builds its batches from plans); lessons, tests
-and measurements do.
+The engine does not come through here (`execution/runner.py` builds its batches from plans);
+lessons, tests and measurements do.
 """
 
 from collections.abc import Sequence

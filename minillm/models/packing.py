@@ -12,9 +12,6 @@ from torch import Tensor
 
 from minillm.config import ModelConfig
 from minillm.layers.linear import Embedding, Linear
-from minillm.layers.mla import MLAttention
-from minillm.layers.mlp import MLP
-from minillm.layers.norm import RMSNorm
 from minillm.layers.linear_methods import (
     Matrix,
     PackedLinearMethod,
@@ -23,6 +20,9 @@ from minillm.layers.linear_methods import (
     frozen,
     packed,
 )
+from minillm.layers.mla import MLAttention
+from minillm.layers.mlp import MLP
+from minillm.layers.norm import RMSNorm
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from minillm.execution.flight import StepResult
+from minillm.execution.runner import Runner
 from minillm.layers.moe import MoE
 from minillm.models.decoder import Decoder
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.experts import OwnExperts
 from minillm.parallel.split import Split
-from minillm.execution.runner import Runner
 from minillm.scheduling.plan import Row
 
 

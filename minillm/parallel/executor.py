@@ -20,13 +20,13 @@ from typing import TypeVar
 from minillm.errors import EngineDeadError, MinillmError, in_one_line
 from minillm.execution.executor import Capacity
 from minillm.execution.flight import Flight, StepResult
+from minillm.execution.runner import Runner
+from minillm.execution.wire import plan_from_bytes, plan_to_bytes
 from minillm.parallel.balance import rebalance
 from minillm.parallel.communicator import CommunicationError
 from minillm.parallel.place import Place
-from minillm.execution.runner import Runner
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import RankTime
-from minillm.execution.wire import plan_from_bytes, plan_to_bytes
 
 T = TypeVar("T")
 Build = Callable[[Place], Runner]

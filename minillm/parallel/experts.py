@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from minillm.layers.moe import Experts
 from minillm.layers.linear_methods import Matrix
+from minillm.layers.moe import Experts
 
 
 def share_experts(experts: Experts, held: Sequence[int]) -> None:

@@ -5,11 +5,10 @@ import os
 
 import torch
 
-from minillm.plan import machine
-from minillm.plan.cost import MemoryPlan
 from minillm.api.engine_args import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.execution.executor import Executor
+from minillm.execution.runner import Runner
 from minillm.models.checkpoint import ModelSource, weight_files
 from minillm.parallel import processes
 from minillm.parallel.executor import RankThreads
@@ -19,7 +18,8 @@ from minillm.parallel.place import Place, thread_places
 from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank import build_rank
 from minillm.parallel.threads import PATIENCE
-from minillm.execution.runner import Runner
+from minillm.plan import machine
+from minillm.plan.cost import MemoryPlan
 from minillm.speculative.setup import DraftSource
 
 logger = logging.getLogger(__name__)

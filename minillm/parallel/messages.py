@@ -18,10 +18,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from minillm.plan.cost import BatchFit, MemoryPlan, PlanSettings
 from minillm.api.engine_args import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.models.checkpoint import ModelSource, open_model
+from minillm.plan.cost import BatchFit, MemoryPlan, PlanSettings
 from minillm.speculative.setup import DraftSource, speculation_of
 
 HEADER = struct.Struct(">IBI")  # bytes of the body, kind, number

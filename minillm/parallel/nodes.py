@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from minillm.plan.cost import MemoryPlan
 from minillm.api.engine_args import EngineArgs
 from minillm.errors import ConfigError, NodeError, UnsupportedFeatureError
 from minillm.execution.executor import Executor
@@ -23,6 +22,7 @@ from minillm.parallel.meeting import NodeGroups
 from minillm.parallel.messages import SetUp
 from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank_process import Elsewhere, Rank
+from minillm.plan.cost import MemoryPlan
 from minillm.speculative.setup import DraftSource
 
 logger = logging.getLogger(__name__)

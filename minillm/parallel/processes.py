@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from minillm.errors import MinillmError
 from minillm.execution.executor import Capacity
 from minillm.execution.flight import Flight
+from minillm.execution.wire import result_from_bytes
 from minillm.parallel.executor import Stages, check_agreement, smallest, together
 from minillm.parallel.groups import Groups
 from minillm.parallel.meeting import NodeGroups
@@ -16,7 +17,6 @@ from minillm.parallel.rank_loop import RankLoop
 from minillm.parallel.rank_process import Rank, start
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import RankTime
-from minillm.execution.wire import result_from_bytes
 
 HASH_SIZE = 16  # characters of `token_hash`
 START_PATIENCE = 1800.0  # seconds in which a model is loaded

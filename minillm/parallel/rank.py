@@ -5,16 +5,16 @@ import logging
 import torch
 from torch import Tensor
 
-from minillm.config import ModelConfig
-from minillm.plan.cost import MemoryPlan
-from minillm.models.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.api.engine_args import EngineArgs
-from minillm.execution.setup import build_executor
+from minillm.config import ModelConfig
 from minillm.errors import UnsupportedFeatureError
-from minillm.models.fixed_sums import why_tiles
+from minillm.execution.runner import Runner
+from minillm.execution.setup import build_executor
 from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
+from minillm.models.deterministic import TILES, TiledDecoder, find_tiles
+from minillm.models.fixed_sums import why_tiles
 from minillm.models.loader import DTYPES, load_model
 from minillm.parallel.balance import balance_experts
 from minillm.parallel.communicator import Communicator
@@ -25,7 +25,7 @@ from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.shard import connect, slice_matrices
 from minillm.parallel.split import rank_config
 from minillm.parallel.stages import StageRunner, cut_model, join_pipes
-from minillm.execution.runner import Runner
+from minillm.plan.cost import MemoryPlan
 from minillm.speculative.setup import DraftSource
 
 logger = logging.getLogger(__name__)

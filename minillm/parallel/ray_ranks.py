@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from minillm.plan.cost import MemoryPlan
 from minillm.api.engine_args import EngineArgs
 from minillm.errors import NodeError, UnsupportedFeatureError, in_one_line
 from minillm.execution.executor import Executor
@@ -20,6 +19,7 @@ from minillm.models.checkpoint import ModelSource
 from minillm.parallel.handshake import new_secret
 from minillm.parallel.listener import Listener
 from minillm.parallel.nodes import check_device, gather, serve
+from minillm.plan.cost import MemoryPlan
 from minillm.speculative.setup import DraftSource
 
 PATIENCE = 60.0  # seconds in which the cluster has room for the ranks

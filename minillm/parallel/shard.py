@@ -7,7 +7,7 @@ puts a sum behind each product whose inputs are split:
     x --> qkv (rows) --> attention of own heads --> o (columns) --> sum --> x
     x --> gate, up (rows) --> own units ----------> down (columns) --> sum --> x
 
-Two sums per layer, and one for the embedding; what the choice of tokens sends is in `sampling/sampler.py`.
+Two sums per layer, and one for the embedding; what the choice of tokens sends is in `sampler.py`.
 A row layer's bias is added once, after the sum. The router and the latent cache of MLA are the same
 on every rank.
 """
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from minillm.config import ModelConfig
 from minillm.layers.attention import Attention
+from minillm.layers.linear_methods import LinearMethod, Matrix, WeightSlice, finished
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, MoE
-from minillm.layers.linear_methods import LinearMethod, Matrix, WeightSlice, finished
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.parallel.communicator import Communicator
@@ -132,7 +132,7 @@ class VocabularyParallel(LinearMethod):
         return self.communicator.sum(found.masked_fill(~mine[:, None], 0.0))
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Logits of this rank's tokens (`sampling/sampler.py` has the rest): [K, d] -> [K, V / n]."""
+        """Logits of this rank's tokens (`sampler.py` has the rest): [K, d] -> [K, V / n]."""
         return self.inner.apply(matrix, x, bias) if self.held else x.new_empty(len(x), 0)
 
     def values(self, matrix: Matrix) -> Tensor:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from minillm.config import ModelConfig
 from minillm.execution.flight import Flight
+from minillm.execution.runner import Runner
 from minillm.layers.linear import Linear
 from minillm.layers.norm import RMSNorm
 from minillm.models.decoder import Decoder
 from minillm.parallel.pipes import Pipe
 from minillm.parallel.place import Place
 from minillm.parallel.split import Stage, stage_config
-from minillm.execution.runner import Runner
 from minillm.scheduling.plan import StepPlan
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from minillm.execution.runner import Runner
     from minillm.parallel.messages import Channel, Message, SetUp
     from minillm.parallel.place import Place
-    from minillm.execution.runner import Runner
 
 LOOK = 1.0  # seconds between two looks at the parent's id
 
@@ -104,9 +104,9 @@ def build(set_up: "SetUp", place: "Place") -> "Runner":
 def answer(runner: "Runner", message: "Message", place: "Place") -> bytes:
     """Carry out one order. Of a plan each rank tells its times and the hash of its tokens, and the
     first rank of the last stage tells all."""
+    from minillm.execution.wire import result_to_bytes
     from minillm.parallel.executor import carried_out, token_hash
     from minillm.parallel.messages import TIMES, Kind
-    from minillm.execution.wire import result_to_bytes
 
     if message.kind is Kind.PLAN:
         result, time = carried_out(message.body, runner, place)

@@ -18,10 +18,10 @@ from functools import partial
 from math import ceil
 from typing import Any, Literal
 
-from minillm.plan.attention_pairs import attention_counts
 from minillm.cache.spec import cache_spec
 from minillm.config import DTYPE_BYTES, ModelConfig
 from minillm.errors import ConfigError, did_you_mean
+from minillm.plan.attention_pairs import attention_counts
 from minillm.plan.hardware import Hardware
 from minillm.plan.parameters import (
     all_products,

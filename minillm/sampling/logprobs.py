@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minillm.ops.transfers import read_later
 from minillm.ops import cpu_sampling
+from minillm.ops.transfers import read_later
 
 
 class TokenLogprob(NamedTuple):

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.api.sampling_params import SamplingParams
+from minillm.ops.sampling import Pack, choose
 from minillm.ops.transfers import upload
 from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.logprobs import TokenLogprob, describe, failures
-from minillm.ops.sampling import Pack, choose
-from minillm.api.sampling_params import SamplingParams
 from minillm.sampling.rules import DraftedToken, Rule, drafts_at
 
 __all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]

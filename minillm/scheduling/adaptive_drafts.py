@@ -19,12 +19,12 @@ prediction says, drafts end where steps turn out to lose. No choice changes a to
 from collections.abc import Mapping, Sequence
 
 from minillm.cache.manager import BlockManager
+from minillm.plan.step_times import OUTLIER, StepTimes, at
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Sequence as ScheduledSequence
-from minillm.plan.step_times import OUTLIER, StepTimes, at
 from minillm.scheduling.survival import Curve, Survival
 
 CHANGE = 1.05  # a choice changes for a gain of more than 5%

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from numbers import Real
 
+from minillm.api.engine_args import EngineArgs
 from minillm.errors import ConfigError
 from minillm.scheduling.policies import ADMISSIONS, POLICIES
 
 PREEMPTION_MODES = ("recompute", "swap")
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,18 @@ class SchedulerConfig:
         ):
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.")
+
+
+def scheduler_config(args: EngineArgs) -> SchedulerConfig:
+    """The scheduler's part of the arguments; ConfigError where they contradict each other."""
+    budget = args.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
+    return SchedulerConfig(
+        max_num_seqs=args.max_num_seqs or min(MAX_NUM_SEQS, budget),
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        policy=args.scheduling_policy,
+        admission=args.admission_policy,
+        preemption_mode="swap" if args.swap_space else "recompute",
+        num_stages=args.pipeline_parallel_size,
+    )

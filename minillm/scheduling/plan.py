@@ -1,11 +1,11 @@
-"""What the scheduler decides, as plain data for the executor: `execution/wire.py` makes bytes of it.
+"""What the scheduler decides, as plain data for the executor (`execution/wire.py`: as bytes).
 `record.py` has the same for people."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minillm.cache.manager import BlockCopy
 from minillm.api.sampling_params import SamplingParams
+from minillm.cache.manager import BlockCopy
 
 
 class Row(NamedTuple):

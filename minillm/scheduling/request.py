@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from minillm.cache.manager import BlockTable
 from minillm.api.outputs import PrefixReport
 from minillm.api.sampling_params import SamplingParams
+from minillm.cache.manager import BlockTable
 from minillm.scheduling.plan import NewSequence
 
 Key = tuple[float, ...]  # places a sequence in line

@@ -9,13 +9,13 @@ from functools import partial
 from types import TracebackType
 
 from minillm.api.async_engine_args import AsyncEngineArgs
+from minillm.api.prompts import Prompt, one_params, one_priority, one_prompt, split_prompt
+from minillm.api.sampling_params import SamplingParams, shown
 from minillm.engine.loop import Engine
 from minillm.errors import ConfigError, EngineDeadError, InvalidRequestError
-from minillm.api.prompts import Prompt, one_params, one_priority, one_prompt, split_prompt
-from minillm.serving.request_stream import RequestStream
-from minillm.api.sampling_params import SamplingParams, shown
 from minillm.scheduling.data_parallel import reset_prefix_cache
 from minillm.scheduling.request import Request
+from minillm.serving.request_stream import RequestStream
 from minillm.serving.step_thread import StepThread, Ticket
 from minillm.text.tokenizer import LONG_TEXT, Tokenizer
 from minillm.trace.recorder import Trace

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from minillm.errors import InvalidRequestError
 from minillm.api.outputs import RequestOutput
+from minillm.errors import InvalidRequestError
 from minillm.serving.step_thread import StepThread, Ticket
 
 

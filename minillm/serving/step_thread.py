@@ -22,10 +22,10 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from minillm.api.sampling_params import RequestOutputKind
 from minillm.engine.loop import Engine
 from minillm.errors import EngineDeadError, InvalidRequestError, MinillmError, in_one_line
 from minillm.execution.executor import Mortal
-from minillm.api.sampling_params import RequestOutputKind
 from minillm.scheduling.request import Request
 from minillm.serving.stat_logger import StatLogger
 from minillm.serving.ticket import Result, Ticket, deliver, ticket_key

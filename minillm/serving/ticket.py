@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Iterable
 from time import perf_counter
 
-from minillm.engine.live_request import LiveRequest
 from minillm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
 from minillm.api.sampling_params import RequestOutputKind, SamplingParams
+from minillm.engine.live_request import LiveRequest
 from minillm.scheduling.request import Request
 
 Key = tuple[int, int]  # priority, arrival

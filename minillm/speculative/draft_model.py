@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from minillm.models.batches import BlockTables, decode_batch, make_batch
-from minillm.ops.transfers import upload
-from minillm.models.deterministic import TiledDecoder
 from minillm.models.decoder import Decoder
+from minillm.models.deterministic import TiledDecoder
+from minillm.ops.transfers import upload
 from minillm.scheduling.plan import StepPlan
 from minillm.speculative.draws import Draws
 from minillm.speculative.proposer import Draft, DraftRow

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.ops.transfers import upload
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose, law
+from minillm.ops.transfers import upload
 from minillm.sampling.sampler import how_it_draws, signed
 from minillm.speculative.proposer import Draft, DraftRow
 

@@ -3,18 +3,18 @@ what is known of a draft model."""
 
 from dataclasses import dataclass
 
-from minillm.config import ModelConfig
 from minillm.api.engine_args import EngineArgs
+from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
+from minillm.config import ModelConfig
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.models.checkpoint import ModelSource, open_model
+from minillm.sampling.ratio import Ratio
+from minillm.sampling.rules import Rule
+from minillm.sampling.synthetic import Synthetic
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
 from minillm.speculative.ngram import NGrams
 from minillm.speculative.proposer import Proposer
-from minillm.sampling.ratio import Ratio
-from minillm.sampling.rules import Rule
-from minillm.sampling.synthetic import Synthetic
-from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
 from minillm.text.tokenizer import Tokenizer
 
 

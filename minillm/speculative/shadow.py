@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minillm.models.batches import Numbers
 from minillm.cache.manager import BlockCopy
 from minillm.layers.kv_cache import KVCache
+from minillm.models.batches import Numbers
 from minillm.scheduling.plan import StepPlan
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from minillm.errors import in_one_line
-from minillm.scheduling.plan import Row, StepPlan
 from minillm.execution.sequence_row import SequenceRow
+from minillm.scheduling.plan import Row, StepPlan
 from minillm.speculative.proposer import Draft, DraftRow, Proposer
 
 LAW_ERROR = 1e-3  # a law of this much more or less than 1 is none

@@ -19,8 +19,8 @@ from typing import Any
 
 import tokenizers
 
-from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from minillm.api.sampling_params import shown
+from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from minillm.text.chat_template import ChatTemplate, Message
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from minillm.api.sampling_params import shown
 from minillm.cache.manager import BlockCopy
 from minillm.errors import TraceFileError
-from minillm.api.sampling_params import shown
 from minillm.scheduling.plan import Row
 from minillm.scheduling.record import (
     Added,

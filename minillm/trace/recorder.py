@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
@@ -154,46 +155,33 @@ class Trace(Sequence[StepRecord]):
 
     def table(self, last: int | None = 40) -> str:
         """The last steps as text, one line each; None takes all."""
-        from minillm.lab.drawings.table import step_table
-
-        return step_table(self, last)
+        return drawing("table").step_table(self, last)
 
     def chrome_events(self) -> list[dict[str, Any]]:
         """Events for Perfetto (ui.perfetto.dev) and chrome://tracing."""
-        from minillm.lab.drawings.chrome import chrome_events
-
-        return chrome_events(self)
+        return drawing("chrome").chrome_events(self)
 
     def save_chrome(self, path: str | Path) -> None:
         """Write the events as a JSON file that Perfetto opens."""
-        from minillm.lab.drawings.chrome import save_chrome
-
-        save_chrome(self, Path(path))
+        drawing("chrome").save_chrome(self, Path(path))
 
     def html(self) -> str:
         """One self-contained page: requests and blocks over the steps, with every record."""
-        from minillm.lab.drawings.page import page
-        from minillm.lab.drawings.timeline import timeline
-
-        return page(timeline(self), self.settings.model or "trace")
+        return drawing("page").page(
+            drawing("timeline").timeline(self), self.settings.model or "trace"
+        )
 
     def save_html(self, path: str | Path) -> None:
         """Write the page."""
         Path(path).write_text(self.html(), "utf-8")
 
     def figure(self, **options: Any) -> Any:
-        """The same drawing as a matplotlib figure; options are those of `trace.figure.figure`."""
-        from minillm.lab.drawings.figure import figure
-        from minillm.lab.drawings.timeline import timeline
-
-        return figure(timeline(self), **options)
+        """The same drawing as a matplotlib figure; options are those of `lab/drawings/figure.py`."""
+        return drawing("figure").figure(drawing("timeline").timeline(self), **options)
 
     def widget(self, **options: Any) -> Any:
-        """The page as a notebook widget; options are those of `trace.figure.widget`."""
-        from minillm.lab.drawings.figure import widget
-        from minillm.lab.drawings.timeline import timeline
-
-        return widget(timeline(self), **options)
+        """The page as a notebook widget; options are those of `lab/drawings/figure.py`."""
+        return drawing("figure").widget(drawing("timeline").timeline(self), **options)
 
     # ---- a sequence --------------------------------------------------------------------------
 
@@ -214,6 +202,11 @@ class Trace(Sequence[StepRecord]):
         first, last = (self[0].step, self[-1].step) if self else (0, 0)
         steps = f"steps {first:,} to {last:,}" if self else "no step yet"
         return f"<Trace of {self.settings.model or 'a simulation'}: {steps}>"
+
+
+def drawing(module: str) -> Any:
+    """A module of `lab/drawings/`, imported when a drawing is asked for: recording needs none."""
+    return import_module(f"minillm.lab.drawings.{module}")
 
 
 def size_of(record: StepRecord) -> int:

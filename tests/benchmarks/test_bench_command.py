@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
+from minillm.cli import main
+from minillm.config import ModelConfig, RopeConfig
+from minillm.errors import UnsupportedFeatureError
 from minillm.lab.benchmarks import ceiling, checkpoint, compare, startup
 from minillm.lab.benchmarks.ceiling import ONEDNN, OWN, SUMS, Ceiling, best_of
 from minillm.lab.benchmarks.compare import Work, cost_of, options, result, statement
 from minillm.lab.benchmarks.compare_table import remarks, table
 from minillm.lab.benchmarks.contest import Case, Run, Score
 from minillm.lab.benchmarks.engine_process import EngineFailedError
-from minillm.cli import main
-from minillm.config import ModelConfig, RopeConfig
-from minillm.errors import UnsupportedFeatureError
-from minillm.plan.hardware import Hardware
 from minillm.models.families import parse_config
 from minillm.models.presets import PRESETS, preset
+from minillm.plan.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CEILING = Ceiling({SUMS: 10e9, ONEDNN: 20e9, OWN: 15e9}, 1e12, 1e11)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from minillm import LLM
+from minillm.api.sampling_params import SamplingParams
+from minillm.cli import main
 from minillm.lab.benchmarks.speculation import (
     PLAIN,
     SpeculationWork,
@@ -16,8 +18,6 @@ from minillm.lab.benchmarks.speculation import (
     timed,
     verification_cost,
 )
-from minillm.cli import main
-from minillm.api.sampling_params import SamplingParams
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from minillm.api.engine_args import EngineArgs
+from minillm.cli import main
+from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.benchmarks import calm, decode_rates, scale
 from minillm.lab.benchmarks.calm import Calm, calmest, calmly
 from minillm.lab.benchmarks.ceiling import SUMS, Ceiling
@@ -38,14 +41,11 @@ from minillm.lab.benchmarks.scale import (
 )
 from minillm.lab.benchmarks.scale_plot import check_plot, draw
 from minillm.lab.benchmarks.scale_table import statement, table
-from minillm.cli import main
 from minillm.lab.commands.bench import check_contexts
-from minillm.plan.cost import step_cost
 from minillm.lab.decode_law import DecodeRates, decode_time
-from minillm.api.engine_args import EngineArgs
-from minillm.errors import ConfigError, UnsupportedFeatureError
-from minillm.ops.batch import Batch
 from minillm.models.presets import preset
+from minillm.ops.batch import Batch
+from minillm.plan.cost import step_cost
 
 CONFIG = replace(preset("smollm2-135m"), num_layers=3, vocab_size=640, intermediate_size=256)
 CEILING = Ceiling({SUMS: 20e9}, 1e12, 1e11, machine="a machine")

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
+from minillm.api.outputs import PrefixReport
 from minillm.cache.manager import BlockManager, BlockTable
 from minillm.cache.misses import REMEMBERED_PER_BLOCK
 from minillm.cache.radix import RadixTree
-from minillm.api.outputs import PrefixReport
 
 PREFIX_CACHES = ("hash", "radix")
 TEXT = list(range(1, 21))

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from minillm.models.presets import preset
 from minillm.plan.cost import step_cost, step_time
 from minillm.plan.hardware import DATASHEET
-from minillm.models.presets import preset
 from minillm_exercises.chapters import ch00
 
 LAPTOP = DATASHEET["laptop-ddr5"]

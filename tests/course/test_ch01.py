@@ -9,10 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm.config import ModelConfig
-from minillm.plan.cost import step_cost
-from minillm.plan.hardware import DATASHEET
 from minillm.models.decoder import Decoder
 from minillm.models.presets import preset
+from minillm.plan.cost import step_cost
+from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters.ch01 import (
     attention_pass,
     count_calls,

@@ -11,11 +11,11 @@ import torch
 
 from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
-from minillm.plan.cost import kv_bytes_per_token, step_cost
-from minillm.models.decoder import Decoder
-from minillm.plan.parameters import layer_products
-from minillm.models.presets import preset
 from minillm.lab.training.variants import MLA, VARIANTS
+from minillm.models.decoder import Decoder
+from minillm.models.presets import preset
+from minillm.plan.cost import kv_bytes_per_token, step_cost
+from minillm.plan.parameters import layer_products
 from minillm_exercises.chapters import ch04, ch04_pictures, ch04_variants
 from minillm_exercises.chapters.ch04_variants import Record, Run, Verdict
 from minillm_exercises.errors import ExerciseError

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.lab.simulation import Simulation, every_step, roofline
+from minillm.models.presets import preset
 from minillm.plan import hardware
 from minillm.plan.cost import kv_bytes_per_token, memory_plan, step_cost, step_time, weight_bytes
 from minillm.plan.hardware import DATASHEET, ImpossibleMeasurementError
-from minillm.models.presets import preset
-from minillm.lab.simulation import Simulation, every_step, roofline
 from minillm_exercises.chapters import ch05
 from minillm_exercises.errors import ExerciseError
 

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from minillm.scheduling.scheduler import Scheduler
 from minillm.lab.simulation import Simulation, linear
+from minillm.scheduling.scheduler import Scheduler
 from minillm_exercises.chapters import ch06, ch06_pictures
 from minillm_exercises.chapters.ch06 import StaticScheduler, serve
 from minillm_exercises.errors import ExerciseError

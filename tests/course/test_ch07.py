@@ -18,9 +18,9 @@ from minillm.cache.blocks import BlockPool
 from minillm.cache.manager import BlockManager, BlockTable
 from minillm.cache.prefix import NoPrefixCache
 from minillm.config import ModelConfig
-from minillm.plan.cost import kv_bytes_per_token
-from minillm.models.presets import preset
 from minillm.lab.simulation import Simulation
+from minillm.models.presets import preset
+from minillm.plan.cost import kv_bytes_per_token
 from minillm_exercises.chapters import ch07, ch07_pictures
 from minillm_exercises.chapters.ch07 import Moment, Work, serve
 from minillm_exercises.errors import ExerciseError

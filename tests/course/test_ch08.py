@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from minillm import LLM
-from minillm.plan.cost import kv_bytes_per_token
 from minillm.errors import InvalidRequestError
-from minillm.plan.hardware import DATASHEET
-from minillm.models.presets import preset
-from minillm.scheduling.config import SchedulerConfig
 from minillm.lab.simulation import Simulation, every_step, linear
+from minillm.models.presets import preset
+from minillm.plan.cost import kv_bytes_per_token
+from minillm.plan.hardware import DATASHEET
+from minillm.scheduling.config import SchedulerConfig
 from minillm_exercises.chapters import ch08
 from minillm_exercises.errors import ExerciseError
 

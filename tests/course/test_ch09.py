@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 
 from minillm import LLM, SamplingParams
+from minillm.api.outputs import PrefixReport
 from minillm.cache.hash_chain import HashChain
 from minillm.cache.radix import RadixTree
-from minillm.plan.cost import step_cost
-from minillm.api.outputs import PrefixReport
-from minillm.models.presets import preset
 from minillm.lab.simulation import Simulation, linear
+from minillm.models.presets import preset
+from minillm.plan.cost import step_cost
 from minillm_exercises.chapters import ch09
 from minillm_exercises.chapters.ch09 import Job, Served, serve
 

@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from minillm.plan.hardware import DATASHEET
 from minillm.models.presets import preset
+from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch10, ch10_pictures, ch10_tables
 from minillm_exercises.errors import ExerciseError
 

@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
-from minillm.plan.cost import step_cost, step_time, weight_bytes
 from minillm.execution.graphs import bucket_sizes, has_graphs
-from minillm.plan.hardware import DATASHEET
-from minillm.ops import c_library, cpu
 from minillm.models.presets import preset
+from minillm.ops import c_library, cpu
+from minillm.plan.cost import step_cost, step_time, weight_bytes
+from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch12, ch12_pictures
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
 from minillm_exercises.chapters.ch12_device import Job, SimulatedDevice, Turn, bubbles, drive

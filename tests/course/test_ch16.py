@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.plan.hardware import DATASHEET
 from minillm.models.presets import preset
+from minillm.plan.hardware import DATASHEET
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import ch16, ch16_pictures
 from minillm_exercises.chapters.ch16 import Round, Verified

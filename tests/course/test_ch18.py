@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from minillm import ops
+from minillm.models.presets import preset
 from minillm.plan.hardware import DATASHEET
 from minillm.plan.parameters import expected_distinct, parameter_count
-from minillm.models.presets import preset
 from minillm_exercises.chapters import ch18, ch18_pictures
 
 H100 = DATASHEET["h100-sxm"]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.plan.hardware import DATASHEET
 from minillm.lab.links import LINKS, all_reduce
+from minillm.models.presets import preset
 from minillm.parallel import sampler
 from minillm.parallel.split import Split
-from minillm.models.presets import preset
+from minillm.plan.hardware import DATASHEET
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm_exercises.chapters import ch19, ch19_pictures
 

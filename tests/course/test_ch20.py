@@ -5,9 +5,9 @@ from fractions import Fraction
 import pytest
 
 from minillm import LLM
-from minillm.plan.hardware import DATASHEET
 from minillm.lab.parallel_layout import Layout
 from minillm.models.presets import preset
+from minillm.plan.hardware import DATASHEET
 from minillm.scheduling import scheduler as scheduler_file
 from minillm_exercises.chapters import ch20, ch20_pictures
 

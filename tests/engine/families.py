@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.models.forward_pass import Chunk
 from minillm.api.outputs import CompletionOutput, Logprobs, RequestOutput
+from minillm.models.forward_pass import Chunk
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.request import Request

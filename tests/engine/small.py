@@ -11,8 +11,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from minillm import LLM
-from minillm.engine.loop import Engine
 from minillm.api.outputs import RequestOutput
+from minillm.engine.loop import Engine
 from minillm.scheduling.data_parallel import schedulers_of
 from minillm.scheduling.invariants import check_invariants
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.models.forward_pass import Chunk
+from minillm.api.outputs import CompletionOutput, Logprobs, RequestOutput
 from minillm.models.all_layers import AllLayers
+from minillm.models.forward_pass import Chunk
 from minillm.ops import cpu
 from minillm.ops.cpu_layers import Layers
-from minillm.api.outputs import CompletionOutput, Logprobs, RequestOutput
 from minillm.scheduling.invariants import check_invariants
 from tests.engine.families import (
     AGAIN,

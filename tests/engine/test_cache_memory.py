@@ -13,9 +13,9 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.cache.spec import CacheSpec, cache_spec
-from minillm.plan.cost import block_bytes, kv_bytes_per_token, memory_plan, step_cost
 from minillm.layers.kv_cache import KVCache
 from minillm.models.presets import preset
+from minillm.plan.cost import block_bytes, kv_bytes_per_token, memory_plan, step_cost
 from tests.engine.families import FAMILIES
 from tests.models.tiny import Tiny
 

@@ -13,8 +13,8 @@ import torch
 import tqdm
 
 from minillm import LLM, SamplingParams
-from minillm.errors import InvalidRequestError
 from minillm.api.outputs import RequestOutput
+from minillm.errors import InvalidRequestError
 from minillm.scheduling.request import Status
 from tests.engine.small import (
     BLOCK_SIZE,

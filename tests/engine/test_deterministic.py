@@ -14,10 +14,14 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams, ops
-from minillm.execution import runner
-from minillm.models import deterministic
-from minillm.sampling import logprobs
 from minillm.cli.options import add_engine_options, engine_arguments
+from minillm.errors import ConfigError
+from minillm.execution import runner
+from minillm.layers.linear_methods import PlainLinearMethod
+from minillm.layers.mlp import MLP
+from minillm.layers.moe import Experts
+from minillm.models import deterministic
+from minillm.models.decoder import Decoder
 from minillm.models.deterministic import (
     TILES,
     TiledDecoder,
@@ -26,13 +30,9 @@ from minillm.models.deterministic import (
     product_outputs,
     spans,
 )
-from minillm.errors import ConfigError
-from minillm.layers.mlp import MLP
-from minillm.layers.moe import Experts
-from minillm.layers.linear_methods import PlainLinearMethod
-from minillm.sampling.logprobs import token_logprobs
-from minillm.models.decoder import Decoder
 from minillm.ops import cpu, cpu_sampling
+from minillm.sampling import logprobs
+from minillm.sampling.logprobs import token_logprobs
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm_kernels import batch_invariant, reference
 from tests.engine.bitwise import (

@@ -17,8 +17,8 @@ import torch
 
 from minillm.cache.manager import BlockManager
 from minillm.errors import EngineDeadError
-from minillm.models.forward_pass import Chunk
 from minillm.execution.runner import Runner
+from minillm.models.forward_pass import Chunk
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.invariants import check_invariants
 from tests.engine.families import (

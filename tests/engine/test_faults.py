@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.engine import completion, live_request
-from minillm.execution import collect, runner
-from minillm.errors import EngineDeadError, InvalidRequestError
 from minillm.api.outputs import RequestOutput, ScoreOutput
+from minillm.engine import completion, live_request
+from minillm.errors import EngineDeadError, InvalidRequestError
+from minillm.execution import collect, runner
 from minillm.execution.runner import Runner, SequenceRow
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.scheduler import Scheduler

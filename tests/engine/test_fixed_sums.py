@@ -6,8 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from minillm.models.deterministic import TiledDecoder
 from minillm.errors import ConfigError
+from minillm.layers.kv_cache import KVCache
+from minillm.layers.linear import Linear
+from minillm.layers.linear_methods import Matrix, WeightSlice
+from minillm.models.decoder import Decoder
+from minillm.models.deterministic import TiledDecoder
 from minillm.models.fixed_sums import (
     FixedDecoder,
     is_part,
@@ -16,14 +20,10 @@ from minillm.models.fixed_sums import (
     why_tiles,
     with_few_queries,
 )
-from minillm.layers.kv_cache import KVCache
-from minillm.layers.linear import Linear
-from minillm.layers.linear_methods import Matrix, WeightSlice
-from minillm.models.decoder import Decoder
 from minillm.models.packing import keep_plain
+from minillm.models.presets import preset
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
-from minillm.models.presets import preset
 
 SMALL = replace(
     preset("smollm2-135m"), num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=64,

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams, ops
-from minillm.plan.cost import memory_plan
 from minillm.api.engine_args import EngineArgs
-from minillm.execution.setup import records
-from minillm.execution.graphs import DecodeGraphs, bucket_of, bucket_sizes
-from minillm.layers.kv_cache import KVCache
-from minillm.ops.dispatch import Backend
 from minillm.api.outputs import RequestOutput
+from minillm.execution.graphs import DecodeGraphs, bucket_of, bucket_sizes
+from minillm.execution.setup import records
+from minillm.layers.kv_cache import KVCache
 from minillm.models.presets import preset
+from minillm.ops.dispatch import Backend
+from minillm.plan.cost import memory_plan
 from tests.engine.small import (
     assert_idle,
     limit_steps,

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.execution import collect, runner
+from minillm.api.outputs import RequestOutput
 from minillm.engine.completion import Completion
 from minillm.errors import EngineDeadError
-from minillm.api.outputs import RequestOutput
+from minillm.execution import collect, runner
 from minillm.execution.runner import Runner
+from minillm.execution.sequence_row import SequenceRow
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.scheduler import Scheduler
-from minillm.execution.sequence_row import SequenceRow
 from minillm.text.detokenizer import IncrementalDetokenizer
 from tests.engine.small import (
     EOS,

@@ -1,9 +1,9 @@
 """Soak: thousands of requests through a pool at 30% of demand, and nothing is left of any.
 
-18,000 requests run on the oracle and 120 on the embedded model; `python -m minillm.lab.benchmarks.soak`
-runs 2,000 on the latter. The runs themselves check that all is free when the engine is idle, that
-every request ended once, and that each on the oracle had exactly its tokens; a run of the oracle
-that is broken on purpose shows that they do.
+18,000 requests run on the oracle and 120 on the embedded model;
+`python -m minillm.lab.benchmarks.soak` runs 2,000 on the latter. The runs themselves check
+that all is free when the engine is idle, that every request ended once, and that each on the
+oracle had exactly its tokens; a run of the oracle that is broken on purpose shows that they do.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from minillm.lab.benchmarks import soak
-from minillm.lab.benchmarks.soak import MOST_BYTES, MOST_OBJECTS, EngineSoak, check, loads
-from minillm.lab.benchmarks.soak_oracle import Broken, Load, Memory, OracleSoak, Result
 from minillm.cache.blocks import AccountingError, BlockPool
 from minillm.cache.manager import BlockManager
 from minillm.engine.loop import Engine
 from minillm.errors import EngineDeadError
+from minillm.lab.benchmarks import soak
+from minillm.lab.benchmarks.soak import MOST_BYTES, MOST_OBJECTS, EngineSoak, check, loads
+from minillm.lab.benchmarks.soak_oracle import Broken, Load, Memory, OracleSoak, Result
 from minillm.scheduling.record import Counters
 from minillm.scheduling.scheduler import Scheduler
 

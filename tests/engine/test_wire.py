@@ -9,8 +9,6 @@ from minillm import LLM, SamplingParams
 from minillm.errors import InvalidRequestError
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.flight import Flight, StepResult
-from minillm.sampling.logprobs import TokenLogprob
-from minillm.scheduling.plan import NewSequence, StepPlan
 from minillm.execution.wire import (
     params_from_plain,
     params_to_plain,
@@ -19,6 +17,8 @@ from minillm.execution.wire import (
     result_from_bytes,
     result_to_bytes,
 )
+from minillm.sampling.logprobs import TokenLogprob
+from minillm.scheduling.plan import NewSequence, StepPlan
 from tests.engine.small import assert_idle, limit_steps, make, tokens, write_model
 
 

@@ -16,18 +16,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
-from minillm.plan.cost import weight_bytes
 from minillm.errors import CheckpointError
-from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.layers.linear import Embedding, Linear
-from minillm.layers.moe import ExpertNames, Experts
 from minillm.layers.linear_methods import CheckpointTensor, LinearMethod, Matrix, WeightSlice
+from minillm.layers.moe import ExpertNames, Experts
 from minillm.models import checkpoint
 from minillm.models.checkpoint import ModelSource, shard_shapes
 from minillm.models.decoder import Decoder
+from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.loader import check_tensors, fill, load_model
 from minillm.models.packing import pack_weights
 from minillm.models.presets import PRESETS
+from minillm.plan.cost import weight_bytes
 
 F32 = torch.float32
 BASE = ModelConfig(

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from minillm import LLM, SamplingParams
 from minillm.cache.spec import cache_spec
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
-from minillm.models.fixed_sums import FixedSumMethod
 from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Embedding, Linear
-from minillm.layers.mla import MLAttention
 from minillm.layers.linear_methods import PackedLinearMethod, PanelLinearMethod, PlainLinearMethod
+from minillm.layers.mla import MLAttention
 from minillm.models import packing
 from minillm.models.decoder import Decoder
+from minillm.models.fixed_sums import FixedSumMethod
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.cli import main
 from minillm.errors import CheckpointError, ConfigError, ModelNotFoundError
 from minillm.models.checkpoint import HUB_IGNORED, HUB_WEIGHTS, find_folder, open_model
 from minillm.models.loader import load_model
-from minillm.api.sampling_params import SamplingParams
 from tests.models.parity import whole
 from tests.models.test_load_errors import edit_json, load, refused
 from tests.models.tiny import prompt

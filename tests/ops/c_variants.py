@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm.plan import machine
 from minillm.ops import c_library, cpu
+from minillm.plan import machine
 
 NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 PATHS = {

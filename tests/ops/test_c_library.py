@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from minillm.plan import machine
 from minillm.ops import c_library
 from minillm.ops.c_library import NoLibrary, find_or_build
+from minillm.plan import machine
 
 try:
     COMPILER = c_library.find_compiler()

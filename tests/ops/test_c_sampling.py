@@ -11,12 +11,12 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from minillm.sampling.logprobs import describe
+from minillm.api.sampling_params import SamplingParams
 from minillm.ops import c_library, cpu, cpu_sampling
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
+from minillm.sampling.logprobs import describe
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
-from minillm.api.sampling_params import SamplingParams
 from tests.ops.c_variants import PATHS, folder, functions, poisoned
 
 INF, NAN = math.inf, math.nan

@@ -2,10 +2,10 @@
 
 import torch
 
-from minillm.sampling import sampler
+from minillm.models.decoder import Decoder
 from minillm.models.deterministic import find_tiles
 from minillm.models.forward_pass import Chunk
-from minillm.models.decoder import Decoder
+from minillm.sampling import sampler
 from tests.kernels.engine_cases import TINY, generate, open_engine
 
 

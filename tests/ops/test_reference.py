@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm.api.sampling_params import SamplingParams
+from minillm.sampling.sampler import SamplingRow, sample
 from minillm_kernels import reference
 
 

@@ -16,11 +16,11 @@ from minillm.errors import (
     InvalidRequestError,
     UnsupportedFeatureError,
 )
+from minillm.execution.runner import Runner
 from minillm.parallel import dispatch, executor, rank
 from minillm.parallel.communicator import Traffic
 from minillm.parallel.dispatch import DispatchedExperts, packed, unpacked
 from minillm.parallel.experts import OwnExperts
-from minillm.execution.runner import Runner
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.invariants import check_invariants
 from minillm.speculative.proposer import DraftRow

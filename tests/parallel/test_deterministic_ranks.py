@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from minillm import LLM
-from minillm.models import deterministic, fixed_sums
 from minillm.errors import UnsupportedFeatureError
+from minillm.models import deterministic, fixed_sums
 from minillm.models.fixed_sums import FixedDecoder, FixedSumMethod
 from minillm.ops import cpu, cpu_sums
 from minillm.parallel import communicator, rank, shard

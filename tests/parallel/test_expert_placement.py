@@ -20,6 +20,7 @@ from minillm.errors import (
     UnsupportedFeatureError,
 )
 from minillm.layers.moe import ExpertNames, Experts
+from minillm.models.presets import preset
 from minillm.parallel import balance
 from minillm.parallel.balance import BalancedExperts, rebalance
 from minillm.parallel.dispatch import packed, unpacked
@@ -28,7 +29,6 @@ from minillm.parallel.placement import Placement, first_placement, place
 from minillm.parallel.split import largest_part
 from minillm.parallel.threads import ThreadGroup
 from minillm.plan.parameters import parameter_count
-from minillm.models.presets import preset
 from tests.engine.small import make
 from tests.models.tiny import Tiny
 from tests.parallel.rank_groups import on_all

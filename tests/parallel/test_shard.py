@@ -14,12 +14,12 @@ from minillm.api.engine_args import EngineArgs
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.layers.linear_methods import Matrix, PlainLinearMethod, WeightSlice
 from minillm.models.checkpoint import open_model
+from minillm.models.presets import PRESETS, preset
 from minillm.parallel.place import thread_places
 from minillm.parallel.rank import load_rank
 from minillm.parallel.shard import VocabularyParallel
 from minillm.parallel.split import Split, check_split, cut_layers, divides, rank_config
 from minillm.parallel.threads import ThreadGroup
-from minillm.models.presets import PRESETS, preset
 
 TINY = preset("smollm2-135m")
 

@@ -33,10 +33,10 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.cache.hash_chain import HashChain, Place
 from minillm.cache.manager import BlockManager, BlockTable
 from minillm.errors import InvalidRequestError
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import Row, StepPlan

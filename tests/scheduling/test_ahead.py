@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling import ahead
 from minillm.scheduling.ahead import Flights
 from minillm.scheduling.config import SchedulerConfig

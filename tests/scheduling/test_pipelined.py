@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling import pipelined
 from minillm.scheduling import scheduler as scheduler_file
 from minillm.scheduling.config import SchedulerConfig

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from minillm.cache.manager import BlockManager
 from minillm.api.sampling_params import SamplingParams
+from minillm.cache.manager import BlockManager
 from minillm.scheduling.admission import PATIENCE
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import (

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.errors import ConfigError, InvalidRequestError
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import StepPlan

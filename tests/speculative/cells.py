@@ -9,8 +9,8 @@ from typing import Any
 from zlib import crc32
 
 from minillm import LLM, SamplingParams
-from minillm.engine.live_request import LiveRequest
 from minillm.api.outputs import CompletionOutput, RequestOutput
+from minillm.engine.live_request import LiveRequest
 from tests.engine.small import BLOCK_SIZE, assert_idle, make
 from tests.speculative.proposers import Known, config_of
 

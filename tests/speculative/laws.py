@@ -13,12 +13,12 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from minillm.sampling.edits import SamplingRow
+from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose, law
-from minillm.sampling.sampler import Sampler
-from minillm.api.sampling_params import SamplingParams
+from minillm.sampling.edits import SamplingRow
 from minillm.sampling.rules import Rule
+from minillm.sampling.sampler import Sampler
 from minillm.sampling.verify import match
 
 V = 8

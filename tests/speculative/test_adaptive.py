@@ -7,13 +7,13 @@ import time
 
 import pytest
 
+from minillm.api.speculative_config import AUTO_MOST, SpeculativeConfig
+from minillm.plan.step_times import StepTimes
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.invariants import check_invariants
-from minillm.plan.step_times import StepTimes
 from minillm.scheduling.survival import Survival
 from minillm.speculative.setup import build_drafts
-from minillm.api.speculative_config import AUTO_MOST, SpeculativeConfig
 from tests.speculative.virtual import Habit, Machine
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from minillm.api.async_engine_args import AsyncEngineArgs
-from minillm.cli import main
 from minillm.api.engine_args import EngineArgs
-from minillm.errors import ConfigError, UnknownArgumentError
 from minillm.api.speculative_config import AUTO_MOST, SpeculativeConfig
+from minillm.cli import main
+from minillm.errors import ConfigError, UnknownArgumentError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 

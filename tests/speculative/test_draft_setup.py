@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from minillm import LLM
-from minillm.plan.cost import activation_peak_bytes, block_bytes, memory_plan, weight_bytes
 from minillm.errors import ConfigError
 from minillm.models.presets import preset
+from minillm.plan.cost import activation_peak_bytes, block_bytes, memory_plan, weight_bytes
 from tests.engine.small import make, write_model
 from tests.speculative.drafted import draft_of, with_draft
 

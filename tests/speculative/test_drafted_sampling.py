@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.sampling.edits import RECENT, Edits, SamplingRow
 from minillm.sampling.sampler import Sampler, sample
-from minillm.api.sampling_params import SamplingParams
 from tests.scheduling.planted_draft_bugs import changed
 
 VOCABULARY = 24  # few tokens and rounded logits, so that edits and their counts decide

@@ -6,9 +6,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose
 from minillm.sampling.sampler import SamplingRow, sample
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.plan import NewSequence
 from minillm.speculative.draws import Draws
 from minillm.speculative.proposer import Draft, DraftRow

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from minillm.execution import collect, runner
-from minillm.sampling.edits import Edits
 from minillm.engine.loop import Engine
+from minillm.execution import collect, runner
 from minillm.execution.runner import Runner
+from minillm.execution.sequence_row import SequenceRow
+from minillm.sampling.edits import Edits
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling import drafts
 from minillm.scheduling.drafts import Drafts
-from minillm.execution.sequence_row import SequenceRow
 from minillm.speculative.speculator import Speculator
 from tests.engine.small import write_model
 from tests.scheduling.planted_draft_bugs import changed

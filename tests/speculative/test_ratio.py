@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose, random_words
 from minillm.ops.sampling import Pack, law
-from minillm.api.sampling_params import SamplingParams
 from minillm.sampling import ratio
 from minillm.sampling.ratio import accept_probability, draw, emitted_law, residual
 from minillm.sampling.rules import coins

@@ -7,14 +7,14 @@ published, by another engine or by an article. What a count cannot see is in `te
 import pytest
 import torch
 
-from minillm.sampling.edits import Edits, SamplingRow
+from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose, law
-from minillm.sampling.sampler import Sampler
-from minillm.api.sampling_params import SamplingParams
 from minillm.sampling import ratio
+from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.ratio import Ratio, accept_probability, draw, residual
 from minillm.sampling.rules import DraftedToken, Rule, coins
+from minillm.sampling.sampler import Sampler
 from minillm_kernels import reference
 from tests.speculative.laws import Rig, chi_square, close_to, distance, law_of_first, table
 

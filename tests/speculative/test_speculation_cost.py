@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from minillm.cli import main
-from minillm.plan.cost import step_cost, step_time
 from minillm.errors import ConfigError
-from minillm.plan.hardware import DATASHEET
-from minillm.models.presets import preset
 from minillm.lab.speculation_cost import best, speculation, survival, verification_seconds
+from minillm.models.presets import preset
+from minillm.plan.cost import step_cost, step_time
+from minillm.plan.hardware import DATASHEET
 
 H200 = next(value for key, value in DATASHEET.items() if key.startswith("h200"))
 

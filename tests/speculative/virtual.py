@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from minillm.cache.manager import BlockManager
 from minillm.api.sampling_params import SamplingParams
+from minillm.cache.manager import BlockManager
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import Row

@@ -3,14 +3,14 @@
 import random
 from typing import Any
 
-from minillm.cache.manager import BlockManager
 from minillm.api.sampling_params import SamplingParams
+from minillm.cache.manager import BlockManager
+from minillm.lab.drawings.timeline import timeline
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.record import RankTime
 from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace, TraceSettings
-from minillm.lab.drawings.timeline import timeline
 
 
 def simulate(

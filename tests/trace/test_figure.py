@@ -16,11 +16,11 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from minillm.errors import ConfigError, UnsupportedFeatureError
-from minillm.lab.simulation import Simulation
-from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.lab.drawings.figure import ENDS, IDLE, STATES, figure, widget
 from minillm.lab.drawings.figure_blocks import FREE, USED, block_image, owner_colour, shared_runs
 from minillm.lab.drawings.page import page
+from minillm.lab.simulated_drafts import SimulatedDrafts
+from minillm.lab.simulation import Simulation
 from tests.trace.simulation import data
 
 

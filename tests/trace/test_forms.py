@@ -15,12 +15,12 @@ import pytest
 
 from minillm import SamplingParams
 from minillm.errors import TraceFileError
-from minillm.lab.simulation import Simulation
+from minillm.lab.drawings.timeline import NAMES, timeline
 from minillm.lab.simulated_drafts import SimulatedDrafts
+from minillm.lab.simulation import Simulation
 from minillm.trace.file import state_line
 from minillm.trace.recorder import RECORD_BYTES, ROW_BYTES, Trace
 from minillm.trace.replay import SequenceState
-from minillm.lab.drawings.timeline import NAMES, timeline
 from tests.engine.small import write_model
 from tests.trace.drafts import Truth, speculating
 from tests.trace.workload import HOST_GIB, engine, run

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from minillm.errors import TraceFileError
-from minillm.lab.simulation import Simulation
-from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.lab.drawings.figure import STATES
 from minillm.lab.drawings.page import MARKER, SCRIPTS, embedded, page, write_page
 from minillm.lab.drawings.timeline import BEHIND, timeline
+from minillm.lab.simulated_drafts import SimulatedDrafts
+from minillm.lab.simulation import Simulation
 from tests.trace.simulation import data
 
 HOSTILE = (

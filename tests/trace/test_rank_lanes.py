@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 from minillm.errors import ConfigError
-from minillm.scheduling.record import RankTime
 from minillm.lab.drawings.figure import figure
 from minillm.lab.drawings.figure_ranks import LANE
 from minillm.lab.drawings.ranks import rank_lanes
-from minillm.trace.recorder import Trace
 from minillm.lab.drawings.timeline import timeline
+from minillm.scheduling.record import RankTime
+from minillm.trace.recorder import Trace
 from tests.trace.simulation import data, simulate, with_ranks
 
 NUMBERS = (2, 3, 24)

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from minillm import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineDeadError, SamplingParams
-from minillm.engine.loop import Engine
 from minillm.engine.live_request import LiveRequest
+from minillm.engine.loop import Engine
+from minillm.lab.drawings.timeline import timeline
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Status
 from minillm.trace.file import read_record, record_line
 from minillm.trace.recorder import Trace
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING
-from minillm.lab.drawings.timeline import timeline
 from tests.async_small import LIMIT, Gate
 from tests.engine.small import make, num_ahead, write_model
 from tests.trace.drafts import NGRAM, Truth, speculating

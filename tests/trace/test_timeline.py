@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from minillm import SamplingParams
-from minillm.trace.recorder import Trace
 from minillm.lab.drawings.timeline import BEHIND, NOT_YET, timeline
+from minillm.trace.recorder import Trace
 from tests.engine.small import num_ahead, write_model
 from tests.trace.drafts import Truth, speculating
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
@@ -206,8 +206,8 @@ def test_ends_and_preemptions_are_told(recorded: Recorded) -> None:
 
 def test_the_size_grows_with_what_changes_not_with_who_waits() -> None:
     """Thousands who wait for thousands of steps are a span each."""
-    from minillm.cache.manager import BlockManager
     from minillm.api.sampling_params import SamplingParams
+    from minillm.cache.manager import BlockManager
     from minillm.scheduling.config import SchedulerConfig
     from minillm.scheduling.request import Request
     from minillm.scheduling.scheduler import Scheduler
@@ -228,8 +228,9 @@ def test_the_size_grows_with_what_changes_not_with_who_waits() -> None:
 
 def test_a_trace_needs_no_torch() -> None:
     code = (
-        "import sys, minillm.trace.recorder, minillm.lab.drawings.timeline, minillm.lab.drawings.chrome, "
-        "minillm.lab.drawings.table, minillm.trace.file; sys.exit('torch' in sys.modules)"
+        "import sys, minillm.trace.recorder, minillm.lab.drawings.timeline, "
+        "minillm.lab.drawings.chrome, minillm.lab.drawings.table, minillm.trace.file; "
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -11,9 +11,10 @@ import pytest
 
 from minillm import LLM
 from minillm.cli import generate, main
-from minillm.lab.commands.trace import CHROME_START, TRACE_START
-from minillm.trace.recorder import Trace
+from minillm.cli.replaceable import TRACE_START
+from minillm.lab.commands.trace import CHROME_START
 from minillm.lab.drawings.timeline import timeline
+from minillm.trace.recorder import Trace
 from tests.trace.simulation import simulate
 
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minillm.lab.training import corpus, evaluate, prompts
 from minillm.models.checkpoint import ASSETS, open_model
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
-from minillm.lab.training import corpus, evaluate, prompts
 
 NAMES = ("tiny", "tiny-draft")
 SOURCE = (

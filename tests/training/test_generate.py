@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from minillm.lab.training.generate import greedy_rows, own_text
 from minillm.models.checkpoint import ASSETS, open_model
 from minillm.models.loader import load_model
-from minillm.lab.training.generate import greedy_rows, own_text
 
 
 def test_greedy_rows_equal_transformers() -> None:

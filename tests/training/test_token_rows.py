@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from minillm.models.checkpoint import ASSETS
 from minillm.lab.training.data import encode_file, row
 from minillm.lab.training.tokenizer import PATTERN, train_tokenizer
+from minillm.models.checkpoint import ASSETS
 
 STREAM = np.arange(10_000, dtype=np.uint16)
 

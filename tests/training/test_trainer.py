@@ -13,7 +13,6 @@ from torch import nn
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
-from minillm.models.checkpoint import ASSETS
 from minillm.lab.training.corpus import load_manifest
 from minillm.lab.training.data import TokenStreams
 from minillm.lab.training.launch import fingerprint, train
@@ -26,6 +25,7 @@ from minillm.lab.training.trainer import (
     row_logits,
     text_loss,
 )
+from minillm.models.checkpoint import ASSETS
 
 CONFIG = ModelConfig(
     family="qwen3",

@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError
-from minillm.models.checkpoint import open_model
-from minillm.models.decoder import Decoder
-from minillm.models.loader import load_model
 from minillm.lab.training import variants
 from minillm.lab.training.__main__ import parser
 from minillm.lab.training.data import TokenStreams
 from minillm.lab.training.evaluate import logits_of
 from minillm.lab.training.recipes import Recipe
 from minillm.lab.training.trainer import RunOptions, Trainer, build_model
+from minillm.models.checkpoint import open_model
+from minillm.models.decoder import Decoder
+from minillm.models.loader import load_model
 
 COMMITTED = Path(__file__).parents[2] / "notebooks" / "variants"
 IDS = [7 * number % 4096 for number in range(60)]

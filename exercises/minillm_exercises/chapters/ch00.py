@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from minillm.models.presets import preset
 from minillm.plan.cost import StepCost, StepTime, step_cost, step_time
 from minillm.plan.hardware import DATASHEET, Hardware, ImpossibleMeasurementError, check_physical
-from minillm.models.presets import preset
 from minillm_exercises.chapters.ch01 import count_calls, product_pass
 from minillm_exercises.chapters.common import nearest
 from minillm_exercises.plots import bound, figure, series, show

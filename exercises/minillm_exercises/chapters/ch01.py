@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import ops
 from minillm.config import ModelConfig
-from minillm.plan.cost import step_cost, step_time
-from minillm.plan.hardware import DATASHEET, Hardware
 from minillm.layers.linear import Linear
 from minillm.models.decoder import Decoder
 from minillm.models.presets import preset
+from minillm.plan.cost import step_cost, step_time
+from minillm.plan.hardware import DATASHEET, Hardware
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import bound, figure, show

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from minillm import LLM
 from minillm.config import ModelConfig
+from minillm.models.presets import preset
 from minillm.plan.cost import StepCost, kv_bytes_per_token, step_cost, step_time, weight_bytes
 from minillm.plan.hardware import DATASHEET, Hardware
-from minillm.models.presets import preset
 from minillm_exercises.chapters.ch01 import knee as knee
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
@@ -93,7 +93,8 @@ def steps(
 @dataclass(frozen=True)
 class Gains:
     """How many times as much a generation without a cache needs as one with it, after 1, 2, ...
-    new tokens; `seconds` is the ratio of the roofline's bounds (see `minillm.plan.cost.step_time`)."""
+    new tokens; `seconds` is the ratio of the roofline's bounds
+    (see `minillm.plan.cost.step_time`)."""
 
     positions: tuple[float, ...]
     operations: tuple[float, ...]

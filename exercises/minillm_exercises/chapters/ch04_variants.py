@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.lab.training.evaluate import bits_per_byte
+from minillm.lab.training.variants import WINDOW
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
-from minillm.lab.training.evaluate import bits_per_byte
-from minillm.lab.training.variants import WINDOW
 from minillm_exercises.chapters.common import nearest
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.manifest import exercises_root

@@ -15,10 +15,10 @@ from random import Random
 from types import MappingProxyType
 
 from minillm.config import ModelConfig
+from minillm.lab.simulation import Simulation, StepLaw
 from minillm.models.presets import preset
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
-from minillm.lab.simulation import Simulation, StepLaw
 from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.common import chosen
 from minillm_exercises.chapters.common import nearest as nearest

@@ -5,10 +5,10 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from minillm.scheduling.record import StepRecord
 from minillm.lab.drawings.figure import MOST_ROWS, draw_gantt
-from minillm.trace.recorder import Trace
 from minillm.lab.drawings.timeline import timeline
+from minillm.scheduling.record import StepRecord
+from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.ch06 import Load
 from minillm_exercises.plots import bound, figure, series, show
 

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from minillm import LLM, SamplingParams
+from minillm.api.outputs import RequestOutput
 from minillm.models.forward_pass import Chunk
 from minillm.ops.batch import Batch
-from minillm.api.outputs import RequestOutput
 from minillm_exercises.chapters.common import chosen
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from minillm import LLM, SamplingParams
-from minillm.cache.prefix import PrefixIndex
 from minillm.api.outputs import RequestMetrics
+from minillm.cache.prefix import PrefixIndex
 from minillm.lab.simulation import Simulation
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table

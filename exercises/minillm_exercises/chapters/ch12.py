@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from minillm import LLM, SamplingParams
-from minillm.models.forward_pass import Chunk
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
+from minillm.models.forward_pass import Chunk
 from minillm.ops import c_library, cpu, cpu_layers
 from minillm.ops.batch import Batch
 from minillm_exercises.chapters.ch01 import product_pass as product_pass

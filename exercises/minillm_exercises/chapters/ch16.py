@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
-from minillm.plan.cost import StepCost, step_cost, step_time
 from minillm.models.forward_pass import Chunk, ForwardPass
+from minillm.plan.cost import StepCost, step_cost, step_time
 from minillm.plan.hardware import Hardware
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm.speculative.proposer import DraftRow

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
-from minillm.plan.cost import MemoryPlan, kv_bytes_per_token, weight_bytes
 from minillm.errors import ConfigError
-from minillm.plan.hardware import Hardware
-from minillm.layers.linear_methods import Matrix
 from minillm.lab.links import LINKS
+from minillm.lab.parallel_cost import Devices, ParallelTime, decode_time, prefill_time
+from minillm.lab.parallel_layout import Layout, device_memory
+from minillm.layers.linear_methods import Matrix
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.parallel import sampler
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.split import Split, rank_config
 from minillm.parallel.threads import ThreadGroup
-from minillm.lab.parallel_cost import Devices, ParallelTime, decode_time, prefill_time
-from minillm.lab.parallel_layout import Layout, device_memory
+from minillm.plan.cost import MemoryPlan, kv_bytes_per_token, weight_bytes
+from minillm.plan.hardware import Hardware
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import your_turn as your_turn

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from minillm.lab.benchmarks.contest import spread
 from minillm.errors import MinillmError
+from minillm.lab.benchmarks.contest import spread
 from minillm.models.checkpoint import find_folder
 
 NUM_DRAFTS = 4

@@ -17,14 +17,14 @@ from time import perf_counter
 import torch
 from torch.distributed import TCPStore
 
-from minillm.lab.benchmarks.report import benchmark_parser, write_result
 from minillm.cli.terminal import Terminal
 from minillm.errors import MinillmError
-from minillm.plan.machine import cpu_name
+from minillm.lab.benchmarks.report import benchmark_parser, write_result
 from minillm.models.loader import DTYPES
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.gloo import GlooCommunicator
 from minillm.parallel.shared_memory import SharedGroup, SharedMemoryCommunicator, why_not
+from minillm.plan.machine import cpu_name
 
 EXAMPLES = """examples:
   python -m minillm.lab.benchmarks.collectives                     gloo, and shared memory

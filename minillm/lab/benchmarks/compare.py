@@ -1,8 +1,8 @@
 """`minillm bench decode|prefill|offline`: this engine, alone or beside others, over the bound.
 
-What must happen at least is counted by `minillm.plan.cost` (bytes of weights and cache, operations of
-products), how fast it could happen is measured before and after (`ceiling.py`), and how it is
-measured fairly is in `contest.py`.
+What must happen at least is counted by `minillm.plan.cost` (bytes of weights and cache,
+operations of products), how fast it could happen is measured before and after (`ceiling.py`), and
+how it is measured fairly is in `contest.py`.
 """
 
 import platform
@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from minillm.config import ModelConfig
 from minillm.lab.benchmarks.ceiling import Ceiling, best_of, measure_ceiling
 from minillm.lab.benchmarks.checkpoint import cache_folder
 from minillm.lab.benchmarks.contest import Case, Contest, Run, Score, spread
 from minillm.lab.benchmarks.engine_process import OWN, EngineProcess, MissingPeerError
 from minillm.lab.benchmarks.lengths import LENGTHS
-from minillm.config import ModelConfig
 from minillm.plan.cost import StepCost, kv_bytes_per_token, step_cost
 
 BUDGET = 2048  # tokens of a step, or all prompts of the batch: no engine cuts them up

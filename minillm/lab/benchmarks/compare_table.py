@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from minillm.lab.benchmarks.others import DISTURBED, disturbance
 from minillm.cli.terminal import Terminal, amount, digits, seconds
+from minillm.lab.benchmarks.others import DISTURBED, disturbance
 
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:

@@ -1,4 +1,4 @@
-"""The five rates of `lab/decode_law.py`, each measured apart from the steps that they are to explain.
+"""The five rates of `lab/decode_law.py`, each measured apart from the steps they are to explain.
 
 * Products: matrices with the model's inner sizes and together as large as the model (or 256 MiB),
   but not its own, at one row and at the largest batch.
@@ -18,16 +18,15 @@ from time import perf_counter
 
 import torch
 
+from minillm.api.engine_args import EngineArgs
+from minillm.cache.spec import cache_spec
+from minillm.config import ModelConfig, RopeConfig
+from minillm.engine.setup import CPU_BLOCK_SIZE
+from minillm.errors import UnsupportedFeatureError
 from minillm.lab.benchmarks.calm import Calm, calmest, calmly
 from minillm.lab.benchmarks.checkpoint import ARCHITECTURES, huggingface_config, write_tokenizer
 from minillm.lab.benchmarks.decode_steps import DecodeSteps, fill_with_numbers
-from minillm.cache.spec import cache_spec
-from minillm.config import ModelConfig, RopeConfig
-from minillm.plan.cost import step_cost
 from minillm.lab.decode_law import DecodeRates
-from minillm.api.engine_args import EngineArgs
-from minillm.engine.setup import CPU_BLOCK_SIZE
-from minillm.errors import UnsupportedFeatureError
 from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Linear
 from minillm.layers.linear_methods import PackedLinearMethod, frozen, packed
@@ -35,6 +34,7 @@ from minillm.models.loader import DTYPES
 from minillm.models.packing import into_panels
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
+from minillm.plan.cost import step_cost
 from minillm.plan.parameters import all_products
 
 MOST_BYTES = 2**28  # of weights in a probe: no cache keeps them, and it takes milliseconds

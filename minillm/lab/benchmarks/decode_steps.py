@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.engine.loop import Engine
 from minillm.api.engine_args import EngineArgs
+from minillm.api.sampling_params import SamplingParams
+from minillm.engine.loop import Engine
 from minillm.errors import MinillmError
+from minillm.execution.runner import Runner, runner_of
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
-from minillm.execution.runner import Runner, runner_of
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.data_parallel import schedulers_of
 
 NOT_TIMED = 3  # tokens of a sequence around those that are timed: two before, one to come

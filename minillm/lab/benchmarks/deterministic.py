@@ -20,19 +20,19 @@ from typing import Any
 
 import torch
 
-from minillm.lab.benchmarks.report import benchmark_parser, write_result
-from minillm.cli.terminal import Terminal
-from minillm.models.deterministic import TiledDecoder
-from minillm.llm import LLM
-from minillm.plan.machine import cpu_name
-from minillm.execution.runner import runner_of
 from minillm.api.sampling_params import SamplingParams
+from minillm.cli.terminal import Terminal
+from minillm.execution.runner import runner_of
+from minillm.lab.benchmarks.report import benchmark_parser, write_result
+from minillm.llm import LLM
+from minillm.models.deterministic import TiledDecoder
+from minillm.plan.machine import cpu_name
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.deterministic                     two models, float32 and bfloat16
-  python -m minillm.lab.benchmarks.deterministic --model DIR         a model's config, random weights
+  python -m minillm.lab.benchmarks.deterministic                 two models, float32 and bfloat16
+  python -m minillm.lab.benchmarks.deterministic --model DIR     a model's config, random weights
   python -m minillm.lab.benchmarks.deterministic --dtype float32 --json FILE
-  python -m minillm.lab.benchmarks.deterministic --quick             small sizes: does it run at all?
+  python -m minillm.lab.benchmarks.deterministic --quick         small sizes: does it run at all?
 """
 MADE_UP = "moe+mla"
 MODELS = ("preset:smollm2-135m", MADE_UP)

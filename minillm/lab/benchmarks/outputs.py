@@ -21,14 +21,14 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
-from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.api.async_engine_args import AsyncEngineArgs
+from minillm.api.sampling_params import SamplingParams
 from minillm.engine.loop import Engine
 from minillm.execution.flight import Flight, StepResult
 from minillm.llm import LLM
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.scheduler import Scheduler
+from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.step_thread import StepThread
 from minillm.text.tokenizer import Tokenizer
 

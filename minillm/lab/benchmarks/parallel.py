@@ -9,12 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks import collectives, expert_placement, parallel_steps
 from minillm.lab.benchmarks.report import benchmark_parser, write_result
-from minillm.cli.terminal import Terminal
-from minillm.parallel.shared_memory import why_not
 from minillm.lab.parallel_cost import Prediction, large_model_predictions
 from minillm.lab.parallel_layout import Layout
+from minillm.parallel.shared_memory import why_not
 
 EXAMPLES = """examples:
   minillm bench parallel                       sums, steps, experts, predictions

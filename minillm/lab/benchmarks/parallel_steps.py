@@ -18,17 +18,17 @@ from unittest.mock import patch
 
 import torch
 
-from minillm.plan import machine
-from minillm.lab.benchmarks.report import benchmark_parser, write_result
+from minillm.api.sampling_params import SamplingParams
 from minillm.cli.terminal import Terminal
+from minillm.lab.benchmarks.report import benchmark_parser, write_result
 from minillm.llm import LLM
 from minillm.parallel import groups
-from minillm.api.sampling_params import SamplingParams
+from minillm.plan import machine
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.parallel_steps                    two ranks, shared memory and gloo
+  python -m minillm.lab.benchmarks.parallel_steps                two ranks, shared memory and gloo
   python -m minillm.lab.benchmarks.parallel_steps --ranks 4 --batch 1 --batch 16
-  python -m minillm.lab.benchmarks.parallel_steps --quick            a small model: does it run at all?
+  python -m minillm.lab.benchmarks.parallel_steps --quick        a small model: does it run at all?
 """
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 MODEL, QUICK_MODEL = "preset:qwen3-0.6b", "tiny"

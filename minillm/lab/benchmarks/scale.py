@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from minillm.plan import machine
+from minillm.api.engine_args import EngineArgs
+from minillm.config import ModelConfig
+from minillm.engine.setup import CPU_BLOCK_SIZE
 from minillm.lab.benchmarks.calm import LEAST_SECONDS, Calm, calmest, calmly
 from minillm.lab.benchmarks.ceiling import Ceiling, best_of, measure_ceiling
 from minillm.lab.benchmarks.contest import spread
 from minillm.lab.benchmarks.decode_rates import DecodeProbes, check_explainable
 from minillm.lab.benchmarks.decode_steps import NOT_TIMED, DecodeSteps, Step
-from minillm.config import ModelConfig
-from minillm.plan.cost import StepCost, memory_plan, step_cost
 from minillm.lab.decode_law import DecodeRates, decode_time
-from minillm.api.engine_args import EngineArgs
-from minillm.engine.setup import CPU_BLOCK_SIZE
+from minillm.plan import machine
+from minillm.plan.cost import StepCost, memory_plan, step_cost
 
 TOLERANCE = 0.25  # of a measured time: what counts as explained
 AIM, AIM_BATCH = 0.05, 64  # share of the host in a step, and of how many sequences

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from minillm.lab.benchmarks.others import disturbance
 from minillm.cli.terminal import Terminal, amount, seconds
+from minillm.lab.benchmarks.others import disturbance
 
 HEADER = ("", "step", "predicted", "ratio", "products", "pages", "overhead", "of bound", "host")
 

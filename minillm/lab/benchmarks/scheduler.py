@@ -19,13 +19,13 @@ from statistics import median
 from time import process_time
 from typing import NamedTuple
 
-from minillm.lab.benchmarks import outputs
-from minillm.lab.benchmarks.report import benchmark_parser, write_result
+from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager, BlockTable, make_index
 from minillm.cache.prefix import PrefixIndex
 from minillm.cli.terminal import Terminal
+from minillm.lab.benchmarks import outputs
+from minillm.lab.benchmarks.report import benchmark_parser, write_result
 from minillm.plan.machine import cpu_name
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import POLICIES, WINDOW
 from minillm.scheduling.request import Request

@@ -18,22 +18,22 @@ from typing import Any
 
 import torch
 
+from minillm.api.engine_args import EngineArgs
+from minillm.api.sampling_params import SamplingParams
+from minillm.cli.terminal import Terminal
+from minillm.engine.live_request import LiveRequest
+from minillm.engine.loop import Engine
 from minillm.lab.benchmarks.report import benchmark_parser, write_result
 from minillm.lab.benchmarks.soak_oracle import Job, Load, OracleSoak, Result, Soak, require
-from minillm.cli.terminal import Terminal
-from minillm.engine.loop import Engine
-from minillm.api.engine_args import EngineArgs
-from minillm.engine.live_request import LiveRequest
 from minillm.plan.machine import cpu_name
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.data_parallel import schedulers_of
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.soak                     2,000 requests on tiny, 18,000 on the oracle
-  python -m minillm.lab.benchmarks.soak --json FILE         JSON into a file instead of the last line
-  python -m minillm.lab.benchmarks.soak --tiny 0            the oracle only
+  python -m minillm.lab.benchmarks.soak                 2,000 requests on tiny, 18,000 on the oracle
+  python -m minillm.lab.benchmarks.soak --json FILE     JSON into a file instead of the last line
+  python -m minillm.lab.benchmarks.soak --tiny 0        the oracle only
 """
 MOST_OBJECTS = 2_000  # Python may have so many more at the end than after the first quarter
 MOST_BYTES = 16 * 2**20  # and the process with a model so much more memory

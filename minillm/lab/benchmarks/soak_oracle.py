@@ -18,8 +18,8 @@ from pathlib import Path
 from time import perf_counter
 from zlib import crc32
 
-from minillm.cache.manager import BlockCopy, BlockManager
 from minillm.api.sampling_params import SamplingParams
+from minillm.cache.manager import BlockCopy, BlockManager
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import NewSequence, Row, StepPlan

@@ -25,16 +25,16 @@ from typing import Any
 
 import torch
 
+from minillm.api.sampling_params import SamplingParams
+from minillm.errors import MinillmError
 from minillm.lab.benchmarks.assisted import measure_assisted
 from minillm.lab.benchmarks.contest import spread
 from minillm.lab.benchmarks.others import disturbance, watching
-from minillm.errors import MinillmError
-from minillm.llm import LLM
-from minillm.plan.machine import cpu_name
-from minillm.api.sampling_params import SamplingParams
-from minillm.speculative.proposer import DraftRow
 from minillm.lab.training import corpus
 from minillm.lab.training.prompts import TEN_PROMPTS, held_out_prompts
+from minillm.llm import LLM
+from minillm.plan.machine import cpu_name
+from minillm.speculative.proposer import DraftRow
 
 PLAIN = "plain"
 PROMPT_TOKENS = 128

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from minillm.lab.benchmarks.speculation import PLAIN, verification_cost
 from minillm.cli.terminal import Terminal
+from minillm.lab.benchmarks.speculation import PLAIN, verification_cost
 
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from minillm.cli.terminal import Terminal, seconds
 from minillm.lab.benchmarks.checkpoint import cache_folder
 from minillm.lab.benchmarks.contest import spread
 from minillm.lab.benchmarks.engine_process import (
@@ -25,7 +26,6 @@ from minillm.lab.benchmarks.engine_process import (
     python_of,
 )
 from minillm.lab.benchmarks.others import watching
-from minillm.cli.terminal import Terminal, seconds
 from minillm.plan.machine import cpu_name
 
 PROMPT = "Once upon a time"

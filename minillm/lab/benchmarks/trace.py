@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from minillm.lab.benchmarks.report import benchmark_parser, write_result
+from minillm.api.engine_args import EngineArgs
+from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager
 from minillm.cli.terminal import Terminal, size
 from minillm.engine.loop import Engine
-from minillm.api.engine_args import EngineArgs
+from minillm.lab.benchmarks.report import benchmark_parser, write_result
 from minillm.plan.machine import cpu_name
-from minillm.api.sampling_params import SamplingParams
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.data_parallel import schedulers_of
 from minillm.scheduling.record import Logbook

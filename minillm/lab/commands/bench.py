@@ -12,8 +12,8 @@ from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from minillm.lab.benchmarks.compare import Work
     from minillm.config import ModelConfig
+    from minillm.lab.benchmarks.compare import Work
 
 USAGE = "WHAT [MODEL] [options]"
 EXAMPLES = """\

@@ -4,9 +4,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from minillm.lab.commands.bench import check_dtype, engines_of, finish, progress, settings
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
+from minillm.lab.commands.bench import check_dtype, engines_of, finish, progress, settings
 
 if TYPE_CHECKING:
     from minillm.lab.benchmarks.speculation import SpeculationWork

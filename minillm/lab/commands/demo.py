@@ -15,16 +15,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minillm.plan import machine
+from minillm.api.sampling_params import SamplingParams
 from minillm.cli.app import version
 from minillm.cli.engine_import import import_engine
 from minillm.cli.generate import stream, summary
 from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds
-from minillm.plan.cost import StepCost, step_cost, step_time
 from minillm.lab.ceilings import DISTURBED, measure
+from minillm.plan import machine
+from minillm.plan.cost import StepCost, step_cost, step_time
 from minillm.plan.hardware import Hardware
 from minillm.plan.parameters import parameter_count
-from minillm.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minillm.llm import LLM

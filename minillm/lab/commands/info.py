@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minillm.plan import machine
 from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds, size
 from minillm.config import ModelConfig, RopeConfig
-from minillm.plan.cost import kv_bytes_per_token, memory_plan, weight_bytes
 from minillm.errors import ModelNotFoundError
 from minillm.lab.ceilings import measure
-from minillm.plan.parameters import parameter_count
 from minillm.models.presets import PRESETS, preset
+from minillm.plan import machine
+from minillm.plan.cost import kv_bytes_per_token, memory_plan, weight_bytes
+from minillm.plan.parameters import parameter_count
 
 if TYPE_CHECKING:
     from minillm.models.checkpoint import ModelSource

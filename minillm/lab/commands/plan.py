@@ -8,12 +8,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from minillm.lab.commands import plan_parallel, plan_speculation
+from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
 from minillm.cli.engine_import import import_engine
 from minillm.cli.options import json_object
-from minillm.cli.place import Place, find_place
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
 from minillm.config import ModelConfig
+from minillm.errors import ConfigError
+from minillm.lab.commands import plan_parallel, plan_speculation
+from minillm.lab.commands.place import Place, find_place
+from minillm.models.presets import preset
 from minillm.plan.cost import (
     MemoryPlan,
     StepCost,
@@ -23,10 +26,7 @@ from minillm.plan.cost import (
     step_cost,
     step_time,
 )
-from minillm.errors import ConfigError
 from minillm.plan.hardware import DATASHEET, Hardware
-from minillm.models.presets import preset
-from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
 
 USAGE = "MODEL [options]"
 EXAMPLES = """\

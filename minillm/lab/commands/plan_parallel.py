@@ -8,12 +8,12 @@ from typing import Any
 
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
 from minillm.config import ModelConfig
-from minillm.plan.cost import MemoryPlan, dtype_bytes
 from minillm.errors import ConfigError
-from minillm.plan.hardware import Hardware
 from minillm.lab.links import LINKS, Link, all_reduce, find_link
 from minillm.lab.parallel_cost import Devices, ParallelTime, Prediction, predict
 from minillm.lab.parallel_layout import Layout, check_layout, device_memory
+from minillm.plan.cost import MemoryPlan, dtype_bytes
+from minillm.plan.hardware import Hardware
 
 SIZES = (1, 2, 4, 8)  # that are compared with the one that is asked for
 SHOWN_LINKS = ("nvlink", "pcie")

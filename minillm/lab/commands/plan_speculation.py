@@ -8,10 +8,8 @@ from typing import Any
 
 from minillm.cli.terminal import Terminal, digits
 from minillm.config import ModelConfig
-from minillm.plan.cost import step_cost, step_time
-from minillm.lab.decode_law import decode_time
 from minillm.errors import ConfigError, UnsupportedFeatureError
-from minillm.plan.hardware import Hardware
+from minillm.lab.decode_law import decode_time
 from minillm.lab.speculation_cost import (
     CostSeconds,
     Speculation,
@@ -19,6 +17,8 @@ from minillm.lab.speculation_cost import (
     speculation,
     verification_seconds,
 )
+from minillm.plan.cost import step_cost, step_time
+from minillm.plan.hardware import Hardware
 
 NGRAM = "ngram"
 BATCHES, COUNTS = (1, 4, 16, 64), (1, 2, 4, 8)

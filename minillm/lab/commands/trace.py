@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from minillm.cli.replaceable import check_replaceable
 from minillm.cli.terminal import Terminal, plural, size
 from minillm.errors import ConfigError, TraceFileError, did_you_mean
 
@@ -18,7 +19,6 @@ examples:
 LAST = 40  # steps of the table
 # The start of what `chrome` writes, so that it may be replaced.
 CHROME_START = b'{"traceEvents":['
-TRACE_START = b'{"minillm_trace":'
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -66,8 +66,8 @@ def check_options(args: Namespace) -> None:
 def view(args: Namespace, terminal: Terminal) -> None:
     """Write the page, say where it is, and show it on request."""
     from minillm.lab.drawings.page import write_page
-    from minillm.trace.recorder import Trace
     from minillm.lab.drawings.timeline import timeline
+    from minillm.trace.recorder import Trace
 
     with terminal.progress("Drawing"):
         trace = Trace.load(args.file)
@@ -117,20 +117,3 @@ def written(path: Path, what: str, terminal: Terminal) -> None:
     """The path, which is the result, and a remark beside it."""
     terminal.line(str(path))
     terminal.remark(f"{size(path.stat().st_size)}, {what}")
-
-
-def check_replaceable(path: Path, start: bytes, what: str) -> None:
-    """Refuse to write over a file that begins otherwise: a typing error must not cost one."""
-    try:
-        if not path.parent.is_dir():
-            raise TraceFileError(f"{str(path)!r} cannot be written: there is no such folder.")
-        if path.is_dir():
-            raise TraceFileError(f"{str(path)!r} is a folder; give the name of a file.")
-        if path.exists():
-            with path.open("rb") as file:
-                if file.read(len(start)) not in (start, b""):
-                    raise TraceFileError(
-                        f"{str(path)!r} exists and is {what}; give another name, or delete it."
-                    )
-    except OSError as error:
-        raise TraceFileError(f"{str(path)!r} cannot be used: {error.strerror}.") from error

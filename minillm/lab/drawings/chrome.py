@@ -11,8 +11,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from minillm.trace.recorder import Trace
 from minillm.lab.drawings.timeline import NAMES, timeline
+from minillm.trace.recorder import Trace
 
 Event = dict[str, Any]
 ENGINE, SEQUENCES = 1, 2  # process ids

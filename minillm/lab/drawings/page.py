@@ -24,7 +24,7 @@ SCRIPTS = ("model", "words", "raster", "scale", "header", "curves", "rows", "blo
 
 def page(data: dict[str, Any], title: str = "trace") -> str:
     """The HTML of the drawing of `data`, which `timeline.timeline` makes."""
-    folder = resources.files("minillm.trace")
+    folder = resources.files("minillm.lab.drawings")
     style = folder.joinpath("page.css").read_text("utf-8")
     parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in SCRIPTS]
     script = "\n".join(parts)

@@ -23,8 +23,8 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from minillm.scheduling.record import Blocked, StepRecord
 from minillm.lab.drawings.ranks import rank_lanes
+from minillm.scheduling.record import Blocked, StepRecord
 from minillm.trace.recorder import Trace, TraceSettings
 from minillm.trace.replay import (
     PREEMPTED,

@@ -9,21 +9,21 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from minillm.errors import ConfigError, MinillmError
-from minillm.plan.machine import cpu_count, cpu_name
 from minillm.lab.training import corpus
 from minillm.lab.training.recipes import RECIPES, recipe
+from minillm.plan.machine import cpu_count, cpu_name
 
-ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 EXAMPLES = """examples:
-  python -m minillm.lab.training verify           every file of the corpus is the one in the manifest
-  python -m minillm.lab.training tiny             train for an hour or two on a few cores; Ctrl-C, then
+  python -m minillm.lab.training verify       every file of the corpus is the one in the manifest
+  python -m minillm.lab.training tiny         train for an hour or two on a few cores; Ctrl-C, then
                                               the same command again, continues
   python -m minillm.lab.training tiny --device cuda
-  python -m minillm.lab.training tiny-draft       distil the draft model from the embedded tiny
-  python -m minillm.lab.training variants         the twelve runs of chapter 04, one per core at a time
-  python -m minillm.lab.training card             measure both and write assets/MODEL_CARD.md
-  python -m minillm.lab.training manifest         choose the corpus anew from what is installed here
-  python -m minillm.lab.training tokenizer        learn the vocabulary anew (models must follow)
+  python -m minillm.lab.training tiny-draft   distil the draft model from the embedded tiny
+  python -m minillm.lab.training variants     the twelve runs of chapter 04, one per core at a time
+  python -m minillm.lab.training card         measure both and write assets/MODEL_CARD.md
+  python -m minillm.lab.training manifest     choose the corpus anew from what is installed here
+  python -m minillm.lab.training tokenizer    learn the vocabulary anew (models must follow)
 """
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from minillm.errors import CheckpointError, ConfigError
 
-MANIFEST = Path(__file__).parent.parent / "assets" / "corpus.json.gz"
+MANIFEST = Path(__file__).parents[2] / "assets" / "corpus.json.gz"
 HELD_OUT_MODULUS = 14  # a stdlib module is held out when sha256(name) % 14 == 0: 5 % of the bytes
 HELD_OUT_PACKAGES = ("jinja2",)
 # Tests are left out because some distributions of Python do not install them; vendored code and

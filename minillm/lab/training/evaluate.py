@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.models.decoder import Decoder
-from minillm.text.tokenizer import Tokenizer
 from minillm.lab.training.attention import causal_rows
 from minillm.lab.training.trainer import rows_batch
+from minillm.models.decoder import Decoder
+from minillm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

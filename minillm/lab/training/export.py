@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from minillm.config import MLAConfig, ModelConfig
-from minillm.models.decoder import Decoder
 from minillm.lab.training.tokenizer import end_of_text_id, save_tokenizer
+from minillm.models.decoder import Decoder
 
 
 def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]:

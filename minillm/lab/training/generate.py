@@ -9,9 +9,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm.config import ModelConfig
+from minillm.lab.training.trainer import rows_batch
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
-from minillm.lab.training.trainer import rows_batch
 
 
 class RowCache:

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from minillm.errors import ConfigError
-from minillm.models.checkpoint import open_model
-from minillm.models.loader import load_model
 from minillm.lab.training import corpus
 from minillm.lab.training.data import TokenStreams, encode_corpus, held_out_rows
 from minillm.lab.training.generate import own_text
 from minillm.lab.training.recipes import Recipe
 from minillm.lab.training.trainer import RunOptions, Trainer
+from minillm.models.checkpoint import open_model
+from minillm.models.loader import load_model
 
 TOKENS, OWN_TEXT = "tokens.safetensors", "own-text.safetensors"
 

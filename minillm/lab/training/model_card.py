@@ -9,12 +9,12 @@ import torch
 from tqdm import tqdm
 
 from minillm import LLM, SamplingParams
+from minillm.lab.training import corpus, evaluate, prompts
 from minillm.llm import Prompt
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
-from minillm.lab.training import corpus, evaluate, prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 CONTEXT = 1024  # of the held-out measurement
@@ -193,8 +193,8 @@ def render(
 TEMPLATE = """# The embedded models
 
 Two language models of Python source, small enough to ship with the package. They continue code;
-they follow no instructions and have no chat template. Written by `python -m minillm.lab.training card`,
-which measures every number below.
+they follow no instructions and have no chat template. Written by
+`python -m minillm.lab.training card`, which measures every number below.
 
 {summary}
 

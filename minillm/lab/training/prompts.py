@@ -1,7 +1,7 @@
 """The fixed prompts that the embedded models are judged by."""
 
-from minillm.text.tokenizer import Tokenizer
 from minillm.lab.training import corpus
+from minillm.text.tokenizer import Tokenizer
 
 TEN_PROMPTS = (
     "def fib(n):",

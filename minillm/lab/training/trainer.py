@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError
-from minillm.models.decoder import Decoder
-from minillm.ops.batch import Batch
 from minillm.lab.training.attention import causal_rows
 from minillm.lab.training.data import TokenStreams, row
 from minillm.lab.training.recipes import Recipe
+from minillm.models.decoder import Decoder
+from minillm.ops.batch import Batch
 
 ROWS_IN_MIX = 16  # Phase.stdlib_rows counts out of these
 

@@ -28,12 +28,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tqdm import tqdm
 
 from minillm.config import MLAConfig, ModelConfig, RopeConfig
-from minillm.plan.cost import kv_bytes_per_token
 from minillm.errors import ConfigError
-from minillm.plan.machine import cpu_name
-from minillm.models.checkpoint import ASSETS
-from minillm.models.decoder import Decoder
-from minillm.text.tokenizer import Tokenizer
 from minillm.lab.training import corpus
 from minillm.lab.training.data import TokenStreams
 from minillm.lab.training.evaluate import bits_per_byte
@@ -41,6 +36,11 @@ from minillm.lab.training.export import export, load_trained
 from minillm.lab.training.launch import TOKENS, prepare_tokens
 from minillm.lab.training.recipes import VOCAB_SIZE, Phase, Recipe
 from minillm.lab.training.trainer import RunOptions, Trainer, checkpoint_progress
+from minillm.models.checkpoint import ASSETS
+from minillm.models.decoder import Decoder
+from minillm.plan.cost import kv_bytes_per_token
+from minillm.plan.machine import cpu_name
+from minillm.text.tokenizer import Tokenizer
 
 SEEDS = (0, 1, 2)
 STEPS = 1000

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import InterpreterError
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.sampling.sampler import SamplingRow
 from minillm.sampling.sampler import sample as engine_sample
-from minillm.api.sampling_params import SamplingParams
 from minillm_kernels import philox, reference, sampling, truncation
 from minillm_kernels.bench.sampling import measurements
 from minillm_kernels.check.case import Mismatch

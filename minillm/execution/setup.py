@@ -1,0 +1,136 @@
+"""Builds the runner of an engine: the model as it computes, its cache, its proposer, its graphs."""
+
+import logging
+from math import ceil
+
+import torch
+
+from minillm.api.engine_args import EngineArgs
+from minillm.api.speculative_config import SpeculativeConfig
+from minillm.cache.spec import cache_spec
+from minillm.errors import ConfigError, MinillmError
+from minillm.execution.graphs import CudaCapture, has_graphs
+from minillm.execution.runner import Runner
+from minillm.layers.kv_cache import KVCache
+from minillm.models.decoder import Decoder
+from minillm.models.deterministic import TiledDecoder
+from minillm.models.fixed_sums import make_deterministic
+from minillm.models.loader import DTYPES, load_model
+from minillm.models.packing import keep_plain, pack_weights
+from minillm.ops.batch import AttentionMode
+from minillm.plan import machine
+from minillm.plan.cost import MemoryPlan
+from minillm.scheduling.config import scheduler_config
+from minillm.speculative.draft_model import DraftModel
+from minillm.speculative.setup import (
+    DraftSource,
+    build_proposer,
+    build_rule,
+    speculation_of,
+)
+from minillm.speculative.shadow import Shadow
+from minillm.speculative.speculator import Speculator
+
+logger = logging.getLogger(__name__)
+
+GPU_BLOCK_SIZE = 16
+CPU_BLOCK_SIZE = 32
+CPU_CACHE_SHARE = 0.25  # of what is left: a machine that one works at needs its memory
+
+
+def limit_threads() -> None:
+    """Never more torch threads than processors: torch does not see a container's CPU quota, and
+    threads without a processor make every product wait for the next time slice."""
+    torch.set_num_threads(min(torch.get_num_threads(), machine.cpu_count()))
+
+
+def packs(args: EngineArgs, device: torch.device) -> bool:
+    """Whether `pack_weights` packs: oneDNN has other bits for other numbers of rows."""
+    return device.type == "cpu" and not (args.deterministic or args.enforce_eager)
+
+
+def records(args: EngineArgs, device: torch.device) -> bool:
+    """Whether decode steps become CUDA graphs: only our kernels never ask the device for a number,
+    and a deterministic model is cut into tiles by the host."""
+    special = args.enforce_eager or args.deterministic or args.num_ranks > 1
+    return has_graphs(device) and not special
+
+
+def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
+    """Blocks of host memory to which sequences are swapped out."""
+    count = int(args.swap_space * 2**30) // plan.block_bytes
+    if args.swap_space and not count:
+        raise ConfigError(
+            f"swap_space is {args.swap_space} GiB, which is less than one block of the KV cache "
+            f"({plan.block_bytes:,} bytes)."
+        )
+    return count
+
+
+def build_executor(
+    args: EngineArgs,
+    model: Decoder,
+    plan: MemoryPlan,
+    max_model_len: int,
+    draft: DraftSource | None = None,
+    kind: type[Runner] = Runner,
+) -> Runner:
+    """The runner with the tensors behind the blocks, its proposer of drafts, and its graphs."""
+    runs, kv, host = with_cache(args, model, plan)
+    seats = scheduler_config(args).max_num_seqs
+    runner = kind(runs, kv, host, seats, ceil(max_model_len / plan.settings.block_size))
+    if (speculation := speculation_of(args)) is not None:
+        proposer = (
+            build_proposer(speculation)
+            if draft is None
+            else build_draft_model(args, speculation, draft, plan, runner)
+        )
+        runner.speculator = Speculator(proposer, model.config.vocab_size)
+        runner.sampler.rule = build_rule(speculation)
+    if records(args, model.device):
+        room = plan.graph_bytes + plan.reserve_bytes // 2
+        num_drafts = 0 if speculation is None else speculation.most
+        runner.use_graphs(CudaCapture(model.device), room, num_drafts)
+    return runner
+
+
+def with_cache(
+    args: EngineArgs, model: Decoder, plan: MemoryPlan
+) -> tuple[Decoder | TiledDecoder, KVCache, KVCache | None]:
+    """A model as it computes, with the blocks of the plan on its device and on the host."""
+    size, host_blocks = plan.settings.block_size, num_host_blocks(args, plan)
+    if packs(args, model.device):
+        logger.info("Weights: %s.", pack_weights(model))
+    elif args.enforce_eager and model.device.type == "cpu":
+        keep_plain(model)
+    shape = cache_spec(model.config), model.config.num_layers
+    mode: AttentionMode = "plain" if model.plain_torch else "fast"
+    num_blocks = plan.num_tokens // size
+    kv = KVCache(*shape, num_blocks, size, model.dtype, model.device, mode)
+    host = None
+    if host_blocks:
+        host = KVCache(*shape, host_blocks, size, model.dtype, swap_space_of=model.device)
+    return make_deterministic(model, kv) if args.deterministic else model, kv, host
+
+
+def build_draft_model(
+    args: EngineArgs,
+    speculation: SpeculativeConfig,
+    draft: DraftSource,
+    plan: MemoryPlan,
+    runner: Runner,
+) -> DraftModel:
+    """The draft model beside the target, loaded in its dtype, with as many blocks."""
+    dtype = DTYPES[plan.settings.dtype]
+    try:
+        model = load_model(
+            draft.source, dtype, runner.device, draft.context, args.load_format, args.seed
+        )
+    except MinillmError as error:
+        raise ConfigError(
+            f"speculative_config's model {speculation.model!r} cannot be loaded: {error}"
+        ) from error
+    runs, kv, host = with_cache(args, model, plan)
+    coupled = speculation.rejection_sample_method != "standard"
+    budget = plan.settings.max_num_batched_tokens
+    return DraftModel(runs, Shadow(kv, host), runner.rows.tables, budget, coupled)
