@@ -1,7 +1,9 @@
-"""The floors of minillm: imports point down or sideways, and counting needs no torch.
+"""The rooms and floors of minillm: imports point down, and counting needs no torch.
 
-The table is the design's. Reading the syntax tree sees every import, also one inside a function or
-a rarely taken branch; a subprocess then confirms what a real import does.
+A room is a folder of `minillm/`, or a file beside them. A room imports rooms of lower floors only,
+so there is no circle between rooms. The table is the design's (`minillm/DESIGN.md`). Reading the
+syntax tree sees every import, also one inside a function or a rarely taken branch; a subprocess
+then confirms what a real import does.
 """
 
 import ast
@@ -15,40 +17,35 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    **dict.fromkeys(["config", "sampling_params", "outputs", "errors", "hardware"], 0),
-    **dict.fromkeys(["engine_args", "machine", "parameters", "cost", "decode_law", "presets"], 0),
-    **dict.fromkeys(["attention_pairs", "cache_spec"], 0),
-    **dict.fromkeys(["speculative_config", "eplb_config", "speculation_cost", "links"], 0),
-    **dict.fromkeys(["prompts", "vllm_arguments", "async_engine_args", "expert_load"], 0),
-    **dict.fromkeys(["ops", "linear_methods"], 1),
-    **dict.fromkeys(["layers"], 2),
-    **dict.fromkeys(["models", "quantization"], 3),
-    **dict.fromkeys(["scheduling", "cache", "text"], 4),
-    **dict.fromkeys(
+    room: floor
+    for floor, rooms in enumerate(
         [
-            "runner",
-            "forward_pass",
-            "sampler",
+            "errors",
+            "config",
+            "api",
+            "cache",
+            "plan text",
+            "ops",
+            "layers quantization",
+            "models",
+            "scheduling",
+            "sampling",
             "speculative",
-            "graphs",
-            "deterministic",
-            "fixed_sums",
-        ],
-        5,
-    ),
-    **dict.fromkeys(["batches", "edits", "logprobs", "segments"], 5),
-    **dict.fromkeys(["collect", "executor", "flight", "sequence_row", "wire"], 5),
-    **dict.fromkeys(["engine", "engine_setup", "engine_report", "completion", "live_request"], 6),
-    **dict.fromkeys(["scheduler_setup", "trace", "simulation", "parallel"], 6),
-    **dict.fromkeys(["parallel_cost", "parallel_layout"], 6),  # need parallel/split.py, no torch
-    **dict.fromkeys(["llm", "async_engine", "request_stream", "step_thread"], 7),
-    **dict.fromkeys(["ticket", "stat_logger"], 7),
-    **dict.fromkeys(["cli", "__main__", "serving"], 8),
-    "": 9,  # minillm/__init__.py, which offers the names of every floor
+            "execution",
+            "parallel",
+            "trace",
+            "engine",
+            "llm serving",
+            "minillm",  # minillm/__init__.py, which offers the public names
+            "cli",
+            "__main__ lab",
+        ]
+    )
+    for room in rooms.split()
 }
-BESIDE = frozenset({"training", "assets", "benchmarks"})
-COMMANDS = frozenset({"cli", "__main__"})  # `minillm bench` runs benchmarks/
-TORCH_FREE_FLOORS = (0, 4)
+DATA = frozenset({"assets"})  # the embedded models: files, no code
+MAX_ROOMS = 24
+TORCH_FREE_ROOMS = ("errors", "config", "api", "cache", "plan", "text", "scheduling")
 NEEDS_TORCH = ("torch", "triton", "minillm_kernels", "safetensors.torch")
 
 
@@ -108,24 +105,22 @@ def package_imports(files: dict[str, Path]) -> dict[str, list[Import]]:
 
 
 def place(module: str) -> str:
-    """The entry of the table that a module belongs to: minillm.ops.cpu -> ops; minillm -> ''."""
-    return module.split(".")[1] if "." in module else ""
+    """The room of a module: minillm.ops.cpu -> ops; minillm itself -> minillm."""
+    return module.split(".")[1] if "." in module else module
 
 
 def upward_imports(graph: dict[str, list[Import]]) -> list[str]:
-    """Every import that points up, or to a folder beside the floors, as ``module:line: why``."""
+    """Every import that does not point to a lower floor, as ``module:line: why``."""
     wrong = []
     for module, found in graph.items():
         here = place(module)
         for name, line, _ in found:
-            if name.split(".")[0] != "minillm" or place(name) == here:
-                continue
             there, where = place(name), f"{module}:{line} imports {name}"
-            if there in BESIDE:
-                command = there == "benchmarks" and here in COMMANDS
-                if here not in BESIDE and not command:
-                    wrong.append(f"{where}: the engine never imports {there}/")
-            elif here not in BESIDE and FLOORS.get(there, -1) > FLOORS.get(here, 9):
+            if name.split(".")[0] != "minillm" or there == here or there in DATA:
+                continue
+            if there == "lab":
+                wrong.append(f"{where}: the engine never imports lab/")
+            elif FLOORS.get(there, 0) >= FLOORS.get(here, len(FLOORS)):
                 wrong.append(f"{where}: floor {FLOORS[here]} may not import floor {FLOORS[there]}")
     return wrong
 
@@ -155,28 +150,42 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
+GPU_ONLY = "minillm.ops.triton"
 GRAPH = package_imports(module_files())
-TORCH_FREE = [name for name in GRAPH if FLOORS.get(place(name)) in TORCH_FREE_FLOORS]
+TORCH_FREE = [name for name in GRAPH if place(name) in TORCH_FREE_ROOMS]
 
 
 def test_every_module_has_a_floor() -> None:
-    unknown = {place(module) for module in GRAPH} - set(FLOORS) - BESIDE
+    unknown = {place(module) for module in GRAPH} - set(FLOORS) - DATA
     assert not unknown, (
         f"no floor is known for {sorted(unknown)} of minillm/: put each into FLOORS in "
-        "tests/test_floors.py (the lowest floor whose modules it needs) and into minillm/README.md."
+        "tests/test_floors.py (the lowest floor above all that it imports) and into "
+        "minillm/README.md."
     )
 
 
-def test_imports_point_down_or_sideways() -> None:
+def test_there_are_few_rooms() -> None:
+    assert len({place(module) for module in GRAPH}) <= MAX_ROOMS
+
+
+def test_imports_point_down() -> None:
     assert upward_imports(GRAPH) == []
 
 
+def test_using_the_engine_loads_nothing_of_the_lab() -> None:
+    """`trace/recorder.py` imports a drawing by name, when it is asked for one."""
+    engine = [name for name in GRAPH if place(name) != "lab" and not name.endswith("__main__")]
+    loads = "\n".join(f"import {name}" for name in engine if name != GPU_ONLY)
+    code = f"import sys\n{loads}\nprint([m for m in sys.modules if m.startswith('minillm.lab')])"
+    assert run_python(code) == "[]"
+
+
 @pytest.mark.parametrize("module", ["minillm", *TORCH_FREE])
-def test_floors_0_and_4_do_not_import_torch(module: str) -> None:
+def test_rooms_that_count_do_not_import_torch(module: str) -> None:
     assert torch_chains(GRAPH, module) == []
 
 
-def test_torch_is_not_loaded_by_floors_0_and_4() -> None:
+def test_torch_is_not_loaded_by_rooms_that_count() -> None:
     loads = "\n".join(f"import {module}" for module in ["minillm", *TORCH_FREE])
     code = f"import sys\n{loads}\nprint([m for m in {NEEDS_TORCH} if m in sys.modules])"
     assert run_python(code) == "[]"
@@ -199,8 +208,7 @@ def test_minillm_imports_without_triton() -> None:
 
     One module is for GPUs alone, and no other may import it before a tensor is on one.
     """
-    gpu = "minillm.ops.triton"
-    modules = [name for name in GRAPH if not name.endswith("__main__") and name != gpu]
+    modules = [name for name in GRAPH if not name.endswith("__main__") and name != GPU_ONLY]
     loads = "\n".join(f"import {module}" for module in ["minillm_kernels", *modules])
     run_python(f"import sys\nsys.modules['triton'] = None\n{loads}")
 
@@ -218,24 +226,19 @@ def planted(files: dict[str, str]) -> dict[str, list[Import]]:
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("minillm.config", "from minillm.ops import norm", "floor 0 may not import floor 1"),
-        (
-            "minillm.layers.mlp",
-            "from minillm.execution import runner",
-            "floor 2 may not import floor 5",
-        ),
-        ("minillm.layers.mlp", "from ..runner import Runner", "floor 2 may not import floor 5"),
-        ("minillm.text.stop", "def f():\n    import minillm.engine.loop", "floor 4 may not import"),
-        ("minillm.execution.runner", "import minillm", "floor 5 may not import floor 9"),
-        ("minillm.runner", "from minillm import LLM", "floor 5 may not import floor 9"),
-        ("minillm.llm", "from minillm.lab.training import corpus", "never imports training/"),
-        ("minillm.engine.loop", "import minillm.lab.benchmarks", "never imports benchmarks/"),
+        ("minillm.config", "from minillm.ops import norm", "floor 1 may not import floor 5"),
+        ("minillm.layers.mlp", "from minillm import execution", "floor 6 may not import floor 11"),
+        ("minillm.layers.mlp", "from ..execution import runner", "floor 6 may not import floor 11"),
+        ("minillm.text.stop", "def f():\n    import minillm.engine", "floor 4 may not import"),
+        ("minillm.text.stop", "import minillm.plan.cost", "floor 4 may not import floor 4"),
+        ("minillm.execution.runner", "import minillm", "floor 11 may not import floor 16"),
+        ("minillm.execution.runner", "from minillm import LLM", "floor 11 may not import floor 16"),
+        ("minillm.llm", "from minillm.lab.training import corpus", "never imports lab/"),
+        ("minillm.cli.chat", "import minillm.lab.commands.info", "never imports lab/"),
     ],
 )
 def test_an_upward_import_is_found(module: str, source: str, message: str) -> None:
-    others = {
-        name: "" for name in ("minillm", "minillm.execution.runner", "minillm.lab.training.corpus")
-    }
+    others = dict.fromkeys(("minillm", "minillm.execution", "minillm.execution.runner"), "")
     (found,) = upward_imports(planted({**others, module: source}))
     assert message in found
     assert found.startswith(module)
@@ -245,8 +248,9 @@ def test_an_upward_import_is_found(module: str, source: str, message: str) -> No
     ("module", "source"),
     [
         ("minillm.layers.mlp", "from minillm.layers import norm\nfrom minillm.ops import silu"),
-        ("minillm.cli", "import minillm.lab.benchmarks.latency"),
-        ("minillm.training.loop", "from minillm.llm import LLM\nfrom minillm.assets import x"),
+        ("minillm.lab.commands.bench", "import minillm.lab.benchmarks.latency"),
+        ("minillm.lab.training.loop", "from minillm.llm import LLM\nimport minillm.assets.x"),
+        ("minillm.lab.training.loop", "from minillm import LLM"),
         ("minillm", "from minillm.llm import LLM"),
     ],
 )

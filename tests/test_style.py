@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 60
 UNPICKLERS = ("pickle", "marshal", "shelve", "dill", "joblib")
 # Files and folders that may ask torch for a GPU.
 KNOWS_CUDA = (
-    "minillm/plan/hardware.py",
+    "minillm/lab/ceilings.py",
     "minillm/execution/graphs.py",
     "kernels/minillm_kernels/launch.py",
     "kernels/minillm_kernels/check/",

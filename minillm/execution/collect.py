@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minillm.errors import MinillmError, in_one_line
 from minillm.execution.flight import StepResult
-from minillm.execution.sequence_row import SequenceRow
+from minillm.execution.state import SequenceRow
 from minillm.sampling.logprobs import Described, PromptLogprobs, TokenLogprob, failure_of
 from minillm.sampling.sampler import Sampler
 from minillm.sampling.verify import match, until_stop

@@ -7,9 +7,8 @@ the device. A plan says only what changed, so a step costs O(rows) list work and
               -> logits where they are wanted -> sample -> tokens on the device
     collect   tokens and log-probabilities on the host
 
-Between the two the next step may be launched. It needs no token of the first: the last token of
-each row stays on the device (`DeviceRows.last`), and so does what edits its logits
-(`sampling/edits.py`).
+Between the two the next step may be launched: the last token of each row stays on the device
+(`DeviceRows.last`), and so does what edits its logits (`sampling/edits.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +25,9 @@ from minillm.execution.collect import Taken, described, give_prompt, give_tokens
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.graphs import Capture, DecodeGraphs
-from minillm.execution.sequence_row import SequenceRow
+from minillm.execution.state import DeviceRows, SequenceRow
 from minillm.layers.kv_cache import KVCache
-from minillm.models.batches import DeviceRows, make_batch
+from minillm.models.batches import make_batch
 from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TiledDecoder
 from minillm.ops.batch import Batch
@@ -392,11 +391,7 @@ def ends_of(rows: Sequence[Row]) -> list[int]:
 
 
 def runner_of(executor: Executor) -> Runner:
-    """The runner of an engine in this process, to measure or to look inside.
-
-    Raises:
-        ConfigError: the engine computes elsewhere.
-    """
+    """The runner of an engine in this process, for measurements; ConfigError if it has none."""
     if not isinstance(executor, Runner):
         raise ConfigError(f"This engine computes in a {type(executor).__name__}, not in a Runner.")
     return executor

@@ -5,8 +5,9 @@
     whole experts   no more is sent, but the device with the most work decides
     own attention   no sums: tokens travel to their experts and back, two all-to-alls per layer
 
-`plan/cost.py` counts operations and bytes of what a device holds (`parallel_layout.py`), so one device gets
-what `cost.step_time` says. Communication is added to that time: nothing here overlaps the two.
+`plan/cost.py` counts operations and bytes of what a device holds (`parallel_layout.py`), so one
+device gets what `cost.step_time` says. Communication is added to that time: nothing here overlaps
+the two.
 
     time of a group on a stage  =  max(bytes / bandwidth, operations / rate) + launches + link
     a token of every sequence   =  max(sum of the stages, m x slowest stage)

@@ -50,23 +50,6 @@ class BlockTables:
         return self.device[on_device, :num_blocks]
 
 
-class DeviceRows:
-    """What the device keeps of every sequence from step to step, in its persistent row: its block
-    table, and `last`, the token that was sampled last."""
-
-    def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
-        self.num_rows, self.device = num_rows, device
-        self.tables = BlockTables(num_rows, max_blocks, device)
-        self.last = torch.zeros(num_rows, dtype=torch.int64, device=device)
-
-    def move(self, source: int, target: int) -> None:
-        """A sequence gets another row."""
-        self.tables.host[target] = self.tables.host[source]
-        if self.device.type != "cpu":
-            self.tables.device[target] = self.tables.device[source]
-        self.last[target] = self.last[source]
-
-
 def make_batch(
     tables: BlockTables,
     block_size: int,

@@ -2,19 +2,28 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minillm.errors import in_one_line
-from minillm.execution.sequence_row import SequenceRow
-from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.plan import NewSequence, Row, StepPlan
 from minillm.speculative.proposer import Draft, DraftRow, Proposer
 
 LAW_ERROR = 1e-3  # a law of this much more or less than 1 is none
 
 logger = logging.getLogger(__name__)
+
+
+class Drafted(Protocol):
+    """What the speculator reads and writes of a sequence (the runner's `SequenceRow`)."""
+
+    row: int
+    new: NewSequence
+    token_ids: list[int]
+    drafts: list[int]
+    law: Tensor | None
 
 
 class Speculator:
@@ -26,7 +35,7 @@ class Speculator:
         self.proposer: Proposer | None = proposer
         self._has_seen_law = False
 
-    def draft(self, plan: StepPlan, states: Mapping[int, SequenceRow]) -> list[Row]:
+    def draft(self, plan: StepPlan, states: Mapping[int, Drafted]) -> list[Row]:
         """The rows of a plan, those that may have drafts with as many as were proposed. The tokens
         are in `SequenceRow.drafts`."""
         self.forget(plan.dropped)  # first: one that comes back may be among the new

@@ -167,21 +167,22 @@ class Trace(Sequence[StepRecord]):
 
     def html(self) -> str:
         """One self-contained page: requests and blocks over the steps, with every record."""
-        return drawing("page").page(
-            drawing("timeline").timeline(self), self.settings.model or "trace"
-        )
+        return drawing("page").page(self._timeline(), self.settings.model or "trace")
 
     def save_html(self, path: str | Path) -> None:
         """Write the page."""
         Path(path).write_text(self.html(), "utf-8")
 
     def figure(self, **options: Any) -> Any:
-        """The same drawing as a matplotlib figure; options are those of `lab/drawings/figure.py`."""
-        return drawing("figure").figure(drawing("timeline").timeline(self), **options)
+        """The same drawing as a matplotlib figure; options: `lab/drawings/figure.py`."""
+        return drawing("figure").figure(self._timeline(), **options)
 
     def widget(self, **options: Any) -> Any:
         """The page as a notebook widget; options are those of `lab/drawings/figure.py`."""
-        return drawing("figure").widget(drawing("timeline").timeline(self), **options)
+        return drawing("figure").widget(self._timeline(), **options)
+
+    def _timeline(self) -> Any:
+        return drawing("timeline").timeline(self)
 
     # ---- a sequence --------------------------------------------------------------------------
 

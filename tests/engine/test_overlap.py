@@ -19,7 +19,7 @@ from minillm.engine.completion import Completion
 from minillm.errors import EngineDeadError
 from minillm.execution import collect, runner
 from minillm.execution.runner import Runner
-from minillm.execution.sequence_row import SequenceRow
+from minillm.execution.state import SequenceRow
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.scheduler import Scheduler
 from minillm.text.detokenizer import IncrementalDetokenizer

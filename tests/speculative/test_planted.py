@@ -15,7 +15,7 @@ import torch
 from minillm.engine.loop import Engine
 from minillm.execution import collect, runner
 from minillm.execution.runner import Runner
-from minillm.execution.sequence_row import SequenceRow
+from minillm.execution.state import SequenceRow
 from minillm.sampling.edits import Edits
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling import drafts

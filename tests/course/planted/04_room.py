@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from minillm.engine import setup as engine_setup
+from minillm.execution import setup as execution_setup
 from minillm.models import forward_pass
 
-right = engine_setup.cache_spec
+right = execution_setup.cache_spec
 
 
 def cache_spec(config):
     return right(config if config.mla else replace(config, num_kv_heads=config.num_heads))
 
 
-for module in (engine_setup, forward_pass):
+for module in (execution_setup, forward_pass):
     module.cache_spec = cache_spec

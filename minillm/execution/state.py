@@ -1,9 +1,11 @@
-"""What a runner keeps of one sequence from step to step."""
+"""What a runner keeps of each sequence between steps: on the host, and on the device."""
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from minillm.models.batches import BlockTables
 from minillm.sampling.edits import SamplingRow
 from minillm.scheduling.plan import NewSequence
 
@@ -42,3 +44,20 @@ class SequenceRow:
             stop_ids=new.stop_ids,
             bad_words_ids=new.bad_words_ids,
         )
+
+
+class DeviceRows:
+    """What the device keeps of every sequence from step to step, in its persistent row: its block
+    table, and `last`, the token that was sampled last."""
+
+    def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
+        self.num_rows, self.device = num_rows, device
+        self.tables = BlockTables(num_rows, max_blocks, device)
+        self.last = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def move(self, source: int, target: int) -> None:
+        """A sequence gets another row."""
+        self.tables.host[target] = self.tables.host[source]
+        if self.device.type != "cpu":
+            self.tables.device[target] = self.tables.device[source]
+        self.last[target] = self.last[source]
