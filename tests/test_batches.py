@@ -10,7 +10,8 @@ import torch
 
 from minillm.execution import graphs
 from minillm.execution.graphs import CudaCapture
-from minillm.models.batches import BlockTables, DeviceRows, make_batch
+from minillm.execution.state import DeviceRows
+from minillm.models.batches import BlockTables, make_batch
 from minillm.ops.transfers import pack, read_later, unpack
 
 CPU = torch.device("cpu")

@@ -32,8 +32,8 @@ import torch
 from tqdm import tqdm
 
 from minillm import ops
+from minillm.execution.state import DeviceRows
 from minillm.layers.kv_cache import KVCache
-from minillm.models.batches import DeviceRows
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
 from minillm.ops.transfers import put, upload
