@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 
 from minillm import LLM, MinillmError, SamplingParams
 from minillm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from minillm.cli import generate, main, place
+from minillm.cli import generate, main
 from minillm.cli.app import COMMANDS
 from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
 from minillm.lab.ceilings import DISTURBED, MEASURED
-from minillm.lab.commands import demo, plan
+from minillm.lab.commands import demo, place, plan
 from minillm.models import checkpoint
 from minillm.models.decoder import Decoder
 from minillm.models.families import parse_config

@@ -337,7 +337,7 @@ def test_the_rate_of_operations_is_that_of_the_faster_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Hardware("m", 1e9, 10e9, 1e12, 1e-6, "measured", 1e11)
-    monkeypatch.setattr(ceiling.hardware, "measure", lambda **ignored: machine)
+    monkeypatch.setattr(ceiling.ceilings, "measure", lambda **ignored: machine)
     monkeypatch.setattr(ceiling, "ways_to_read", dict)
     for ours, faster in ((3e12, 3e12), (0.0, 1e12)):
         monkeypatch.setattr(ceiling, "our_rate", lambda ours=ours: ours)

@@ -70,7 +70,7 @@ def written(drawing: dict[str, Any]) -> Elements:
 
 
 def source(name: str) -> str:
-    return resources.files("minillm.trace").joinpath(name).read_text("utf-8")
+    return resources.files("minillm.lab.drawings").joinpath(name).read_text("utf-8")
 
 
 def test_the_data_comes_back_unchanged(drawing: dict[str, Any], written: Elements) -> None:
@@ -240,7 +240,8 @@ def test_the_scripts_tell_and_draw_drafts(survival: tuple[float, ...] | None) ->
 
 
 def test_each_script_is_read_in_one_go() -> None:
-    names = {path.name for path in Path(str(resources.files("minillm.trace"))).glob("page_*.js")}
+    folder = Path(str(resources.files("minillm.lab.drawings")))
+    names = {path.name for path in folder.glob("page_*.js")}
     assert names == {f"page_{name}.js" for name in SCRIPTS}
     for name in names:
         assert len(source(name).splitlines()) <= 420, name

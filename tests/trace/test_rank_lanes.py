@@ -137,7 +137,7 @@ console.log(JSON.stringify({
 
 def ask(drawing: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
     """What the page's scripts make of the lanes, without a browser."""
-    folder = resources.files("minillm.trace")
+    folder = resources.files("minillm.lab.drawings")
     names = ("model", "words", "raster", "ranks")
     parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in names]
     asked = "\n".join([*parts, ASK]).replace('"use strict";', "")

@@ -20,7 +20,7 @@ from typing import Any
 from minillm.errors import MinillmError
 
 PACKAGE = Path(__file__).resolve().parent
-ROOT = PACKAGE.parent.parent
+ROOT = PACKAGE.parents[2]
 RUN = PACKAGE / "peers" / "run.py"
 OWN = "minillm"
 PEERS = ("transformers", "vllm", "openvino")
