@@ -23,7 +23,8 @@ from minillm.sampling.sampler import SamplingRow, sample
 from minillm.scheduling.policies import POLICIES
 from minillm.trace.recorder import Trace
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README, GUIDE = ROOT / "README.md", ROOT / "minillm" / "GUIDE.md"
 EOS = 256
 PROMPT = list(range(60, 77))
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -733,13 +734,27 @@ def test_engine_args_are_checked_without_loading():
         EngineArgs("")
 
 
-def test_the_readme_runs_and_its_second_batch_reads_the_start_from_the_cache(
+def run_page(page: Path) -> dict:
+    """What the Python blocks of a page define, executed one after another."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict = {}
+    exec("\n".join(blocks), names)
+    return names
+
+
+def test_the_readme_runs(capsys):
+    names = run_page(README)
+    names["llm"].close()
+    (out,) = names["outs"]
+    assert len(out.outputs[0].token_ids) == 64
+    assert out.outputs[0].text in capsys.readouterr().out
+
+
+def test_the_guide_runs_and_its_second_batch_reads_the_start_from_the_cache(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict = {}
-    exec("\n".join(blocks), names)
+    names = run_page(GUIDE)
     assert names["llm"].plan().kv_cache_bytes > 0
     names["llm"].close()
     outs = names["outs"]

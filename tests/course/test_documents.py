@@ -1,4 +1,4 @@
-"""What the pages for teachers and learners say stays true: links, commands, tables, examples."""
+"""What the pages for readers say stays true: links, commands, tables, examples."""
 
 import importlib.util
 import json
@@ -23,6 +23,9 @@ GUIDE = ROOT / "INSTRUCTOR.md"
 GLOSSARY = ROOT / "notebooks" / "GLOSSARY.md"
 SELFTEST = ROOT / "notebooks" / "SELFTEST.md"
 PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "minillm").glob("*.md")),
+    ROOT / "notebooks" / "results" / "README.md",
     GUIDE,
     GLOSSARY,
     SELFTEST,
