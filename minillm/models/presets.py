@@ -1,8 +1,8 @@
 """The shapes of well-known models, so that costs can be computed, and random weights built,
 without a download.
 
-Every figure is the one in the model's published ``config.json``; `tests/test_presets.py` builds
-each of them with transformers and compares the parameter counts exactly.
+Every figure is the one in the model's published ``config.json``; `tests/models/test_presets.py`
+builds each of them with transformers and compares the parameter counts exactly.
 """
 
 from collections.abc import Mapping

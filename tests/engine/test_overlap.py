@@ -33,7 +33,7 @@ from tests.engine.small import (
     tokens,
     write_model,
 )
-from tests.engine.test_graphs import PROMPTS, SETTINGS, give_graphs, params_of, poison
+from tests.execution.test_graphs import PROMPTS, SETTINGS, give_graphs, params_of, poison
 
 WITH_GRAPHS = (False, True)
 

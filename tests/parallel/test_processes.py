@@ -25,9 +25,9 @@ from minillm.errors import CheckpointError, EngineDeadError, UnsupportedFeatureE
 from minillm.parallel import groups, processes, rank_process
 from minillm.parallel.launch import environment
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
-from tests.async_small import LONG, last, make_async, run
 from tests.engine.small import make, tokens, write_model
 from tests.models.tiny import Tiny
+from tests.serving.async_small import LONG, last, make_async, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 LIMIT = 60.0  # seconds; what takes longer hangs

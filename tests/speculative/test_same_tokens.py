@@ -19,7 +19,7 @@ from minillm import LLM, SamplingParams
 from minillm.scheduling.record import Counters
 from tests.engine.bitwise import FAMILIES
 from tests.engine.small import assert_idle, make, tokens, write_model
-from tests.engine.test_graphs import give_graphs
+from tests.execution.test_graphs import give_graphs
 from tests.speculative.cells import (
     CELLS,
     KINDS,

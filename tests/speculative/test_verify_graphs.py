@@ -1,13 +1,13 @@
 """Verification as a recorded graph, without a GPU: a recording is the function itself, called again
-on the same tensors (`tests/engine/test_graphs.py`)."""
+on the same tensors (`tests/execution/test_graphs.py`)."""
 
 import random
 
 import pytest
+from tests.execution.test_graphs import PROMPTS, Again, poison, run
 
 from minillm.scheduling.drafts import Drafts
 from tests.engine.small import assert_idle, make, num_ahead, tokens, write_model
-from tests.engine.test_graphs import PROMPTS, Again, poison, run
 
 
 class Guesses:

@@ -22,8 +22,8 @@ from minillm.scheduling.request import Status
 from minillm.trace.file import read_record, record_line
 from minillm.trace.recorder import Trace
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING
-from tests.async_small import LIMIT, Gate
 from tests.engine.small import make, num_ahead, write_model
+from tests.serving.async_small import LIMIT, Gate
 from tests.trace.drafts import NGRAM, Truth, speculating
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
 

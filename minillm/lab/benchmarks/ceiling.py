@@ -16,7 +16,7 @@ from minillm.lab.benchmarks.others import watching
 if TYPE_CHECKING:
     import torch
 
-ONEDNN, OWN, SUMS = "oneDNN's packed product", "our packed product", "minillm.plan.hardware"
+ONEDNN, OWN, SUMS = "oneDNN's packed product", "our packed product", "minillm.lab.ceilings"
 PRODUCTS = (ONEDNN, OWN)
 SECONDS = 0.4  # for each way to read: on a shared host a quiet moment must be among them
 SHAPE = (32_768, 4096)  # of a bf16 weight that no cache holds: 256 MiB

@@ -6,7 +6,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hf_shapes import hf_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,6 +27,7 @@ from minillm.plan.cost import (
 )
 from minillm.plan.hardware import DATASHEET, Hardware
 from minillm.plan.parameters import expected_distinct, parameter_count
+from tests.plan.hf_shapes import hf_model
 
 LLAMA = ModelConfig(
     family="llama",

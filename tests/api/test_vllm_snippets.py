@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minillm import AsyncEngineArgs, AsyncLLMEngine, LLM, SamplingParams  # isort: skip
 from minillm.plan.machine import available_memory_bytes
-from tests.async_small import run
 from tests.engine.small import write_model
+from tests.serving.async_small import run
 
 GIB = 2**30
 

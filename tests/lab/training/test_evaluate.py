@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minillm.lab.training import evaluate
 from minillm.lab.training.trainer import build_model
-from tests.training.test_trainer import CONFIG
+from tests.lab.training.test_trainer import CONFIG
 
 
 def choice(who: str, ids: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from minillm.sampling.edits import Edits
 from minillm.sampling.logprobs import describe, token_logprobs
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from minillm_kernels import reference
-from tests.sampling_rows import edit_logits, scale_logits, truncate_row
+from tests.sampling.sampling_rows import edit_logits, scale_logits, truncate_row
 
 EMPTY = torch.zeros(1, 0, dtype=torch.int64)
 INF = math.inf

@@ -26,7 +26,8 @@ from minillm.errors import (
 )
 from minillm.serving import async_engine
 from minillm.serving.request_stream import RequestStream
-from tests.async_small import (
+from tests.engine.small import EOS, make, reasons, tokens, write_model
+from tests.serving.async_small import (
     GREEDY,
     LIMIT,
     LONG,
@@ -38,7 +39,6 @@ from tests.async_small import (
     make_async,
     run,
 )
-from tests.engine.small import EOS, make, reasons, tokens, write_model
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] * (1 + i % 3) for i in range(20)]
 TEXTS = ["a text", "another text, longer", "x"]

@@ -22,7 +22,7 @@ from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 
-COMMITTED = Path(__file__).parents[2] / "notebooks" / "variants"
+COMMITTED = Path(__file__).parents[3] / "notebooks" / "variants"
 IDS = [7 * number % 4096 for number in range(60)]
 
 

@@ -24,7 +24,7 @@ from minillm.models.families import parse_config
 from minillm.models.presets import PRESETS, preset
 from minillm.plan.hardware import Hardware
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 CEILING = Ceiling({SUMS: 10e9, ONEDNN: 20e9, OWN: 15e9}, 1e12, 1e11)
 # An engine with the manners of a peer's: 2 ms per step, by its own account.
 FAKE_PEER = """

@@ -20,8 +20,8 @@ from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.request import Status
 from minillm.serving import async_engine
 from minillm.serving.step_thread import Ticket
-from tests.async_small import Gate, idle, in_loop, make_async, run
 from tests.engine.small import make, tokens, write_model
+from tests.serving.async_small import Gate, idle, in_loop, make_async, run
 
 NUM_REQUESTS = 500
 STAGES = ("outside", "queued", "prefill", "decode", "preempted")

@@ -17,7 +17,7 @@ from minillm.models.deterministic import TILES, TiledDecoder
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.policies import POLICIES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ import subprocess
 import sys
 
 import pytest
-from hf_shapes import hf_model
 
 from minillm.errors import ConfigError
 from minillm.models.presets import PRESETS, preset
 from minillm.plan.parameters import parameter_count
+from tests.plan.hf_shapes import hf_model
 
 # What the model cards and the checkpoints' own headers say.
 PUBLISHED = {

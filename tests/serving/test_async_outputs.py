@@ -18,8 +18,8 @@ from minillm.engine.completion import Completion
 from minillm.engine.live_request import LiveRequest
 from minillm.serving import stat_logger
 from minillm.serving.request_stream import RequestStream
-from tests.async_small import Gate, idle, make_async, run
 from tests.engine.small import make, reasons, tokens, write_model
+from tests.serving.async_small import Gate, idle, make_async, run
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] * (1 + i % 3) for i in range(6)]
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
