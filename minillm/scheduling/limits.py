@@ -1,4 +1,4 @@
-"""What can never run is refused before it waits, with the arithmetic."""
+"""Rejects requests that do not fit even on an idle engine."""
 
 from minillm.cache.manager import BlockManager
 from minillm.errors import InvalidRequestError
@@ -8,10 +8,10 @@ from minillm.scheduling.request import Request, Sequence
 
 
 def check_fits(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None:
-    """Whether the request would fit if it had the engine to itself.
+    """Check that the request fits if it runs alone.
 
     Raises:
-        InvalidRequestError: it would not; the sentence says what it needs and what there is.
+        InvalidRequestError: it does not; the message says what it needs and what there is.
     """
     n = request.params.n
     if n > config.max_num_seqs:
@@ -22,7 +22,7 @@ def check_fits(request: Request, config: SchedulerConfig, blocks: BlockManager) 
     positions, size = request.max_computed, blocks.block_size
     lengths = f"{len(request.prompt_token_ids)} prompt + {request.max_tokens} new tokens"
     one = blocks.blocks_for(positions)
-    # What admission will ask for must not be more than there is, or it would wait for ever.
+    # The admission policy may need more blocks; if the pool is smaller, the request never runs.
     needed = max(one, ADMISSIONS[config.admission](Sequence(-1, request, 0, 0, ()), size))
     if needed > blocks.pool.num_blocks:
         raise InvalidRequestError(
@@ -34,5 +34,5 @@ def check_fits(request: Request, config: SchedulerConfig, blocks: BlockManager) 
         raise InvalidRequestError(
             f"The request can never fit: {lengths} may have to be computed in one step, which "
             f"has {config.max_num_batched_tokens} tokens; raise max_num_batched_tokens or "
-            "leave out enable_chunked_prefill=False."
+            "set enable_chunked_prefill=True."
         )

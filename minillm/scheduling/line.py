@@ -1,4 +1,4 @@
-"""A line of sequences in the order of their keys: constant-time ends, logarithmic search."""
+"""Sorted queues of sequences: a list in ascending order of `Sequence.key`, with binary search."""
 
 from bisect import bisect_left, insort
 
@@ -7,18 +7,18 @@ from minillm.scheduling.request import Key, Sequence
 
 
 def key_of(sequence: Sequence) -> Key:
-    """Smaller keys go first."""
+    """The sort key: the smallest is scheduled first."""
     return sequence.key
 
 
-def enter(line: list[Sequence], sequence: Sequence) -> None:
-    """Put a sequence into its place."""
-    insort(line, sequence, key=key_of)
+def insert(queue: list[Sequence], sequence: Sequence) -> None:
+    """Insert a sequence in order."""
+    insort(queue, sequence, key=key_of)
 
 
-def leave(line: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out."""
-    place = bisect_left(line, sequence.key, key=key_of)
-    if place >= len(line) or line[place] is not sequence:
-        raise AccountingError(f"Sequence {sequence.seq_id} is not in line.")
-    del line[place]
+def remove(queue: list[Sequence], sequence: Sequence) -> None:
+    """Remove a sequence."""
+    place = bisect_left(queue, sequence.key, key=key_of)
+    if place >= len(queue) or queue[place] is not sequence:
+        raise AccountingError(f"Sequence {sequence.seq_id} is not in this queue.")
+    del queue[place]
