@@ -41,8 +41,8 @@ from minillm.execution.flight import StepResult
 from minillm.execution.setup import limit_threads
 from minillm.models.checkpoint import open_model
 from minillm.models.forward_pass import ForwardPass
+from minillm.scheduling.admission import check_fits
 from minillm.scheduling.data_parallel import end_all
-from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence

@@ -28,8 +28,8 @@ from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.plan.cost import block_bytes, step_cost, step_time
 from minillm.plan.hardware import Hardware
+from minillm.scheduling.admission import check_fits
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import StepRecord

@@ -17,13 +17,11 @@ from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.errors import InvalidRequestError
-from minillm.scheduling.admission import Admission
+from minillm.scheduling.admission import Admission, check_fits, insert, remove
 from minillm.scheduling.ahead import UncommittedPlans
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.doubt import distrust
 from minillm.scheduling.drafts import Drafts
-from minillm.scheduling.limits import check_fits
-from minillm.scheduling.line import insert, remove
 from minillm.scheduling.pipelined import most_decoding, prepare_ahead, scheduling_order
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
