@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minillm.cache.manager import BlockManager
-from minillm.scheduling.ahead import end_of
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.record import Drafted, StepRecord
@@ -97,7 +96,7 @@ class Drafts:
 
     def _room(self, sequence: ScheduledSequence) -> int:
         """Maximum number of drafts: the row yields one token more, up to `max_tokens` in all."""
-        room = end_of(sequence) - sequence.num_tokens - 1
+        room = sequence.end - sequence.num_tokens - 1
         if self.max_position is not None:
             room = min(room, self.max_position - sequence.num_tokens)
         return room
