@@ -106,7 +106,7 @@ def test_chrome_writes_events(saved: Path, cli: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["show", "{saved}"], "A trace has no 'show'; choose view, table or chrome."),
+        (["show", "{saved}"], "There is no action 'show'; choose view, table or chrome."),
         (["tabel", "{saved}"], "Did you mean 'table'?"),
         (["view", "{tmp}/nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file"),
         (["table", "{tmp}"], "cannot be read: Is a directory"),
@@ -124,8 +124,8 @@ def test_chrome_writes_events(saved: Path, cli: Any, tmp_path: Path) -> None:
         (["table", "{saved}", "--open"], "--open is for 'minillm trace view'"),
         (["table", "{saved}", "-o", "x"], "--output is for 'minillm trace view or chrome'"),
         (["view", "{saved}", "--last", "3"], "--last is for 'minillm trace table'"),
-        (["{saved}"], "choose view, table or chrome. A file comes after it: 'minillm trace view"),
-        (["table"], "Which file? Give its name: 'minillm trace table FILE'."),
+        (["{saved}"], "The file comes after the action: 'minillm trace view"),
+        (["table"], "There is no FILE; add one: 'minillm trace table FILE'."),
     ],
     ids=str,
 )
