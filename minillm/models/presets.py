@@ -1,8 +1,7 @@
-"""The shapes of well-known models, so that costs can be computed, and random weights built,
-without a download.
+"""Configurations of well-known models, for cost predictions and dummy weights without a download.
 
-Every figure is the one in the model's published ``config.json``; `tests/models/test_presets.py`
-builds each of them with transformers and compares the parameter counts exactly.
+All values are those of the published ``config.json`` files; `tests/models/test_presets.py` builds
+each model with transformers and compares the parameter counts exactly.
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from minillm.errors import ConfigError, did_you_mean
 
 
 def preset(name: str) -> ModelConfig:
-    """Return the architecture called `name`; `ConfigError` names the nearest known preset."""
+    """The configuration called `name`; raises ConfigError with the nearest known name."""
     if name not in PRESETS:
         raise ConfigError(
             f"There is no preset {name!r}.{did_you_mean(name, PRESETS)} "
@@ -23,7 +22,7 @@ def preset(name: str) -> ModelConfig:
 
 
 def _llama31(hidden: int, layers: int, heads: int, intermediate: int) -> ModelConfig:
-    """Llama 3.1 (2024): grouped queries with 8 KV heads at every size."""
+    """Llama 3.1 (2024): grouped-query attention with 8 KV heads at every size."""
     return ModelConfig(
         family="llama",
         vocab_size=128256,
@@ -47,7 +46,7 @@ def _llama31(hidden: int, layers: int, heads: int, intermediate: int) -> ModelCo
 
 
 def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -> ModelConfig:
-    """Qwen3 (2025): normalised query and key heads of 128 whatever the hidden size."""
+    """Qwen3 (2025): RMSNorm of query and key heads; head size 128 for every hidden size."""
     return ModelConfig(
         family="qwen3",
         vocab_size=151936,
@@ -76,9 +75,9 @@ def _deepseek(
     mscale: float,
     moe: MoEConfig,
 ) -> ModelConfig:
-    """DeepSeek-V2 and V3 (2024): latent attention, the first layers dense, the others experts.
+    """DeepSeek-V2 and V3 (2024): MLA; the first layers are dense, the others MoE.
 
-    `head_dim` is the width of a query head, and every head has its own expanded key and value.
+    `head_dim` is the width of a query head; every head has its own expanded key and value.
     """
     return ModelConfig(
         family=family,
@@ -125,7 +124,7 @@ _LLAMA_2_7B = ModelConfig(
     dtype="float16",
 )
 
-# Version 0.1, the one with the sliding window.
+# Version 0.1, which has a sliding window.
 _MISTRAL_7B = ModelConfig(
     family="mistral",
     vocab_size=32000,
@@ -211,8 +210,8 @@ _DEEPSEEK_V2 = _deepseek(
     ),
 )
 
-# The main model of 671 B parameters; the multi-token-prediction layer that the checkpoint also
-# carries (a 62nd layer) is a drafter and not part of the architecture.
+# The main model of 671 B parameters, without the checkpoint's 62nd layer, which drafts tokens
+# (multi-token prediction).
 _DEEPSEEK_V3 = _deepseek(
     family="deepseek_v3",
     vocab=129280,

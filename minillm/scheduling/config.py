@@ -75,7 +75,7 @@ class SchedulerConfig:
 
 
 def scheduler_config(args: EngineArgs) -> SchedulerConfig:
-    """The scheduler's part of the arguments; ConfigError where they contradict each other."""
+    """The scheduler's part of the arguments; ConfigError if they contradict each other."""
     budget = args.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
     return SchedulerConfig(
         max_num_seqs=args.max_num_seqs or min(MAX_NUM_SEQS, budget),

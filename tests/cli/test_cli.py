@@ -155,7 +155,7 @@ MISTAKES = [
     (["generate", "--temperature", "nan"], "temperature is nan"),
     (["generate", "--top-p", "0"], "--top-p is 0.0"),
     (["generate", "--temperature", "1", "--n", "1000"], "n is 1000"),
-    (["generate", "--n", "2"], "greedy completions are all the same"),
+    (["generate", "--n", "2"], "greedy completions are identical"),
     (["generate", "--dtype", "int3"], "dtype is 'int3'; it must be one of"),
     (["generate", "--device", "tpu"], "device is 'tpu'"),
     (["generate", "--prompt", "a", "b"], "not allowed with argument"),

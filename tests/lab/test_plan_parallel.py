@@ -172,7 +172,7 @@ MISTAKES = [
     ([L70, "-tp", "4", "--memory", "80GB"], "add one, such as --hardware h100"),
     ([L70, "--link", "pcie", "--gpu", "h100"], "--link and -ep need -tp or -pp"),
     ([L70, "-ep", "--gpu", "h100"], "--link and -ep need -tp or -pp"),
-    ([L70, "-tp", "4", "-ep", "--gpu", "h100"], "has no experts to spread"),
+    ([L70, "-tp", "4", "-ep", "--gpu", "h100"], "has no experts; leave"),
     ([L70, "-tp", "4", "--gpu", "h100", "--load"], "leave out --load"),
     ([L70, "-tp", "4", "--gpu", "h100", "--speculate", "ngram"], "leave out --load"),
     (
