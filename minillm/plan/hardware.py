@@ -1,20 +1,15 @@
-"""What a machine can do at most: datasheet figures, measured ceilings, memory and processors.
+"""Peak rates of devices from their datasheets, and how a measurement compares with them.
 
-A throughput means something only beside its ceiling: `measure()` finds the ceilings of the
-machine at hand once (about two seconds) and caches them, `achieved()` divides by them, and
-`check_physical()` refuses a measurement that no machine can have produced.
+`achieved()` divides a measurement by the peak rates of a device; `check_physical()` rejects one
+that the device cannot have produced. `lab/ceilings.py` measures the rates of this machine.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from minillm.errors import ConfigError, MinillmError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
