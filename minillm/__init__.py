@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minillm.api.async_engine_args import AsyncEngineArgs
-    from minillm.api.engine_args import EngineArgs
+    from minillm.api.arguments import AsyncEngineArgs, EngineArgs
     from minillm.api.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
     from minillm.api.sampling_params import RequestOutputKind, SamplingParams
     from minillm.errors import (
@@ -47,8 +46,7 @@ __all__ = [
     "UnsupportedFeatureError",
 ]
 _HOMES = (
-    "api.async_engine_args",
-    "api.engine_args",
+    "api.arguments",
     "api.sampling_params",
     "api.outputs",
     "errors",

@@ -9,11 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs, without_meaningless
 from minillm.api.outputs import RequestOutput, ScoreOutput
 from minillm.api.prompts import Prompt, list_params, list_priorities, list_prompts, split_prompt
 from minillm.api.sampling_params import RequestOutputKind, SamplingParams
-from minillm.api.vllm_arguments import without_meaningless
 from minillm.engine.live_request import LiveRequest
 from minillm.engine.loop import Engine
 from minillm.errors import InvalidRequestError, UnknownArgumentError

@@ -1,12 +1,12 @@
 """`speculative_config`: the proposer of drafts, their number, and the acceptance rule."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass
 from numbers import Integral
 from typing import Any
 
+from minillm.api.checks import CheckedArguments, checked, choice, is_whole, whole
 from minillm.api.sampling_params import shown
-from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
+from minillm.errors import ConfigError
 
 METHODS = ("ngram", "draft_model")
 REJECTION_METHODS = ("strict", "standard", "synthetic")
@@ -16,7 +16,7 @@ AUTO_MOST = 8  # maximum drafts per row with "auto"
 
 
 @dataclass(frozen=True)
-class SpeculativeConfig:
+class SpeculativeConfig(CheckedArguments):
     """Settings of speculative decoding; names and meanings are vLLM's where it has them.
 
     Attributes:
@@ -43,60 +43,35 @@ class SpeculativeConfig:
         ConfigError: a value out of its range, or values that contradict each other.
     """
 
-    num_speculative_tokens: int | str
-    method: Any = None
-    model: str | None = None
-    prompt_lookup_max: int | None = None
-    prompt_lookup_min: int | None = None
-    disable_by_batch_size: int | None = None
-    max_model_len: int | None = None
-    rejection_sample_method: str = "strict"
+    _argument = "speculative_config"
+    _example = "{'method': 'ngram', 'num_speculative_tokens': 4}"
+
+    num_speculative_tokens: int | str = checked(
+        MISSING,
+        Integral | str,
+        f"a whole number from 1 to {MAX_DRAFTS} or 'auto'",
+        lambda k: k == AUTO or (is_whole(k) and 1 <= k <= MAX_DRAFTS),
+    )
+    method: Any = checked(
+        None,
+        object,
+        f"one of {', '.join(METHODS)}, or an object with a method 'propose'",
+        lambda method: method in METHODS or callable(getattr(method, "propose", None)),
+        METHODS,
+    )
+    model: str | None = checked(None, str, "a name, a hub id or a folder", bool)
+    prompt_lookup_max: int | None = whole(None, 1, 64)
+    prompt_lookup_min: int | None = whole(None, 1, 64)
+    disable_by_batch_size: int | None = whole(None, 1, 2**31)
+    max_model_len: int | None = whole(None, 1, 2**31)
+    rejection_sample_method: str = choice("strict", *REJECTION_METHODS)
     synthetic_acceptance_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_method()
-        if self.num_speculative_tokens != AUTO:
-            self._check_count("num_speculative_tokens", 1, MAX_DRAFTS, " or 'auto'")
-        for name in ("disable_by_batch_size", "max_model_len"):
-            self._check_count(name, 1, 2**31)
-        if self.method == "ngram":
-            self._set_lookup()
-        elif self.prompt_lookup_max is not None or self.prompt_lookup_min is not None:
-            raise ConfigError(
-                "prompt_lookup_max and prompt_lookup_min belong to method 'ngram'; leave them out "
-                f"of a speculative_config with method {self.name!r}."
-            )
-        if self.rejection_sample_method not in REJECTION_METHODS:
-            raise ConfigError(
-                f"rejection_sample_method is {shown(self.rejection_sample_method)}; it must "
-                f"be one of {', '.join(REJECTION_METHODS)}."
-            )
+        self._set_lookup()
         self._check_rates()
-
-    @classmethod
-    def of(cls, given: object) -> "SpeculativeConfig":
-        """The config for a mapping of names to values."""
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise ConfigError(
-                f"speculative_config is {shown(given)}; it must be a dictionary such as "
-                "{'method': 'ngram', 'num_speculative_tokens': 4}."
-            )
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise UnknownArgumentError(
-                    f"speculative_config has no key {shown(name)}; it has "
-                    f"{', '.join(map(repr, known))}."
-                    f"{did_you_mean(str(name), known)}"
-                )
-        if "num_speculative_tokens" not in given:
-            raise ConfigError(
-                "speculative_config has no 'num_speculative_tokens'; set it to a number of drafts "
-                "per step such as 4, or to 'auto'."
-            )
-        return cls(**given)
 
     @property
     def name(self) -> str:
@@ -114,30 +89,13 @@ class SpeculativeConfig:
         return self.num_speculative_tokens == AUTO
 
     def _check_method(self) -> None:
-        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+        if self.method is None and self.model is None:
             raise ConfigError(
-                f"speculative_config's model is {shown(self.model)}; it must be a name, a hub id "
-                "or a folder."
+                "speculative_config has neither 'method' nor 'model'; set method to 'ngram', or "
+                "model to a draft model."
             )
         if self.method is None:
-            if self.model is None:
-                raise ConfigError(
-                    "speculative_config has neither 'method' nor 'model'; set method to 'ngram', "
-                    "or model to a draft model."
-                )
-            object.__setattr__(self, "method", "draft_model")
-        elif isinstance(self.method, str):
-            if self.method not in METHODS:
-                raise ConfigError(
-                    f"speculative_config's method is {shown(self.method)}; it must be one of "
-                    f"{', '.join(METHODS)}, or an object with a method 'propose'."
-                    f"{did_you_mean(self.method, METHODS)}"
-                )
-        elif not callable(getattr(self.method, "propose", None)):
-            raise ConfigError(
-                f"speculative_config's method is a {type(self.method).__name__}; it must be one of "
-                f"{', '.join(METHODS)}, or an object with a method 'propose'."
-            )
+            self._set("method", "draft_model")
         if (self.method == "draft_model") != (self.model is not None):
             raise ConfigError(
                 f"speculative_config has method {self.name!r} and model {shown(self.model)}; "
@@ -149,33 +107,24 @@ class SpeculativeConfig:
                 f"out with method {self.name!r}."
             )
 
-    def _check_count(self, name: str, least: int, most: int, other: str = "") -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not whole or not least <= value <= most:
-            raise ConfigError(
-                f"speculative_config's {name!r} is {shown(value)}; it must be a whole number "
-                f"from {least} to {most}{other}."
-            )
-        object.__setattr__(self, name, int(value))
-
     def _set_lookup(self) -> None:
         """Set the n-gram lengths; if only one is given, the other is the same, as in vLLM."""
-        for name in ("prompt_lookup_max", "prompt_lookup_min"):
-            self._check_count(name, 1, 64)
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
-        if longest is None and shortest is None:
-            longest, shortest = 4, 2
-        longest, shortest = longest or shortest, shortest or longest
-        if longest is None or shortest is None or shortest > longest:
+        if self.method != "ngram":
+            if longest is not None or shortest is not None:
+                raise ConfigError(
+                    "prompt_lookup_max and prompt_lookup_min belong to method 'ngram'; leave them "
+                    f"out of a speculative_config with method {self.name!r}."
+                )
+            return
+        longest, shortest = longest or shortest or 4, shortest or longest or 2
+        if shortest > longest:
             raise ConfigError(
                 f"speculative_config's prompt_lookup_min is {shortest} and prompt_lookup_max is "
                 f"{longest}; prompt_lookup_min must not be above prompt_lookup_max."
             )
-        object.__setattr__(self, "prompt_lookup_max", longest)
-        object.__setattr__(self, "prompt_lookup_min", shortest)
+        self._set("prompt_lookup_max", longest)
+        self._set("prompt_lookup_min", shortest)
 
     def _check_rates(self) -> None:
         rates = self.synthetic_acceptance_rates
@@ -194,7 +143,7 @@ class SpeculativeConfig:
                 f"synthetic_acceptance_rates is {shown(rates)}; it must be {self.most} numbers "
                 "from 0 to 1, one for each of num_speculative_tokens."
             )
-        object.__setattr__(self, "synthetic_acceptance_rates", tuple(map(float, rates)))
+        self._set("synthetic_acceptance_rates", tuple(map(float, rates)))
 
 
 def check_vocabulary(model: str, size: int, target: str, target_size: int) -> None:

@@ -15,7 +15,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from minillm.api.engine_args import NOT_BUILT_YET
+from minillm.api.arguments import NOT_BUILT_YET
 from minillm.cli.terminal import Terminal
 from minillm.errors import did_you_mean
 

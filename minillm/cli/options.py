@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.api.sampling_params import SamplingParams
 
 ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from numbers import Integral
 from time import perf_counter
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.api.outputs import FinishReason
 from minillm.api.sampling_params import SamplingParams, validate_against_model
 from minillm.cache.blocks import AccountingError

@@ -6,7 +6,7 @@ from math import ceil
 
 import torch
 
-from minillm.api.engine_args import NOT_BUILT_YET, EngineArgs
+from minillm.api.arguments import NOT_BUILT_YET, EngineArgs
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError, ModelNotFoundError

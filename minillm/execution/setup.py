@@ -5,7 +5,7 @@ from math import ceil
 
 import torch
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.api.speculative_config import SpeculativeConfig
 from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError, MinillmError

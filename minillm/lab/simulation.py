@@ -18,7 +18,7 @@ from itertools import count
 from numbers import Real
 from typing import Any
 
-from minillm.api.engine_args import is_whole
+from minillm.api.checks import is_whole
 from minillm.api.outputs import PrefixReport
 from minillm.api.sampling_params import SamplingParams, shown
 from minillm.cache.blocks import AccountingError

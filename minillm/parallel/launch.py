@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.execution.executor import Executor
 from minillm.models.checkpoint import ModelSource, weight_files

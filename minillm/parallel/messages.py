@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.plan.cost import BatchFit, MemoryPlan, PlanSettings

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from socket import socket
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.parallel.communicator import PATIENCE, Alone, Communicator, ThreadGroup, Traffic
 from minillm.parallel.pipes import Pipe, SocketPipe
 from minillm.parallel.shared_memory import SharedMemoryCommunicator

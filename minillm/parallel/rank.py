@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.config import ModelConfig
 from minillm.errors import UnsupportedFeatureError
 from minillm.execution.runner import Runner

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from numbers import Real
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.errors import ConfigError
 from minillm.scheduling.policies import ADMISSIONS, POLICIES
 

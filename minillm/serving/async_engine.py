@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
-from minillm.api.async_engine_args import AsyncEngineArgs
+from minillm.api.arguments import AsyncEngineArgs
 from minillm.api.prompts import Prompt, one_params, one_priority, one_prompt, split_prompt
 from minillm.api.sampling_params import SamplingParams, shown
 from minillm.engine.loop import Engine

@@ -3,7 +3,7 @@ executor's proposer and acceptance rule, and the description of the draft model.
 
 from dataclasses import dataclass
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError

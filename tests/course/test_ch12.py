@@ -382,7 +382,7 @@ def test_n10_where_launches_are_hidden_a_graph_gains_nothing(model, launches, ru
 
 def test_n11_graphs_are_the_default_and_eager_is_asked_for(monkeypatch):
     from minillm import ops
-    from minillm.api.engine_args import EngineArgs
+    from minillm.api.arguments import EngineArgs
     from minillm.execution.setup import records
     from minillm.ops.dispatch import Backend
 

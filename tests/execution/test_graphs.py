@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams, ops
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.api.outputs import RequestOutput
 from minillm.execution.graphs import DecodeGraphs, bucket_of, bucket_sizes
 from minillm.execution.setup import records

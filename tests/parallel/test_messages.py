@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minillm import AsyncEngineArgs
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.engine.setup import plan_memory
 from minillm.models.checkpoint import open_model
 from minillm.parallel.messages import Frames, Kind, Message, SetUp

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.config import MoEConfig
 from minillm.errors import ConfigError
 from minillm.lab.expert_load import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minillm import LLM
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.layers.linear_methods import Matrix, PlainLinearMethod, WeightSlice
 from minillm.models.checkpoint import open_model

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from minillm.api.async_engine_args import AsyncEngineArgs
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import AsyncEngineArgs, EngineArgs
 from minillm.api.speculative_config import AUTO_MOST, SpeculativeConfig
 from minillm.cli import main
 from minillm.errors import ConfigError, UnknownArgumentError
@@ -22,17 +21,17 @@ class Silent:
 
 BAD = [
     ("ngram", ConfigError, "'ngram'; it must be a dictionary such as"),
-    ({"method": "ngram"}, ConfigError, "no 'num_speculative_tokens'; set it to a number"),
+    ({"method": "ngram"}, ConfigError, "no 'num_speculative_tokens'; set it to a whole number"),
     (NGRAM | {"num_speculative_tokens": 0}, ConfigError, "is 0; .* from 1 to 15 or 'auto'"),
     (NGRAM | {"num_speculative_tokens": 16}, ConfigError, "is 16; .* from 1 to 15"),
     (NGRAM | {"num_speculative_tokens": True}, ConfigError, "is True; .* whole number"),
     (NGRAM | {"num_speculative_tokens": 2.5}, ConfigError, "is 2.5; .* whole number"),
     ({"num_speculative_tokens": 4}, ConfigError, "neither 'method' nor 'model'"),
     (NGRAM | {"method": "ngramm"}, ConfigError, "'ngramm'; .* Did you mean 'ngram'"),
-    (NGRAM | {"method": 3}, ConfigError, "is a int; .* with a method 'propose'"),
+    (NGRAM | {"method": 3}, ConfigError, "'method' is 3; .* with a method 'propose'"),
     (NGRAM | {"model": "tiny-draft"}, ConfigError, "'ngram' and model 'tiny-draft'"),
     ({"method": "draft_model", "num_speculative_tokens": 2}, ConfigError, "model None; .* needs a"),
-    ({"model": "", "num_speculative_tokens": 2}, ConfigError, "model is ''; .* a name, a hub id"),
+    ({"model": "", "num_speculative_tokens": 2}, ConfigError, "'model' is ''; .* a name, a hub id"),
     (NGRAM | {"prompt_lookup_max": 2, "prompt_lookup_min": 3}, ConfigError, "min is 3 and .* 2"),
     (NGRAM | {"prompt_lookup_max": 0}, ConfigError, "'prompt_lookup_max' is 0; .* from 1 to 64"),
     (NGRAM | {"prompt_lookup_mx": 2}, UnknownArgumentError, "Did you mean 'prompt_lookup_max'"),

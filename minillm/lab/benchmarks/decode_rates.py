@@ -19,7 +19,7 @@ from time import perf_counter
 
 import torch
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig, RopeConfig
 from minillm.engine.setup import CPU_BLOCK_SIZE

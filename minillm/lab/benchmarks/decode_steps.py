@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.api.sampling_params import SamplingParams
 from minillm.engine.loop import Engine
 from minillm.errors import MinillmError

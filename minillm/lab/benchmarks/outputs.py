@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
-from minillm.api.async_engine_args import AsyncEngineArgs
+from minillm.api.arguments import AsyncEngineArgs
 from minillm.api.sampling_params import SamplingParams
 from minillm.engine.loop import Engine
 from minillm.execution.flight import Flight, StepResult

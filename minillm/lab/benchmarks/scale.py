@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.config import ModelConfig
 from minillm.engine.setup import CPU_BLOCK_SIZE
 from minillm.lab.benchmarks.calm import LEAST_SECONDS, Calm, calmest, calmly

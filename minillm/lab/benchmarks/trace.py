@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager
 from minillm.cli.terminal import Terminal, size

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from minillm.api.engine_args import EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.cli import main
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.benchmarks import calm, decode_rates, scale
