@@ -4,13 +4,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import wraps
-from math import prod
-from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from minillm.api.checks import CheckedArguments, checked, choice, flag, whole
+from minillm.api.checks import CheckedArguments, checked, choice, flag, number, whole
 from minillm.api.sampling_params import refuse_unknown_arguments, shown
 from minillm.api.speculative_config import SpeculativeConfig
 from minillm.config import DTYPE_BYTES
@@ -20,9 +18,9 @@ NOT_BUILT_YET = ("quantization", "kv_cache_dtype")  # known options that accept 
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
 REMOTE_BACKENDS = ("external", "ray")  # ranks are started outside this process
 MAX_SWAP_SPACE = 2**20  # GiB
-# vLLM's arguments without effect here: the accepted values, and why no others.
+# vLLM's arguments without effect here: the accepted values, and the reason why others are not.
 FLAG = (True, False), "it may be True or False"
-IGNORED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(  # with a warning
+IGNORED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(  # each gives a warning
     {
         "use_v2_block_manager": FLAG,
         "disable_log_requests": FLAG,
@@ -107,10 +105,9 @@ class EngineArgs(CheckedArguments):
     - "shortest_prefill_first": short prompts first; 16 tokens cost one place in the queue.
     - "longest_prefix_match": cached prompts first; 16 cached tokens gain one place in the queue.
 
-    `async_scheduling` plans and launches a step while the previous one runs, so that a GPU does not
-    wait for the host. One extra token is computed for each finished request and discarded. The
-    default None enables it on a GPU and disables it on a CPU, where model and scheduler share the
-    cores.
+    `async_scheduling` plans and launches a step while the previous one runs, which hides host
+    overhead; one extra token per finished request is computed and discarded. The default None
+    enables it on a GPU, but not on a CPU, where model and scheduler share the cores.
 
     `deterministic` makes logprobs bitwise identical for any batch, any chunks of the prompt, with a
     cached prefix and after preemption, on one machine with one torch version and one number of
@@ -135,8 +132,8 @@ class EngineArgs(CheckedArguments):
     process ("threads", for tests and experiments), or on other machines, started by `minillm node`
     or torchrun ("external") or by Ray ("ray"). Ranks on other machines connect to `master_addr`, an
     address of this machine, and `master_port`; port 0 lets the system choose one.
-    An `AsyncLLMEngine` logs its statistics every ten seconds (level INFO, logger
-    "minillm.serving.stat_logger") unless `disable_log_stats`.
+    An `AsyncLLMEngine` logs its statistics every ten seconds (INFO, "minillm.serving.stat_logger")
+    unless `disable_log_stats`.
 
     Raises:
         ConfigError: a value out of its range.
@@ -158,9 +155,7 @@ class EngineArgs(CheckedArguments):
     quantization: str | None = None
     load_format: str = choice("auto", "auto", "dummy")
     max_model_len: int | None = whole(None, least=2)  # at least one prompt and one new token
-    gpu_memory_utilization: float = checked(
-        0.9, Real, "above 0 and at most 1", lambda share: 1e-9 <= share <= 1
-    )
+    gpu_memory_utilization: float = number(0.9, 1e-9, 1, "above 0 and at most 1")
     kv_cache_memory_bytes: int | None = whole(None)
     num_gpu_blocks_override: int | None = whole(None)
     block_size: int | None = whole(None)
@@ -173,11 +168,8 @@ class EngineArgs(CheckedArguments):
         None, "hash", "radix", note=", and enable_prefix_caching=False turns it off"
     )
     enable_chunked_prefill: bool = flag(True)
-    swap_space: float = checked(
-        0,
-        Real,
-        f"a number of GiB from 0 to {MAX_SWAP_SPACE:,}",
-        lambda swap: 0 <= swap <= MAX_SWAP_SPACE,
+    swap_space: float = number(
+        0, 0, MAX_SWAP_SPACE, f"a number of GiB from 0 to {MAX_SWAP_SPACE:,}"
     )
     preemption_mode: str | None = choice(None, "recompute", "swap")
     scheduling_policy: str = checked("fcfs", str, "a name")  # the scheduler knows the names
@@ -216,8 +208,7 @@ class EngineArgs(CheckedArguments):
     @property
     def num_ranks(self) -> int:
         """Ranks that run the model, as processes or threads."""
-        sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
-        return prod(sizes)
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
     def eplb(self) -> EplbConfig | None:

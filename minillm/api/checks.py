@@ -37,6 +37,11 @@ def whole(default: int | None, least: int = 1, most: int | None = None) -> Any:
     return checked(default, Integral, f"a whole number {limits}", lambda n: least <= n <= high)
 
 
+def number(default: float, least: float, most: float, must_be: str) -> Any:
+    """A field for a number in [least, most]."""
+    return checked(default, Real, must_be, lambda x: least <= x <= most)  # also refuses NaN
+
+
 def choice(default: str | None, *names: str, note: str = "") -> Any:
     """A field for one of `names`."""
     return checked(default, str, f"one of {', '.join(names)}{note}", names.__contains__, names)

@@ -313,9 +313,9 @@ EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
         ({"eplb_config": {}} | EXPERTS, ConfigError, "set enable_eplb=True, or leave"),
         ({"eplb_config": 3}, ConfigError, "eplb_config is 3; it must be a dictionary"),
         ({"eplb_config": {"windowsize": 3}}, UnknownArgumentError, "Did you mean 'window_size'"),
-        ({"eplb_config": {"step_interval": 0}}, ConfigError, "eplb_config's 'step_interval' is 0; .* from 1"),
+        ({"eplb_config": {"step_interval": 0}}, ConfigError, "'step_interval' is 0; .* from 1 to"),
         ({"eplb_config": {"num_redundant_experts": -2}}, ConfigError, "is -2; .* from 0 to"),
-        ({"eplb_config": {"window_size": True}}, ConfigError, "'window_size' is True"),
+        ({"eplb_config": {"window_size": True}}, ConfigError, "'s 'window_size' is True"),
         (
             {"enable_eplb": True, "deterministic": True} | EXPERTS,
             UnsupportedFeatureError,
