@@ -46,7 +46,7 @@ def without_meaningless(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedFeatureError: a value other than those accepted.
     """
-    for name, (accepted, reason) in (ONLY_DEFAULT | IGNORED).items():
+    for name, (accepted, reason) in {**ONLY_DEFAULT, **IGNORED}.items():
         if name in arguments:
             value = arguments.pop(name)
             if value not in accepted:

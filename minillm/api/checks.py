@@ -76,8 +76,10 @@ class CheckedArguments:
                     f"{name} is {shown(value)}; it must be {check['must_be']}."
                     f"{did_you_mean(value, check['names']) if isinstance(value, str) else ''}"
                 )
-            if isinstance(value, Real) and check["kind"] is not bool:
-                self._set(item.name, int(value) if is_whole(value) else float(value))
+            if is_whole(value):
+                self._set(item.name, int(value))
+            elif check["kind"] is Real:
+                self._set(item.name, float(value))
 
     def _set(self, name: str, value: object) -> None:
         """Store the normalised form of an argument; used only by `__post_init__`."""
