@@ -74,10 +74,10 @@ class LiveRequest:
         except Exception as error:  # a detokenization error ends this completion only
             completion.fail(f"The text of this completion failed: {in_one_line(error)}")
         if completion.finish_reason is not None:
-            self._end_one(time)
+            self._record_end(time)
         return completion.finish_reason
 
-    def _end_one(self, time: float) -> None:
+    def _record_end(self, time: float) -> None:
         self._ended = time
         self.finished = all(each.finish_reason is not None for each in self.completions)
 
@@ -100,7 +100,7 @@ class LiveRequest:
                 completion.finish(reason)
             except Exception as failure:
                 completion.fail(f"The text of this completion failed: {in_one_line(failure)}")
-        self._end_one(time)
+        self._record_end(time)
 
     def add_prompt_logprobs(
         self, start: int, entries: list[dict[int, TokenLogprob]], time: float

@@ -323,8 +323,8 @@ class Engine:
             self._complete()
 
     def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[LiveRequest]:
-        """Give the results of a step to the scheduler and the requests, all with the time `now`:
-        metrics and trace agree."""
+        """Give the results of a step to the scheduler and the requests, all with the time `now`, so
+        that metrics and trace agree."""
         scheduler = self.scheduler
         if result.suspect:
             scheduler.distrust(plan, result.suspect)

@@ -100,8 +100,8 @@ def decode_batch(
 ) -> Batch:
     """The flat batch of a decode step: one token per sequence, at position `start`.
 
-    This is the usual step. On a CPU the forward pass evicts numpy's code from the CPU caches, so
-    the first numpy calls after it take 20 microseconds each. List comprehensions are faster here.
+    This is the usual step. On a CPU, reading the weights evicts numpy's code and data from the
+    caches: a numpy call after it takes 20 microseconds, a list comprehension much less.
     """
     size, count, blocks = block_size, len(rows), tables.numbers
     slots = [

@@ -37,7 +37,7 @@ NO_LAWS: Mapping[int, Tensor | None] = MappingProxyType({})
 
 
 class DrawParams(NamedTuple):
-    """A row's columns of a `Pack`, the input of the sampling kernel, that depend on parameters."""
+    """What a row of a `Pack`, the input of the sampling kernel, has of its sampling parameters."""
 
     floats: tuple[float, float, float]  # temperature (0 is greedy), min-p, top-p
     top_k: int  # 0 is off
@@ -116,8 +116,8 @@ class Sampler:
             laws: row -> distributions [drafts, V] that its drafts were drawn from, if known.
 
         Returns:
-            Tokens, int64 [K], K = R + number of forks, those of one row adjacent; and the largest
-            logit of each sampled distribution, float32 [K], not finite if sampling failed.
+            Tokens, int64 [K], K = R + number of forks, those of one row adjacent; and for each the
+            largest logit, float32 [K], not finite if sampling failed.
         """
         counts = [1 + each for each in forks] if any(forks) else [1] * len(rows)
         spread = len(rows) < sum(counts)
@@ -262,7 +262,7 @@ class SampledBatch:
     """One sampled token per row."""
 
     token_ids: list[int]  # [K]; `NO_TOKEN` for a failed row
-    logprobs: list[dict[int, TokenLogprob] | None]  # [K]; the sampled token, then the top k
+    logprobs: list[dict[int, TokenLogprob] | None]  # [K]; with logprobs=k: sampled token, top k
     failed: dict[int, str]  # row -> error message
 
 

@@ -2,7 +2,8 @@
 
 A scheduling policy gives each request a key. Waiting sequences are admitted in ascending order of
 their keys; the running sequence with the largest key is preempted first. If the first waiting
-sequence does not fit, those behind it wait, too: no request overtakes another against the policy.
+sequence does not fit, those behind it wait, too. So a request waits only for requests that the
+policy puts ahead of it.
 """
 
 from collections.abc import Callable, Mapping

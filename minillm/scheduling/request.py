@@ -51,9 +51,9 @@ class Sequence:
 
     Prefill and decode differ only in the number of uncomputed tokens: in decode it is 1.
 
-    `num_committed` counts positions whose step is committed. `num_computed` also counts those that
-    uncommitted plans are expected to compute (`ahead.py`). Forks, swaps and the prefix cache use
-    generated tokens only once they are committed.
+    `num_committed` counts positions that were cached or whose step is committed. `num_computed`
+    also counts those that uncommitted plans are expected to compute (`ahead.py`). Forks, swaps and
+    the prefix cache use generated tokens only once they are committed.
 
     A request starts as one sequence. When its prompt is computed, the other `n - 1` completions
     fork from it. A sequence takes one of `max_num_seqs` seats, and until then one per future fork.
@@ -75,7 +75,7 @@ class Sequence:
         self.end = self.num_prompt_tokens + request.max_tokens  # maximum `len(token_ids)`
         self.table = BlockTable(request.cache_salt)
         self.status = Status.WAITING
-        self.num_committed = 0  # positions computed by committed plans
+        self.num_committed = 0  # positions that were cached or computed by committed plans
         self.num_computed = 0  # also counts uncommitted plans
         self.num_sent: int | None = None  # blocks sent to the executor; None: it does not know it
         self.num_forks = request.params.n - 1 if index == 0 else 0
