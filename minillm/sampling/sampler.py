@@ -37,7 +37,7 @@ NO_LAWS: Mapping[int, Tensor | None] = MappingProxyType({})
 
 
 class DrawParams(NamedTuple):
-    """What a row of a `Pack`, the input of the sampling kernel, has of its sampling parameters."""
+    """A request's sampling parameters, as a row of `Pack` (the sampling kernel's input) has them."""
 
     floats: tuple[float, float, float]  # temperature (0 is greedy), min-p, top-p
     top_k: int  # 0 is off
@@ -45,7 +45,7 @@ class DrawParams(NamedTuple):
 
 
 def draw_params(params: SamplingParams) -> DrawParams:
-    """A request's sampling parameters as the kernel takes them."""
+    """The row of a request."""
     temperature = 0.0 if params.greedy else params.temperature
     truncates = temperature > 0 and (params.top_k > 0 or params.top_p < 1)
     return DrawParams((temperature, params.min_p, params.top_p), max(params.top_k, 0), truncates)

@@ -363,13 +363,13 @@ class Scheduler:
                 drafted = self.drafts.settle(sequence, own, num_drafted, self.blocks)
                 self.log.draft(record, sequence, drafted, self.counters)
             children = [self._fork(sequence, i) for i in range(1, len(tokens))] if others else ()
-            self._end_by_count(sequence, failed)
+            self._finish_if_done(sequence, failed)
             for child, token in zip(children, others, strict=True) if others else ():
-                self._end_by_count(child, accept(child, [token]))
+                self._finish_if_done(child, accept(child, [token]))
             forks += children
         return forks
 
-    def _end_by_count(self, sequence: Sequence, failed: bool) -> None:
+    def _finish_if_done(self, sequence: Sequence, failed: bool) -> None:
         """Finish a sequence if sampling failed, or if it has `max_tokens` new tokens and its whole
         prompt is computed."""
         is_full = sequence.num_tokens >= sequence.end
