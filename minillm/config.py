@@ -1,7 +1,8 @@
 """What a model *is*: one frozen description that every floor above reads.
 
 A model family (Llama, Qwen3, DeepSeek-V3, ...) is nothing but a way to fill in `ModelConfig`;
-`models/families.py` does it from a Hugging Face ``config.json``, `models/presets.py` by hand.
+`models/families.py` does it from a Hugging Face ``config.json``; `models/presets.py` names those
+of well-known models, which are part of the installation.
 """
 
 from dataclasses import dataclass
