@@ -1,8 +1,8 @@
-"""What a model *is*: one frozen description that every floor above reads.
+"""The architecture of a model as one frozen dataclass, `ModelConfig`.
 
-A model family (Llama, Qwen3, DeepSeek-V3, ...) is nothing but a way to fill in `ModelConfig`;
-`models/families.py` does it from a Hugging Face ``config.json``; `models/presets.py` names those
-of well-known models, which are part of the installation.
+`models/families.py` creates it from a Hugging Face ``config.json`` of each model family (Llama,
+Qwen3, DeepSeek-V3, ...), and `models/presets.py` from the embedded ``config.json`` of a well-known
+model.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ MODEL_SIZES = (
 class RopeConfig:
     """Rotary position embedding (Su et al., 2021) and its context-extension variants.
 
-    `interleaved` pairs dimensions (2i, 2i+1) as DeepSeek does; otherwise (i, i + dim/2).
-    Fields that a `rope_type` does not use are ignored by it.
+    `interleaved` rotates pairs of dimensions (2i, 2i+1), as DeepSeek does, else (i, i + dim/2).
+    A `rope_type` ignores the fields that it does not use.
     """
 
     theta: float = 10000.0
@@ -66,8 +66,8 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): the cache holds one latent
-    of `kv_lora_rank` values and one rotated key part of `qk_rope_head_dim` per token."""
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1). Per token the KV cache holds
+    one latent of `kv_lora_rank` values and one rotated key part of `qk_rope_head_dim` values."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -83,18 +83,19 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture-of-experts MLP: how many experts, and how the router chooses among them.
+    """A mixture-of-experts MLP: its experts, and how the router chooses among them.
 
     `scoring`: softmax over all experts, or an independent sigmoid per expert (DeepSeek-V3).
     `num_groups` > 1 limits the choice to the best `topk_groups` groups of experts; a group's
-    score is its best expert ("max", V2) or the sum of its two best ("top2", V3).
-    `score_bias`: a checkpoint buffer added to the scores for *choosing*, not for weighting.
+    score is that of its best expert ("max", V2) or the sum of its two best ("top2", V3).
+    `score_bias`: the checkpoint has a bias that is added to the scores when experts are chosen,
+    but not to their weights.
     """
 
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int
-    shared_intermediate_size: int = 0  # one dense MLP beside the experts; 0: none
+    shared_intermediate_size: int = 0  # of the shared experts as one dense MLP; 0: none
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True  # the chosen weights sum to one
     routed_scaling_factor: float = 1.0
@@ -125,15 +126,14 @@ class MoEConfig:
             )
         if self.intermediate_size < 1 or self.shared_intermediate_size < 0:
             raise ConfigError(
-                f"moe_intermediate_size is {self.intermediate_size}, that of the shared experts "
-                f"together {self.shared_intermediate_size}; neither can be negative, nor the "
-                "first zero."
+                f"moe_intermediate_size is {self.intermediate_size} and that of all shared experts "
+                f"is {self.shared_intermediate_size}; they must be at least 1 and at least 0."
             )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of one decoder-only model. Sizes are counts of values, not bytes."""
+    """The architecture of a decoder-only model. Sizes are numbers of values, not bytes."""
 
     family: str
     vocab_size: int
@@ -151,10 +151,10 @@ class ModelConfig:
     output_bias: bool = False  # bias of the attention output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each query and key head (Qwen3)
-    sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: every layer sees everything
+    sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
-    moe_layers: tuple[bool, ...] = ()  # per layer; empty: all of them, when `moe` is set
+    moe_layers: tuple[bool, ...] = ()  # per layer; empty: all layers if `moe` is set
     dtype: str = "bfloat16"  # of the checkpoint
 
     def __post_init__(self) -> None:
@@ -174,8 +174,8 @@ class ModelConfig:
             and any(2 * len(factor) != self.rotary_dim for factor in factors)
         ):
             raise ConfigError(
-                f"RoPE rotates {self.rotary_dim} dimensions; that must be even, and longrope's "
-                f"factors ({', '.join(str(len(f)) for f in factors)}) half as many."
+                f"RoPE rotates {self.rotary_dim} dimensions; the number must be even, and longrope "
+                f"needs half as many factors ({', '.join(str(len(f)) for f in factors)} are given)."
             )
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype is {self.dtype!r}; supported are {', '.join(DTYPE_BYTES)}.")
@@ -186,7 +186,7 @@ class ModelConfig:
                 )
 
     def sliding_window(self, layer: int) -> int | None:
-        """Number of latest positions that `layer` sees (itself included), or None for all."""
+        """Number of latest positions that `layer` attends to, its own included; None for all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -195,12 +195,12 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of dimensions of a head that RoPE rotates."""
+        """Dimensions of a head that RoPE rotates."""
         return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
     @property
     def longest_context(self) -> int:
-        """Positions the model can tell apart; RoPE schemes that stretch add to its own."""
+        """The maximum context length, extended by RoPE scaling ("dynamic" and "yarn")."""
         rope, stretched = self.rope, 0
         if rope.rope_type == "dynamic":
             stretched = int(self.max_position_embeddings * rope.factor)

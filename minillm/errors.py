@@ -1,4 +1,4 @@
-"""Every error a user of minillm can cause, each also the Python type people already catch.
+"""The errors that minillm raises for its users, each also a builtin exception type.
 
 A message is one sentence that says what was given, what is allowed, and what to do.
 """
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 class MinillmError(Exception):
-    """Base class: ``except MinillmError`` catches everything the library raises on purpose."""
+    """Base class: ``except MinillmError`` catches every error that minillm raises on purpose."""
 
 
 class ConfigError(MinillmError, ValueError):
@@ -16,15 +16,15 @@ class ConfigError(MinillmError, ValueError):
 
 
 class UnknownArgumentError(MinillmError, TypeError):
-    """An argument name that does not exist; the message proposes the nearest one."""
+    """An argument name that does not exist; the message suggests the nearest one."""
 
 
 class UnsupportedFeatureError(MinillmError, ValueError):
-    """A known option whose feature this version does not have."""
+    """A known option that this version does not support."""
 
 
 class ModelNotFoundError(MinillmError, FileNotFoundError):
-    """The model folder, a file of it, or the hub id cannot be found."""
+    """The model folder, a file in it, or the hub id cannot be found."""
 
 
 class CheckpointError(MinillmError, ValueError):
@@ -32,7 +32,7 @@ class CheckpointError(MinillmError, ValueError):
 
 
 class TraceFileError(MinillmError, ValueError):
-    """A file that should hold a trace does not, or is damaged."""
+    """A trace file is damaged, or is no trace file."""
 
 
 class InvalidRequestError(MinillmError, ValueError):
@@ -48,18 +48,18 @@ class EngineDeadError(MinillmError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    """``" Did you mean 'x'?"`` with the nearest known name, or an empty string."""
     close = get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's type and the beginning of what it says."""
+    """An error's type and the first 300 characters of its message, in one line."""
     text = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def why_it_stopped(error: Exception) -> str:
-    """What an engine that met this error answers from then on."""
-    known = isinstance(error, EngineDeadError)  # which says what has ended
+    """The message of every further call to an engine that this error stopped."""
+    known = isinstance(error, EngineDeadError)  # its message is complete
     return str(error) if known else f"The engine stopped: {in_one_line(error)}"

@@ -27,15 +27,15 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model that generates: ``LLM(model="tiny").generate(["def fib(n):"])``.
+    """A model for offline inference: ``LLM(model="tiny").generate(["def fib(n):"])``.
 
     `model` is the name of an embedded model, a Hugging Face folder, a hub id, or with
     ``load_format="dummy"`` a ``preset:NAME``. All other arguments are those of `EngineArgs`.
-    Not thread-safe. Use it in a ``with`` block, or call `close`, to give the memory back early.
+    Not thread-safe. Use it in a ``with`` block, or call `close`, to free the memory.
     """
 
     def __init__(self, model: str | Path | None = None, **arguments: Any):
-        # `model` has a default only so that a misspelt `modl=` gets the better message.
+        # The default of `model` makes a misspelt `modl=` an UnknownArgumentError.
         try:
             args = EngineArgs(model, **without_meaningless(arguments))  # type: ignore[arg-type]
         except UnknownArgumentError as error:
@@ -45,12 +45,12 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None when its folder has none."""
+        """The model's tokenizer, or None if its folder has none."""
         return self.engine.tokenizer
 
     @property
     def trace(self) -> Trace:
-        """The records of the last steps: who was computed, who waited and why, which blocks."""
+        """Records of the latest steps: sequences scheduled and waiting, with reasons and blocks."""
         return self.engine.trace
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -64,14 +64,15 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt, all together; outputs come in the order of the prompts.
+        """Generate completions of all prompts in one batch; outputs are in the prompts' order.
 
-        A prompt is a string, a list of token ids, or ``{"prompt": ...}`` or
-        ``{"prompt_token_ids": ...}``; a dict may have a ``"cache_salt"``, and prompts with
-        different salts never share cached prefixes. Give one `SamplingParams` for all or one per
-        prompt. `priority` has one number per prompt, the lowest first, for the scheduling policy
-        "priority". Every request is checked before the first one runs; InvalidRequestError names
-        the bad one. What goes wrong later ends that request with ``finish_reason="error"``.
+        A prompt is a string, a list of token ids, ``{"prompt": ...}`` or
+        ``{"prompt_token_ids": ...}``. A dict may have a ``"cache_salt"``: prompts with different
+        salts never share cached prefixes. Give one `SamplingParams` for all prompts or one for
+        each. `priority` has one number per prompt, and lower numbers are scheduled first; it needs
+        scheduling_policy="priority". All requests are checked before the first one runs, and
+        InvalidRequestError names the invalid one. A later error in a request ends that request
+        with ``finish_reason="error"``.
         """
         listed = list_prompts(prompts)
         urgency = list_priorities(priority, len(listed), self.engine.args.scheduling_policy)
@@ -84,15 +85,16 @@ class LLM:
         return [live.output() for live in self._run(requests, "Generating", "req", use_tqdm)]
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no sampling parameters are given: `SamplingParams()` with what the
-        model's generation_config.json recommends."""
+        """The sampling parameters of a request without any: `SamplingParams()` updated from the
+        model's generation_config.json."""
         return SamplingParams(**self.engine.source.sampling_defaults)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt, yielding the output so far (cumulative) after every token, or with
-        ``output_kind=RequestOutputKind.DELTA`` what is new, with ``FINAL_ONLY`` the last one."""
+        """Generate from one prompt, yielding the cumulative output after every step. With
+        `output_kind` ``DELTA`` yield only the new part; with ``FINAL_ONLY`` only the last output.
+        """
         listed = list_prompts(prompt)
         if len(listed) != 1:
             raise InvalidRequestError(
@@ -108,7 +110,7 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, written by the model's chat template."""
+        """Generate the answer to one conversation or several, with the model's chat template."""
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise InvalidRequestError(
                 f"messages is a {type(messages).__name__}; it must be a list of messages such as "
@@ -122,10 +124,10 @@ class LLM:
     def chat_prompt(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
     ) -> dict[str, Any]:
-        """The prompt that `chat` would use, as text and token ids."""
+        """The prompt that `chat` uses, as text and token ids."""
         if self.tokenizer is None:
             raise InvalidRequestError(
-                f"{self.engine.source.name} has no tokenizer and so no chat template; "
+                f"{self.engine.source.name} has no tokenizer and no chat template; "
                 "use generate with token ids."
             )
         text = self.tokenizer.render_chat(messages, add_generation_prompt)
@@ -144,17 +146,17 @@ class LLM:
         return [self._score(text, live) for text, live in zip(listed, lives, strict=True)]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, as before a measurement; True, as in vLLM."""
-        self.engine.runner  # noqa: B018  (a closed engine says so)
+        """Empty the prefix cache. Returns True, as in vLLM."""
+        self.engine.runner  # noqa: B018  (raises if the engine is closed)
         reset_prefix_cache(self.engine.scheduler)
         return True
 
     def plan(self) -> MemoryPlan:
-        """Where the engine's memory goes: weights, activations, KV cache."""
+        """The engine's memory plan: bytes of weights, activations and KV cache."""
         return self.engine.memory
 
     def close(self) -> None:
-        """Give the memory back; the object cannot be used afterwards."""
+        """Free the memory. The object cannot be used afterwards."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":
@@ -176,7 +178,7 @@ class LLM:
     def _request(
         self, prompt: Prompt, params: SamplingParams, where: str = "", priority: int = 0
     ) -> Request:
-        self.engine.runner  # noqa: B018  (a closed engine says so before anything else)
+        self.engine.runner  # noqa: B018  (raises if the engine is closed)
         try:
             text, ids, salt = split_prompt(prompt)
             return self.engine.make_request(self._next_id(), text, ids, params, priority, salt)
@@ -190,15 +192,14 @@ class LLM:
     def _run(
         self, requests: Sequence[Request], what: str, unit: str, use_tqdm: bool
     ) -> list[LiveRequest]:
-        """Run requests to their end, together with whatever else the engine has to do."""
+        """Step the engine until these requests have finished."""
         engine = self.engine
-        engine.runner  # noqa: B018  (a closed engine says so, also when there is nothing to do)
+        engine.runner  # noqa: B018  (raises if the engine is closed, even without requests)
         lives: list[LiveRequest] = []
         try:
             for request in requests:
                 lives.append(engine.add(request))
-            # A run of less than a second shows nothing, a longer one a line per second, also while
-            # no request ends; a log file keeps all of them.
+            # No bar in the first second, then one update per second, even if no request finishes.
             with tqdm(total=len(lives), desc=what, unit=unit, disable=not use_tqdm, delay=1,
                       mininterval=1, miniters=0, dynamic_ncols=True) as bar:  # fmt: skip
                 self._advance({live.request.request_id for live in lives}, bar)
@@ -209,7 +210,7 @@ class LLM:
         return lives
 
     def _advance(self, left: set[str], bar: tqdm) -> None:
-        """Steps until these requests have ended."""
+        """Step until the requests in `left` have finished, updating the progress bar."""
         start, counts = perf_counter(), dict.fromkeys(left, 0)
         num_tokens = 0
         while left and self.engine.has_work:
@@ -236,7 +237,7 @@ class LLM:
                     seen = live.num_updates
                     yield live.output(kind is RequestOutputKind.DELTA)
         finally:
-            self.engine.abort(request.request_id)  # of a stream that nobody reads to its end
+            self.engine.abort(request.request_id)  # if the stream was closed before its end
 
     def _scored_ids(self, text: str) -> list[int]:
         ids = self.engine.encode(text)
@@ -259,7 +260,7 @@ class LLM:
         return ScoreOutput(count, size, total, exp_or_inf(-total / count), bits_per_byte)
 
     def _covered_bytes(self, text: str, first_id: int) -> int:
-        """UTF-8 bytes of the text without those of an unpredicted first token."""
+        """UTF-8 bytes of the text, without those of a first token that is not predicted."""
         tokenizer = self.tokenizer
         size = len(text.encode())
         if tokenizer is None or first_id in tokenizer.special_ids:
@@ -268,7 +269,7 @@ class LLM:
 
 
 def exp_or_inf(value: float) -> float:
-    """exp, which Python refuses where the result is too large for a float."""
+    """exp(value), or infinity where `math.exp` overflows."""
     try:
         return math.exp(value)
     except OverflowError:

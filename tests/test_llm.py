@@ -569,7 +569,7 @@ BAD_ARGUMENTS = [
     ({"swap_space": -1}, ValueError, "swap_space is -1"),
     ({"swap_space": math.nan}, ValueError, "swap_space is nan"),
     ({"swap_space": 1e-9}, ValueError, "less than one block"),
-    ({"swap_space": 10**6}, ValueError, "swap_space is 1000000; .*GiB, the memory that is free"),
+    ({"swap_space": 10**6}, ValueError, "swap_space is 1000000; .*GiB, the host memory"),
     ({"preemption_mode": "swap"}, ValueError, "set swap_space"),
     ({"preemption_mode": "recompute", "swap_space": 1}, ValueError, "not used"),
     ({"preemption_mode": "drop"}, ValueError, "drop.*recompute, swap"),
@@ -647,7 +647,7 @@ def test_a_plan_that_fits_has_no_hints(folder):
 
 
 def test_a_wrong_key_of_a_prompt_is_named_beside_the_right_ones(llm):
-    with pytest.raises(InvalidRequestError, match=r"'cache_salt' if you like.*'salt'"):
+    with pytest.raises(InvalidRequestError, match=r"optionally 'cache_salt'.*'salt'"):
         llm.generate({"prompt": "a", "salt": "b"}, GREEDY)
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels of minillm, and `reference`: the one oracle for every operation."""
+"""Triton kernels of minillm, and `reference`, the plain-torch definition of every operation."""

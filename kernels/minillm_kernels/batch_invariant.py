@@ -1,8 +1,8 @@
-"""Operations whose result for a row has the same bits whatever else is computed beside it.
+"""Batch-invariant operations in plain torch: a row's result has the same bits in any batch.
 
-A matrix product gives other bits for other shapes, because its sums are cut differently. So here a
-shape depends on nothing but a token's own position: not on how many tokens of its sequence come
-with it, and not on other sequences.
+A matrix product rounds differently for different shapes, because its sums are split differently.
+Here all shapes depend only on a token's own position: not on the number of tokens of its sequence
+in the step, and not on other sequences.
 """
 
 import torch
@@ -22,14 +22,14 @@ def tiled_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """`paged_attention` with one arithmetic for every query length, chunk and block size.
+    """`paged_attention` with the same arithmetic for every query length, chunk and block size.
 
-    The queries of a sequence are cut at multiples of `QUERY_TILE`: the one at position p is always
-    row p % QUERY_TILE of tile p // QUERY_TILE, beside its neighbours or beside zeros. A tile looks
-    at the keys from position 0 (with a window: from the tile in which its first row's window
-    begins) to its own end, so that all shapes follow from p. What lies behind the sequence's end
-    is zero, because 0 * NaN is NaN. Rows of `q` behind the last sequence are padding, and get a
-    copy of the last result.
+    The queries of a sequence are tiled at multiples of `QUERY_TILE`: position p is always row
+    p % QUERY_TILE of tile p // QUERY_TILE; missing rows of a tile are zeros. A tile attends to the
+    keys from position 0 (with a window: from the tile in which its first row's window begins) to
+    its own end, so all shapes follow from p. Keys and values after the sequence's end are zeroed,
+    because 0 * NaN is NaN. Rows of `q` after the last sequence are padding, and get a copy of the
+    last result.
     """
     value_dim = v_cache.shape[-1]
     starts, ends = query_start.tolist(), seq_lens.tolist()
@@ -57,10 +57,10 @@ def tiled_attention(
 def attend_tile(
     q: Tensor, first_row: int, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """The rows of a query tile from `first_row` on, of which there may be few; the others are 0.
+    """Attention of the rows of a query tile from `first_row` on; missing rows are zeros.
 
     `q` [rows, H, D], `k` [Hkv, S, D], `v` [Hkv, S, Dv], `mask` [G * QT, S] -> [rows, H, Dv]. The G
-    query heads of a KV head stand below each other, as in `causal_attention`.
+    query heads of a KV head are stacked as rows, as in `causal_attention`.
     """
     group = q.shape[1] // len(k)
     rows = slice(first_row, first_row + len(q))
@@ -74,12 +74,12 @@ def attend_tile(
 
 
 def round_up(position: int) -> int:
-    """The end of the query tile that a sequence's last position is in."""
+    """The end of the query tile that contains a sequence's last position."""
     return -(-position // QUERY_TILE) * QUERY_TILE
 
 
 def first_key(position: int, window: int | None) -> int:
-    """Where the keys begin for the query tile that `position` is in."""
+    """The first key position of the query tile that contains `position`."""
     if window is None:
         return 0
     tile = position // QUERY_TILE * QUERY_TILE
@@ -87,10 +87,10 @@ def first_key(position: int, window: int | None) -> int:
 
 
 def tile_mask(num_keys: int, window: int | None, like: Tensor) -> Tensor:
-    """What a query tile adds to its scores, 0 or -inf: [QUERY_TILE, num_keys].
+    """The additive mask of a query tile, 0 or -inf: [QUERY_TILE, num_keys].
 
-    Its own keys are the last ones. Only distances matter, so the last columns of this serve a tile
-    with fewer keys.
+    The tile's own keys are the last columns. Only distances matter, so a tile with fewer keys uses
+    the last columns of this mask.
     """
     query = torch.arange(num_keys - QUERY_TILE, num_keys, device=like.device).unsqueeze(1)
     key = torch.arange(num_keys, device=like.device)
@@ -103,8 +103,8 @@ def tile_mask(num_keys: int, window: int | None, like: Tensor) -> Tensor:
 def gather_positions(cache: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:
     """Positions of one sequence from `first` to the end of its last query tile, 0 from `end` on.
 
-    [blocks, Hkv, block_size, D] -> a new, contiguous [Hkv, S, D], of which only S and the values
-    can matter to a product: not the block size, nor how many blocks there are.
+    [blocks, Hkv, block_size, D] -> a new, contiguous [Hkv, S, D], whose layout does not depend on
+    the block size or the number of blocks.
     """
     size, length = cache.shape[2], round_up(end) - first
     low, offset = first // size, first % size
@@ -119,11 +119,11 @@ def gather_positions(cache: Tensor, block_table: Tensor, first: int, end: int) -
 
 
 def invariant_silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu_mul` in operations that round a number the same wherever in a tensor it is.
+    """`silu_mul` in operations whose rounding does not depend on a number's place in the tensor.
 
-    `F.silu` has another exponential for what is left behind the last full vector of a thread, and
-    where a thread's part ends depends on how many rows and threads there are. `exp` alone has one
-    for all; a sum, a quotient and a product of two numbers have only one right rounding.
+    `F.silu` uses a different exponential for the remainder after a thread's last full vector, and
+    that remainder depends on the number of rows and threads. `torch.exp` uses one exponential for
+    all elements; sums, quotients and products are rounded correctly.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     gate32 = gate.float()
@@ -135,8 +135,8 @@ def tiled_moe_experts(
 ) -> Tensor:
     """`moe_experts` in which every chosen expert computes all rows, so that shapes are fixed.
 
-    What an expert computes for a row that did not choose it is dropped; the experts of a row are
-    summed in ascending order.
+    Results for rows that did not choose the expert are discarded; the experts of a row are summed
+    in ascending order.
     """
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():

@@ -1,7 +1,7 @@
-"""``python -m minillm_kernels.compiled_table``: what the compiler makes of every kernel.
+"""``python -m minillm_kernels.compiled_table``: registers, memory and instructions of all kernels.
 
-Each launch of each family, with the shapes of real models, is compiled for three architectures on a
-machine without a GPU, and what its machine code needs becomes the table in kernels/README.md.
+Each launch of each family, with the shapes of real models, is compiled for three architectures,
+without a GPU. The resources of its machine code become the table in kernels/README.md.
 """
 
 import argparse
@@ -21,7 +21,7 @@ BEGIN = "<!-- compiled: begin (python -m minillm_kernels.compiled_table --write)
 END = "<!-- compiled: end -->"
 MADE_WITH = re.compile(r"Made with Triton ([\w.]+)")
 ABSENT = "-"
-# Instructions a reader may want to know of, in this order; local memory is shown as spilled bytes.
+# Instructions shown in the table, in this order; local memory is shown as spilled bytes.
 SHOWN = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "LDGSTS", "UTMALDG", "UBLKCP", "USETMAXREG")
 EXAMPLES = """\
 examples:
@@ -35,7 +35,7 @@ exit codes: 0, 1 if --check found a difference, 2 if it cannot be done here.
 
 
 class TableError(ValueError):
-    """The table is not there, or was made with another Triton."""
+    """The table is missing, or was compiled with another version of Triton."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Line:
     """One kernel with one set of figures.
 
     Attributes:
-        kernel: name of the Triton function, numbered where a launch needs it several times.
-        launches: those of its family that compile to exactly this.
-        cells: its figures by architecture, in the order of `ARCHITECTURES`.
+        kernel: name of the Triton function, numbered if a launch uses it several times.
+        launches: the launches of its family that compile to exactly these figures.
+        cells: the figures by architecture, in the order of `ARCHITECTURES`.
     """
 
     kernel: str
@@ -57,7 +57,7 @@ Table = Mapping[str, Sequence[Line]]  # by family
 
 
 def figures(compiled: Compiled) -> str:
-    """Registers, warps, shared memory, instructions; and spilled bytes, if there are any."""
+    """Registers, warps, shared memory, instructions, and spilled bytes if there are any."""
     parts = [f"{compiled.registers} regs", f"{compiled.num_warps} warps"]
     if compiled.shared:
         parts.append(f"{compiled.shared / 1024:.1f} KiB")
@@ -68,7 +68,7 @@ def figures(compiled: Compiled) -> str:
 
 
 def cells(launch: Launch, capability: int) -> dict[str, str]:
-    """The figures of every kernel of a launch, by its name."""
+    """The figures of every kernel of a launch, by kernel name."""
     found: dict[str, str] = {}
     for compiled in compile_for(capability, launch.run):
         text, number, name = figures(compiled), 1, compiled.kernel
@@ -80,7 +80,7 @@ def cells(launch: Launch, capability: int) -> dict[str, str]:
 
 
 def compile_table(names: Sequence[str]) -> dict[str, list[Line]]:
-    """The table of these families; launches that compile to the same share a line."""
+    """The table of these families; launches with equal figures share a line."""
     table: dict[str, list[Line]] = {}
     for family in names:
         merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
@@ -94,7 +94,7 @@ def compile_table(names: Sequence[str]) -> dict[str, list[Line]]:
 
 
 def render(table: Table, version: str) -> str:
-    """As Markdown, with the version of Triton that compiled it."""
+    """The table as Markdown, with the version of Triton that compiled it."""
     count = sum(len(line.launches) for lines in table.values() for line in lines)
     parts = [f"Made with Triton {version}: {count} kernels of real models' launches.", ""]
     for family, lines in table.items():
@@ -109,7 +109,7 @@ def render(table: Table, version: str) -> str:
 
 
 def parse(text: str) -> dict[str, list[Line]]:
-    """What `render` wrote."""
+    """Parse the Markdown that `render` wrote."""
     table: dict[str, list[Line]] = {}
     family = ""
     for row in text.splitlines():
@@ -124,30 +124,30 @@ def parse(text: str) -> dict[str, list[Line]]:
 
 
 def section(text: str) -> str:
-    """What stands between the markers of a README; TableError if they do not."""
+    """The text between the markers of a README; raises TableError if there are none."""
     begin, end = text.find(BEGIN), text.find(END)
     if begin < 0 or end < begin:
-        raise TableError(f"There are no lines '{BEGIN}' and '{END}' in {README.name}.")
+        raise TableError(f"{README.name} has no lines '{BEGIN}' and '{END}'; add them.")
     return text[begin + len(BEGIN) : end]
 
 
 def made_with(text: str) -> str:
-    """Version of Triton that a README's table was made with; TableError if it does not say."""
+    """The Triton version of a README's table; raises TableError if the table is empty."""
     found = MADE_WITH.search(section(text))
     if found is None:
-        raise TableError(f"The table in {README.name} is empty: make it with --write.")
+        raise TableError(f"The table in {README.name} is empty; fill it with --write.")
     return found[1]
 
 
 def stated(table: Table, family: str, launch: str, capability: int) -> dict[str, str]:
-    """What a table says of the kernels of one launch on one architecture."""
+    """The figures of a table for the kernels of one launch on one architecture."""
     column = ARCHITECTURES.index(capability)
     lines = [line for line in table.get(family, ()) if launch in line.launches]
     return {line.kernel: line.cells[column] for line in lines if line.cells[column] != ABSENT}
 
 
 def replaced(text: str, old: Table, new: Table) -> str:
-    """A README with the families of `new` in its table, the others as they are."""
+    """A README whose table has the families of `new`; other families are unchanged."""
     whole = {
         family: new.get(family) or old.get(family) or []
         for family in families.FAMILIES
@@ -158,7 +158,7 @@ def replaced(text: str, old: Table, new: Table) -> str:
 
 
 def differences(old: Table, new: Table) -> Iterator[str]:
-    """Lines of `new` that `old` has not, and lines of `old` for which that is so the other way."""
+    """Lines that are only in `new` or only in `old`."""
     for family, lines in new.items():
         had = set(old.get(family, ()))
         yield from (f"+ {family}: {line}" for line in lines if line not in had)
@@ -183,8 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         old = parse(section(text)) if text else {}
         if options.check and made_with(text) != triton.__version__:
             raise TableError(
-                f"The table was made with Triton {made_with(text)}, and this is "
-                f"{triton.__version__}: the figures need not agree."
+                f"The table was compiled with Triton {made_with(text)}, and {triton.__version__} "
+                "is installed: figures of different versions cannot be compared."
             )
         return _act(options, wanted, old)
     except (ValueError, OSError, ImportError) as error:
@@ -197,7 +197,7 @@ def _act(options: argparse.Namespace, wanted: Sequence[str], old: Table) -> int:
     if options.check:
         return _say(differences({family: old.get(family, ()) for family in wanted}, new))
     if options.write:
-        text = README.read_text("utf-8")  # again: compiling takes minutes
+        text = README.read_text("utf-8")  # may have changed during minutes of compiling
         README.write_text(replaced(text, parse(section(text)), new), "utf-8")
     else:
         sys.stdout.write(render(new, triton.__version__))

@@ -1,8 +1,8 @@
-"""The kernel families, and where each keeps its kernels, cases and benchmarks.
+"""The kernel families and their modules.
 
-A family FAMILY is `minillm_kernels.FAMILY` (launchers), `minillm_kernels.check.FAMILY` (cases and
-launches to compile) and `minillm_kernels.bench.FAMILY` (measurements). They are imported when asked
-for, because the first needs Triton.
+A family FAMILY consists of `minillm_kernels.FAMILY` (launchers), `minillm_kernels.check.FAMILY`
+(test cases and launches to compile) and `minillm_kernels.bench.FAMILY` (measurements). They are
+imported lazily, because launchers need Triton.
 """
 
 import difflib
@@ -19,37 +19,37 @@ FAMILIES = ("flash_attention", "paged_attention", "mla", "fused", "gemv", "sampl
 
 
 class UnknownFamilyError(ValueError):
-    """No kernel family has this name."""
+    """There is no kernel family with this name."""
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """The named families in the order of `FAMILIES`, all of them if none is named."""
+    """The named families in the order of `FAMILIES`; all families if none is named."""
     for name in names:
         if name not in FAMILIES:
             near = difflib.get_close_matches(name, FAMILIES, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise UnknownFamilyError(
-                f"There is no kernel family '{name}'; there are {', '.join(FAMILIES)}.{hint}"
+                f"There is no kernel family '{name}'; the families are {', '.join(FAMILIES)}.{hint}"
             )
     return tuple(family for family in FAMILIES if family in names or not names)
 
 
 def launchers(family: str) -> ModuleType:
-    """The module with a family's kernels; it needs Triton."""
+    """The module with a family's kernels and launchers; needs Triton."""
     return import_module(f"minillm_kernels.{family}")
 
 
 def checks(family: str) -> ModuleType:
-    """The module with a family's cases: `CASES`, `random_case`, `verify`, `LAUNCHES`."""
+    """The module with a family's test cases: `CASES`, `random_case`, `verify`, `LAUNCHES`."""
     return import_module(f"minillm_kernels.check.{family}")
 
 
 def launches(family: str) -> "tuple[Launch, ...]":
-    """Calls with the shapes of real models, to be compiled without a GPU."""
+    """Launches with the shapes of real models, to compile without a GPU."""
     return tuple(checks(family).LAUNCHES)
 
 
 def measurements(family: str, tiny: bool = False) -> "list[Measurement]":
-    """A family's benchmarks, on the GPU; `tiny` ones at toy sizes, on the CPU."""
+    """A family's benchmarks on the GPU; with `tiny`, at toy sizes on the CPU."""
     found: list[Measurement] = import_module(f"minillm_kernels.bench.{family}").measurements(tiny)
     return found

@@ -1,30 +1,29 @@
-"""FlashAttention: attention of a batch of prompts that never stores a matrix of scores.
+"""FlashAttention: attention of a batch of prompts without storing the matrix of scores.
 
-**Idea** (Dao et al., 2022; Dao, 2023). A program owns `BLOCK_M` queries of one head and walks over
-the keys that they see, a tile of `BLOCK_N` at a time. Softmax needs the largest score of a row
-before it can weight a value; so a program keeps the largest score so far, the sum of weights and of
-weighted values so far, and where a tile brings a larger score, multiplies both sums by
-exp(old - new). Scores live in registers and nowhere else.
+**Idea** (Dao et al., 2022; Dao, 2023). A program computes `BLOCK_M` queries of one head and loops
+over the keys visible to them, in tiles of `BLOCK_N`. It keeps the running maximum score of each
+row, the sum of weights and the weighted sum of values. When a tile raises the maximum, both sums
+are rescaled by exp(old - new). Scores stay in registers.
 
-**Shapes.** `q` [N, H, D], `k` [S, Hkv, D], `v` [S, Hkv, Dv] -> [N, H, Dv]: the sequences of a batch
-lie one after another, bounded by `query_start` and `key_start` [B + 1], on either side there may be
-none. H / Hkv query heads share a KV head. The last query stands beside the last key.
+**Shapes.** `q` [N, H, D], `k` [S, Hkv, D], `v` [S, Hkv, Dv] -> [N, H, Dv]. The sequences of a batch
+are concatenated, with bounds `query_start` and `key_start` [B + 1]; a sequence may have no queries
+or no keys. H / Hkv query heads share a KV head. A sequence's last query is at its last key.
 
-**Bytes** that must cross the memory bus: (N H + S Hkv) (D + Dv) numbers. **Operations**:
-2 H (D + Dv) for each pair of a query and a key that it sees, of which a causal prompt of T has
-T (T + 1) / 2. **Roofline**: in half precision that is T H / (2 (H + Hkv)) operations per byte, with
-32 and 8 heads 0.4 T: from T = 500 on, matrix units bound an H200 (about 180 operations per byte).
-What keeps a kernel from that bound is the exponential: a tile of 128 x 128 x 128 takes the matrix
-units of a Hopper about 2048 cycles and its exponential units 1024.
+**Bytes**: (N H + S Hkv) (D + Dv) numbers. **Operations**: 2 H (D + Dv) for each visible pair of a
+query and a key; a causal prompt of T tokens has T (T + 1) / 2 pairs. **Roofline**: in half
+precision T H / (2 (H + Hkv)) operations per byte, 0.4 T with 32 and 8 heads; from T = 500 on an
+H200 (about 180 operations per byte) is bound by its matrix units. The exponential limits how close
+a kernel gets: a tile of 128 x 128 x 128 takes a Hopper's matrix units about 2048 cycles and its
+exponential units 1024.
 
-**Three ways to feed it**, by `Config`:
-* pointers: each thread copies 16 bytes at a time, ahead of use (cp.async, Ampere);
-* descriptors: one thread asks for a whole tile, which hardware copies and pads (TMA, Hopper);
-* warp specialisation: one group of warps only copies, two others compute, each half of the rows, so
-  that one takes exponentials while the other keeps the matrix units busy (Shah et al., 2024).
+**Three ways to load tiles**, by `Config`:
+* pointers: each thread prefetches 16 bytes at a time (cp.async, Ampere);
+* descriptors: one thread requests a whole tile, which hardware copies and pads (TMA, Hopper);
+* warp specialisation: one group of warps copies and two groups compute half of the rows each, so
+  that one computes exponentials while the other uses the matrix units (Shah et al., 2024).
 
-Tiles are counted from a sequence's first query and first key and chosen by dtype and head_dim
-only: a row has the same bits alone and in any batch.
+Tiles are counted from a sequence's first query and first key, and their sizes depend only on dtype
+and head_dim: a row has the same bits in any batch.
 """
 
 from contextvars import copy_context
@@ -41,7 +40,7 @@ from minillm_kernels.flash_attention_config import (
 from minillm_kernels.launch import TensorDescriptor, output, padded, tl, triton
 
 LOG2_E = 1.4426950408889634
-SEARCH = tl.constexpr(256)  # sequences that one step of the search looks at
+SEARCH = tl.constexpr(256)  # sequences compared in one step of the search
 
 
 # ---- kernel -----------------------------------------------------------------------------------
@@ -49,10 +48,10 @@ SEARCH = tl.constexpr(256)  # sequences that one step of the search looks at
 
 @triton.jit
 def _find_rows(query_start, num_sequences, block, BLOCK_M: tl.constexpr):
-    """The sequence that a block of rows belongs to, and the block's first row in it.
+    """The sequence of a block of rows, and the block's first row in it.
 
-    Sequence s owns the blocks from query_start[s] // BLOCK_M + s on: one more than its rows may
-    need, so that the number of a block follows from `query_start` without a sum.
+    The blocks of sequence s start at query_start[s] // BLOCK_M + s. This reserves enough blocks for
+    every sequence without a prefix sum over their numbers of blocks.
     """
     sequence = -1
     for first in range(0, num_sequences, SEARCH):
@@ -71,10 +70,10 @@ def _load_tile(
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     RAGGED: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one head, [ROWS, COLUMNS], zero behind DIM; if RAGGED also behind `num_rows`.
+    """Load rows of one head, [ROWS, COLUMNS], zero from DIM on; if RAGGED, also from `num_rows` on.
 
-    `source` is a pointer (RANK 0) or a descriptor of [heads, rows, dims] (3), which knows the end
-    of its tensor and not of a sequence, or of one head's [rows, dims] (2).
+    `source` is a pointer (RANK 0), or a descriptor of [heads, rows, dims] (RANK 3), which is
+    bounded by the tensor and not by the sequence, or of one head's [rows, dims] (RANK 2).
     """
     if RANK == 3:
         tile = source.load([head, row, 0]).reshape(ROWS, COLUMNS)
@@ -99,7 +98,8 @@ def _store_tile(
     target, tile, stride_row, stride_head, head, row, num_rows,
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write what `_load_tile` would read: what lies behind `num_rows` is somebody else's."""
+    """Store a tile at the place where `_load_tile` would read it, except rows from `num_rows` on,
+    which belong to the next sequence."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     target += row.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
@@ -112,10 +112,10 @@ def _rows_of_head(
     source, stride_row, stride_head, head, end,
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A descriptor made here, whose rows from `end` on are read as zeros.
+    """A descriptor created in the kernel; rows from `end` on are read as zeros.
 
-    For warp specialisation: rows of Q are split between two groups of warps, and Triton changes
-    the shape of a descriptor's tile only if the descriptor is made in the kernel.
+    Warp specialisation splits the rows of Q between two groups of warps, and Triton changes the
+    tile shape only of descriptors that are created in the kernel.
     """
     return tl.make_tensor_descriptor(
         source + head.to(tl.int64) * stride_head, [tl.maximum(end, 1), DIM], [stride_row, 1],
@@ -127,9 +127,9 @@ def _rows_of_head(
 def _hide(
     scores, keys, positions, num_keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N], -inf where a query does not see a key.
+    """Mask scores [BLOCK_M, BLOCK_N]: -inf where a key is not visible to a query.
 
-    The last query stands beside the last key, so a causal query cannot see behind its sequence.
+    The last query is at the last key, so the causal mask also excludes keys after the sequence.
     """
     if CAUSAL:
         visible = keys[None, :] <= positions[:, None]
@@ -148,9 +148,9 @@ def _attend(
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from `begin` to `end` of a sequence to the running softmax of a block of rows.
+    """Add the keys [begin, end) of a sequence to the online softmax of a block of rows.
 
-    Without MASKED every query sees every key of these tiles.
+    Without MASKED, all keys of these tiles are visible to all queries.
     """
     for start in tl.range(begin, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         row = key_begin + start
@@ -166,7 +166,7 @@ def _attend(
             scores = _hide(scores, keys, positions, num_keys, window, CAUSAL, WINDOW)
         new_max = tl.maximum(row_max, tl.max(scores, axis=1) * exponent_scale)
         base = new_max
-        if MASKED:  # a row that has seen nothing yet: -inf - -inf is NaN
+        if MASKED:  # no visible key yet: -inf - -inf is NaN
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
         correction = tl.exp2(row_max - base)
         weights = tl.exp2(scores * exponent_scale - base[:, None])
@@ -175,7 +175,7 @@ def _attend(
             VALUE_DIM, BLOCK_N, BLOCK_DV, MASKED, 2 if WARP_SPECIALIZE else 3 if DESCRIPTORS else 0,
         )  # fmt: skip
         if MASKED and DESCRIPTORS and not WARP_SPECIALIZE:
-            # Behind the end is another sequence, maybe NaN, and 0 * NaN is NaN.
+            # Rows after the end belong to another sequence and may be NaN; 0 * NaN is NaN.
             v_tile = tl.where((keys < num_keys)[:, None], v_tile, 0.0)
         row_sum = row_sum * correction + tl.sum(weights, axis=1)
         acc = acc * correction[:, None]
@@ -207,7 +207,7 @@ def _key_range(
     return begin, full_begin, full_end, end
 
 
-# A new compilation for each batch that happens to be a multiple of 16 would cost seconds.
+# Not specialised on sizes: compiling again for multiples of 16 would take seconds.
 @triton.jit(
     do_not_specialize=["num_sequences", "num_rows", "num_blocks", "heads_at_once", "window"]
 )
@@ -219,7 +219,8 @@ def _flash_attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one head; the last blocks first, which in causal attention are long."""
+    """One block of rows of one head. The last blocks, which have the most keys if causal, start
+    first."""
     program, section_size = tl.program_id(0), num_blocks * heads_at_once
     block = num_blocks - 1 - program % section_size // heads_at_once
     head = program // section_size * heads_at_once + program % heads_at_once
@@ -248,11 +249,11 @@ def _attend_rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """What one program computes, from the first tile of keys to the stored rows."""
+    """Compute and store the rows of one program."""
     first = first_row + num_keys - num_queries
     last = tl.minimum(first_row + BLOCK_M, num_queries) - 1 + num_keys - num_queries
     bounds = _key_range(first, last, num_keys, window, BLOCK_N, CAUSAL, WINDOW)
-    if WARP_SPECIALIZE:  # Triton 3.6 and 3.7 split one loop without branches: it masks every tile
+    if WARP_SPECIALIZE:  # Triton 3.6 and 3.7 need a single loop without branches: mask all tiles
         bounds = bounds[0], bounds[3]
         q = _rows_of_head(q, stride_qn, stride_qh, head, num_rows, DIM, BLOCK_M, BLOCK_D)
         end = key_begin + num_keys
@@ -272,7 +273,7 @@ def _attend_rows(
             DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_N, WARP_SPECIALIZE or part != 1,
             CAUSAL, WINDOW, SOFT_CAP, DESCRIPTORS, WARP_SPECIALIZE,
         )  # fmt: skip
-    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # 0 where nothing is seen
+    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # 0 for rows without visible keys
     _store_tile(
         out, acc, stride_on, stride_oh, head, query_begin + first_row, num_queries - first_row,
         VALUE_DIM, BLOCK_M, BLOCK_DV,
@@ -296,11 +297,11 @@ def flash_attention(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """As `reference.flash_attention`, for head dimensions that are multiples of 8 up to 256.
+    """`reference.flash_attention` for head dimensions that are multiples of 8, up to 256.
 
-    `query_start` and `key_start` are int32 and begin with 0. Rows of `q` behind the last sequence
-    are padding, and their results are not written. `out` [N, H, Dv] is where to write. Raises
-    KernelError where an argument does not fit.
+    `query_start` and `key_start` are int32 and begin with 0. Rows of `q` after the last sequence
+    are padding, and their results are not written. `out` [N, H, Dv] is the output tensor. Raises
+    KernelError for unsupported arguments.
     """
     check_arguments(q, k, v, query_start, key_start, scale, causal, window, soft_cap)
     num_rows, num_heads, head_dim = q.shape
@@ -311,7 +312,7 @@ def flash_attention(
         return out
     config = config_of(config, q, k, v, windowed=window is not None)
     group = num_heads // num_kv_heads
-    num_blocks = num_rows // config.block_m + num_sequences  # no sequence can need more
+    num_blocks = num_rows // config.block_m + num_sequences  # enough for any lengths
     kv_bytes = k.shape[0] * (head_dim + value_dim) * k.element_size()
     block_d, block_dv = padded(head_dim), padded(value_dim)
     sources = (q, k, v)
@@ -334,14 +335,14 @@ def flash_attention(
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
-    copy_context().run(launch)  # so that our allocator stays ours
+    copy_context().run(launch)  # the allocator is set in this context only
     return out
 
 
 def _descriptors(
     q: Tensor, k: Tensor, v: Tensor, config: Config, block_d: int, block_dv: int
 ) -> tuple:
-    """Descriptors of [heads, rows, dims]; a specialised kernel makes those of q and v itself."""
+    """Descriptors of [heads, rows, dims]; a warp-specialised kernel creates those of q and v."""
 
     def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor.transpose(0, 1), [1, rows, columns])
@@ -353,7 +354,7 @@ def _descriptors(
 
 
 class _Scratch:
-    """Where a kernel puts descriptors that it makes: memory of torch, ordered by the stream."""
+    """Allocates memory for descriptors that a kernel creates, from torch's stream-ordered pool."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -1,9 +1,9 @@
-"""What a call of `flash_attention.flash_attention` must be, and how it is cut.
+"""Argument checks and tile sizes of `flash_attention.flash_attention`.
 
-A table by architecture, dtype and head dimensions, and by nothing else: a row's result must not
-depend on how many rows come with it. What decides is the register file. A program of Ampere and
-Hopper keeps its sums [BLOCK_M, Dv] and a tile of scores [BLOCK_M, BLOCK_N] in registers, in
-float32, of which 8 warps have 256 per thread (64K in all): at Dv = 128 the two take half of that.
+Tile sizes come from a table by architecture, dtype and head dimensions only, so that a row's result
+does not depend on the number of rows. The register file limits them: on Ampere and Hopper, a
+program keeps its sums [BLOCK_M, Dv] and a tile of scores [BLOCK_M, BLOCK_N] in float32 registers.
+8 warps have 256 registers per thread (64K in all); at Dv = 128 the two take half of them.
 """
 
 import math
@@ -29,20 +29,21 @@ from minillm_kernels.launch import (
     padded,
 )
 
-L2_BYTES = 32 * 2**20  # of keys and values; an A100 has 40 MB of cache, an H200 50
+L2_BYTES = 32 * 2**20  # L2 cache for keys and values; an A100 has 40 MB in all, an H200 50
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a call is cut.
+    """Tile sizes and load method of a call.
 
     Attributes:
         block_m: queries of a program.
         block_n: keys of a tile.
-        num_warps: that compute; specialisation makes of 4 one group that copies and two that do.
+        num_warps: warps that compute; with specialisation, 4 become one group that copies and two
+            groups that compute.
         num_stages: tiles of keys and of values in flight.
-        descriptors: tiles by bulk copies; half precision, sm_90 and newer.
-        warp_specialize: copies in warps of their own; needs `descriptors`, helps on sm_90 only.
+        descriptors: load tiles by bulk copies; half precision, sm_90 and newer.
+        warp_specialize: use separate warps for copies; needs `descriptors`, helps on sm_90 only.
     """
 
     block_m: int
@@ -53,9 +54,9 @@ class Config:
     warp_specialize: bool = False
 
 
-# The interpreter pays for operations, not for numbers: tiles that hold a whole test.
+# The interpreter's cost is per operation, not per number: a tile holds a whole test case.
 INTERPRETED = Config(128, 128, 4, 2)
-# By the largest padded head dimensions (of keys, of values) that they are meant for.
+# Keyed by the largest padded head dimensions (of keys, of values) of an entry.
 Table = Mapping[tuple[int, int], Config]
 FLOAT32: Table = MappingProxyType(
     {
@@ -72,8 +73,8 @@ AMPERE: Table = MappingProxyType(
         (256, 256): Config(64, 64, 8, 2),
     }
 )
-# Where there is less shared memory (86, 89, 120: 99 KB), and on Ampere for windows, whose third
-# loop takes registers.
+# For architectures with less shared memory (86, 89, 120: 99 KB), and for windows on Ampere, whose
+# third loop needs registers.
 SMALL: Table = MappingProxyType(
     {
         (64, 64): Config(128, 64, 8, 3),
@@ -82,7 +83,7 @@ SMALL: Table = MappingProxyType(
         (256, 256): Config(64, 32, 8, 2),
     }
 )
-# Chosen by what the compiler made of them (no spills, shared memory); no GPU has measured them yet.
+# Chosen by compiling (no spills, shared memory); not yet measured on a GPU.
 HOPPER: Table = MappingProxyType(
     {
         (64, 64): Config(128, 128, 4, 3, descriptors=True, warp_specialize=True),
@@ -90,14 +91,14 @@ HOPPER: Table = MappingProxyType(
         (256, 256): Config(128, 64, 4, 2, descriptors=True, warp_specialize=True),
     }
 )
-# The same without specialisation: for comparison, and if a new compiler refuses it.
+# Without specialisation: for comparison, and in case a new compiler rejects it.
 HOPPER_PLAIN: Table = MappingProxyType(
     {
         (128, 128): Config(128, 128, 8, 2, descriptors=True),
         (256, 256): Config(128, 64, 8, 2, descriptors=True),
     }
 )
-# The same by pointers, for comparison.
+# With pointers, for comparison.
 HOPPER_POINTERS: Table = MappingProxyType(
     {
         (64, 64): Config(128, 128, 8, 2),
@@ -105,8 +106,8 @@ HOPPER_POINTERS: Table = MappingProxyType(
         (256, 256): Config(64, 64, 8, 2),
     }
 )
-# Rows that do not begin at multiples of 16 bytes are copied 4 bytes at a time, by addresses that
-# fill the registers. No model has them; these are only to be right.
+# Rows that are not aligned to 16 bytes are copied 4 bytes at a time, and the addresses fill the
+# registers. No model has such rows; these entries are for correctness only.
 UNALIGNED: Table = MappingProxyType(
     {
         (64, 64): Config(64, 64, 8, 2),
@@ -117,7 +118,7 @@ UNALIGNED: Table = MappingProxyType(
 
 
 def config_of(config: Config | None, q: Tensor, k: Tensor, v: Tensor, windowed: bool) -> Config:
-    """The configuration that was asked for, if these tensors can have it; else the table's."""
+    """The given configuration, after checking that the tensors support it, else the table's."""
     bulk_copies = describable(q, k, v)
     if config is None:
         return choose_config(arch(), q.dtype, q.shape[2], v.shape[2], bulk_copies, windowed)
@@ -137,7 +138,7 @@ def choose_config(
     bulk_copies: bool,
     windowed: bool = False,
 ) -> Config:
-    """The first entry of a table that is wide enough; `bulk_copies` as `describable` says."""
+    """The configuration of a call; `bulk_copies` is the result of `describable`."""
     if capability == 0:
         return INTERPRETED
     if dtype == torch.float32:
@@ -160,9 +161,9 @@ def entry(table: Table, head_dim: int, value_dim: int | None = None) -> Config:
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether bulk copies can take all of these [rows, heads, dims].
+    """Whether bulk copies support all of these tensors [rows, heads, dims].
 
-    Hardware wants addresses and strides that are multiples of 16 bytes, and at least one row.
+    Addresses and strides must be multiples of 16 bytes, and there must be at least one row.
     """
     return all(
         tensor.element_size() == 2
@@ -175,9 +176,9 @@ def describable(*tensors: Tensor) -> bool:
 
 
 def kv_heads_at_once(num_kv_heads: int, head_bytes: int) -> int:
-    """On how many KV heads programs work at a time, so that what they share stays in the cache.
+    """Number of KV heads that programs process at a time, so that their data stays in the L2 cache.
 
-    All of them if they fit; then the longest rows of all heads come first, which ends better.
+    All heads if they fit; then the longest rows of all heads start first, which balances the end.
     """
     most = max(1, L2_BYTES // max(1, head_bytes))
     return max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n <= most)
@@ -194,7 +195,7 @@ def check_arguments(
     window: int | None,
     soft_cap: float | None,
 ) -> None:
-    """Whatever can be known without waiting for the GPU (KernelError)."""
+    """Check arguments without waiting for the GPU; raises KernelError."""
     check_device(q=q, k=k, v=v, query_start=query_start, key_start=key_start)
     check_same_dtype(q=q, k=k, v=v)
     check_dtype((torch.int32,), query_start=query_start, key_start=key_start)

@@ -1,27 +1,24 @@
-"""Norms, SwiGLU and embedding: operations that only move memory, each read once, written once.
+"""Norms, SwiGLU and embedding: memory-bound operations that read and write each number once.
 
-None of them has a product worth the name: a number that is loaded is used in a handful of
-operations, so the roofline is the memory bus at every shape, and the art is not to touch memory
-twice. In bytes, with s bytes per number:
+Each loaded number is used in a few operations, so these kernels are memory-bound at every shape.
+Bytes, with s bytes per number:
 
     rms_norm        [N, d]              2 N d s         ~4 N d operations
     add_rms_norm    [N, d]              4 N d s         instead of 5: the sum is not read again
     silu_mul        [N, 2 I] -> [N, I]  3 N I s         ~6 N I operations
     embedding       [N] -> [N, d]       2 N d s
 
-In decode (N = 1) all of them are too small for bandwidth to matter; there a kernel costs what its
-launch costs, and fusing two saves one.
+In decode (N = 1) the launch dominates, and fusing two kernels saves a launch.
 
 * A program keeps its rows in registers between the sum of squares and the scaling, so a row is read
   once. Only rows of more than `MOST_IN_REGISTERS` numbers are read twice, in a loop; the second
   time from the L2 cache.
-* Accesses are 16 bytes per thread, two to four of them independent, so that enough bytes are under
-  way: bandwidth times latency is about 30 kB for each multiprocessor of an H200.
+* Accesses are 16 bytes per thread, two to four of them independent, so that enough bytes are in
+  flight: bandwidth times latency is about 30 kB for each multiprocessor of an H200.
 * Arithmetic is in float32, and rounded where torch rounds.
-* What a program does follows from the width of a row and never from the number of rows, so that a
-  row has the same bits whatever else is in the batch: these kernels are batch-invariant as they
-  are (He et al., Defeating Nondeterminism in LLM Inference, 2025). Counts of rows are not
-  specialised on, so it is one binary for all of them, too.
+* A program's work depends on the width of a row and not on the number of rows, so these kernels are
+  batch-invariant (He et al., Defeating Nondeterminism in LLM Inference, 2025). They are not
+  specialised on the number of rows, so one binary serves all of them.
 
 Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; Shazeer, GLU Variants Improve
 Transformer, 2020. The other small kernels of a layer are in `rope_cache.py`.
@@ -62,14 +59,14 @@ __all__ = [
     "write_cache",
 ]
 
-MOST_IN_REGISTERS = 16384  # numbers of a row; 1024 threads have 16 each
-TILE = 2048  # numbers that a program should have at least, several rows if need be
-INTERPRETED_TILE = 16384  # an interpreted program costs the same whatever its size
+MOST_IN_REGISTERS = 16384  # longest row kept in registers; 1024 threads hold 16 numbers each
+TILE = 2048  # least numbers of a program, from several rows if necessary
+INTERPRETED_TILE = 16384  # the cost of an interpreted program does not depend on its size
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes: `rows` of a matrix, `block` columns at a time."""
+    """The work of one program: `rows` of a matrix, `block` columns at a time."""
 
     rows: int
     block: int
@@ -78,7 +75,7 @@ class Tile:
 
 @lru_cache(maxsize=256)
 def norm_tile(size: int) -> Tile:
-    """Whole rows of `size` numbers, or one row in pieces if it does not fit into registers."""
+    """Tile of whole rows of `size` numbers, or of one row in blocks if it exceeds the registers."""
     block = min(padded(size), MOST_IN_REGISTERS)
     wanted = INTERPRETED_TILE if INTERPRETED else TILE
     rows = max(1, wanted // block)
@@ -87,7 +84,7 @@ def norm_tile(size: int) -> Tile:
 
 @lru_cache(maxsize=256)
 def columns_tile(size: int) -> Tile:
-    """A part of the columns, which divides `size` if a useful power of two does."""
+    """Tile of a part of the columns; divides `size` if a large enough power of two does."""
     block = size & -size  # the largest power of two that divides
     block = min(block if block >= 128 else padded(size), TILE)
     wanted = INTERPRETED_TILE if INTERPRETED else TILE
@@ -96,9 +93,9 @@ def columns_tile(size: int) -> Tile:
 
 
 def _warps(numbers: int) -> int:
-    """32 numbers for each thread, four accesses of 16 bytes in half precision; 16 in the largest.
+    """Warps for 32 numbers per thread (four 16-byte accesses in half precision).
 
-    There 32 would need more than the 64 registers that the compiler then allows on sm_100.
+    The largest tile has 16 per thread: 32 would exceed the 64 registers allowed on sm_100.
     """
     return max(2, numbers // (1024 if numbers < MOST_IN_REGISTERS else 512))
 
@@ -108,10 +105,10 @@ def _warps(numbers: int) -> int:
 
 @triton.jit
 def row_offsets(row, inner, stride, inner_stride):
-    """Where rows begin that lie in two dimensions: `inner` of them, then a step of `stride`.
+    """Offsets of rows in two dimensions: `inner` rows, then a step of `stride`.
 
-    The heads of one token inside a wider row are such; a plain matrix has `inner` = 1. In int64: a
-    batch of 32768 tokens times 65536 columns is past 2^31 numbers.
+    Example: the heads of a token within a wider row; a plain matrix has `inner` = 1. Offsets are
+    int64: 32768 tokens times 65536 columns exceed 2^31 numbers.
     """
     return (row // inner).to(tl.int64) * stride + (row % inner).to(tl.int64) * inner_stride
 
@@ -123,23 +120,23 @@ def _rms_norm(
     out_stride, out_inner_stride, sum_stride,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`ROWS` rows of `SIZE` <= `BLOCK` numbers, normed; with a residual, the sum of both is."""
+    """Normalise `ROWS` rows of `SIZE` <= `BLOCK` numbers, after adding the residual if given."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows)[:, None] & (column < SIZE)
-    # The weight does not depend on the sum of squares; asked for now, it is there in time.
+    # Prefetch the weight, which does not depend on the sum of squares.
     weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
     x_row = row_offsets(row, inner, x_stride, x_inner_stride)[:, None]
     x = tl.load(x_ptr + x_row + column, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual_row = row.to(tl.int64)[:, None] * residual_stride
         residual = tl.load(residual_ptr + residual_row + column, mask=mask, other=0.0)
-        # Rounded before it is normed, as if it had been stored and loaded again.
+        # Rounded before the norm, as if it had been stored and loaded again.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         sum_row = row.to(tl.int64)[:, None] * sum_stride
         tl.store(sum_ptr + sum_row + column, x, mask=mask)
     x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)  # 0 behind SIZE adds nothing
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)  # numbers from SIZE on are 0
     out_row = row_offsets(row, inner, out_stride, out_inner_stride)[:, None]
     normed = x * scale[:, None] * weight
     tl.store(out_ptr + out_row + column, normed.to(out_ptr.dtype.element_ty), mask=mask)
@@ -152,7 +149,7 @@ def _long_rms_norm(
     out_stride, out_inner_stride, sum_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for one row that does not fit into registers: two passes over its blocks."""
+    """`_rms_norm` of one row that exceeds the registers: two passes over its blocks."""
     row = tl.program_id(0)
     x_ptr += row_offsets(row, inner, x_stride, x_inner_stride)
     out_ptr += row_offsets(row, inner, out_stride, out_inner_stride)
@@ -171,7 +168,7 @@ def _long_rms_norm(
     scale = tl.rsqrt(tl.sum(squares) / SIZE + eps)
     if residual_ptr is not None:
         x_ptr = sum_ptr + row.to(tl.int64) * sum_stride
-        tl.debug_barrier()  # another thread of this program may have stored what is loaded now
+        tl.debug_barrier()  # other threads of this program stored the numbers loaded next
     for start in range(0, SIZE, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
@@ -183,7 +180,7 @@ def _long_rms_norm(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
     """`reference.rms_norm`: [.., d] -> [.., d], any number of leading dimensions.
 
-    The last dimension has to be contiguous; a third one from the right (the heads of a wider row)
+    The last dimension must be contiguous; the third from the right (with the heads of a wider row)
     may have any stride. `out` may be `x`.
     """
     check_device(x=x, weight=weight)
@@ -204,9 +201,9 @@ def add_rms_norm(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`: [N, d] twice -> the normed sum [N, d] and the sum [N, d].
+    """`reference.add_rms_norm`: x and residual [N, d] -> the normalised sum and the sum, [N, d].
 
-    `out` and `residual_out` may be `x` and `residual`, which then are overwritten.
+    `out` and `residual_out` may be `x` and `residual`, which are then overwritten.
     """
     check_device(x=x, residual=residual, weight=weight)
     check_same_dtype(x=x, residual=residual, weight=weight)
@@ -232,7 +229,7 @@ def _check_rows(x: Tensor, weight: Tensor) -> int:
 
 
 def _as_rows(name: str, x: Tensor) -> Tensor:
-    """The same memory as [outer, inner, d], which is what two strides can describe."""
+    """View the tensor as [outer, inner, d], which two strides describe."""
     if x.dim() == 3:
         return x
     if x.dim() == 2:
@@ -279,7 +276,7 @@ def _launch_norm(
 
 @triton.jit
 def tile_of_program(SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [ROWS, 1] and columns [1, BLOCK] of a program; neighbours share rows, and so pages."""
+    """Rows [ROWS, 1] and columns [1, BLOCK] of a program; neighbouring programs share rows."""
     program = tl.program_id(0)
     blocks = tl.cdiv(SIZE, BLOCK)
     row = (program // blocks) * ROWS + tl.arange(0, ROWS)
@@ -296,7 +293,7 @@ def _silu_mul(
     row, column = tile_of_program(SIZE, ROWS, BLOCK)
     mask = (row < num_rows) & (column < SIZE)
     place = gate_up_ptr + row.to(tl.int64) * stride + column
-    # Nobody reads these numbers again: they need not push others out of the cache.
+    # These numbers are not read again: evict them from the cache first.
     gate = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
     up = tl.load(place + SIZE, mask=mask, other=0.0, eviction_policy="evict_first")
     gate32 = gate.to(tl.float32)
@@ -344,10 +341,10 @@ def _embedding(
     ids_ptr, weight_ptr, out_ptr, num_ids, num_rows, weight_stride, out_stride,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row `ids[n]` of a table of `num_rows`; 0 for an id that the table does not have."""
+    """Row `ids[n]` of a table of `num_rows` rows; 0 for an id outside of the table."""
     row, column = tile_of_program(SIZE, ROWS, BLOCK)
     token_id = tl.load(ids_ptr + row, mask=row < num_ids, other=-1).to(tl.int64)
-    known = (token_id >= 0) & (token_id < num_rows)  # a wrong id must not read others' memory
+    known = (token_id >= 0) & (token_id < num_rows)  # do not read outside of the table
     place = weight_ptr + token_id * weight_stride + column
     vector = tl.load(place, mask=known & (column < SIZE), other=0.0)
     out_place = out_ptr + row.to(tl.int64) * out_stride + column
@@ -357,7 +354,7 @@ def _embedding(
 def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """`reference.embedding`: ids [N], table [V, d] -> [N, d].
 
-    An id outside of the table gives zeros; with MINILLM_DEBUG_KERNELS=1 it is refused.
+    An id outside of the table gives zeros; with MINILLM_DEBUG_KERNELS=1, a KernelError.
     """
     check_device(token_ids=token_ids, weight=weight)
     check_dtype(INTEGERS, token_ids=token_ids)

@@ -1,37 +1,37 @@
-"""Products of few rows with a large weight, which is what decode is made of.
+"""Matrix products of few rows with a large weight, the main operation of decoding.
 
-y = x W^T + b with x [M, in], W [out, in] and M from 1 to 16. Every weight is used M times and read
-once, so at M = 1 there is one multiply-add for two bytes (bf16):
+y = x W^T + b with x [M, in], W [out, in] and M from 1 to 16. Every weight is read once and used M
+times; at M = 1 there is one multiply-add for two bytes (bf16):
 
     bytes   s (in out + M in + M out)       operations   2 M in out
 
-An H200 reaches 790 TFLOP/s and 4.3 TB/s, so it would take about 180 rows until the matrix units
-are the bound; up to 16 all there is to do is to keep the memory bus busy. Bandwidth times latency
-is about 30 kB under way for each multiprocessor; both kernels ask for more than twice that.
+An H200 reaches 790 TFLOP/s and 4.3 TB/s, so products are memory-bound below about 180 rows.
+Bandwidth times latency is about 30 kB in flight per multiprocessor; both kernels keep more than
+twice that in flight.
 
-* One row: no matrix unit. A program takes up to eight rows of W, 1024 columns at a time. Two tiles
-  are under way into shared memory (cp.async) while one is multiplied; loads into registers would
-  do, if the assembler did not move them down to where they are used. A thread multiplies its 16
-  bytes of every row with its part of x, and keeps one sum per row.
-* 2 to 16 rows: operands are exchanged, y^T = W x^T, because a tile of a matrix product is 64 rows
-  high at least, and W has so many rows while x has few. W streams through shared memory, three
-  tiles ahead, and WGMMA reads it from there, so that it never passes a register.
-* A layer whose weight has few rows gives too few programs to fill the chip: then `in` is split,
-  partial sums go to a workspace, and a second kernel adds them in a fixed order. There is nothing
-  atomic here, and the same input gives the same bits every time.
+* One row: no matrix units. A program takes up to eight rows of W, 1024 columns at a time. Two tiles
+  are in flight to shared memory (cp.async) while one is multiplied; loads to registers would be
+  moved by the assembler to just before their use. A thread multiplies its 16 bytes of every row
+  with its part of x, and keeps one sum per row.
+* 2 to 16 rows: the operands are swapped, y^T = W x^T, because a tile of Hopper's matrix product has
+  at least 64 rows, which W provides and x does not. W is prefetched to shared memory, three tiles
+  ahead, and WGMMA reads it from there without passing through registers.
+* A weight with few rows gives too few programs to fill the GPU. Then `in` is split, partial sums go
+  to a workspace, and a second kernel adds them in a fixed order. There are no atomics: the same
+  input always gives the same bits.
 
-`norm_linear` takes the RMSNorm before the product along, which saves a launch and the trip of the
-normed rows through memory. A norm is a factor per row once the weight of the norm is multiplied
-in, and a factor can wait: the one-row kernel sums the squares beside the product and scales the
-result. With matrix units the rows would have to be rounded unscaled, which overflows in fp16, so
-the other kernel computes its factors first; every program does so for itself, from the L2 cache.
+`norm_linear` fuses the preceding RMSNorm, which saves a launch and the round trip of the normalised
+rows through memory. RMSNorm scales each row by a factor and each column by the norm's weight. The
+one-row kernel sums the squares during the product and applies the factor to the result. With matrix
+units, unscaled rows could overflow in fp16, so the other kernel computes the factors first, in
+every program, from the L2 cache.
 
-With `batch_invariant=True` one row is computed as 2 to 16 are: a row then has the same bits for
-every M (He et al., Defeating Nondeterminism in LLM Inference, 2025). In the second kernel neither
-tiles nor splits depend on M.
+With `batch_invariant=True` one row is computed by the kernel for 2 to 16 rows, whose tiles and
+splits do not depend on M: a row has the same bits for every M (He et al., Defeating Nondeterminism
+in LLM Inference, 2025).
 
-A quantised weight would be unpacked and scaled between its load and its product; a constexpr for
-its format and an argument for its scales have their places in both kernels.
+Quantised weights would be unpacked and scaled between load and product, with a constexpr for the
+format and an argument for the scales in both kernels.
 
 Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 """
@@ -60,17 +60,17 @@ from minillm_kernels.launch import (
 
 __all__ = ["MAX_ROWS", "Config", "config_for", "linear", "norm_linear"]
 
-MAX_ROWS = 16  # of x; the narrowest tile of a matrix unit that is worth its name
-LEAST_SPLIT = 512  # columns; what is shorter is over before its pipeline is full
+MAX_ROWS = 16  # rows of x; the narrowest efficient tile of the matrix units
+LEAST_SPLIT = 512  # columns; a shorter split ends before its pipeline is full
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tile of W that a program has at a time, and how it is fed.
+    """Tile of W of a program, and its pipeline.
 
     Attributes:
-        num_stages: tiles in flight and in use together; 1 loads straight into registers.
-        splits: programs that share the columns of a row; one, where there is one row of x.
+        num_stages: tiles in flight and in use; 1 loads directly to registers.
+        splits: programs that share the columns of a row; 1 for one row of x.
     """
 
     block_out: int
@@ -84,9 +84,9 @@ class Config:
 def config_for(
     several: bool, num_out: int, size: int, dtype: torch.dtype, arch: int, multiprocessors: int
 ) -> Config:
-    """Chosen by the machine code and by counting; of M, only whether it is one row matters."""
+    """Tiles by architecture and shape; of M, only whether it is 1 matters."""
     half = dtype.itemsize == 2
-    if arch == 0:  # an interpreted program costs the same whatever its size
+    if arch == 0:  # the cost of an interpreted program does not depend on its size
         tile = Config(64, 512) if several else Config(64, 1024)
     elif not several:
         # At least three programs for each multiprocessor, of eight rows if there are enough.
@@ -96,7 +96,7 @@ def config_for(
     elif half:
         tile = Config(64, 128, num_stages=4)  # 80 kB: two programs fit into a multiprocessor
     else:
-        tile = Config(32, 32, num_stages=4)  # no matrix unit computes in whole float32
+        tile = Config(32, 32, num_stages=4)  # matrix units do not support full float32
     if not several:
         return tile
     slots = 2 * multiprocessors // triton.cdiv(num_out, tile.block_out)
@@ -116,7 +116,7 @@ def _one_row(
     """`BLOCK_OUT` numbers of y from as many rows of W."""
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     weight_rows = weight_ptr + out.to(tl.int64)[:, None] * weight_stride
-    # `VECTOR` numbers are what a thread loads at once: their sum needs no other thread.
+    # A thread loads `VECTOR` numbers at once, so it can sum them by itself.
     total = tl.zeros((BLOCK_OUT, BLOCK_IN // VECTOR), tl.float32)
     squares = tl.zeros((BLOCK_IN,), tl.float32)
     for start in tl.range(0, SIZE, BLOCK_IN, num_stages=STAGES):
@@ -124,7 +124,7 @@ def _one_row(
         inside = column < SIZE
         mask = (out < num_out)[:, None] & inside[None, :]
         place = weight_rows + column[None, :]
-        # Nobody reads it again in this step. A hint for loads into registers; cp.async has none.
+        # Not read again in this step: a hint for loads to registers; cp.async has no such hint.
         weight = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
         if norm_weight_ptr is not None:
@@ -134,7 +134,7 @@ def _one_row(
         total += tl.sum(tl.reshape(products, (BLOCK_OUT, BLOCK_IN // VECTOR, VECTOR)), axis=2)
     result = tl.sum(total, axis=1)
     if norm_weight_ptr is not None:
-        result *= tl.rsqrt(tl.sum(squares) / SIZE + eps)  # what the norm multiplies x with
+        result *= tl.rsqrt(tl.sum(squares) / SIZE + eps)  # the norm's factor
     if bias_ptr is not None:
         result += tl.load(bias_ptr + out, mask=out < num_out, other=0.0).to(tl.float32)
     tl.store(out_ptr + out, result.to(out_ptr.dtype.element_ty), mask=out < num_out)
@@ -148,9 +148,9 @@ def norm_scales(
     x_rows, live, eps, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """What the norm multiplies each row with: [ROWS, 1]. `live` [ROWS, 1] are the rows there are.
+    """The norm's factor of each row, [ROWS, 1]; `live` [ROWS, 1] marks existing rows.
 
-    Wide tiles, because there is nothing to do while a load is under way.
+    Tiles are wide, because no computation can overlap the loads.
     """
     squares = tl.zeros((ROWS, BLOCK // VECTOR), tl.float32)
     for start in range(0, SIZE, BLOCK):
@@ -169,7 +169,7 @@ def _several_rows(
 ):  # fmt: skip
     """`BLOCK_OUT` columns of y [M, out] for all rows, from `SPLIT` columns of W and x.
 
-    With one split `out` is y; with several it is a workspace of float32, a matrix for each.
+    With one split, `out` is y; with several, a float32 workspace with a matrix per split.
     """
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row = tl.arange(0, ROWS)
@@ -206,7 +206,7 @@ def _sum_splits(
     parts_ptr, bias_ptr, out_ptr, num_numbers, num_out, out_stride,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Partial results [splits, M, out] to y, one split after the other."""
+    """Add partial results [splits, M, out] to y, in the order of the splits."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = number < num_numbers
     row, column = (number // num_out).to(tl.int64), number % num_out
@@ -233,7 +233,7 @@ def linear(
 ) -> Tensor:
     """`reference.linear` for at most `MAX_ROWS` rows: x [M, in], weight [out, in] -> [M, out].
 
-    Rows may have any stride; `config` tries another tile.
+    Rows may have any stride; `config` overrides the tile.
     """
     return _product(x, None, 0.0, weight, bias, out, config, batch_invariant)
 
@@ -249,7 +249,7 @@ def norm_linear(
     config: Config | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`reference.norm_linear`: `linear` of the normed rows, in one launch; norm_weight [in]."""
+    """`reference.norm_linear`: `linear` of the normalised rows, in one launch; norm_weight [in]."""
     check_same_dtype(x=x, norm_weight=norm_weight)
     check_shape("norm_weight", norm_weight, x.shape[-1])
     check_contiguous(norm_weight=norm_weight)
@@ -274,7 +274,7 @@ def _product(
     num_out = len(weight)
     if num_rows > MAX_ROWS:
         raise KernelError(
-            f"x has {num_rows} rows; this kernel is for at most {MAX_ROWS}: use "
+            f"x has {num_rows} rows; this kernel takes at most {MAX_ROWS}: use "
             "torch.nn.functional.linear for more."
         )
     check_last_contiguous(x=x, weight=weight)
@@ -324,7 +324,7 @@ def _launch_several(
     config: Config,
 ) -> None:
     (num_out, size), num_rows = weight.shape, len(x)
-    # Whole tiles for each split; rounding up may leave fewer splits than were asked for.
+    # Each split has whole tiles; rounding up may give fewer splits than configured.
     split = triton.cdiv(triton.cdiv(max(size, 1), config.splits), config.block_in) * config.block_in
     splits = max(1, triton.cdiv(size, split))
     target, target_bias = out, bias

@@ -1,18 +1,18 @@
-"""Makes Triton's interpreter right where it is silently wrong, and safe where it would crash.
+"""Patches Triton's interpreter: correct bfloat16 arithmetic, and bounds checks.
 
-With TRITON_INTERPRET=1 a kernel runs in numpy. As it comes (Triton 3.6 to 3.9) it computes with the
-bit patterns of bfloat16 numbers as if they were integers, truncates where hardware rounds, and an
-access behind the end of a tensor ends the process. `install` mends both for the whole process:
+With TRITON_INTERPRET=1 a kernel runs in numpy. Without patches (Triton 3.6 to 3.9) the interpreter
+computes with the bit patterns of bfloat16 numbers as integers, truncates where hardware rounds, and
+an access after the end of a tensor crashes the process. `install` patches the whole process:
 
-* arithmetic with bfloat16 is done in float32 and rounded to nearest even, as a GPU does;
-* an access outside of what the launch was given raises `OutOfBoundsError`. What it was given are
-  the tensors as they are viewed, so a view into a larger buffer has an end, too.
+* bfloat16 arithmetic is done in float32 and rounded to nearest even, as on a GPU;
+* an access outside of the tensors of the launch raises `OutOfBoundsError`. A view into a larger
+  buffer has the bounds of the view.
 
-It also saves the time in which the interpreter prepares what it has prepared already: two fifths
-of a launch whose kernel is made of many functions.
+It also removes repeated preparation work of the interpreter: two fifths of the time of a launch
+whose kernel calls many functions.
 
-It patches private names of Triton and says so if they are gone. Not thread-safe, as the
-interpreter is not.
+It patches private names of Triton, and raises KernelError if they do not exist. Like the
+interpreter, it is not thread-safe.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,32 +34,32 @@ TORCH_TYPES = MappingProxyType(
         tl.float8e5: torch.float8_e5m2,
     }
 )
-SATURATING = (tl.float8e4nv, tl.float8e5)  # as a GPU casts to them; not every torch does
+SATURATING = (tl.float8e4nv, tl.float8e5)  # casts saturate, as on a GPU; not in every torch
 COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
 BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift")
 
 
 class OutOfBoundsError(KernelError, IndexError):
-    """A kernel touched memory outside of the tensors of its launch."""
+    """A kernel accessed memory outside of the tensors of its launch."""
 
 
 def install() -> None:
-    """Mend the interpreter of this process, once; KernelError without TRITON_INTERPRET=1."""
+    """Patch the interpreter of this process, once; KernelError without TRITON_INTERPRET=1."""
     if not INTERPRETED:
         raise KernelError(
             "TRITON_INTERPRET=1 is not set, or was set after Triton's import: there is no "
-            "interpreter to mend. Set it before Python starts."
+            "interpreter to patch. Set it before Python starts."
         )
     from triton.runtime import interpreter
 
-    if getattr(interpreter, "mended_by_minillm", False):
+    if getattr(interpreter, "patched_by_minillm", False):
         return
-    _mend_casts(interpreter)
-    _mend_arithmetic(interpreter)
-    _mend_reductions(interpreter)
+    _patch_casts(interpreter)
+    _patch_arithmetic(interpreter)
+    _patch_reductions(interpreter)
     _check_bounds(interpreter)
     _prepare_once(interpreter)
-    interpreter.mended_by_minillm = True  # type: ignore[attr-defined]
+    interpreter.patched_by_minillm = True  # type: ignore[attr-defined]
     _self_test()
 
 
@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def _convert(module: Any, handle: Any, target: Any) -> Any:
-    """A handle's numbers in another floating-point type, rounded by torch."""
+    """Convert a handle's numbers to another floating-point type, rounded by torch."""
     source, target = handle.dtype.scalar, target.scalar
     np = module.np
     raw = np.ascontiguousarray(handle.data).reshape(-1).view(np.uint8)
@@ -80,7 +80,7 @@ def _convert(module: Any, handle: Any, target: Any) -> Any:
     return module.TensorHandle(data.reshape(handle.data.shape), target)
 
 
-def _mend_casts(module: Any) -> None:
+def _patch_casts(module: Any) -> None:
     builder = module.InterpreterBuilder
     cast, fp_to_fp = builder.cast_impl, builder.create_fp_to_fp
 
@@ -114,7 +114,7 @@ def _widened(module: Any, handle: Any) -> Any:
     return _convert(module, handle, tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
 
 
-def _mend_arithmetic(module: Any) -> None:
+def _patch_arithmetic(module: Any) -> None:
     builder, np = module.InterpreterBuilder, module.np
     binary, unary, ternary = builder.binary_op, builder.unary_op, builder.ternary_op
     comparisons = tuple(getattr(np, name) for name in COMPARISONS)
@@ -138,7 +138,7 @@ def _mend_arithmetic(module: Any) -> None:
         return _convert(module, ternary(self, *parts, op), tl.bfloat16)
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-        """Rounded once, as the instruction does: the product of two float32 is exact in float64."""
+        """Fused multiply-add, rounded once: the product of two float32 is exact in float64."""
         wide = [_widened(module, handle).data.astype(np.float64) for handle in (x, y, z)]
         result = module.TensorHandle((wide[0] * wide[1] + wide[2]).astype(np.float32), tl.float32)
         target = z.dtype.scalar
@@ -164,10 +164,10 @@ def _mend_arithmetic(module: Any) -> None:
 
 @contextmanager
 def ordered_dots() -> Iterator[None]:
-    """Inside, `tl.dot` adds products one by one, so that a row's bits do not depend on its place.
+    """For the block, `tl.dot` adds products one by one, so a row's bits do not depend on its place.
 
-    numpy's products (BLAS) cut a sum differently for rows at the edge of a matrix; tensor cores do
-    not. Slow; for tests of the batch-invariant mode.
+    numpy's products (BLAS) split the sum differently for rows at the edge of a matrix; tensor cores
+    do not. Slow; for tests of the batch-invariant mode.
     """
     from triton.runtime import interpreter
 
@@ -188,15 +188,15 @@ def ordered_dots() -> Iterator[None]:
         builder.product = staticmethod(usual)  # type: ignore[attr-defined]
 
 
-def _mend_reductions(module: Any) -> None:
-    """`tl.sum`, `tl.max`, `tl.cumsum` and their like."""
+def _patch_reductions(module: Any) -> None:
+    """Patch `tl.sum`, `tl.max`, `tl.cumsum` and similar reductions."""
 
     def recast(tensor: Any, target: Any) -> Any:
         shape = list(tensor.shape)
         block = tl.block_type(target, shape) if shape else target
         return tl.core.tensor(_convert(module, tensor.handle, target), block)
 
-    def mended(original: Callable) -> Callable:
+    def patched(original: Callable) -> Callable:
         def apply_impl(self: Any, tensors: Any) -> Any:
             narrow = [tensor.dtype == tl.bfloat16 for tensor in tensors]
             if not any(narrow):
@@ -218,11 +218,11 @@ def _mend_reductions(module: Any) -> None:
         return apply_impl
 
     for operation in (module.ReduceOps, module.ScanOps):
-        operation.apply_impl = mended(operation.apply_impl)
+        operation.apply_impl = patched(operation.apply_impl)
 
 
 def _self_test() -> None:
-    """One product in bfloat16 by the same methods: a new Triton may have other private names."""
+    """Check the patches with a product in bfloat16: a new Triton may have other private names."""
     from triton.runtime import interpreter as module
 
     builder, np = module.interpreter_builder, module.np
@@ -232,14 +232,14 @@ def _self_test() -> None:
     product = builder.create_dot(narrow, narrow, zeros, None, 0).data
     total = builder.cast_impl(builder.create_fadd(narrow, narrow), tl.float32).data
     if not (np.all(product == 4.5) and np.all(total == 3.0)):
-        raise KernelError("This version of Triton has another interpreter; mend interpreter.py.")
+        raise KernelError("This version of Triton has another interpreter; adapt interpreter.py.")
 
 
 # ---- memory -----------------------------------------------------------------------------------
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address of the first byte of a view, and of the one behind its last."""
+    """Address of the first byte of a view, and of the byte after its last."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), tensor.data_ptr()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -248,7 +248,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Every tensor among the arguments of a launch, those of descriptors and tuples included."""
+    """Every tensor among the arguments of a launch, including those in descriptors and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -311,7 +311,7 @@ def _check_bounds(module: Any) -> None:
 
 
 def _described(builder: Any, address: int, what: str) -> str:
-    """Which program went wrong, and how far from which tensor."""
+    """The error message: the program, the nearest tensor, and the distance from it."""
     name, arguments = builder.launched
     nearest, distance = "no tensor", 0
     for argument, value in arguments.items():
@@ -329,12 +329,13 @@ def _described(builder: Any, address: int, what: str) -> str:
 
 
 def _prepare_once(module: Any) -> None:
-    """A launch puts numpy's operations in the place of Triton's, and takes them back at its end.
+    """Patch the interpreter to prepare each part of the language once per launch.
 
-    The interpreter does so again, with a look at every name of the language, each time that
-    a kernel calls a function of its own; here only for a part of the language that is still as it
-    was. It also makes a table of all numpy types for each operation, to look up one of them; here
-    once per type. Each is left out where Triton has other names for it.
+    A launch replaces Triton's operations by numpy's, and restores them at its end. The interpreter
+    repeats the replacement for every name of the language whenever a kernel calls a function; this
+    patch skips parts that are already replaced. The interpreter also builds a table of all numpy
+    types for each operation; this patch looks each type up once. A patch is skipped if Triton's
+    private names for it do not exist.
     """
     if hasattr(module, "_get_np_dtype"):
         _look_types_up_once(module)

@@ -1,8 +1,7 @@
-"""What every kernel file stands on: Triton, the checks before a launch, and what a launch is for.
+"""Shared by all kernel files: the import of Triton, argument checks, and the target architecture.
 
-A kernel file imports `tl` and `triton` from here, so that where Triton does not exist one sentence
-says so. A launcher checks its arguments first: a kernel that is given a wrong shape reads memory
-that is not its own, and interpreted it ends the whole process.
+Kernel files import `tl` and `triton` from here, so that a missing Triton gives one clear error. A
+launcher checks its arguments first, because a kernel with a wrong shape reads out of bounds.
 """
 
 import os
@@ -39,7 +38,7 @@ __all__ = [
 
 
 class KernelError(ValueError):
-    """What was given to a kernel does not fit it: one sentence with what was given and allowed."""
+    """Unsupported arguments of a kernel; the message says what was given and what is allowed."""
 
 
 class TritonMissingError(ImportError):
@@ -52,49 +51,50 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:
     raise TritonMissingError(
-        "minillm's kernels need Triton, which is not installed (it exists for Linux: pip install "
-        "triton); minillm_kernels.reference has the same operations in plain torch."
+        "minillm's kernels need Triton, which is not installed (on Linux: pip install triton); "
+        "minillm_kernels.reference has the same operations in plain torch."
     ) from error
 
-# Set before Triton is imported, kernels run in Python on CPU tensors: for tests and for teaching.
+# If set before Triton is imported, kernels run in Python on CPU tensors (for tests and teaching).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Set, every launch also looks at the values of block tables, which a GPU has to wait for.
+# If set, every launch also checks values, such as those of block tables, which synchronises.
 DEBUG = os.environ.get("MINILLM_DEBUG_KERNELS") == "1"
 OLDEST = 80  # Ampere: bf16 tensor cores and asynchronous copies
 MAX_HEAD_DIM = 256
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
-# Shared memory that one program may use, in bytes, by compute capability (CUDA C++ Programming
-# Guide, table of technical specifications). The compiler does not check it, the launch does.
+# Maximum shared memory of a program in bytes, by compute capability (CUDA C++ Programming Guide,
+# table of technical specifications). The launch checks it; the compiler does not.
 SHARED_MEMORY: Mapping[int, int] = MappingProxyType(
     {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 )
 
 
 def arch() -> int:
-    """Compute capability that the next launch is compiled for (80, 90, 100); 0 is interpreted."""
+    """Compute capability that the next launch is compiled for (80, 90, 100); 0 if interpreted."""
     if INTERPRETED:
         return 0
     return int(triton.runtime.driver.active.get_current_target().arch)
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; of an H200 where there is none (compiling only)."""
+    """Number of multiprocessors of the GPU; that of an H200 without a GPU (compiling only)."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def compiles_only() -> bool:
-    """Whether launches are compiled and not run (`minillm_kernels.offline`): any tensor will do."""
+    """Whether launches are compiled and not run (`minillm_kernels.offline`), on any tensor."""
     try:
         return getattr(triton.runtime.driver.active, "compiles_only", False)
-    except RuntimeError:  # no driver at all
+    except RuntimeError:  # no driver
         return False
 
 
 def check_device(**tensors: Tensor | None) -> torch.device:
-    """All on the current CUDA device, a new enough one (or on the CPU, interpreted); returns it."""
+    """Check that all tensors are on the current CUDA device and that it is supported (or on the CPU
+    if interpreted); returns the device."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     devices = {name: tensor.device for name, tensor in given.items()}
     name, device = next(iter(devices.items()))
@@ -116,7 +116,7 @@ def check_device(**tensors: Tensor | None) -> torch.device:
                 f"{name} is on {device} with compute capability {major}.{minor}; these kernels "
                 "need 8.0 (Ampere) or newer. Use minillm_kernels.reference there."
             )
-        if device.index != torch.cuda.current_device():  # Triton would launch on the current one
+        if device.index != torch.cuda.current_device():  # Triton launches on the current device
             raise KernelError(
                 f"{name} is on {device} and the current device is cuda:"
                 f"{torch.cuda.current_device()}; launch inside torch.cuda.device({device.index})."
@@ -125,7 +125,7 @@ def check_device(**tensors: Tensor | None) -> torch.device:
 
 
 def check_dtype(allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> None:
-    """Every tensor has one of these dtypes."""
+    """Check that every tensor has one of these dtypes."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in allowed:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
@@ -133,7 +133,7 @@ def check_dtype(allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> Non
 
 
 def check_same_dtype(**tensors: Tensor | None) -> torch.dtype:
-    """All have one floating-point dtype; returns it."""
+    """Check that all tensors have the same floating-point dtype; returns it."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     check_dtype(FLOATS, **given)
     (name, first), *rest = given.items()
@@ -146,7 +146,7 @@ def check_same_dtype(**tensors: Tensor | None) -> torch.dtype:
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int | str) -> None:
-    """The tensor has this shape, where a word stands for a size that may be anything."""
+    """Check the shape of a tensor; a string stands for any size."""
     sizes = tensor.shape
     fits = len(sizes) == len(shape)
     for want, size in zip(shape, sizes, strict=False):  # a generator would take twice as long
@@ -157,7 +157,7 @@ def check_shape(name: str, tensor: Tensor, *shape: int | str) -> None:
 
 
 def check_last_contiguous(**tensors: Tensor | None) -> None:
-    """Numbers of the last dimension lie side by side; the other strides are free."""
+    """Check that the last dimension is contiguous; the other strides may be anything."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise KernelError(
@@ -167,7 +167,7 @@ def check_last_contiguous(**tensors: Tensor | None) -> None:
 
 
 def check_contiguous(**tensors: Tensor | None) -> None:
-    """No gaps and no permutation."""
+    """Check that every tensor is contiguous."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise KernelError(
@@ -177,7 +177,7 @@ def check_contiguous(**tensors: Tensor | None) -> None:
 
 
 def check_head_dim(name: str, head_dim: int, most: int = MAX_HEAD_DIM) -> None:
-    """A head fits into the registers of a program, and its rows into 16-byte accesses."""
+    """Check that a head fits into the registers of a program and into 16-byte accesses."""
     if not 0 < head_dim <= most or head_dim % 8:
         raise KernelError(
             f"{name} has a head_dim of {head_dim}; it must be a multiple of 8 and at most {most}."
@@ -185,7 +185,7 @@ def check_head_dim(name: str, head_dim: int, most: int = MAX_HEAD_DIM) -> None:
 
 
 def check_groups(num_heads: int, num_kv_heads: int) -> int:
-    """Query heads that share a KV head."""
+    """The number of query heads that share a KV head, after checking that it is whole."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise KernelError(
             f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly; the first must "
@@ -195,7 +195,7 @@ def check_groups(num_heads: int, num_kv_heads: int) -> int:
 
 
 def output(out: Tensor | None, shape: Sequence[int], like: Tensor, name: str = "out") -> Tensor:
-    """`out` after the same checks as an input, or new memory of this shape."""
+    """`out` after the same checks as an input, or a new tensor of this shape."""
     if out is None:
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     check_shape(name, out, *shape)
@@ -208,19 +208,19 @@ def output(out: Tensor | None, shape: Sequence[int], like: Tensor, name: str = "
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The power of two that holds `size`: what a block of a kernel measures."""
+    """The next power of two from `size` on, the block size of a kernel."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def check_starts(name: str, starts: Tensor, num_rows: int) -> None:
-    """When debugging or interpreting: bounds of sequences begin with 0, ascend, and end in time."""
+    """When debugging or interpreting, check that bounds begin with 0, ascend, and end in range."""
     if not (DEBUG or INTERPRETED):
         return
     bounds = starts.tolist()
     ascending = all(low <= high for low, high in pairwise(bounds))
     if bounds[:1] != [0] or not ascending or bounds[-1] > num_rows:
         raise KernelError(
-            f"{name} is {bounds}; it must begin with 0, never fall, and end with at most "
+            f"{name} is {bounds}; it must begin with 0, not decrease, and end with at most "
             f"{num_rows}, the number of rows."
         )
 
@@ -228,9 +228,9 @@ def check_starts(name: str, starts: Tensor, num_rows: int) -> None:
 def check_block_tables(
     block_tables: Tensor, seq_lens: Tensor, num_blocks: int, block_size: int
 ) -> None:
-    """Tables are wide enough; when debugging or interpreting, also that each block exists.
+    """Check the width of block tables; when debugging or interpreting, also that blocks exist.
 
-    Only the entries that a sequence's length needs are looked at: what is behind them is old.
+    Only the entries within a sequence's length are checked; later entries are stale.
     """
     if not (DEBUG or INTERPRETED):
         return

@@ -1,38 +1,37 @@
 """Attention over the latent cache of MLA (multi-head latent attention), decode and prefill.
 
 DeepSeek-V2 (2024, section 2.1) caches one latent of R = 512 numbers and one rotated key of Dr = 64
-per token, for all heads. With the up-projections absorbed into query and output, what is left is
-attention with H query heads over one KV head, in which the value of a token *is* the first part of
-its key. So a tile of the cache is read once, into shared memory, and multiplied twice:
+per token, for all heads. With the up-projections absorbed into query and output, this is attention
+with H query heads over one KV head, in which the value of a token is the first part of its key. A
+tile of the cache is therefore loaded to shared memory once and multiplied twice:
 
     scores = q_latent . latent^T + q_rope . rope^T        [queries, keys]
     out    = softmax(scores) . latent                     [queries, R]
 
-Shapes: `q` [N, H, R + Dr], cache [blocks, 1, block_size, R + Dr], `out` [N, H, R]. A *query* below
-is one head of one token; a tile holds BLOCK_M of them, BLOCK_Q tokens x BLOCK_H heads.
+Shapes: `q` [N, H, R + Dr], cache [blocks, 1, block_size, R + Dr], `out` [N, H, R]. In the following
+a *query* is one head of one token; a tile holds BLOCK_M queries, BLOCK_Q tokens x BLOCK_H heads.
 
-Bytes and operations, decode, per sequence of S positions: S (R + Dr) numbers are read once (1152 S
-bytes in bf16; explicit K and V of the same 16 heads take 10240 S), and 2 H S (2R + Dr)
-operations done: 30 per byte at H = 16, 242 at H = 128. An H200 does about 184 per byte it copies:
-16 heads (V2-Lite) are bound by memory, 128 heads (V3) by the matrix units, and as four or more
-programs per sequence would read the same latents again (from the L2 cache), a program there takes
-64 heads. Prefill is bound by the matrix units.
+Decode, per sequence of S positions: S (R + Dr) numbers are read once (1152 S bytes in bf16;
+explicit K and V of 16 heads would take 10240 S), for 2 H S (2R + Dr) operations: 30 per byte at
+H = 16, 242 at H = 128. An H200 does about 184 operations per byte: 16 heads (V2-Lite) are
+memory-bound and 128 heads (V3) are compute-bound. A program takes 64 heads of V3, because with
+fewer, four or more programs per sequence would read the same latents again (from the L2 cache).
+Prefill is compute-bound.
 
-Three kernels. `_decode_kernel` takes sequences with a few new tokens, one or up to 16 drafted ones
-to verify (Leviathan et al., 2023), and cuts their keys into splits (flash-decoding, Dao et al.,
-2023), whose float32 partial results `_combine_kernel` adds up in a fixed order, without atomics.
-`_prefill_kernel` takes all others. Both look at `query_start` on the device, so the host waits for
-nothing, and grids follow from shapes, as CUDA graphs need.
+Three kernels. `_decode_kernel` takes sequences with up to 16 new tokens (one, or drafts to verify:
+Leviathan et al., 2023) and divides their keys into splits (flash-decoding, Dao et al., 2023).
+`_combine_kernel` merges the float32 partial results in a fixed order, without atomics.
+`_prefill_kernel` takes all other sequences. Both read `query_start` on the device, so the host does
+not synchronise, and grids depend on shapes only, as CUDA graphs require.
 
-Two orientations of the same products, by tile: as written above, or all transposed (`swap`):
-keys^T are then the long side that Hopper's instructions (64 rows) want, and 16 heads the short
-one, so no row is padding, and the latents go from shared memory to the matrix units without
-passing through registers.
+A tile computes its products either as written above or transposed (`swap`). Transposed, keys
+provide the 64 rows that Hopper's instructions need and 16 heads are the columns, so no row is
+padding, and latents go from shared memory to the matrix units without passing through registers.
 
-Batch-invariant mode: splits lie at absolute multiples of one size, every token has the same tiles
-in the same order, and splits are merged one after another in the same instructions whether one
-program does it (prefill) or several (decode). A tile that a token's neighbours see and it does not
-adds 0 to its sums, which is exact. A token's bits depend on its query and keys only.
+Batch-invariant mode: splits start at absolute multiples of one size, every token has the same tiles
+in the same order, and splits are merged one after another by the same instructions, within one
+program (prefill) or across several (decode). A tile that is visible only to other tokens adds 0,
+which is exact. A token's bits depend only on its query and keys.
 """
 
 import math
@@ -67,8 +66,8 @@ from minillm_kernels.paged_config import FEW
 
 # ---- kernels -------------------------------------------------------------------------------
 
-# Triton compiles another kernel for an address or a number that is a multiple of 16, and for the
-# number 1. Of these, which change from step to step, it shall not.
+# Triton specialises kernels on arguments that are 1 or multiples of 16. These arguments change from
+# step to step, so specialisation is turned off for them.
 LENGTHS = ("starts_ptr", "lens_ptr", "window")
 TABLES = ("tables_ptr", "stride_table")
 
@@ -94,13 +93,13 @@ def _decode_kernel(
     first_token = tl.program_id(0) // head_tiles * BLOCK_Q
     start = tl.load(starts_ptr + row)
     query_len = tl.load(starts_ptr + row + 1) - start
-    if (first_token >= query_len) | (query_len > few):  # nothing here, or prefill
+    if (first_token >= query_len) | (query_len > few):  # no queries, or prefill
         return
     seq_len = tl.load(lens_ptr + row)
     origin, size, first, last = plan_splits(
         seq_len, query_len, window, splits, SPLIT, BLOCK_N, LEAST, WINDOW
     )
-    if PARTIAL and ((split < first) | (split >= last)):  # never looked at
+    if PARTIAL and ((split < first) | (split >= last)):  # an unused split, never read
         return
     tokens, heads, inside, places, begin, end = find_queries(
         first_token, tl.program_id(0) % head_tiles, query_len, seq_len, num_heads, window, BLOCK_Q,
@@ -134,10 +133,11 @@ def _combine_kernel(
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, ALL_S: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """The result of a token's head from those of its splits; a program has BLOCK_R numbers of it.
+    """Merge the splits of a token's head; a program computes BLOCK_R numbers of the result.
 
-    With splits at absolute places (SPLIT), one after another, as `_prefill_kernel` does. Without,
-    in one pass after the largest score of all is known, BLOCK_S splits at a time.
+    With splits at absolute positions (SPLIT), they are merged one after another, as in
+    `_prefill_kernel`. Otherwise the largest score is computed first, and then BLOCK_S splits are
+    added at a time.
     """
     token, head, row = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(2)
     start = tl.load(starts_ptr + row)
@@ -173,17 +173,17 @@ def _combine_kernel(
             part = tl.load(part_ptr + rows + r[None, :], mask=inside, other=0.0)
             score = tl.load(highest_ptr + place + some, mask=some < last, other=float("-inf"))
             values += tl.sum(part * tl.exp2(score - shift)[:, None], 0)
-        values = values / tl.where(total > 0.0, total, 1.0)  # what saw no key is 0
+        values = values / tl.where(total > 0.0, total, 1.0)  # 0 without visible keys
     rows = out_ptr + (start + token).to(tl.int64) * stride_out + head * stride_out_head
     tl.store(rows + r, values.to(out_ptr.dtype.element_ty), mask=r < R)
 
 
 @triton.jit
 def find_tile(starts_ptr, tile, num_rows, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The sequence of a query tile, and the tile's first token within it (may be behind its end).
+    """The sequence of a query tile, and the tile's first token in it (possibly after its end).
 
-    Sequence i may begin inside a tile of i - 1, so it gets tiles from start // BLOCK_Q + i on:
-    enough for each, increasing, and N // BLOCK_Q + B in all, whatever the lengths are.
+    The tiles of sequence i start at start // BLOCK_Q + i. This reserves enough tiles for every
+    sequence, N // BLOCK_Q + B in total, for any lengths.
     """
     rows = tl.arange(0, BLOCK_B)
     starts = tl.load(starts_ptr + rows, mask=rows < num_rows, other=0)
@@ -201,10 +201,10 @@ def _prefill_kernel(
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
     SWAP: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_Q tokens x BLOCK_H heads of one sequence over all keys that the tokens can see.
+    """BLOCK_Q tokens x BLOCK_H heads of one sequence over all visible keys.
 
-    Sequences of up to `few` query tokens are left to `_decode_kernel`. Late tiles, which have the
-    most keys, come first.
+    Sequences of up to `few` query tokens are left to `_decode_kernel`. The last tiles, which have
+    the most keys, start first.
     """
     head_tiles = tl.cdiv(num_heads, BLOCK_H)
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // head_tiles
@@ -264,10 +264,10 @@ def mla_attention(
     """`reference.mla_attention`: `q` [N, H, R + Dr] -> [N, H, R].
 
     `latent_cache` [blocks, 1, block_size, R + Dr] is contiguous; `query_start` int32 or int64
-    [B + 1], `seq_lens` [B] and `block_tables` [B, M] likewise. `max_query_len` is a promise: up to
-    16, only the decode kernel is launched. With `batch_invariant`, the bits of a token's result do
-    not depend on what else is computed, nor on how its sequence was cut. Rows of `out` behind the
-    last sequence are left as they are. KernelError for what does not fit.
+    [B + 1], `seq_lens` [B] and `block_tables` [B, M] likewise. `max_query_len` is an upper bound of
+    the query lengths; up to 16, only the decode kernel is launched. With `batch_invariant`, a
+    token's bits do not depend on the batch, nor on how its sequence is chunked. Rows of `out` after
+    the last sequence are not written. Raises KernelError for unsupported arguments.
     """
     if not 0 < scale < math.inf:
         raise launch.KernelError(f"scale is {scale}; it must be positive and finite.")
@@ -287,11 +287,12 @@ def mla_attention(
         few = min(config.decode.block_q, FEW)
     positions, processors = block_tables.shape[1] * page, launch.num_multiprocessors(q.device)
     splits = count_splits(config, num_rows, num_heads, positions, processors, max(few, 1))
-    # With splits at absolute places, one program per tile gives the same bits without memory.
+    # With splits at absolute positions, one program per tile gives the same bits and needs no
+    # workspace.
     if config.split and 4 * num_rows * few * num_heads * splits * value_dim > config.max_workspace:
         few = 0
     arguments = (q, latent_cache, value_dim, query_start, seq_lens, block_tables, out)
-    scale *= math.log2(math.e)  # so that exp2 will do
+    scale *= math.log2(math.e)  # the kernels compute exp as exp2
     window = None if window is None else min(window, 2**31 - 1 - FEW)  # int32 in the kernels
     if few:
         _decode(arguments, config, few, splits, scale, window)
@@ -301,7 +302,7 @@ def mla_attention(
 
 
 def _shared(arguments: tuple[Any, ...], tile: Tile, window: int | None) -> dict[str, Any]:
-    """What both kernels get."""
+    """The arguments of both kernels."""
     q, latent_cache, value_dim, _, _, _, _ = arguments
     rope_dim = q.shape[2] - value_dim
     return {
@@ -330,7 +331,7 @@ def _decode(
     scale: float,
     window: int | None,
 ) -> None:
-    """Both launches for the sequences of up to `few` query tokens."""
+    """Launch the decode and combine kernels for sequences of up to `few` query tokens."""
     q, latent_cache, value_dim, query_start, seq_lens, block_tables, out = arguments
     num_heads, num_rows, tile = q.shape[1], len(seq_lens), config.decode
     part = highest = total = None
@@ -359,7 +360,7 @@ def _decode(
 def _prefill(
     arguments: tuple[Any, ...], config: Config, few: int, scale: float, window: int | None
 ) -> None:
-    """The launch for the sequences of more than `few` query tokens."""
+    """Launch the prefill kernel for sequences of more than `few` query tokens."""
     q, latent_cache, value_dim, query_start, seq_lens, block_tables, out = arguments
     (num_tokens, num_heads), num_rows, tile = q.shape[:2], len(seq_lens), config.prefill
     query_tiles = num_tokens // tile.block_q + num_rows

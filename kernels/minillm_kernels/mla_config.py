@@ -1,6 +1,6 @@
-"""What `minillm_kernels.mla` decides before a launch: tiles, splits, and whether arguments fit.
+"""Tiles, splits and argument checks of `minillm_kernels.mla`.
 
-Tiles come from a table by architecture, dtype and shape: nothing is tuned while an engine runs.
+Tiles come from a table by architecture, dtype and shape; there is no autotuning.
 """
 
 from dataclasses import dataclass, replace
@@ -14,15 +14,15 @@ from minillm_kernels.launch import KernelError, padded
 
 MAX_VALUE_DIM = 512
 MAX_ROPE_DIM = 128
-INVARIANT_SPLIT = 512  # positions; with it go the bits of every result
-LEAST_TILES = 4  # of a split: less, and writing float32 partial results costs more than reading
+INVARIANT_SPLIT = 512  # positions; changing it changes the bits of every result
+LEAST_TILES = 4  # of a split; with fewer, writing partial results costs more than reading keys
 MAX_SEQUENCES = 65_535  # the third dimension of a launch
 MAX_WORKSPACE = 256 * 2**20  # bytes of partial results
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program does at a time.
+    """The tile of one program.
 
     Attributes:
         block_h: heads.
@@ -47,9 +47,9 @@ class Tile:
 class Config:
     """Tiles of both kernels, and the positions of a split.
 
-    `split` 0 divides a sequence evenly, so that the GPU is full. Otherwise splits lie at
-    multiples of it, in both kernels, which then need the same `block_n`; and where partial results
-    would take more than `max_workspace` bytes, the prefill kernel does everything.
+    `split` 0 divides a sequence evenly, so that the GPU is full. Otherwise splits start at
+    multiples of `split` in both kernels, which then need the same `block_n`. If partial results
+    would take more than `max_workspace` bytes, the prefill kernel computes all sequences.
     """
 
     decode: Tile
@@ -58,7 +58,7 @@ class Config:
     max_workspace: int = MAX_WORKSPACE
 
     def fit(self, cache: Tensor, value_dim: int) -> "Config":
-        """The same without descriptors where a cache has sizes or a place that they cannot have."""
+        """This configuration, without descriptors if the cache does not support them."""
         sizes = (value_dim, cache.shape[-1] - value_dim)
         if all(padded(size) == size for size in sizes) and cache.data_ptr() % 16 == 0:
             return self
@@ -71,8 +71,8 @@ def choose(
 ) -> Config:
     """The tiles for an architecture (0: interpreted), dtype, number of heads and block size.
 
-    `few` is the most query tokens of a sequence that are decoded together; no bit of the invariant
-    mode depends on it.
+    `few` is the largest number of query tokens of a decode sequence; the bits of the
+    batch-invariant mode do not depend on it.
     """
     heads = padded(num_heads, 1)
     if invariant:
@@ -82,18 +82,18 @@ def choose(
 
 
 def _tile(heads: int, queries: int, block_n: int, swap: bool, **options: Any) -> Tile:
-    """A tile of so many queries: as many heads as there are, and tokens for the rest."""
+    """A tile of `queries` queries: all heads if they fit, and several tokens to fill the rest."""
     block_h = min(heads, queries)
     return Tile(block_h, queries // block_h, block_n, swap, **options)
 
 
-# Stages: a tile of the cache is found through a block table, so its address has to be fetched a
-# stage before itself. Hopper's own products run on while the next tile arrives: 3 stages are two
-# tiles in shared memory there, and 5 elsewhere. Descriptors (2 stages) look addresses up by hand.
+# Stages: the address of a cache tile comes from the block table, so it is loaded one stage before
+# the tile. Hopper's products are asynchronous: 3 stages are two tiles in shared memory there, and 5
+# elsewhere. With descriptors (2 stages), the kernel looks up addresses explicitly.
 
 
 def _decode_tile(arch: int, dtype: torch.dtype, heads: int, page: int, few: int) -> Tile:
-    """Of a sequence's latents, several query tokens read each once if one tile holds them all."""
+    """The decode tile; latents are read once if one tile holds all query tokens of a sequence."""
     queries = padded(heads * few)
     if arch == 0:
         return _tile(heads, min(queries, 64), 128, swap=True)
@@ -103,10 +103,10 @@ def _decode_tile(arch: int, dtype: torch.dtype, heads: int, page: int, few: int)
         if few > 1 and queries > 16:
             return _prefill_tile(arch, dtype, heads)
         return _tile(heads, 16, 32, swap=False, num_stages=3 if arch < 90 else 5)
-    if queries <= 32:  # memory-bound: 74 KB on their way while 74 KB are worked on
+    if queries <= 32:  # memory-bound: 74 KB in flight while 74 KB are processed
         bulk = page % 64 == 0
         return _tile(heads, queries, 64, True, num_stages=2 if bulk else 3, descriptors=bulk)
-    # 64 queries fill Hopper's instruction, and their float32 sums half of the registers.
+    # 64 queries fill Hopper's instruction; their float32 sums fill half of the registers.
     if page % 64:
         return _tile(heads, 64, 32, swap=False, num_stages=3)
     return _tile(heads, 64, 64, swap=False, descriptors=True)
@@ -122,7 +122,7 @@ def _prefill_tile(arch: int, dtype: torch.dtype, heads: int) -> Tile:
 
 
 def _invariant_tile(arch: int, dtype: torch.dtype, heads: int) -> Tile:
-    """16 queries: the prefill kernel has two sums in its registers, of a split and of all."""
+    """16 queries, because the prefill kernel keeps two sums in registers: of a split and total."""
     if arch == 0:
         return _tile(heads, 16, 64, swap=True)
     if dtype == torch.float32:
@@ -135,11 +135,10 @@ def _invariant_tile(arch: int, dtype: torch.dtype, heads: int) -> Tile:
 def count_splits(
     config: Config, rows: int, heads: int, positions: int, processors: int, few: int = 1
 ) -> int:
-    """Splits that a decode launch has room for, from shapes alone.
+    """Number of splits of a decode launch, from shapes alone.
 
-    `positions` is what a block table has room for, `few` the query tokens of a sequence. Even
-    splits: as many as make the programs fill the processors once, or twice if once would leave
-    many idle.
+    `positions` is the capacity of a block table, `few` the query tokens of a sequence. Even splits
+    fill the multiprocessors once, or twice if one wave would leave many of them idle.
     """
     if config.split:
         return max(1, -(-positions // config.split))
@@ -151,7 +150,7 @@ def count_splits(
 
 
 def check_config(config: Config, page: int, value_dim: int, rope_dim: int) -> None:
-    """A configuration that the kernels can run; KernelError otherwise."""
+    """Check that the kernels support a configuration; raises KernelError."""
     for name, tile in (("decode", config.decode), ("prefill", config.prefill)):
         sizes = (tile.block_h, tile.block_q, tile.block_n)
         if any(size < 1 or size & (size - 1) for size in sizes) or tile.block_n < 16:
@@ -184,7 +183,7 @@ def check_arguments(
     max_query_len: int | None,
     out: Tensor | None,
 ) -> Tensor:
-    """The output, after everything that a wrong argument could break was looked at."""
+    """Check all arguments, and return the output tensor."""
     launch.check_shape("q", q, "N", "H", "R + Dr")
     num_tokens, num_heads, width = q.shape
     launch.check_shape("latent_cache", latent_cache, "blocks", 1, "block_size", width)
@@ -218,7 +217,7 @@ def check_arguments(
 
 
 def tensor_descriptors(cache: Tensor, value_dim: int, tile: Tile) -> tuple[Any, Any]:
-    """What the bulk copy engine needs for the two parts of a tile; None, None without it."""
+    """Descriptors for the two parts of a tile; (None, None) without bulk copies."""
     if not tile.descriptors:
         return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -1,7 +1,7 @@
-"""What a program of `minillm_kernels.mla` does with a tile of queries: load, attend, merge, store.
+"""Device functions of `minillm_kernels.mla` for a tile of queries: load, attend, merge, store.
 
-A *query* is one head of one token; a tile has BLOCK_M of them. Scores are [queries, keys] and sums
-[queries, R]; with SWAP both are transposed, which changes the axis and no number.
+A *query* is one head of one token; a tile has BLOCK_M queries. Scores are [queries, keys] and sums
+[queries, R]; with SWAP both are transposed.
 """
 
 from minillm_kernels.launch import tl, triton
@@ -12,11 +12,11 @@ def find_queries(
     first_token, head_tile, query_len, seq_len, num_heads, window, BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK_Q tokens x BLOCK_H heads of the `query_len` last ones of a sequence.
+    """A tile of BLOCK_Q tokens x BLOCK_H heads out of a sequence's last `query_len` tokens.
 
-    Returns of each query [BLOCK_M] the token (counted from the sequence's first query), the head,
-    whether both exist, and the position (-1: sees nothing); then the keys [begin, end) outside of
-    which no query of the tile sees any.
+    Returns for each query [BLOCK_M] the token (counted from the sequence's first query), the head,
+    whether both exist, and the position (-1: no visible keys); and the range [begin, end) of keys
+    that are visible to any query of the tile.
     """
     lanes = tl.arange(0, BLOCK_Q * BLOCK_H)
     tokens = first_token + lanes // BLOCK_H
@@ -52,7 +52,7 @@ def load_keys(
 ):  # fmt: skip
     """A tile of keys through the block table: [BLOCK_N, BLOCK_R] and [BLOCK_N, BLOCK_D].
 
-    What is not `valid` is 0: a weight of 0 does not hide a NaN.
+    Keys that are not `valid` are 0, because a weight of 0 times NaN is NaN.
     """
     blocks = tl.load(table_ptr + positions // PAGE, mask=valid, other=0).to(tl.int64)
     rows = cache_ptr + (blocks * PAGE + positions % PAGE) * (R + D)
@@ -71,11 +71,11 @@ def add_tile(
 ):  # fmt: skip
     """One step of the online softmax (Milakov and Gimelshein, 2018): one tile of keys.
 
-    `positions` [BLOCK_N] are the keys', `places` [BLOCK_M] the queries' (-1 sees nothing). The
-    state is unnormalised: sum of weighted values, largest score, sum of weights.
+    `positions` [BLOCK_N] are those of the keys, `places` [BLOCK_M] those of the queries (-1: no
+    visible keys). The state is unnormalised: weighted sum of values, maximum, sum of weights.
     """
     acc, highest, total = state
-    KEYS: tl.constexpr = 0 if SWAP else 1  # the axis of the scores along which keys lie
+    KEYS: tl.constexpr = 0 if SWAP else 1  # the axis of keys in the scores
     if SWAP:
         scores = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
         scores = tl.dot(rope, tl.trans(q_rope), scores, input_precision="ieee")
@@ -88,13 +88,13 @@ def add_tile(
         visible = visible & (key > query - window)
     scores = tl.where(visible, scores * scale, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, KEYS))
-    shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that saw nothing yet
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # no visible key yet
     decay = tl.exp2(highest - shift)
     weights = tl.exp2(scores - tl.expand_dims(shift, KEYS))
     total = tl.fma(total, decay, tl.sum(weights, KEYS))
     acc = acc * tl.expand_dims(decay, KEYS)
     weights = weights.to(latent.dtype)
-    if SWAP:  # the value is the key's latent part, which is here already
+    if SWAP:  # the value is the key's latent part, already in shared memory
         acc = tl.dot(tl.trans(latent), weights, acc, input_precision="ieee")
     else:
         acc = tl.dot(weights, latent, acc, input_precision="ieee")
@@ -103,7 +103,7 @@ def add_tile(
 
 @triton.jit
 def empty_state(BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, SWAP: tl.constexpr):
-    """Before the first key: [BLOCK_R, BLOCK_M] if SWAP, else [BLOCK_M, BLOCK_R]; and [BLOCK_M]."""
+    """The initial state: [BLOCK_R, BLOCK_M] if SWAP, else [BLOCK_M, BLOCK_R]; and [BLOCK_M]."""
     acc = tl.zeros([BLOCK_R, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_R], tl.float32)
     return acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
 
@@ -115,10 +115,10 @@ def attend(
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, SWAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a tile over the keys from `begin` (a multiple of BLOCK_N) up to `end`.
+    """Attend from a tile of queries to the keys [begin, end); `begin` is a multiple of BLOCK_N.
 
-    With descriptors, whole tiles are fetched by the bulk copy engine, each out of one page; what
-    is left at the end is loaded row by row, because a copy cannot leave out rows that may be NaN.
+    With descriptors, full tiles are loaded by bulk copies, each from one page. The last partial
+    tile is loaded row by row, because a bulk copy cannot mask rows, which may be NaN.
     """
     state = empty_state(BLOCK_M, BLOCK_R, SWAP)
     offsets = tl.arange(0, BLOCK_N)
@@ -128,7 +128,7 @@ def attend(
         block = tl.load(table_ptr + begin // PAGE, mask=begin < rest, other=0)
         for start in tl.range(begin, rest, BLOCK_N, num_stages=STAGES):
             row = block.to(tl.int32) * PAGE + start % PAGE
-            following = start + BLOCK_N  # looked up early, so that no copy waits for its address
+            following = start + BLOCK_N  # prefetch the address of the next tile
             block = tl.load(table_ptr + following // PAGE, mask=following < rest, other=0)
             latent, rope = latent_tiles.load([row, 0]), rope_tiles.load([row, R])
             state = add_tile(
@@ -150,9 +150,9 @@ def attend(
 
 @triton.jit
 def merge(state, part, KEYS: tl.constexpr):
-    """Two results over different keys are one over all (Dao et al., 2023), each sum rounded once.
+    """Merge two states over different keys (Dao et al., 2023), with one rounding per sum.
 
-    Written with `fma`, so that no compiler may choose to round differently here and there.
+    Written with explicit `fma`, so that the rounding is the same in every kernel.
     """
     acc, highest, total = state
     part_acc, part_highest, part_total = part
@@ -166,7 +166,7 @@ def merge(state, part, KEYS: tl.constexpr):
 
 @triton.jit
 def normalised(acc, total, KEYS: tl.constexpr):
-    """What saw no key is 0."""
+    """Weighted values over the sum of weights; 0 for queries without visible keys."""
     return acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), KEYS)
 
 
@@ -174,7 +174,7 @@ def normalised(acc, total, KEYS: tl.constexpr):
 def store_rows(
     base_ptr, rows, values, inside, R: tl.constexpr, BLOCK_R: tl.constexpr, SWAP: tl.constexpr
 ):
-    """Values of either orientation to rows of R numbers."""
+    """Store values of either orientation as rows of R numbers."""
     KEYS: tl.constexpr = 0 if SWAP else 1
     r = tl.expand_dims(tl.arange(0, BLOCK_R), 1 - KEYS)
     mask = tl.expand_dims(inside, KEYS) & (r < R)
@@ -185,11 +185,11 @@ def store_rows(
 @triton.jit
 def plan_splits(seq_len, query_len, window, capacity, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
                 LEAST: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """How the keys that a sequence's last `query_len` tokens see are cut into splits.
+    """Divide the keys visible to a sequence's last `query_len` tokens into splits.
 
-    Returns origin, size, first split, last split + 1. Split i covers the positions from
-    origin + i * size on. With SPLIT that is its size, counted from position 0; otherwise what is
-    visible is divided into at most `capacity` equal splits.
+    Returns origin, size, first split, last split + 1. Split i covers `size` positions from
+    origin + i * size on. With SPLIT, the size is SPLIT and the origin is position 0; otherwise the
+    visible keys are divided into at most `capacity` equal splits.
     """
     first_key = 0
     if WINDOW:

@@ -4,31 +4,31 @@
              e = ids[n, j]
 
 Shapes: N tokens of d numbers; E experts with `gate_up` [E, 2 I, d] (gate above up) and `down`
-[E, d, I]. A loop over experts would be E small products with a host that waits for the ids. A
-*grouped* product is one launch for all of them (Gale et al., MegaBlocks, 2022):
+[E, d, I]. A loop over experts would need E small products, and the host would wait for the ids. A
+*grouped* product is one launch for all experts (Gale et al., MegaBlocks, 2022):
 
 1. `moe_plan.make_plan` sorts the N k pairs (token, choice) by expert, in blocks of `block_m` rows.
-2. `_gate_up_kernel`: gate and up of a block by one program, which reads the tile of x once for
-   both and multiplies them in registers -> hidden, in sorted order.
-3. `_down_kernel`: times `down`, times the routing weight -> contributions [N, k, d].
-4. `_sum_kernel` adds the k contributions of a token, in the order of its choices. That order is a
-   part of the token's own input, so its bits depend on nothing else, and no atomics are needed.
+2. `_gate_up_kernel`: one program computes gate and up of a block, loads each tile of x once for
+   both, and multiplies them in registers -> hidden, in sorted order.
+3. `_down_kernel`: multiplies by `down` and by the routing weight -> contributions [N, k, d].
+4. `_sum_kernel` adds the k contributions of a token in the order of its choices. There are no
+   atomics, and a token's bits depend only on its own input.
 
-Programs are numbered in groups of blocks: a group passes under one column of weight tiles before
-the next begins. Blocks of one expert run side by side, so that the second finds the tile in the L2
-cache; and a group is so small that its rows stay there until the last column.
+Programs are ordered in groups of blocks: all blocks of a group use a column of weight tiles before
+the next column starts. Blocks of one expert run at the same time, so that they share the weight
+tile in the L2 cache, and a group is small enough that its rows stay there for all columns.
 
-*Direct.* When a few tokens hardly ever share an expert (N = 1 above all), there is nothing to sort:
-each pair is a block of its own, and `_down_of_token_kernel` walks over the k experts of a token and
-keeps the sum in registers. Two launches instead of four.
+*Direct.* When few tokens share an expert (N = 1 above all), sorting gains nothing: each pair is a
+block, and `_down_of_token_kernel` loops over the k experts of a token and keeps the sum in
+registers. This takes two launches instead of four.
 
-Bytes: each weight of an active expert once, 3 A d I numbers for A active experts, and then x, out,
-hidden and contributions (written and read, N k (I + d)). Operations: 6 N k d I, in half precision
-N k / A per byte: below about 180 rows per expert an H200 is bound by the weights' bytes, above by
-its tensor cores. Qwen3-30B-A3B (128 experts, top-8, 2048 x 768): 75 MB for one token; 1.2 GB and
-309 GFLOP for 4096 tokens, where both bounds are close.
+Bytes: the weights of A active experts once, 3 A d I numbers, and x, out, hidden and contributions
+(written and read, N k (I + d)). Operations: 6 N k d I, in half precision N k / A per byte: below
+about 180 rows per expert, an H200 is memory-bound, above it compute-bound. Qwen3-30B-A3B (128
+experts, top-8, 2048 x 768): 75 MB for one token; 1.2 GB and 309 GFLOP for 4096 tokens, where both
+bounds are close.
 
-Half precision adds up in float32; hidden and each contribution are rounded once to the dtype of x.
+Products accumulate in float32; hidden and each contribution are rounded once to the dtype of x.
 """
 
 from typing import NamedTuple
@@ -69,9 +69,9 @@ def moe_experts(
 
     `x` [N, d] (rows may have gaps), `gate_up` [E, 2 I, d], `down` [E, d, I], `weights` float32
     [N, k] and `ids` int32 or int64 [N, k], an expert at most once in a row -> [N, d]. With
-    `batch_invariant` a token's bits depend on its row of x, weights and ids only. Shapes of
-    launches follow from shapes alone (CUDA graphs). KernelError for what does not fit, and, when
-    debugging, for ids that name no expert.
+    `batch_invariant` a token's bits depend on its row of x, weights and ids only. Grids depend on
+    shapes only (CUDA graphs). Raises KernelError for unsupported arguments and, when debugging, for
+    ids outside of the experts.
     """
     check_device(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids)
     check_arguments(x, gate_up, down, weights, ids)
@@ -88,7 +88,7 @@ def moe_experts(
 
 
 def _run_sorted(call: _Call) -> None:
-    """Steps 1 to 4: any number of tokens."""
+    """Steps 1 to 4, for any number of tokens."""
     config, out, (num_experts, d, intermediate) = call.config, call.out, call.down.shape
     num_tokens, top_k = call.ids.shape
     plan = make_plan(call.ids, num_experts, config.block_m)
@@ -121,7 +121,7 @@ def _run_sorted(call: _Call) -> None:
 
 
 def _run_direct(call: _Call) -> None:
-    """Every pair for itself: few tokens."""
+    """A block per pair, for few tokens."""
     config, tile, (num_experts, d, intermediate) = call.config, call.config.down, call.down.shape
     num_tokens, top_k = call.ids.shape
     hidden = call.x.new_empty(num_tokens * top_k, intermediate)
@@ -146,7 +146,7 @@ def _run_direct(call: _Call) -> None:
 def _launch_gate_up(
     call: _Call, hidden: Tensor, expert_of_block: Tensor | None, pair_of_row: Tensor | None
 ) -> None:
-    """The first product, of sorted rows or (without a plan) of every pair for itself."""
+    """Launch the first product, of sorted rows or (without a plan) of single pairs."""
     config, tile, intermediate = call.config, call.config.gate_up, hidden.shape[1]
     num_blocks = call.ids.numel() if expert_of_block is None else len(expert_of_block)
     weight = operand(call.gate_up, tile.n, tile.k, config)
@@ -169,7 +169,7 @@ def _launch_gate_up(
 
 
 def _options(config: Config, tile: Tile, descriptors: bool) -> dict[str, int]:
-    """What every product is compiled for."""
+    """The compile-time constants of every product."""
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": tile.n,
@@ -185,7 +185,7 @@ def _options(config: Config, tile: Tile, descriptors: bool) -> dict[str, int]:
 
 @triton.jit
 def _place(num_blocks, num_columns, group):
-    """Which block and column of tiles this program computes: down a group's blocks, then right.
+    """The block and the column of tiles of this program: down a group's blocks, then right.
 
     0 2 4      blocks 0 and 1, group = 2
     1 3 5
@@ -209,26 +209,26 @@ def _weight_tile(
     BLOCK_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_K] of a weight with rows of K numbers; what is behind the end of K is 0.
+    """[BLOCK_N, BLOCK_K] of a weight with rows of K numbers, 0 after the end of K.
 
-    From row `num_rows` of the tile on there is another matrix (or nothing): what it says about
-    those columns of the product must not be stored. A quantised weight would be widened here.
+    Rows of the tile from `num_rows` on belong to another matrix (or do not exist), so the caller
+    must not store those columns of the product. A quantised weight would be widened here.
     """
     if DESCRIPTORS:
-        tile = weight.load([first_row, k])  # 0 behind the end of the tensor
+        tile = weight.load([first_row, k])  # 0 after the end of the tensor
     else:
         rows = tl.arange(0, BLOCK_N)
         columns = k + tl.arange(0, BLOCK_K)
         pointers = weight + (first_row + rows)[:, None].to(tl.int64) * K + columns[None, :]
         inside = (rows < num_rows)[:, None] & (columns < K)[None, :]
-        # Each weight is wanted once, or by programs that run side by side: it need not stay.
+        # A weight is read once, or by programs that run at the same time: evict it first.
         tile = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
     return tile
 
 
 @triton.jit
 def _rows_tile(x, offsets, valid, k, K, BLOCK_K: tl.constexpr):
-    """[BLOCK_M, BLOCK_K] of scattered rows that begin at `offsets`; 0 where there is no row."""
+    """[BLOCK_M, BLOCK_K] of rows that start at `offsets`; 0 for rows that are not valid."""
     columns = k + tl.arange(0, BLOCK_K)
     mask = valid[:, None] & (columns < K)[None, :]
     return tl.load(x + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
@@ -258,7 +258,7 @@ def _gate_up_kernel(
     block, column = _place(num_blocks, tl.cdiv(intermediate, BLOCK_N), group)
     column *= BLOCK_N
     row = tl.arange(0, BLOCK_M)
-    if expert_of_block is None:  # block b is pair b, alone
+    if expert_of_block is None:  # block b is pair b
         expert = existing_expert(tl.load(ids + block), num_experts)
         pair = tl.where(row == 0, block, -1)
         hidden_row, stored = block + row, pair >= 0
@@ -267,7 +267,7 @@ def _gate_up_kernel(
         if expert < 0:
             return
         pair = tl.load(pair_of_row + block * BLOCK_M + row)
-        hidden_row, stored = block * BLOCK_M + row, row >= 0  # padding is stored, too: as 0
+        hidden_row, stored = block * BLOCK_M + row, row >= 0  # padding is stored as 0
     valid = pair >= 0
     token = tl.where(valid, pair // top_k, 0).to(tl.int64)
 
@@ -344,7 +344,7 @@ def _sum_kernel(contributions, out, out_stride, d, TOP_K: tl.constexpr, BLOCK: t
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for choice in tl.static_range(TOP_K):  # unrolled, so that all k loads are under way at once
+    for choice in tl.static_range(TOP_K):  # unrolled, so that all k loads are in flight at once
         row = contributions + (token * TOP_K + choice) * d
         total += tl.load(row + columns, mask=columns < d, other=0.0).to(tl.float32)
     tl.store(out + token * out_stride + columns, total.to(out.dtype.element_ty), mask=columns < d)
@@ -370,9 +370,9 @@ def _down_of_token_kernel(
 ):
     """out = sum over choices of (hidden down^T) * routing weight, for one token's BLOCK_N columns.
 
-    One loop over all tiles of all choices, so that loads run ahead from one expert into the next.
-    Weights could not set off before an id loaded inside had arrived: all k are read before, and
-    picked by a sum. Tensor cores want BLOCK_M rows; the first is real.
+    One loop over all tiles of all choices, so that the prefetch continues from one expert to the
+    next. All k ids are loaded before the loop and selected by a sum, because an id loaded in the
+    loop would delay its weights. Tensor cores need BLOCK_M rows; only the first one is used.
     """
     column = tl.program_id(0) * BLOCK_N
     token = tl.program_id(1)

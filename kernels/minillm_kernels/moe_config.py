@@ -1,12 +1,9 @@
-"""What a call of `moe.moe_experts` must be, and how its products are cut.
+"""Argument checks and tiles of `moe.moe_experts`.
 
-The cut is a table by architecture, dtype and rows per expert.
-
-What decides is how many rows meet one expert's weights, N k / E on average, because it says what
-the bound is (see `moe`): few rows want narrow tiles and many programs, so that every multiprocessor
-has tens of kilobytes of weights under way; many rows want the widest products that the registers
-hold. Nothing is measured at run time: a call must cost the same the first time, and under a CUDA
-graph there is no second one.
+Tiles come from a table by architecture, dtype and rows per expert, N k / E on average, which
+decides the bound (see `moe`). Few rows need narrow tiles and many programs, so that every
+multiprocessor has tens of kilobytes of weights in flight; many rows need the largest tiles that fit
+into registers. There is no autotuning: the first call would be slow, and CUDA graphs rule it out.
 """
 
 from dataclasses import dataclass
@@ -28,7 +25,7 @@ from minillm_kernels.launch import (
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program of a product computes: `n` columns, `k` of the inner dimension at a time."""
+    """The tile of one program: `n` columns, and `k` numbers of the inner dimension at a time."""
 
     n: int
     k: int
@@ -38,14 +35,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """How a call is cut.
+    """Tiles of a call.
 
     Attributes:
         block_m: rows of one expert in a program.
-        gate_up: its tile is there twice, for gate and for up.
-        descriptors: weights and hidden come by bulk copies (TMA), where their rows allow it.
-        direct: each pair for itself, without sorting (see `moe`).
-        group_bytes: how much of the rows shall stay in the L2 cache while all columns pass.
+        gate_up: tile of the first product, held twice, for gate and for up.
+        descriptors: load weights and hidden by bulk copies (TMA), if their rows allow it.
+        direct: a block per pair, without sorting (see `moe`).
+        group_bytes: bytes of rows that stay in the L2 cache while all columns are computed.
     """
 
     block_m: int
@@ -61,14 +58,13 @@ class Config:
         return max(1, self.group_bytes // block)
 
 
-# The interpreter pays for operations, not for numbers: tiles that hold a whole test.
+# The interpreter's cost is per operation, not per number: a tile holds a whole test case.
 INTERPRETED = Config(32, Tile(128, 256), Tile(128, 256))
 FLOAT32 = Config(32, Tile(32, 32, 4, 2), Tile(64, 32, 4, 2))
-# 16 rows are the least that tensor cores take. A program of `direct` waits for memory with seven
-# tiles of 8 KB under way.
+# Tensor cores need at least 16 rows. A program of `direct` has seven tiles of 8 KB in flight.
 DIRECT = Config(16, Tile(16, 256), Tile(16, 256, 4, 8), direct=True)
 DECODE = Config(16, Tile(32, 128), Tile(32, 128))
-# 64 rows are the least of Hopper's asynchronous products (WGMMA).
+# Hopper's asynchronous products (WGMMA) need at least 64 rows.
 MIDDLE_80 = Config(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))
 MIDDLE_90 = Config(64, Tile(64, 64), Tile(128, 64), descriptors=True)
 PREFILL_80 = Config(128, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3))
@@ -85,8 +81,8 @@ def choose_config(
 ) -> Config:
     """The tiles for a call; `target` is `launch.arch()`.
 
-    If `batch_invariant`, the number of tokens does not count, so that each token's sums are cut
-    alike in every batch.
+    If `batch_invariant`, tiles do not depend on the number of tokens, so that each token's sums are
+    split in the same way in every batch.
     """
     if target == 0:
         return INTERPRETED
@@ -104,9 +100,9 @@ def choose_config(
 
 
 def operand(tensor: Tensor, rows: int, columns: int, config: Config) -> object:
-    """A tensor as rows for bulk copies of [rows, columns], if it can be; else the tensor itself.
+    """A descriptor of [rows, columns] tiles for bulk copies if supported, else the tensor itself.
 
-    The copy engine wants rows that begin at multiples of 16 bytes.
+    Bulk copies need rows that are aligned to 16 bytes.
     """
     aligned = tensor.shape[-1] * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
     if not (config.descriptors and aligned):
@@ -115,7 +111,7 @@ def operand(tensor: Tensor, rows: int, columns: int, config: Config) -> object:
 
 
 def check_arguments(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> None:
-    """Shapes, dtypes and strides of a call of `moe.moe_experts` (KernelError)."""
+    """Check shapes, dtypes and strides of `moe.moe_experts`; raises KernelError."""
     check_same_dtype(x=x, gate_up=gate_up, down=down)
     check_dtype((torch.float32,), weights=weights)
     check_dtype(INTEGERS, ids=ids)

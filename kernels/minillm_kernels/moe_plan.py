@@ -1,22 +1,22 @@
-"""Which rows of a mixture-of-experts product belong together, decided on the device.
+"""Sorts the rows of a mixture-of-experts layer by expert, on the device.
 
 A token that chose k of E experts makes k *pairs* (token, choice); pair p is choice p % k of token
-p // k. One program of a product works on `block_m` rows of one expert, so the N k pairs are put in
-the order of their experts and each expert gets whole blocks, the last one padded:
+p // k. A program of a product computes `block_m` rows of one expert, so the N k pairs are sorted by
+expert, and each expert gets whole blocks, the last one padded:
 
     ids [N, k]       2 0 | 0 3 | 2 0                      (k = 2, block_m = 2)
     pair_of_row      1 2 | 5 - | 0 4 | 3 -
     expert_of_block    0     0     2     3     -1  -1     (expert 1 has none)
 
-How many blocks that makes depends on the values of `ids`, which the host does not know and must not
-ask for: a question would stall it, and a CUDA graph cannot ask. It launches as many blocks as there
-can be at most, and those that are not needed carry the expert -1 and return at once. Of A experts
-with tokens each pads at most block_m - 1 rows, and A is at most min(E, N k).
+The number of blocks depends on the values of `ids`. Reading them on the host would synchronise,
+which CUDA graphs do not allow. The host therefore launches the largest possible number of blocks;
+unused blocks have the expert -1 and return at once. Each of A active experts pads at most
+block_m - 1 rows, and A is at most min(E, N k).
 
-The sort is a counting sort in one launch. Program e counts the pairs of all experts, which tells it
-where its own blocks begin, and then gives its pairs their places in ascending order. Programs share
-nothing, so there are no atomics and no second order of anything. Each reads all ids twice: 2 E N k
-numbers from the L2 cache, which is little beside E weight matrices.
+The sort is a counting sort in one launch. Program e counts the pairs of all experts, which gives
+the start of its own blocks, and then writes its pairs in ascending order. Programs share no data,
+so there are no atomics and the order is fixed. Each program reads all ids twice: 2 E N k numbers
+from the L2 cache, few compared with E weight matrices.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ from torch import Tensor
 
 from minillm_kernels.launch import DEBUG, INTERPRETED, KernelError, padded, tl, triton
 
-MAX_CHUNK = 4096  # ids that a program looks at in one go
+MAX_CHUNK = 4096  # ids that a program reads at a time
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Blocks of `block_m` rows that the pairs of all experts can fill, whoever chose what."""
+    """Upper bound of the number of blocks of `block_m` rows, for any choice of experts."""
     return (num_pairs + min(num_experts, num_pairs) * (block_m - 1)) // block_m
 
 
 def check_ids(ids: Tensor, num_experts: int) -> None:
-    """When debugging or interpreting: every id names an expert (KernelError)."""
+    """When debugging or interpreting, check that every id is an expert; raises KernelError."""
     if not (DEBUG or INTERPRETED):
         return
     rows: Sequence[Sequence[int]] = ids.tolist()
@@ -48,7 +48,7 @@ def check_ids(ids: Tensor, num_experts: int) -> None:
 
 
 def make_plan(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor]:
-    """Sort the pairs of `ids` [N, k] by expert: one launch, no waiting.
+    """Sort the pairs of `ids` [N, k] by expert, in one launch without synchronisation.
 
     Returns int32 `expert_of_block` [blocks], -1 for an unused block, and int32 `pair_of_row`
     [blocks, block_m], -1 for padding (in unused blocks nothing is written).
@@ -74,16 +74,16 @@ def make_plan(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tens
 
 @triton.jit
 def existing_expert(expert, num_experts):
-    """An id that names no expert would lead out of the weights: it is taken for the nearest one.
+    """Clamp an id to the existing experts, so that no memory outside of the weights is read.
 
-    The token that it belongs to is lost, its neighbours and the process are not.
+    The result of such a token is wrong; other tokens are not affected.
     """
     return tl.minimum(tl.maximum(expert, 0), num_experts - 1).to(tl.int32)
 
 
 @triton.jit
 def _chosen(ids, pairs, num_pairs, NUM_EXPERTS: tl.constexpr):
-    """The experts of these pairs; `NUM_EXPERTS` itself behind the last pair."""
+    """The experts of these pairs; `NUM_EXPERTS` after the last pair."""
     experts = tl.load(ids + pairs, mask=pairs < num_pairs, other=0)
     return tl.where(pairs < num_pairs, existing_expert(experts, NUM_EXPERTS), NUM_EXPERTS)
 
@@ -100,7 +100,7 @@ def _plan_kernel(
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program e: where the blocks of expert e begin, and which pairs are in them."""
+    """Program e: the start of the blocks of expert e, and their pairs."""
     expert = tl.program_id(0)
     chunk = tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
@@ -113,7 +113,7 @@ def _plan_kernel(
     num_own_blocks = tl.sum(tl.where(experts == expert, blocks, 0))
     num_own_pairs = tl.sum(tl.where(experts == expert, counts, 0))
 
-    # The last expert also marks the blocks that nobody needs.
+    # The program of the last expert also marks unused blocks.
     own_end = first_block + num_own_blocks
     marked_end = tl.where(expert == NUM_EXPERTS - 1, num_blocks, own_end)
     for first in range(first_block, marked_end, CHUNK):

@@ -1,9 +1,9 @@
-"""Compile kernels for a GPU that is not there, and read what the compiler made of them.
+"""Compile kernels without a GPU, and inspect the machine code.
 
-Triton's compiler and the assembler it carries need no GPU. `compile_for` runs real launchers on
-CPU tensors as stand-ins: every `kernel[grid](...)` inside is compiled for the architecture and
-not run. `inspect` then counts registers, spills, shared memory and instructions in the machine
-code (SASS).
+Triton's compiler and the assembler in its wheel need no GPU. `compile_for` calls real launchers
+with CPU tensors as stand-ins: every `kernel[grid](...)` is compiled for the architecture and not
+run. `inspect` then reads registers, spills, shared memory and instructions from the machine code
+(SASS).
 """
 
 import os
@@ -21,8 +21,8 @@ from typing import Any
 from minillm_kernels.launch import INTERPRETED, SHARED_MEMORY, KernelError, triton
 
 ARCHITECTURES = (80, 90, 100)
-# Instructions worth counting: tensor cores of Ampere, Hopper and Blackwell; asynchronous and bulk
-# copies; a change of the register budget (warp specialisation); local memory, which is spilling.
+# Counted instructions: tensor cores of Ampere, Hopper and Blackwell; asynchronous and bulk copies;
+# a change of the register budget (warp specialisation); local memory (spilled registers).
 MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "IMMA")
 COPIES = ("LDGSTS", "UTMALDG", "UBLKCP")
 LOCAL = ("LDL", "STL")
@@ -37,8 +37,8 @@ class Compiled:
         registers: per thread.
         stack: bytes of local memory per thread; above 0 means that registers were spilled.
         shared: bytes of shared memory per program.
-        num_warps: of a program, those of a producer included.
-        opcodes: how often each instruction of `OPCODES` stands in the code.
+        num_warps: warps of a program, including producer warps.
+        opcodes: number of occurrences of each instruction of `OPCODES` in the code.
     """
 
     kernel: str
@@ -51,22 +51,22 @@ class Compiled:
 
     @property
     def spills(self) -> bool:
-        """Whether values had to leave the registers."""
+        """Whether registers were spilled."""
         return self.stack > 0 or any(self.opcodes[name] for name in LOCAL)
 
     @property
     def fits(self) -> bool:
-        """Whether the chip has the shared memory; the compiler does not look."""
+        """Whether the GPU has enough shared memory, which the compiler does not check."""
         return self.shared <= SHARED_MEMORY[self.arch]
 
     @property
     def uses_tensor_cores(self) -> bool:
-        """Whether products run on matrix units."""
+        """Whether products use tensor cores."""
         return any(self.opcodes[name] for name in MATRIX)
 
 
 class _CompileOnly:
-    """In the place of Triton's CUDA driver: it knows a target and can run nothing."""
+    """Replaces Triton's CUDA driver: has a target, and cannot run kernels."""
 
     compiles_only = True
 
@@ -79,7 +79,7 @@ class _CompileOnly:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.target.arch  # compiled kernels are kept per device: one per architecture
+        return self.target.arch  # Triton caches kernels per device: one device per architecture
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
@@ -92,9 +92,9 @@ class _CompileOnly:
 
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Any]]:
-    """Inside, a launch compiles for `capability` and appends what it compiled to the list.
+    """For the block, a launch compiles for `capability` and appends the kernel to the list.
 
-    KernelError where kernels are interpreted, or for an architecture that is not in
+    Raises KernelError if kernels are interpreted, or for an architecture that is not in
     `SHARED_MEMORY`.
     """
     if INTERPRETED:
@@ -104,7 +104,7 @@ def compiling(capability: int) -> Iterator[list[Any]]:
         raise KernelError(f"the architecture is {capability}; known are {known}.")
     from triton.runtime.driver import driver
 
-    before = getattr(driver, "_active", None)  # reading `active` would look for a GPU
+    before = getattr(driver, "_active", None)  # reading `active` would search for a GPU
     interface = triton.runtime.jit.KernelInterface
     launch, found = interface.__getitem__, []
 
@@ -131,7 +131,7 @@ def compile_for(capability: int, run: Callable[[], object]) -> list[Compiled]:
 
 
 def inspect(kernel: Any, capability: int) -> Compiled:
-    """Read a compiled kernel's resources and instructions with the tools that Triton carries."""
+    """Read a compiled kernel's resources and instructions with the tools in Triton's wheel."""
     registers, stack, counts = _machine_code(kernel.asm["cubin"])
     return Compiled(
         kernel=kernel.metadata.name,
@@ -144,21 +144,21 @@ def inspect(kernel: Any, capability: int) -> Compiled:
     )
 
 
-@lru_cache(maxsize=256)  # launches of several models often need the same kernel
+@lru_cache(maxsize=256)  # launches of several models often share a kernel
 def _machine_code(binary: bytes) -> tuple[int, int, tuple[tuple[str, int], ...]]:
     """Registers, bytes of stack, and how often each of `OPCODES` occurs."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(binary)
         usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
-        # What `cuobjdump -sass` asks, without the encodings and the flow of control: a quarter less
-        # time, most of which the tool takes to start.
+        # Like `cuobjdump -sass`, without encodings and control flow, which saves a quarter of the
+        # time.
         code = _tool("nvdisasm", "--print-code", "--no-dataflow", cubin)
 
     def number(name: str) -> int:
         found = re.search(rf"\b{name}:(\d+)", usage)
         if found is None:
-            raise KernelError(f"cuobjdump said nothing of {name}: {usage[:200]!r}")
+            raise KernelError(f"cuobjdump did not report {name}: {usage[:200]!r}")
         return int(found[1])
 
     counts = Counter(re.findall(r"\b(" + "|".join(OPCODES) + r")\b", code))
@@ -166,16 +166,16 @@ def _machine_code(binary: bytes) -> tuple[int, int, tuple[tuple[str, int], ...]]
 
 
 def _num_warps(kernel: Any) -> int:
-    """Warp specialisation adds warps that the launch did not ask for."""
+    """Number of warps, including those that warp specialisation adds."""
     found = re.search(r"\.reqntid\s+(\d+)", kernel.asm["ptx"])
     return int(found[1]) // 32 if found else kernel.metadata.num_warps
 
 
 def _tool(name: str, *arguments: str | Path) -> str:
-    """What one of NVIDIA's tools prints about a file."""
+    """Run one of NVIDIA's tools, and return its output."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     if not os.access(tool, os.X_OK):
-        raise KernelError(f"This build of Triton carries no {name}; its Linux wheels do.")
+        raise KernelError(f"This build of Triton has no {name}; use a Linux wheel of Triton.")
     done = subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise KernelError(f"{name} failed: {done.stderr.strip()[:300]}")

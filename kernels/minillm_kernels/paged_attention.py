@@ -1,23 +1,23 @@
-"""Attention over a paged KV cache: what a vLLM-like engine stands on (Kwon et al., 2023).
+"""Attention over a paged KV cache (PagedAttention: Kwon et al., 2023).
 
-The keys and values of a sequence lie in blocks of 1 to 256 positions anywhere in one large cache
-[blocks, Hkv, block_size, D]; its block table says where. Because blocks are head-major, a page of
-one head is one contiguous piece, which Hopper's copy engine reads as a whole. A batch is flat: N
-query rows of B sequences, each decoding (one query, or a few drafted ones to verify) or a chunk of
-a prompt (many). The host knows only shapes, so nothing here waits for the GPU, and grids are
-constant under CUDA graphs.
+The keys and values of a sequence are stored in blocks of 1 to 256 positions of one large cache
+[blocks, Hkv, block_size, D]; its block table lists them. Blocks are head-major, so a page of one
+head is contiguous and can be loaded by a single bulk copy on Hopper. A batch is flat: N query rows
+of B sequences, each decoding (one query, or a few drafts to verify) or in a prefill chunk (many).
+The host uses only shapes, so there is no synchronisation, and grids are constant, as CUDA graphs
+require.
 
 * **Decode** (paged_decode.py) reads each key and value once: 2 S Hkv D numbers per sequence of S
-  positions, for 4 S H D operations: in half precision G = H / Hkv of them per byte. A GPU is bound
-  by its matrix units from about 200 on, so memory is the bound. Llama-3.1-8B, 64 sequences of
-  4,096 positions: 1.07 GB a layer. The partial results of splits are 4 (D + 2) bytes for each
-  row, head and split, written and read once. T queries of a sequence read its keys once, too.
-* **Prefill** (paged_prefill.py) of T rows behind P cached ones does 4 H D (T P + T^2 / 2)
-  operations on 2 (P + T) Hkv D numbers: from a few hundred rows on the matrix units are the bound.
-* **Batch-invariant** calls use the second file's other kernel for every row; see `_invariant`.
+  positions, for 4 S H D operations, in half precision G = H / Hkv operations per byte. A GPU is
+  compute-bound from about 200, so decode is memory-bound. Llama-3.1-8B, batch 64, context 4,096:
+  1.07 GB a layer. The partial results of splits are 4 (D + 2) bytes for each row, head and split,
+  written and read once. Several queries of a sequence also read its keys once.
+* **Prefill** (paged_prefill.py) of T rows after P cached positions does 4 H D (T P + T^2 / 2)
+  operations on 2 (P + T) Hkv D numbers: from a few hundred rows on it is compute-bound.
+* **Batch-invariant** calls use `invariant_kernel` of paged_prefill.py for every row; see
+  `_invariant`.
 
-Later variants have their places: scales of quantised pages belong in `load_rows`, quantised
-products beside `tl.dot`, tree masks beside `visible`.
+Quantised pages would be scaled in `load_rows`, and tree masks added beside `visible`.
 """
 
 import math
@@ -53,12 +53,12 @@ LOG2_E = 1.4426950408889634
 MAX_GROUP = 128  # query heads that share a KV head
 MAX_BLOCK_SIZE = 256
 MAX_GRID_Z = 65_535  # programs along a launch's third dimension
-MAX_WORKSPACE = 2**26  # numbers, in the batch-invariant mode, where a table decides the splits
+MAX_WORKSPACE = 2**26  # numbers of partial results in the batch-invariant mode
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One checked call: what all its launches have in common."""
+    """A checked call: the arguments shared by its launches."""
 
     q: Tensor
     k_cache: Tensor
@@ -86,18 +86,18 @@ class _Call:
 
     @property
     def most_positions(self) -> int:
-        """Upper bound of every length: what a table has room for."""
+        """Upper bound of all lengths: the capacity of a block table."""
         return self.block_tables.shape[1] * self.k_cache.shape[2]
 
     def exponents(self) -> tuple[float, float, int]:
-        """`scale`, `soft_cap` and `window` as the kernels take them (`log2_scores`)."""
+        """`scale`, `soft_cap` and `window` in the form that `log2_scores` needs."""
         window = min(self.window or 0, 2**31 - 1 - FEW)  # positions are int32 numbers
         if self.soft_cap is None:
             return self.scale * LOG2_E, 0.0, window
         return 2 * self.scale * LOG2_E / self.soft_cap, self.soft_cap * LOG2_E, window
 
     def constants(self, tiles: Tiles, wide: bool = False) -> dict[str, Any]:
-        """What the attention kernels are compiled for; `wide` tiles need the registers of more."""
+        """Compile-time constants of the attention kernels; `wide` tiles use more warps."""
         head_dim, value_dim = self.q.shape[2], self.v_cache.shape[3]
         return {
             "GROUP": self.group,
@@ -116,13 +116,13 @@ class _Call:
         }
 
     def bulk(self, tiles: Tiles) -> bool:
-        """Whether each KV tile is one piece of memory that a descriptor can name."""
+        """Whether each KV tile is contiguous and can be loaded by a descriptor."""
         whole = tiles.bulk and self.k_cache.shape[2] % tiles.block_n == 0
         return whole and self.describable
 
     @cached_property
     def describable(self) -> bool:
-        """Whether a descriptor of [blocks * Hkv * block_size, D] can name each of the caches."""
+        """Whether both caches can have a descriptor of [blocks * Hkv * block_size, D]."""
         k, v = self.k_cache, self.v_cache
         return (
             0 < self.num_cache_rows < 2**31
@@ -148,7 +148,7 @@ class _Call:
         return described(self.k_cache), described(self.v_cache)
 
     def strides(self) -> tuple[Any, ...]:
-        """Of q, both caches, the output and the tables, without their last dimension's 1."""
+        """Strides of q, both caches, the output and the tables, without the last dimension."""
         return (
             self.q.stride()[:-1],
             self.k_cache.stride()[:-1],
@@ -167,7 +167,7 @@ class _Call:
 
 
 def _decode(call: _Call, few: int, block_m: int) -> None:
-    """Every sequence with up to `few` rows of queries, in tiles of `block_m` rows and heads."""
+    """Launch decoding of sequences of up to `few` query rows, with tiles of `block_m` rows."""
     tiles, config = call.config.decode, call.config
     block_q = block_m // call.group
     num_tiles = call.num_sequences * -(-few // block_q)
@@ -190,10 +190,10 @@ def _decode(call: _Call, few: int, block_m: int) -> None:
 
 
 def _decode_rows(call: _Call, max_query_len: int | None) -> tuple[int, int]:
-    """Rows of a sequence that the decode kernel takes, and rows of its tile, heads counted.
+    """The most query rows of a decode sequence, and the rows x heads of its tile.
 
-    A batch without chunks has tiles for all its queries; in another one they are those of a single
-    query, which have room for a few.
+    In a batch without prefill chunks, a tile fits all queries of a sequence. Otherwise it is the
+    tile of a single query, whose padding also fits a few queries.
     """
     tiles = call.config.decode
     least = tiles.least_heads if tiles.swap else 16
@@ -207,7 +207,7 @@ def _decode_rows(call: _Call, max_query_len: int | None) -> tuple[int, int]:
 def _combine(
     call: _Call, tiles: Tiles, partial: Tensor, stats: Tensor, split_tiles: int, at_once: int
 ) -> None:
-    """Merge the splits of every decode row."""
+    """Launch the merge of the splits of every decode row."""
     value_dim, (_, few, _, splits, _) = call.out.shape[2], stats.shape
     paged_decode.combine_kernel[(call.num_sequences * few, call.q.shape[1])](
         partial, stats, call.out, call.query_start, call.seq_lens, call.out.stride()[:-1],
@@ -218,7 +218,7 @@ def _combine(
 
 
 def _prefill(call: _Call, few: int) -> None:
-    """Every sequence with more than `few` rows of queries."""
+    """Launch prefill of sequences with more than `few` query rows."""
     tiles = call.config.prefill
     block_m = max(tiles.block_m, padded(call.group))
     block_q = block_m // call.group
@@ -231,16 +231,15 @@ def _prefill(call: _Call, few: int) -> None:
 
 
 def _invariant(call: _Call, max_query_len: int | None) -> None:
-    """Every row, by one arithmetic: its bits depend on its query, its position and its keys only.
+    """Launch the batch-invariant mode: a row's bits depend only on its query, position and keys.
 
-    * One kernel, one shape of products: tiles of `block_m` rows and `block_n` keys whatever the
-      query length; a row's sums do not depend on where in the tile it stands, or beside whom.
-    * Keys are cut at multiples of `block_n` and `split_size` positions from 0, by no length, table
-      or block size. A tile that a row's neighbours need and the row does not see has weights 0:
-      it adds 0 to the row's sums and multiplies them by exp2(0) = 1, both exact.
-    * Splits are merged in ascending order by one function (`merge`) in explicit multiply-adds,
-      in registers or, where a few rows each of few sequences would leave the GPU empty, by
-      `combine_kernel`.
+    * One kernel with one tile shape, `block_m` rows x `block_n` keys, for all query lengths; a
+      row's sums do not depend on its place in the tile or on the other rows.
+    * Keys are divided at multiples of `block_n` and `split_size` positions, counted from 0. A tile
+      that is visible only to other rows has weights 0 for this row: it adds 0 to the row's sums and
+      multiplies them by exp2(0) = 1, both exact.
+    * Splits are merged in ascending order by one function (`merge`) with explicit multiply-adds, in
+      registers or, if a few rows of few sequences would not fill the GPU, by `combine_kernel`.
     """
     tiles, config = call.config.invariant, call.config
     block_m = max(tiles.block_m, padded(call.group))
@@ -273,7 +272,7 @@ def _check(
     seq_lens: Tensor,
     block_tables: Tensor,
 ) -> None:
-    """Everything that can be known without waiting for the GPU."""
+    """Check all arguments, without synchronisation."""
     check_device(
         q=q, k_cache=k_cache, v_cache=v_cache, query_start=query_start, seq_lens=seq_lens,
         block_tables=block_tables,
@@ -292,7 +291,7 @@ def _check(
     check_head_dim("v_cache", v_cache.shape[3])
     group = check_groups(q.shape[1], k_cache.shape[1])
     if group > MAX_GROUP:
-        raise KernelError(f"{group} query heads share a KV head; at most {MAX_GROUP} can.")
+        raise KernelError(f"{group} query heads share a KV head; the maximum is {MAX_GROUP}.")
     if not 1 <= k_cache.shape[2] <= MAX_BLOCK_SIZE:
         raise KernelError(
             f"k_cache has blocks of {k_cache.shape[2]} positions; it must be 1 to {MAX_BLOCK_SIZE}."
@@ -344,13 +343,13 @@ def paged_attention(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """`reference.paged_attention` of a flat batch of decode rows and prefill chunks.
+    """`reference.paged_attention` for a flat batch of decode rows and prefill chunks.
 
     `q` [N, H, D]; caches [blocks, Hkv, block_size, D or Dv], any strides but the last;
     `query_start` [B + 1], `seq_lens` [B], `block_tables` [B, M] int32 or int64. `max_query_len`,
-    if the caller knows it, is the most query rows of a sequence: up to 16, only the decode kernel
-    is launched. Returns [N, H, Dv], in `out` if that is given; padding rows are left as they were,
-    or 0 with `batch_invariant`. KernelError where something does not fit.
+    if given, is an upper bound of the query rows of a sequence; up to 16, only the decode kernel is
+    launched. Returns [N, H, Dv], in `out` if given; padding rows are not written, or 0 with
+    `batch_invariant`. Raises KernelError for unsupported arguments.
     """
     _check(q, k_cache, v_cache, query_start, seq_lens, block_tables)
     _check_numbers(scale, window, soft_cap, max_query_len)

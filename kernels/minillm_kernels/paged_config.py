@@ -1,4 +1,4 @@
-"""How paged attention cuts its work: tiles by architecture, splits by the number of processors."""
+"""Tiles of paged attention by architecture, and splits by the number of multiprocessors."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,25 +6,25 @@ from functools import lru_cache
 
 import torch
 
-RESIDENT = 3  # programs that a multiprocessor holds at once, limited by shared memory
-FEW = 16  # query rows of a sequence, at most, that are decoded together
-MANY_WAVES = 4  # so many leave no processor idle for long, split or not
+RESIDENT = 3  # programs per multiprocessor, limited by shared memory
+FEW = 16  # maximum number of query rows of a decode sequence
+MANY_WAVES = 4  # with this many waves of programs, splits are not needed to fill the GPU
 MAX_SPLITS = 64
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one kernel cuts its work.
+    """Tiles of one kernel.
 
     Attributes:
         block_n: positions of a KV tile.
-        block_m: rows of a query tile (positions times heads of a group); of decode's, the most
-            (it takes fewer where fewer will do, and more for a larger group).
-        swap: decode multiplies K by the queries and not the queries by K.
-        bulk: read pages by descriptor, where a tile lies within one page of a contiguous cache.
-        least_heads: heads of a group are padded to this power of two at least if `swap`: 16
-            columns run on the new matrix instruction of Hopper, 8 on the old one, in less memory.
-            Without `swap` they are rows, and at least 16.
+        block_m: rows of a query tile (positions x heads of a group); for decode the maximum (fewer
+            if they suffice, more for a larger group).
+        swap: decode computes K Q^T instead of Q K^T.
+        bulk: load pages by descriptor, if a tile lies within one page of a contiguous cache.
+        least_heads: with `swap`, heads of a group are padded to at least this power of two: 16
+            columns use Hopper's new matrix instruction, 8 the old one, with less memory. Without
+            `swap`, heads are rows, and at least 16.
     """
 
     block_n: int
@@ -41,11 +41,11 @@ class Config:
     """The tiles of the three kernels, and the splits of a decode row.
 
     Attributes:
-        splits: parts of a decode row, each a program; None chooses by the size of the GPU. In the
-            batch-invariant mode 1 means one program for all parts, and more one for each.
-        min_split_tiles: a part has at least so many tiles.
-        split_size: positions of a part in the batch-invariant mode; a multiple of its `block_n`.
-            Together with `invariant`, it decides that mode's bits.
+        splits: splits of a decode row, one program each; None chooses by the size of the GPU. In
+            the batch-invariant mode, 1 means one program for all splits, more a program for each.
+        min_split_tiles: minimum number of tiles of a split.
+        split_size: positions of a split in the batch-invariant mode; a multiple of its `block_n`.
+            Together with `invariant`, it determines that mode's bits.
     """
 
     decode: Tiles
@@ -60,13 +60,13 @@ class Config:
 def choose(capability: int, dtype: torch.dtype, head_dim: int) -> Config:
     """The configuration for a compute capability (0: interpreted), dtype and padded head_dim.
 
-    Tiles are the largest whose accumulators fit into the registers on every architecture and with
-    both oldest and newest supported Triton; in the batch-invariant mode there are two accumulators.
+    Tiles are the largest whose accumulators fit into registers on every architecture, with the
+    oldest and the newest supported Triton. The batch-invariant mode has two accumulators.
     """
-    if capability == 0:  # an operation costs the same whatever its size: few and large ones
+    if capability == 0:  # interpreted: the cost is per operation, so tiles are large
         tiles = Tiles(block_n=64, num_warps=4, num_stages=1, block_m=64)
         return Config(tiles, tiles, tiles, min_split_tiles=1, split_size=256)
-    if dtype == torch.float32:  # no matrix unit multiplies these exactly; for tests of equality
+    if dtype == torch.float32:  # matrix units do not multiply float32 exactly; for tests only
         tiles = Tiles(block_n=32, num_warps=8, num_stages=1, block_m=16)
         return Config(tiles, tiles, replace(tiles, num_warps=4))
     large = head_dim > 128
@@ -98,11 +98,11 @@ def choose(capability: int, dtype: torch.dtype, head_dim: int) -> Config:
 
 @lru_cache
 def count_splits(programs: int, most_tiles: int, multiprocessors: int, min_tiles: int) -> int:
-    """Into how many parts each decode row is cut, from shapes alone.
+    """Number of splits of a decode row, from shapes alone.
 
-    Few programs leave multiprocessors idle, and so does a last wave that is nearly empty: the
-    smallest number whose waves are at least 85% as full as the best ones (FlashAttention's rule,
-    2023). A row that is shorter than the shapes allow uses fewer parts by itself.
+    Few programs, or a nearly empty last wave, leave multiprocessors idle. The result is the
+    smallest number of splits whose waves are at least 85% as full as the best (the heuristic of
+    FlashAttention, 2023). Shorter rows use fewer splits.
     """
     places = multiprocessors * RESIDENT
     most = min(MAX_SPLITS, most_tiles // min_tiles)

@@ -1,36 +1,36 @@
-"""Paged decode: a few query rows per sequence, its keys read once, split over the whole GPU.
+"""Paged decode attention: a few query rows per sequence, with its keys split over the whole GPU.
 
-A decode step reads every key and value once and computes almost nothing with them (about G
-multiply-adds per number for a group of G query heads), so the one question is how to keep enough
-bytes on their way. Two kernels answer it (flash-decoding: Dao et al., 2023):
+A decode step reads every key and value once, for about G multiply-adds per number with a group of
+G query heads. It is memory-bound, so enough bytes must be in flight. Two kernels (flash-decoding:
+Dao et al., 2023):
 
-1. `decode_kernel`, grid (B * tiles, Hkv, splits): each program attends to a part of one sequence's
-   positions with all G query heads that share the KV head, so that a key is read for G heads at
-   once. It keeps the running maximum m, the sum of weights l and the weighted values of an online
-   softmax (Milakov and Gimelshein, 2018) and leaves them in a float32 workspace.
-2. `combine_kernel`, grid (B * queries, H): merges the parts in ascending order, without atomics, so
-   with the same bits every time. With one split the first kernel writes the result itself.
+1. `decode_kernel`, grid (B * tiles, Hkv, splits): each program attends to a split of one sequence's
+   positions with all G query heads that share the KV head, so that a key is read once for G heads.
+   It stores the state of the online softmax (Milakov and Gimelshein, 2018) in a float32 workspace:
+   maximum m, sum of weights l, and weighted sum of values.
+2. `combine_kernel`, grid (B * queries, H): merges the splits in ascending order, without atomics,
+   so that results are reproducible. With one split, the first kernel writes the result itself.
 
-A sequence may have several queries (verification of drafted tokens: Leviathan et al., 2023): they
-count as further heads of the group, each with a causal mask by its own position, so that their keys
-are read once for all of them. A tile holds as many as fit its rows; mostly one tile is enough.
+A sequence may have several queries (verification of drafts: Leviathan et al., 2023). They are
+treated as additional heads of the group, each with a causal mask by its own position, so that keys
+are read once for all of them. A tile holds as many queries as fit its rows, usually all of them.
 
-The matrix units of Hopper multiply at least 64 rows. G query heads as rows (the textbook form,
-padded to 16) leave them to the older, slower instruction; `SWAP` computes the transposed product
-S^T = K Q^T instead: the rows are 64 positions and the G heads, padded to 16, are columns.
+Hopper's matrix instruction has at least 64 rows. With G query heads as rows (padded to 16), only
+the older, slower instruction can be used. `SWAP` computes the transposed product S^T = K Q^T: 64
+positions are the rows, and the G heads, padded to 16, are the columns.
 """
 
 from minillm_kernels.launch import tl, triton
 
-# ---- from a position to memory ----------------------------------------------------------------
+# ---- block tables -----------------------------------------------------------------------------
 
 
 @triton.jit
 def locate(table, tile, low, high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where KV tile `tile` lies: the block of each position, and its place within the block.
+    """The location of KV tile `tile`: the block of each position, and its offset in the block.
 
-    Only entries for positions in [low, high) are read: behind a table's end is old rubbish. A tile
-    that lies within one block costs one lookup, and block and first place are single numbers.
+    Only entries for positions in [low, high) are read, because later entries are stale. A tile
+    within one block needs one lookup; its block and first offset are scalars.
     """
     first = tile * BLOCK_N
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -51,9 +51,9 @@ def load_rows(
 ):  # fmt: skip
     """Keys or values of a KV tile: [BLOCK_N, BLOCK_DIM], 0 in the padding of the last dimension.
 
-    If `MASKED`, rows that are not `valid` are 0 as well: a weight of 0 does not cancel a NaN.
-    In `BULK`, `cache` is a descriptor of [blocks * Hkv * block_size, D] and the copy engine reads
-    one contiguous piece of a page; otherwise it is a pointer, and threads copy 16 bytes each.
+    If `MASKED`, rows that are not `valid` are also 0, because a weight of 0 times NaN is NaN. If
+    `BULK`, `cache` is a descriptor of [blocks * Hkv * block_size, D] and the tile is one bulk copy;
+    otherwise it is a pointer, and threads copy 16 bytes each.
     """
     if BULK:
         row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + place
@@ -96,11 +96,11 @@ def row_places(
 
 @triton.jit
 def log2_scores(products, scale, soft_cap, HAS_CAP: tl.constexpr):
-    """Products of q and k -> exponents to the base 2, but for a factor: scores, factor.
+    """Products of q and k -> (scores, factor), where scores * factor are exponents of base 2.
 
-    exp(x) is exp2(x log2(e)), and log2(e) is already a part of `scale`, which the exponential's
-    own multiply-add then applies. With a soft cap, `scale` is 2 log2(e) scale / cap and `soft_cap`
-    is cap log2(e): cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1)).
+    exp(x) is exp2(x log2(e)); `scale` includes log2(e), and the multiply-add of the exponential
+    applies it. With a soft cap, `scale` is 2 log2(e) scale / cap and `soft_cap` is cap log2(e):
+    cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1)).
     """
     if HAS_CAP:
         return soft_cap * (1.0 - 2.0 / (tl.exp2(products * scale) + 1.0)), 1.0
@@ -110,12 +110,12 @@ def log2_scores(products, scale, soft_cap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def merge(m, total, acc, part_m, part_total, part_acc, AXIS: tl.constexpr):
-    """The softmax over two sets of positions from that of each: maximum, sum, weighted values.
+    """Merge the softmax states of two sets of positions: maximum, sum of weights, weighted values.
 
-    Written in explicit multiply-adds: every kernel that merges gets the same bits.
+    Written with explicit multiply-adds, so that all kernels get the same bits.
     """
     new_m = tl.maximum(m, part_m)
-    finite = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing seen yet: no -inf minus -inf
+    finite = tl.where(new_m == float("-inf"), 0.0, new_m)  # no visible key yet: -inf - -inf is NaN
     old, new = tl.exp2(m - finite), tl.exp2(part_m - finite)
     total = tl.fma(part_total, new, total * old)
     acc = tl.fma(part_acc, tl.expand_dims(new, AXIS), acc * tl.expand_dims(old, AXIS))
@@ -124,7 +124,7 @@ def merge(m, total, acc, part_m, part_total, part_acc, AXIS: tl.constexpr):
 
 @triton.jit
 def normalized(acc, total, AXIS: tl.constexpr):
-    """Weighted values over the sum of weights; 0 where nothing was seen."""
+    """Weighted values over the sum of weights; 0 without visible keys."""
     return acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), AXIS)
 
 
@@ -134,12 +134,12 @@ def splits_of(
     BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr, MIN_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """How a sequence's positions are cut: first tile, tiles per split, number of splits used.
+    """The splits of a sequence's positions: first tile, tiles per split, number of splits used.
 
-    `window` is that of all its queries together: what one sees, and a position for each further.
-    With `SPLIT_TILES` the size of a split is fixed and its edges are at absolute positions (the
-    batch-invariant mode). Otherwise every sequence is cut into `num_splits` equal parts, but none
-    smaller than `MIN_TILES`; short sequences use fewer splits, an empty one none.
+    `window` covers all queries of the sequence: the window of one, and one position for each other.
+    With `SPLIT_TILES`, splits have a fixed size and absolute positions (the batch-invariant mode).
+    Otherwise a sequence is divided into `num_splits` equal parts of at least `MIN_TILES` tiles;
+    short sequences use fewer splits, an empty one none.
     """
     end = (seq_len + BLOCK_N - 1) // BLOCK_N
     first = 0
@@ -155,8 +155,8 @@ def splits_of(
 
 # ---- the kernels ------------------------------------------------------------------------------
 
-# Triton compiles another kernel for an address or a number that is a multiple of 16, and for the
-# number 1; not for those that a launch names in `do_not_specialize`. These may be parts of others.
+# Triton specialises kernels on arguments that are 1 or multiples of 16, except for those in
+# `do_not_specialize`. These addresses may be views into larger tensors.
 TABLES = ("query_start", "seq_lens", "block_tables")
 
 
@@ -171,11 +171,11 @@ def attend_heads(
 ):  # fmt: skip
     """The online softmax of a tile of rows over tiles [begin, end) of positions.
 
-    Scores are [rows, positions] and `acc` [rows, Dv], or both transposed (`SWAP`). `weights` is
-    a sum of the tiles' weights position by position: one sum over them, after the loop, will do.
-    One query sees all of [low, high); of `SEVERAL`, each sees what its own `position` lets it.
+    Scores are [rows, positions] and `acc` [rows, Dv], or both transposed (`SWAP`). `weights` sums
+    the tiles' weights by position in the tile, so one reduction after the loop is enough. A single
+    query attends to all of [low, high); with `SEVERAL`, each query is masked by its `position`.
     """
-    AXIS: tl.constexpr = 0 if SWAP else 1  # of the positions
+    AXIS: tl.constexpr = 0 if SWAP else 1  # the axis of positions
     for tile in tl.range(begin, end):
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = (keys >= low) & (keys < high)
@@ -199,10 +199,10 @@ def attend_heads(
             scores = tl.where(visible, scores, float("-inf"))
         new_m = tl.maximum(m, tl.max(scores, AXIS) * factor)
         finite = new_m
-        if MASKED and SEVERAL:  # a query that has seen nothing yet
+        if MASKED and SEVERAL:  # a query may have no visible key yet
             finite = tl.where(new_m == float("-inf"), 0.0, new_m)
         p = tl.exp2(tl.fma(scores, factor, -tl.expand_dims(finite, AXIS)))
-        rescale = tl.expand_dims(tl.exp2(m - finite), AXIS)  # of what was summed before
+        rescale = tl.expand_dims(tl.exp2(m - finite), AXIS)  # of the previous sums
         weights = tl.fma(weights, rescale, p)
         v = load_rows(
             v_cache, v_strides, block, place, kv_head, valid,
@@ -228,16 +228,16 @@ def decode_kernel(
     SPLIT: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
     """Program (b and tile, kv_head, split): BLOCK_Q queries of a sequence, G heads each, over one
-    part of its positions. Sequences with more than `few` are the other kernel's."""
+    split of its positions. Sequences with more than `few` queries are left to prefill."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = 0  # the tile's first query, in its sequence
+    row = 0  # the tile's first query in its sequence
     if SEVERAL:
         tiles = (few + BLOCK_Q - 1) // BLOCK_Q
         sequence, row = sequence // tiles, sequence % tiles * BLOCK_Q
     start = tl.load(query_start + sequence).to(tl.int64)
     query_len = (tl.load(query_start + sequence + 1) - start).to(tl.int32)
     if (row >= query_len) | (query_len > few):
-        return  # nothing here, or a prefill chunk
+        return  # no queries, or a prefill chunk
     count = tl.minimum(query_len - row, BLOCK_Q)
     seq_len = tl.load(seq_lens + sequence).to(tl.int32)
     first, size, used = splits_of(
@@ -283,17 +283,17 @@ def decode_kernel(
 def split_bounds(
     begin, size, first_position, count, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """What `count` queries see in `size` tiles from `begin` on: full, end, low, high.
+    """The keys visible to `count` queries in `size` tiles from `begin` on: full, end, low, high.
 
-    Tiles [begin, full) need no mask, [full, end) do; no query sees a key outside of [low, high).
+    Tiles [begin, full) need no mask, [full, end) do; keys outside of [low, high) are not visible.
     """
-    high = first_position + count  # behind the last position that any of the queries sees
+    high = first_position + count  # one after the last visible position
     end = tl.minimum(begin + size, (tl.maximum(high, 0) + BLOCK_N - 1) // BLOCK_N)
     low = 0
     full = tl.maximum(tl.minimum(end, tl.maximum(first_position + 1, 0) // BLOCK_N), begin)
     if HAS_WINDOW:
         low = tl.maximum(first_position + 1 - window, 0)
-        full = begin  # few tiles: all of them take the masked loop
+        full = begin  # few tiles: use the masked loop for all
     return full, end, low, high
 
 
@@ -304,7 +304,7 @@ def store_tile(
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's results from `row` on; or, if `apart`, a part of them to the workspace."""
+    """Store a tile's results from `row` on; if `apart`, its partial results in the workspace."""
     if apart:
         store_part(
             partial, stats, place, count, kv_head, split, num_splits, m, total, acc,
@@ -323,8 +323,8 @@ def store_rows(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of `count` rows of G heads; a row that sees nothing is 0. `AXIS` is that of
-    the values in `acc`: 1, or 0 in what was computed transposed."""
+    """Store the results of `count` rows of G heads, 0 for rows without visible keys. `AXIS` is the
+    axis of the values in `acc`: 1, or 0 if transposed."""
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
     head = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     starts = (row.to(tl.int64) + rows // GROUP) * out_strides[0] + head * out_strides[1]
@@ -341,11 +341,11 @@ def store_part(
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Leave a split of `count` rows of G heads to `combine_kernel`: `few` rows each sequence."""
+    """Store a split of `count` rows of G heads for `combine_kernel`, `few` rows per sequence."""
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
     token = row.to(tl.int64) + rows // GROUP
     head = token * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
-    part = head * num_splits + split  # of [B, few, H, splits]
+    part = head * num_splits + split  # index into [B, few, H, splits]
     written = rows // GROUP < count
     tl.store(stats + part * 2, m, mask=written)
     tl.store(stats + part * 2 + 1, total, mask=written)
@@ -361,10 +361,10 @@ def combine_kernel(
     SPLIT_TILES: tl.constexpr, MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Program (b and query, head): the result of one head of a row from its parts, BLOCK_S at once.
+    """Program (b and query, head): merge the splits of one head of a row, BLOCK_S at a time.
 
-    Splits that the row did not use were never written and are never read. With BLOCK_S = 1 the
-    parts are merged one after another, as the batch-invariant kernel does in its registers.
+    Unused splits are neither written nor read. With BLOCK_S = 1, splits are merged one after
+    another, as in the batch-invariant kernel.
     """
     place, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     sequence, query = place // few, place % few
@@ -388,7 +388,7 @@ def combine_kernel(
         offsets = (parts + split)[:, None] * VALUE_DIM + dims[None, :]
         inside = (split < used)[:, None] & (dims < VALUE_DIM)[None, :]
         part_acc = tl.load(partial + offsets, mask=inside, other=0.0)  # [BLOCK_S, BLOCK_DV]
-        if BLOCK_S > 1:  # first among themselves
+        if BLOCK_S > 1:  # merge the BLOCK_S splits first
             most = tl.max(part_m, 0)
             weight = tl.exp2(part_m - tl.where(most == float("-inf"), 0.0, most))
             part_m = tl.max(part_m, 0, keep_dims=True)

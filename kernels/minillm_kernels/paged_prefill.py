@@ -1,14 +1,14 @@
-"""Paged prefill: chunks of several query rows, and the one arithmetic of the batch-invariant mode.
+"""Paged prefill attention: chunks of several query rows, and the batch-invariant mode.
 
-The query rows of all sequences lie in one flat batch, and only the GPU knows where each begins. A
-grid of N // BLOCK_Q + B tiles is enough for any way to cut N rows into B sequences; a program finds
-its own by a binary search over `query_start` and returns if there is nothing for it. So the host
-never waits for a length. A tile holds BLOCK_Q positions with all G heads that share a KV head,
-BLOCK_Q * G rows of one matrix: a key is read once for all of them, whatever G is.
+The query rows of all sequences form one flat batch, whose bounds are only on the GPU. A grid of
+N // BLOCK_Q + B tiles is enough for any division of N rows into B sequences; a program finds its
+sequence by a binary search over `query_start`, and returns if it has no rows. The host therefore
+does not synchronise. A tile holds BLOCK_Q positions with all G heads that share a KV head, as
+BLOCK_Q * G rows of one matrix: a key is read once for all of them.
 
-`prefill_kernel` takes tiles of keys that every row sees without a mask first, then those on the
-edge of the window and on the diagonal (FlashAttention-2: Dao, 2023). `invariant_kernel` is slower
-and keeps the bits of a row free of everything but its query, its position and its keys.
+`prefill_kernel` processes unmasked tiles of keys separately from those on the edge of the window
+and on the diagonal (FlashAttention-2: Dao, 2023). `invariant_kernel` is slower; a row's bits depend
+only on its query, its position and its keys.
 """
 
 from minillm_kernels.launch import tl, triton
@@ -29,8 +29,8 @@ from minillm_kernels.paged_decode import (
 def find_tile(query_start, index, num_sequences, BLOCK_Q: tl.constexpr):
     """Tile `index` of the grid -> its sequence, the tile's number in it, first row and row count.
 
-    Sequence b begins at tile query_start[b] // BLOCK_Q + b, which leaves room for the last,
-    partly filled tile of each sequence before it. The last b that begins at or before `index`.
+    Sequence b starts at tile query_start[b] // BLOCK_Q + b, which accounts for the partly filled
+    last tile of each previous sequence. The result is the last b that starts at or before `index`.
     """
     low, high = 0, num_sequences
     while low < high:
@@ -53,8 +53,8 @@ def attend(
 ):  # fmt: skip
     """The online softmax of BLOCK_M rows over tiles [begin, end) of BLOCK_N positions each.
 
-    `position` [BLOCK_M] is each row's own. Keys outside of [low, high) no row may see, and they
-    may not even be this sequence's. Every multiply-add that could be contracted is explicit.
+    `position` [BLOCK_M] is the position of each row. Keys outside of [low, high) are not visible,
+    and may belong to other sequences. All multiply-adds are explicit, so that none is contracted.
     """
     for tile in tl.range(begin, end):
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -73,10 +73,10 @@ def attend(
             scores = tl.where(visible, scores, float("-inf"))
         new_m = tl.maximum(m, tl.max(scores, 1) * factor)
         finite = new_m
-        if MASKED:  # a row that has seen nothing yet
+        if MASKED:  # a row may have no visible key yet
             finite = tl.where(new_m == float("-inf"), 0.0, new_m)
         p = tl.exp2(tl.fma(scores, factor, -finite[:, None]))
-        rescale = tl.exp2(m - finite)  # of what was summed under the old maximum
+        rescale = tl.exp2(m - finite)  # of the previous sums
         total = tl.fma(total, rescale, tl.sum(p, 1))
         v = load_rows(
             v_cache, v_strides, block, place, kv_head, valid,
@@ -97,15 +97,14 @@ def prefill_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, kv_head): BLOCK_Q rows of one chunk, all G heads. The last tiles go first:
-    they have the most keys, and the decode rows come last. Sequences with up to `few` rows are
-    the decode kernel's."""
+    """Program (tile, kv_head): BLOCK_Q rows of one chunk, all G heads. The last tiles, which have
+    the most keys, start first. Sequences with up to `few` rows are left to the decode kernel."""
     index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence, start, number = find_tile(query_start, index, num_sequences, BLOCK_Q)
     query_len = tl.load(query_start + sequence + 1).to(tl.int32) - start
-    row = number * BLOCK_Q  # the tile's first, in its sequence
+    row = number * BLOCK_Q  # the tile's first row in its sequence
     if (row >= query_len) | (query_len <= few):
-        return  # nothing here, or decode rows
+        return  # no rows, or decode rows
     count = tl.minimum(query_len - row, BLOCK_Q)
     first = tl.load(seq_lens + sequence).to(tl.int32) - query_len + row  # the first row's position
     low, begin, inner, diagonal, end, high = tile_bounds(first, count, window, BLOCK_N, HAS_WINDOW)
@@ -142,16 +141,16 @@ def prefill_kernel(
 
 @triton.jit
 def tile_bounds(first, count, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Which keys `count` rows from position `first` on see, and which tiles need no mask.
+    """The keys visible to `count` rows from position `first` on, and the tiles that need no mask.
 
-    Keys [low, high); tiles [begin, inner) lie on the edge of a window, every row sees all of
-    [inner, diagonal), and [diagonal, end) lie on the diagonal. A sequence of length 0 has negative
-    positions and no tiles.
+    Keys [low, high) are visible. Tiles [begin, inner) are on the edge of the window, [inner,
+    diagonal) need no mask, and [diagonal, end) are on the diagonal. A sequence of length 0 has
+    negative positions and no tiles.
     """
     high = tl.maximum(first + count, 0)
     end = (high + BLOCK_N - 1) // BLOCK_N
     low, begin, inner = high * 0, high * 0, high * 0
-    if HAS_WINDOW:  # the first row sees from `low` on, the last one from high - window on
+    if HAS_WINDOW:  # the first row's window starts at `low`, the last row's at high - window
         low = tl.maximum(first - window + 1, 0)
         begin = low // BLOCK_N
         inner = tl.minimum((tl.maximum(high - window, 0) + BLOCK_N - 1) // BLOCK_N, end)
@@ -174,16 +173,16 @@ def invariant_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, kv_head, split): as `prefill_kernel`, for every row, with one arithmetic.
+    """Program (tile, kv_head, split): like `prefill_kernel`, for every row, batch-invariant.
 
-    A row attends to each split (SPLIT_TILES tiles at absolute positions) from a fresh start, and
-    the splits are merged in ascending order. Either a program does that for all splits, or, where
-    a sequence has up to `few` rows, program `split` leaves its part of it to `combine_kernel`. Both
-    are the same machine code, since `few` is a number and not a constant.
+    Each split (SPLIT_TILES tiles at absolute positions) has its own softmax state, and splits are
+    merged in ascending order: in one program or, for sequences of up to `few` rows, by
+    `combine_kernel` from one program per split. Both cases use the same machine code, because `few`
+    is an argument and not a constant.
     """
     index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence, start, number = find_tile(query_start, index, num_sequences + 1, BLOCK_Q)
-    real = sequence < num_sequences  # rows behind the last sequence are one without positions
+    real = sequence < num_sequences  # padding rows form a sequence without positions
     following = tl.load(query_start + sequence + 1, mask=real, other=num_rows).to(tl.int32)
     query_len, row = following - start, number * BLOCK_Q
     if row >= query_len:
@@ -195,14 +194,14 @@ def invariant_kernel(
     split_begin, split_end = begin // SPLIT_TILES, (end + SPLIT_TILES - 1) // SPLIT_TILES
     apart = real & (query_len <= few)
     used = 1
-    if apart:  # splits of the sequence, of which some rows may see nothing
+    if apart:  # a split may have no visible keys for some rows
         start_tile, _, used = splits_of(
             seq_len, window + query_len - 1, num_splits, BLOCK_N, SPLIT_TILES, 1, HAS_WINDOW
         )
         split_begin = start_tile // SPLIT_TILES + tl.program_id(2)
         split_end = split_begin + 1
     if tl.program_id(2) >= used:
-        return  # a split that the sequence does not use
+        return  # an unused split
     position = first + tl.arange(0, BLOCK_M) // GROUP
     places, inside = row_places(
         start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D

@@ -1,21 +1,22 @@
-"""Random numbers that are a function of what they are for, not of when they are drawn.
+"""Counter-based random numbers: a function of seed, sample, position and token, without state.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a key
-and a counter into four 32-bit words with ten rounds of multiply and xor. There is no state: a
-request draws the same noise alone, in any batch row, after preemption, and on every device.
+and a counter into four 32-bit words with ten rounds of multiply and xor. A request draws the same
+noise alone, in any batch row, after preemption, and on every device.
 
-The mapping is part of the interface, because a kernel has to draw the same words::
+The mapping is part of the interface, because kernels draw the same words::
 
     key     = (seed & 0xffffffff, (seed >> 32) & 0xffffffff)     seed: 64 bits
     counter = (item // 4, position, sample_index, purpose)
     word    = philox(key, counter)[item % 4]
 
-`item` is the token id where every token needs its own noise, else 0. With Triton the four words
-are ``tl.philox(seed, item // 4, position, sample_index, purpose)``.
+`item` is the token id if every token needs its own noise, else 0. In Triton the four words are
+``tl.philox(seed, item // 4, position, sample_index, purpose)``.
 
-Words and uniforms are exact everywhere. Logarithms differ between math libraries in the last bit,
-and between the vector body and the scalar tail of one loop; so Gumbel noise is computed in float64
-and rounded to float32, which hides such a difference in all but about one in 10^8 values.
+Words and uniforms are exact on every device. Logarithms differ in the last bit between math
+libraries, and between the vector body and the scalar tail of a loop. Gumbel noise is therefore
+computed in float64 and rounded to float32, which hides the difference in all but about one in 10^8
+values.
 """
 
 from enum import IntEnum
@@ -30,12 +31,12 @@ ROUNDS = 10
 
 
 class Purpose(IntEnum):
-    """What a draw is for. Two purposes never share noise, whatever else is equal."""
+    """The purpose of a draw; different purposes have independent noise."""
 
-    SAMPLE = 0  # choosing a token from the target model
-    DRAFT = 1  # choosing a token from the draft model
-    ACCEPT = 2  # accepting a drafted token
-    RESAMPLE = 3  # choosing from the residual after a rejection
+    SAMPLE = 0  # sampling a token of the target model
+    DRAFT = 1  # sampling a token of the draft model
+    ACCEPT = 2  # accepting a draft
+    RESAMPLE = 3  # sampling from the residual distribution after a rejection
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -96,8 +97,8 @@ def random_words_of_vocabulary(
 def to_uniform(words: Tensor) -> Tensor:
     """float32 in the open interval (0, 1): ``min((float32(word) + 1/2) / 2^32, 1 - 2^-24)``.
 
-    Fine near 0 (steps of 2^-32), where `to_gumbel` needs it; never 0 or 1, so that no logarithm
-    is infinite and ``uniform < probability`` is certain for 1 and impossible for 0.
+    The resolution near 0 is 2^-32, as `to_gumbel` needs. Values are never 0 or 1, so no logarithm
+    is infinite, and ``uniform < probability`` is always true for 1 and never for 0.
     """
     return ((words.float() + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
 
@@ -105,8 +106,8 @@ def to_uniform(words: Tensor) -> Tensor:
 def to_gumbel(words: Tensor) -> Tensor:
     """Standard Gumbel noise, float32: ``-log(-log(1 - u))``, between -2.9 and 22.9.
 
-    ``argmax(logits + noise)`` is a draw from ``softmax(logits)`` (Gumbel, 1954). The uniform is
-    mirrored, because the winners come from ``1 - u`` near 1, where float32 has steps of 2^-24:
-    with 150,000 tokens that coarse a tail would produce ties, and ties favour small token ids.
+    ``argmax(logits + noise)`` is a sample of ``softmax(logits)`` (Gumbel, 1954). The uniform is
+    mirrored to ``1 - u``, because large noise comes from arguments near 1, where float32 has steps
+    of 2^-24: with 150,000 tokens these would produce ties, which favour small token ids.
     """
     return to_uniform(words).double().neg_().log1p_().neg_().log_().neg_().float()

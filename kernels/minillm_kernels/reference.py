@@ -1,6 +1,6 @@
-"""The oracle: every operation of the engine in plain torch, written to be read and believed.
+"""The reference: every operation of the engine in plain torch.
 
-A faster backend (CPU, Triton) is right when it agrees with this file. All functions are pure and
+Faster backends (CPU, Triton) are tested against this file. All functions are pure and
 differentiable. Shapes: N tokens of the flat batch, B sequences, H query heads, Hkv KV heads
 (G = H / Hkv query heads share one), D head dimension, S cached positions, E experts.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minillm_kernels.philox import Purpose, random_words_of_vocabulary, to_gumbel
 
-FEW_QUERIES = 16  # of a sequence: decoded, or drafted and to be verified
+FEW_QUERIES = 16  # up to so many queries of a sequence count as decoding (one token and drafts)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,22 +20,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The end of one block and the beginning of the next: [N, d] -> norm [N, d], sum [N, d].
+    """Residual addition and RMSNorm: [N, d] -> norm of the sum [N, d], sum [N, d].
 
-    The sum is rounded to the tensors' dtype before it is normed, as if it had been stored.
+    The sum is rounded to the tensors' dtype before the norm, as if it had been stored.
     """
     residual = residual + x
     return rms_norm(residual, weight, eps), residual
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU's gate (Shazeer, 2020): silu(gate) * up. [N, 2 I] -> [N, I]"""
+    """The activation of SwiGLU (Shazeer, 2020): silu(gate) * up. [N, 2 I] -> [N, I]"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of `weight` [V, d] at `token_ids` [N] -> [N, d]"""
+    """Rows `token_ids` [N] of `weight` [V, d] -> [N, d]"""
     return F.embedding(token_ids, weight)
 
 
@@ -55,8 +55,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     """Rotary position embedding (Su et al., 2021), computed in float32.
 
     `x` is [N, H, D]; `cos` and `sin` are [N, D/2], one angle per pair of dimensions. A pair is
-    (i, i + D/2), or (2i, 2i + 1) if `interleaved`; the result has the first layout in both
-    cases, which no dot product of two rotated vectors can tell.
+    (i, i + D/2), or (2i, 2i + 1) if `interleaved`. The result always has the first layout; dot
+    products of two rotated vectors do not depend on the layout.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [N, 1, D/2]
     x32 = x.float()
@@ -97,11 +97,11 @@ def norm_rope_write(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """From the product of all three projections to the query, with keys and values cached.
+    """Split the product of the three projections, apply q/k norm and RoPE, and cache k and v.
 
-    `qkv` [N, H + 2 Hkv, D] is split into heads of q, k and v; q and k are normed over D where
-    there are weights [D] (Qwen3), rotated by `cos` and `sin` [N, D/2], and k and v are written as
-    in `write_cache`. Returns q [N, H, D].
+    `qkv` [N, H + 2 Hkv, D] is split into heads of q, k and v. q and k are normalised over D if
+    there are weights [D] (Qwen3), and rotated by `cos` and `sin` [N, D/2]; k and v are stored as in
+    `write_cache`. Returns q [N, H, D].
     """
     num_kv_heads = k_cache.shape[1]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -116,9 +116,9 @@ def norm_rope_write(
 def visible_positions(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Bool mask [T, S]: query i stands at position S - T + i and sees itself and the past.
+    """Causal mask, bool [T, S]: query i is at position S - T + i and attends up to that position.
 
-    With a sliding `window` it sees only the latest `window` positions, itself included.
+    With a sliding `window` it attends to the last `window` positions, including its own.
     """
     query = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)  # [T, 1]
     key = torch.arange(num_keys, device=device)  # [S]
@@ -139,7 +139,7 @@ def causal_attention(
     group = num_heads // num_kv_heads
     whole = num_queries == num_keys and window is None
     if num_queries == 1 or (num_queries <= FEW_QUERIES and not whole):
-        # The G heads of a position stand in for G positions, so that K is multiplied once.
+        # The G heads of a KV head are treated as G positions, so that K is multiplied once.
         mask, rows = None, q.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
         rows = rows.reshape(1, num_kv_heads, num_queries * group, head_dim)
         if num_queries > 1 or (window is not None and window < num_keys):
@@ -163,10 +163,11 @@ def causal_attention(
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor, soft_cap: float | None = None
 ) -> Tensor:
-    """Attention written out, with the whole matrix of scores: the definition.
+    """The definition of attention, with the full matrix of scores.
 
     `q` [T, H, D], `k` [S, Hkv, D], `v` [S, Hkv, Dv], `visible` bool [T, S] -> [T, H, Dv]. With a
-    `soft_cap` scores become cap * tanh(score / cap) (Gemma 2, 2024). A row that sees nothing is 0.
+    `soft_cap` scores become cap * tanh(score / cap) (Gemma 2, 2024). A row without visible keys
+    is 0.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [S, H, D]
@@ -189,10 +190,10 @@ def flash_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention of B sequences whose queries and keys lie one after another, without padding.
+    """Attention of B sequences whose queries and keys are concatenated, without padding (varlen).
 
     `q` [N, H, D], `k` [S, Hkv, D], `v` [S, Hkv, Dv]; `query_start` and `key_start` int32 [B + 1]
-    bound the rows of each. If `causal`, the last query of a sequence stands beside its last key;
+    bound the rows of each sequence. If `causal`, the last query of a sequence is at its last key;
     `window` needs `causal`. Returns [N, H, Dv].
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
@@ -211,7 +212,7 @@ def flash_attention(
 def gather_blocks(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
     """The first `seq_len` positions of one sequence: [blocks, Hkv, block_size, D] -> [Hkv, S, D].
 
-    A sequence that lies in one block is a view; otherwise its blocks are joined by a copy.
+    A sequence in a single block is returned as a view, several blocks as a copy.
     """
     num_blocks = -(-seq_len // cache.shape[2])
     if num_blocks == 1:
@@ -234,9 +235,9 @@ def paged_attention(
     """Attention of a flat batch over paged K and V (Kwon et al., 2023).
 
     `q` [N, H, D]; caches [blocks, Hkv, block_size, D or Dv]; `query_start` [B + 1] bounds the
-    rows of each sequence; `seq_lens` [B] counts its positions, those of `q` included;
-    `block_tables` [B, M]. Returns [N, H, Dv]. Rows of a sequence of length 0 are 0; rows behind
-    the last sequence are padding, and whatever they are means nothing.
+    rows of each sequence; `seq_lens` [B] counts its positions, including those of `q`;
+    `block_tables` [B, M]. Returns [N, H, Dv]. Rows of a sequence of length 0 are 0; rows after the
+    last sequence are padding, and their values are undefined.
     """
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
     starts, lengths = query_start.tolist(), seq_lens.tolist()
@@ -288,8 +289,9 @@ def moe_route(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts: `scores` [N, E] -> weights [N, k] (float32) and expert ids [N, k].
 
-    `bias` [E] shifts the scores for choosing only (DeepSeek-V3, 2024, eq. 16). With groups, the
-    choice is limited to the best `topk_groups` of them (DeepSeek-V2, 2024, section 2.2.2).
+    `bias` [E] is added to the scores for the choice only, not for the weights (DeepSeek-V3, 2024,
+    eq. 16). With groups, the choice is limited to the best `topk_groups` groups (DeepSeek-V2, 2024,
+    section 2.2.2).
     """
     choice = scores if bias is None else scores + bias
     if num_groups > 1:
@@ -307,7 +309,7 @@ def moe_route(
 
 
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """Run each token through its chosen SwiGLU experts and sum, weighted.
+    """The weighted sum of each token's chosen SwiGLU experts.
 
     `x` [N, d], `gate_up` [E, 2 I, d], `down` [E, d, I], `weights` and `ids` [N, k] -> [N, d].
     """
@@ -320,11 +322,11 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: 
     return out
 
 
-# ---- choosing a token ------------------------------------------------------------------------
+# ---- sampling --------------------------------------------------------------------------------
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The best token of each row, of equal ones the smallest id: [K, V] -> int64 [K]"""
+    """The most probable token of each row; ties go to the smallest id: [K, V] -> int64 [K]"""
     return logits.argmax(dim=-1)
 
 
@@ -337,10 +339,10 @@ def gumbel_argmax(
     position: Tensor,
     purpose: int = Purpose.SAMPLE,
 ) -> Tensor:
-    """A draw from softmax(logits / temperature): argmax(logits / temperature + Gumbel noise).
+    """Sample from softmax(logits / temperature): argmax(logits / temperature + Gumbel noise).
 
-    Tokens with less than `min_p` times the best one's probability are left out (0: none). The
-    noise of a token is a function of the other arguments and its id (`minillm_kernels.philox`).
+    Tokens with less than `min_p` times the largest probability are excluded (0: none). The noise
+    of a token is a function of the other arguments and its id (`minillm_kernels.philox`).
     `logits` [K, V]; `temperature` (above 0) and `min_p` float32 [K]; `seed`, `sample_index` and
     `position` int64 [K]. Returns int64 [K]. -inf is never chosen.
     """
@@ -352,9 +354,10 @@ def gumbel_argmax(
 
 
 def scale(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
-    """Temperature, then min-p (Nguyen et al., 2024): [K, V] -> float32 [K, V], 0 for the best.
+    """Temperature, then min-p (Nguyen et al., 2024): [K, V] -> float32 [K, V].
 
-    With the largest logit at 0 no division overflows, and min-p is a threshold at log(min_p).
+    The largest logit is subtracted first, so no division overflows and min-p is a threshold at
+    log(min_p).
     """
     raw = logits.float()
     scaled = (raw - raw.amax(dim=-1, keepdim=True)) / temperature[:, None]
@@ -369,10 +372,10 @@ def top_p_mask(mass: Tensor, goal: Tensor) -> Tensor:
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Top-k, then top-p (Holtzman et al., 2019), with a sort: [K, V] -> float32 [K, V].
 
-    What is left out becomes -inf. `top_k` int32 [K], 0 or at least V is off; `top_p` float32 [K],
-    1 is off. Ties of the k-th logit stay. Top-p keeps the fewest tokens, best first, whose mass
-    reaches p of what top-k left; of equal logits at the edge the smallest ids stay. The largest
-    logit is subtracted.
+    Excluded tokens become -inf. `top_k` int32 [K], 0 or at least V is off; `top_p` float32 [K], 1
+    is off. Ties of the k-th logit are kept. Top-p keeps the smallest set of the most probable
+    tokens whose mass reaches p of the mass after top-k; among equal logits at the edge, the
+    smallest ids are kept. The largest logit is subtracted.
     """
     scaled = logits.float() - logits.float().amax(dim=-1, keepdim=True)
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)

@@ -1,25 +1,23 @@
-"""From the projections to the cache: q/k norm, rotary embedding and KV write in one launch.
+"""Fused q/k norm, rotary embedding and KV-cache write, in one launch.
 
-`norm_rope_write` takes the product of all three projections [N, H + 2 Hkv, D], norms and rotates
-the heads of q and k, returns q, and writes k and v to their slots of the paged cache. Step by step
-that would be six launches, and q and k would cross the memory bus up to four times; here every
-number is read once and written once:
+`norm_rope_write` takes the product of all three projections [N, H + 2 Hkv, D], normalises and
+rotates the heads of q and k, returns q, and stores k and v in their slots of the paged cache.
+Separate kernels would take six launches and move q and k up to four times; this kernel reads and
+writes each number once:
 
     bytes   2 N (H + 2 Hkv) D s, and 4 N D of angles        operations  ~10 N (H + Hkv) D
 
-so it is bound by memory where N is large, and by its launch in decode, which is what fusing is for:
-at N = 1 a Llama-3.1-8B layer moves 24 kB, 6 nanoseconds of an H200's bus.
+It is memory-bound for large N. In decode the launch dominates, which fusing reduces: at N = 1 a
+Llama-3.1-8B layer moves 24 kB, 6 nanoseconds of an H200's memory bus.
 
-* A program has `ROWS` heads, of q, of k, or of v: the programs of each are counted from the shapes
-  alone, so a grid is the same in every step of a CUDA graph. Which slot a row goes to is read from
-  memory; a row without one (-1, or behind the end of `slot_mapping`) is padding and not written.
-* A head is held as two halves, the first and the second partners of each rotated pair, so that a
-  rotation is four products of whole tiles. Interleaved pairs are loaded as they lie and split in
-  registers.
-* A row's arithmetic depends on nothing beside it: batch-invariant as it is.
+* A program processes `ROWS` heads of q, of k, or of v. The grid depends on shapes only, as CUDA
+  graphs require. The slot of a row is read on the device; a row without a slot (-1, or after the
+  end of `slot_mapping`) is padding and not stored.
+* A head is held as two halves, the first and the second elements of the rotated pairs, so that a
+  rotation is four products of whole tiles. Interleaved pairs are split in registers.
+* A row's arithmetic does not depend on other rows: the kernel is batch-invariant.
 
-A quantised cache would scale k and v just before the store; an argument for scales has its place
-beside the caches.
+A quantised cache would scale k and v just before the store.
 
 Su et al., RoFormer, 2021; Henry et al., Query-Key Normalization, 2020; Kwon et al., vLLM, 2023.
 """
@@ -45,19 +43,19 @@ from minillm_kernels.launch import (
     triton,
 )
 
-TILE = 2048  # numbers of a program: four warps with one access of 16 bytes per half and thread
-INTERPRETED_TILE = 16384  # an interpreted program costs the same whatever its size
+TILE = 2048  # numbers of a program: four warps, with one 16-byte access per half and thread
+INTERPRETED_TILE = 16384  # the cost of an interpreted program does not depend on its size
 NUM_WARPS = 4
 
 
 def rows_of_program(head_dim: int) -> int:
-    """Heads that one program takes; of the head dimension alone, whatever the batch."""
+    """Number of heads of a program, from the head dimension only."""
     return max(1, (INTERPRETED_TILE if INTERPRETED else TILE) // padded(head_dim))
 
 
 @triton.jit
 def load_pairs(place, mask, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The first and the second partners of the pairs of rows of `DIM` numbers, in float32.
+    """Load the first and the second elements of the pairs of rows of `DIM` numbers, in float32.
 
     `place` [ROWS, 1] points at the rows. Pair i is (i, i + DIM / 2), or (2i, 2i + 1).
     """
@@ -75,7 +73,7 @@ def load_pairs(place, mask, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: 
 
 @triton.jit
 def store_pairs(place, mask, first, second, DIM: tl.constexpr, HALF: tl.constexpr):
-    """All first partners, then all second ones, whatever the layout was: [ROWS, DIM]"""
+    """Store all first elements, then all second elements of the pairs: [ROWS, DIM]"""
     pair = tl.arange(0, HALF)[None, :]
     inside = mask & (pair < DIM // 2)
     tl.store(place + pair, first.to(place.dtype.element_ty), mask=inside)
@@ -99,7 +97,7 @@ def rotated_heads(
     place, token, live, weight_ptr, eps, cos_ptr, sin_ptr, cos_stride, sin_stride,
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Heads at `place`, normed if there is a weight, then turned by their tokens' angles."""
+    """Load heads at `place`, normalise them if there is a weight, and rotate them."""
     first, second = load_pairs(place, live, DIM, HALF, INTERLEAVED)
     if weight_ptr is not None:
         dtype: tl.constexpr = place.dtype.element_ty
@@ -116,9 +114,9 @@ def rotated_heads(
 def slot_places(
     slot_ptr, token, live, num_slots, num_blocks, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Block and offset of each row, and whether it has a slot at all.
+    """Block and offset of each row, and whether it has a valid slot.
 
-    A slot that the cache does not have is none either: it would be somebody else's memory.
+    A slot outside of the cache is not valid: writing to it would be out of bounds.
     """
     slot = tl.load(slot_ptr + token, mask=live & (token < num_slots), other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot // BLOCK_SIZE < num_blocks)
@@ -127,7 +125,7 @@ def slot_places(
 
 @triton.jit
 def copy_rows(source, target, mask, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of `DIM` numbers as they are: from `source` [ROWS, 1] to `target` [ROWS, 1]."""
+    """Copy rows of `DIM` numbers from `source` [ROWS, 1] to `target` [ROWS, 1]."""
     column = tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(source + column, mask=mask & (column < DIM))
     tl.store(target + column, numbers, mask=mask & (column < DIM))
@@ -223,9 +221,9 @@ def _write_cache(
 def write_cache(
     key: Tensor, value: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """`reference.write_cache`; views with any strides but the last. No row may have another's slot.
+    """`reference.write_cache`, for views with any strides but the last. Slots must be distinct.
 
-    A slot that the cache does not have is skipped; with MINILLM_DEBUG_KERNELS=1 it is refused.
+    A slot outside of the cache is skipped; with MINILLM_DEBUG_KERNELS=1, a KernelError.
     """
     check_device(key=key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     check_shape("key", key, "N", "Hkv", "D")
@@ -280,7 +278,7 @@ def _check_caches(
                 )
 
 
-# ---- all of it --------------------------------------------------------------------------------
+# ---- fused ------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -292,7 +290,7 @@ def _norm_rope_write(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    # The grid: programs of q, then as many of k as of v.
+    # The grid: programs of q, then those of k, then as many of v.
     program = tl.program_id(0)
     q_programs = tl.cdiv(num_tokens * NUM_HEADS, ROWS)
     kv_programs = tl.cdiv(num_tokens * NUM_KV_HEADS, ROWS)
@@ -345,8 +343,8 @@ def norm_rope_write(
 ) -> Tensor:
     """`reference.norm_rope_write`: qkv [N, H + 2 Hkv, D] -> q [N, H, D], k and v cached.
 
-    `qkv`, caches and `out` may be views with any strides but the last. Padding rows (slot -1 or
-    none) get a query, too; it means nothing.
+    `qkv`, caches and `out` may be views with any strides but the last. The queries of padding rows
+    (slot -1 or none) are written, and are undefined.
     """
     tensors = {"qkv": qkv, "k_cache": k_cache, "v_cache": v_cache}
     weights = {"q_weight": q_weight, "k_weight": k_weight}
@@ -362,8 +360,8 @@ def norm_rope_write(
     num_heads = all_heads - 2 * num_kv_heads
     if num_heads < 1:
         raise KernelError(
-            f"qkv has {all_heads} heads, and the caches {num_kv_heads} KV heads; with those of k "
-            "and v taken off no query is left."
+            f"qkv has {all_heads} heads and the caches {num_kv_heads} KV heads; qkv must have more "
+            "than twice as many heads as the caches."
         )
     _check_weights(weights, dim)
     _check_angles(cos, sin, num_tokens, dim)

@@ -1,34 +1,34 @@
-"""From logits to a token on the GPU: argmax, draws with Gumbel noise, top-k and top-p.
+"""Sampling on the GPU: argmax, sampling with Gumbel noise, top-k and top-p.
 
-`argmax(logits / temperature + Gumbel noise)` is a draw from `softmax(logits / temperature)`
-(Gumbel, 1954): no sum, no cumulative sum, no second pass for the chosen interval, and it falls
-apart into blocks of the vocabulary. The noise is a function of seed, sample, position and token
-(Philox4x32-10, Salmon et al., 2011), computed where it is added, so that it never lies in memory.
+`argmax(logits / temperature + Gumbel noise)` is a sample of `softmax(logits / temperature)`
+(Gumbel, 1954). It needs no sums, and blocks of the vocabulary are independent. The noise is a
+function of seed, sample, position and token (Philox4x32-10, Salmon et al., 2011), computed where it
+is added and never stored.
 
-One row of 152,000 logits has to fill the chip, so a program sees one block of one row::
+A single row of 152,000 logits must fill the GPU, so a program processes one block of one row::
 
-    argmax          best of every block, then a small launch for the best of those
-    gumbel_argmax   best of every block (the row's best has to be known before a division by the
-                    temperature that rounds as torch's), then the noisy best of every block; the
-                    last program of a row to arrive compares the row's blocks
+    argmax          best of every block, then a small launch for the best of the blocks
+    gumbel_argmax   best of every block (the division by the temperature needs the row's best to
+                    round as torch does), then the noisy best of every block; the last program of a
+                    row to finish compares the row's blocks
     truncate        best of every block, the row's cut (`truncation.py`), then the result
-    sample          best of every block, cut if any row has one, then the draw
+    sample          best of every block, the cut if any row has one, then the sample
 
-Nothing is added up across programs but a count, and comparing is exact; so a row's token does not
-depend on blocks, on other rows or on the order of programs.
+Programs share only a counter, and comparisons are exact. A row's token therefore does not depend on
+blocks, other rows or the order of programs.
 
 Shapes: `logits` [K, V], float32, float16 or bfloat16, any row stride -> int64 [K].
 
 Memory: b K V bytes with logits of b bytes, read once (argmax) or twice, the second time from the L2
-cache; nothing of that size is written. Operations: none but comparisons for argmax; for a draw
-about 25 integer operations per token for its quarter of a Philox block, and two logarithms in
-float64, which are some 60 operations on the float64 units: half as many as float32 ones on an A100
-or H100, a 32nd or less on other GPUs. At K = 1 all of it is latency (two launches, 300 to 600 kB);
-from about K = 8 argmax is bound by memory and a draw by the logarithms. Blocks of which nothing
-is left after truncation skip them.
+cache; nothing of that size is written. Operations: comparisons for argmax. Sampling adds about 25
+integer operations per token for a quarter of a Philox block, and two logarithms in float64, about
+60 operations on the float64 units, which have half the rate of float32 on an A100 or H100 and a
+32nd or less on other GPUs. At K = 1 latency dominates (two launches, 300 to 600 kB); from about
+K = 8 argmax is memory-bound and sampling is bound by the logarithms. Blocks that truncation
+excludes skip them.
 
-A row with NaN, or whose largest logit is infinite, gets some token of the vocabulary and harms no
-other row; the engine looks for such rows first.
+A row with NaN, or whose largest logit is infinite, gets an arbitrary token of the vocabulary and
+does not affect other rows; the engine checks for such rows first.
 """
 
 import torch
@@ -59,12 +59,12 @@ from minillm_kernels.truncation import (
 
 __all__ = ["Config", "argmax", "gumbel_argmax", "pick_config", "sample", "truncate"]
 
-SMALLEST = tl.constexpr(2.0**-32)  # distance of two uniform numbers near 0
+SMALLEST = tl.constexpr(2.0**-32)  # spacing of uniform numbers near 0
 LARGEST = tl.constexpr(1.0 - 2.0**-24)  # largest uniform number, the float32 before 1
 
 
 def check_logits(logits: Tensor) -> tuple[int, int]:
-    """Rows and vocabulary of `logits` after the checks of its shape, dtype and strides."""
+    """Check shape, dtype and strides of `logits`; returns its rows and vocabulary size."""
     check_shape("logits", logits, "K", "V")
     check_dtype(FLOATS, logits=logits)
     check_last_contiguous(logits=logits)
@@ -77,7 +77,7 @@ def check_logits(logits: Tensor) -> tuple[int, int]:
 
 
 def check_per_row(num_rows: int, dtype: torch.dtype, **tensors: Tensor) -> None:
-    """Each has one number of this dtype for each row, side by side."""
+    """Check that each tensor has one number of this dtype per row, contiguous."""
     for name, tensor in tensors.items():
         check_shape(name, tensor, num_rows)
     check_dtype((dtype,), **tensors)
@@ -89,7 +89,7 @@ def check_per_row(num_rows: int, dtype: torch.dtype, **tensors: Tensor) -> None:
 
 @triton.jit
 def best_of(scores, ids, size):
-    """The largest score and its id, of equal ones the smallest: always an id that exists."""
+    """The largest score and its id; ties go to the smallest id, and the id always exists."""
     best = tl.max(scores, axis=0)
     first = tl.min(tl.where((scores == best) & (ids < size), ids, size - 1), axis=0)
     return best, first
@@ -117,7 +117,7 @@ def best_of_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Best logit (float32) and its token id (int32) of each block, both [K, blocks].
 
-    Sets `arrivals` int32 [K] to 0 on the way, for a later kernel that counts.
+    Also sets `arrivals` int32 [K] to 0, for a later kernel that counts.
     """
     num_rows, vocab_size = logits.shape
     shape = (num_rows, triton.cdiv(vocab_size, config.block))
@@ -135,7 +135,7 @@ def best_of_blocks(
 
 @triton.jit
 def best_of_parts(values_ptr, ids_ptr, row, num_blocks, size, BLOCKS: tl.constexpr):
-    """The token of the best block; blocks are in the order of ids. Reads past the L1 cache."""
+    """The token of the best block; blocks are in the order of ids. Bypasses the L1 cache."""
     blocks = tl.arange(0, BLOCKS)
     places = row * num_blocks + blocks
     values = tl.load(
@@ -155,7 +155,7 @@ def _choose(values_ptr, ids_ptr, out_ptr, num_blocks, size, BLOCKS: tl.constexpr
 
 
 def argmax(logits: Tensor, *, out: Tensor | None = None, config: Config | None = None) -> Tensor:
-    """`reference.argmax`: the best token of each row, of equal ones the smallest id.
+    """`reference.argmax`: the most probable token of each row; ties go to the smallest id.
 
     Args:
         logits: [K, V], float32, float16 or bfloat16, any row stride.
@@ -182,7 +182,7 @@ def _tokens(out: Tensor | None, logits: Tensor) -> Tensor:
     return output(out, (logits.shape[0],), like)
 
 
-# ---- draws ------------------------------------------------------------------------------------
+# ---- sampling ---------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def _draw(
     scores_ptr, ids_ptr, arrivals_ptr, out_ptr, row_stride, size, num_blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block): the block's noisy best; the last one of a row chooses its token."""
+    """Program (row, block): the block's noisy best; the last program of a row writes the token."""
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -234,7 +234,7 @@ def _draw(
     place = row * num_blocks + block
     tl.store(scores_ptr + place, best)
     tl.store(ids_ptr + place, first)
-    tl.debug_barrier()  # both are stored before this program says that it has arrived
+    tl.debug_barrier()  # store both before signalling arrival
     if tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel", scope="gpu") == num_blocks - 1:
         token = best_of_parts(scores_ptr, ids_ptr, row, num_blocks, size, BLOCKS)
         tl.store(out_ptr + row, token.to(tl.int64))
@@ -252,18 +252,18 @@ def gumbel_argmax(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """`reference.gumbel_argmax`: a draw from softmax(logits / temperature), in two launches.
+    """`reference.gumbel_argmax`: a sample of softmax(logits / temperature), in two launches.
 
     Args:
         logits: [K, V], float32, float16 or bfloat16, any row stride.
         temperature: float32 [K]; 0 is greedy.
-        min_p: float32 [K], least share of the best token's probability; 0 is off.
-        seed, sample_index, position: int64 [K], what the noise is a function of.
-        purpose: of the draw (`philox.Purpose`).
+        min_p: float32 [K], minimum probability relative to the largest; 0 is off.
+        seed, sample_index, position: int64 [K], the arguments of the noise.
+        purpose: the draw's `philox.Purpose`.
         out: int64 [K] to write to.
 
     Returns:
-        int64 [K]. -inf is never chosen where another logit is finite.
+        int64 [K]. -inf is never chosen if another logit is finite.
     """
     return sample(
         logits, temperature, None, None, min_p, seed, sample_index, position, purpose,
@@ -285,9 +285,9 @@ def sample(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Temperature, min-p, top-k, top-p and a draw: the sampler's order, in two launches or three.
+    """Temperature, min-p, top-k, top-p and sampling, in this order, in two or three launches.
 
-    `top_k` int32 [K] and `top_p` float32 [K] as in `truncate`, both None where no row has any (one
+    `top_k` int32 [K] and `top_p` float32 [K] as in `truncate`, both None if no row uses them (one
     launch less); the other arguments as in `gumbel_argmax`. Rows with temperature 0 are greedy.
     """
     check_device(
@@ -298,7 +298,7 @@ def sample(
     check_per_row(num_rows, torch.float32, temperature=temperature, min_p=min_p)
     check_per_row(num_rows, torch.int64, seed=seed, sample_index=sample_index, position=position)
     if (top_k is None) != (top_p is None):
-        raise KernelError("top_k and top_p are given together, or both are None.")
+        raise KernelError("only one of top_k and top_p is given; give both, or None for both.")
     out = _tokens(out, logits)
     if num_rows == 0:
         return out
@@ -323,7 +323,7 @@ def sample(
 
 
 def check_truncation(num_rows: int, top_k: Tensor, top_p: Tensor) -> None:
-    """One number of each per row."""
+    """Check that `top_k` and `top_p` have one number per row."""
     check_per_row(num_rows, torch.int32, top_k=top_k)
     check_per_row(num_rows, torch.float32, top_p=top_p)
 
@@ -333,7 +333,7 @@ def _write_kept(
     logits_ptr, values_ptr, cuts_ptr, out_ptr, row_stride, out_stride, size, num_blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block): its logits, less the best one, and -inf behind the cut."""
+    """Program (row, block): its logits minus the row's best, and -inf after the cut."""
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -351,19 +351,19 @@ def truncate(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """`reference.truncate`: top-k, then top-p, -inf for what is left out, in three launches.
+    """`reference.truncate`: top-k, then top-p, -inf for excluded tokens, in three launches.
 
     Args:
         logits: [K, V], float32, float16 or bfloat16, any row stride.
-        top_k: int32 [K]; 0 (or V and more) is off. Ties of the k-th logit stay.
-        top_p: float32 [K]; 1 is off. Of equal logits at the edge the smallest ids stay.
+        top_k: int32 [K]; 0 (or V and more) is off. Ties of the k-th logit are kept.
+        top_p: float32 [K]; 1 is off. Among equal logits at the edge, the smallest ids are kept.
         out: float32 [K, V] to write to.
 
     Returns:
         float32 [K, V], the largest logit subtracted.
 
-    Where the mass reaches p within the last bits of a float32 sum, the edge token may be another
-    than the reference's. A row with NaN, or whose largest logit is infinite, harms no other.
+    If the mass reaches p within the last bits of a float32 sum, the edge token may differ from the
+    reference. A row with NaN, or whose largest logit is infinite, does not affect other rows.
     """
     check_device(logits=logits, top_k=top_k, top_p=top_p)
     num_rows, vocab_size = check_logits(logits)

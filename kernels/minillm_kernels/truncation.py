@@ -1,33 +1,32 @@
 """Top-k and top-p without a sort.
 
-A sort answers far more than was asked. What stays is the beginning of the tokens in falling order,
-equal ones by id, so a pair of numbers says it all, the *cut*: the distance from the best logit of
-the last token that stays, and its id. The search for it asks how much lies within some distance,
-where a token weighs 1 for top-k and its probability for top-p::
+Top-k and top-p keep a prefix of the tokens in descending order, ties by id. The prefix is described
+by its last token, the *cut*: the token's distance from the best logit, and its id. A search for the
+cut counts the weight within a distance; a token weighs 1 for top-k and its probability for top-p::
 
     distance(token) = the bits of (best logit - logit) / temperature       an ordered integer
-    top-k:  the smallest distance within which there are k tokens
-    top-p:  of what top-k left, the smallest within which there is a share p of the mass
+    top-k:  the smallest distance that contains k tokens
+    top-p:  the smallest distance that contains a fraction p of the mass after top-k
 
-The bits of floats that are not negative are in the order of their values, so a bisection of
-31-bit integers ends at the exact edge. A pass asks about three distances: the middle in bits, which
-bounds the number of passes by 31, and two in value, which quarter the range where logits usually
-are. When few enough tokens are left, they are gathered, and the search goes on among them alone.
+The bits of non-negative floats have the order of their values, so a bisection of 31-bit integers
+ends at the exact edge. A pass tests three distances: the middle in bits, which limits the search to
+31 passes, and two in value, which divide the range of typical logits into quarters. When few enough
+tokens are left, they are gathered, and the search continues among them.
 
-Masses are exp(-distance) as integers, in units of 2^-44 for 2^18 tokens. Integer sums are exact:
-no order of blocks, no batch and no number of warps can change one.
+Masses are exp(-distance) as integers, in units of 2^-44 for 2^18 tokens. Integer sums are exact, so
+they do not depend on the order of blocks, the batch or the number of warps.
 
 Shapes: `logits` [K, V] -> float32 [K, V]; float32, float16 or bfloat16, any row stride.
 
 Memory: a row is read once for its best logit and once to write the result, by programs of one block
-each: (2 b + 4) K V bytes with logits of b bytes, the second reading from the L2 cache where the
-batch fits (50 MB of an H100 are 82 rows of 152k float32). The search of a row, by one program,
-reads it from there: once for the total, twice or three times to narrow, once to gather; 31 times
-more at worst, where more than `Config.gather` tokens stay until the end. Operations: about 40 per
-logit and such pass, which at 128 lanes of one multiprocessor takes longer than to read it.
+each: (2 b + 4) K V bytes with logits of b bytes, the second read from the L2 cache if the batch
+fits (50 MB of an H100 are 82 rows of 152k float32). One program searches a row, reading it from the
+L2 cache: once for the total, two or three times to narrow, once to gather; in the worst case, if
+more than `Config.gather` tokens remain, 31 times more. Operations: about 40 per logit and pass,
+which on the 128 lanes of one multiprocessor takes longer than the read.
 
-Top-k: Fan et al. (2018); top-p: Holtzman et al. (2019); selection by pivots on a GPU without a sort
-as in FlashInfer (Ye et al., 2025).
+Top-k: Fan et al. (2018); top-p: Holtzman et al. (2019); selection by pivots without a sort, as in
+FlashInfer (Ye et al., 2025).
 """
 
 from dataclasses import dataclass, replace
@@ -38,9 +37,10 @@ from torch import Tensor
 from minillm_kernels.launch import arch, padded, tl, triton
 
 FARTHEST = tl.constexpr(0x7F800000)  # distance of a token with the logit -inf
-NOWHERE = tl.constexpr(0x7FFFFFFF)  # of no token
-NEAR = tl.constexpr(0x40800000)  # 4.0 and 10.0, the first two guesses: nuclei of language models
-MIDDLE = tl.constexpr(0x41200000)  # usually end there
+NOWHERE = tl.constexpr(0x7FFFFFFF)  # larger than the distance of any token
+# 4.0 and 10.0, the first two pivots: nuclei of language models usually end near these distances.
+NEAR = tl.constexpr(0x40800000)
+MIDDLE = tl.constexpr(0x41200000)
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Config:
     """Sizes of the two kinds of programs; results do not depend on them.
 
     Attributes:
-        block: tokens of a program that sees one block of the vocabulary.
-        num_warps: of such a program.
-        search_block: tokens that a program which searches a whole row looks at at once.
-        search_warps: of such a program.
-        gather: tokens among which the search ends; at most `search_block`.
+        block: tokens of a program that processes one block of the vocabulary.
+        num_warps: warps of such a program.
+        search_block: tokens that a program searching a whole row reads at a time.
+        search_warps: warps of such a program.
+        gather: number of tokens from which on they are gathered; at most `search_block`.
     """
 
     block: int
@@ -65,11 +65,11 @@ class Config:
 LATENCY = Config(block=1024, num_warps=4, search_block=2048, search_warps=16, gather=2048)
 THROUGHPUT = replace(LATENCY, block=2048, num_warps=8)
 FEW_ROWS = 16
-INTERPRETED_BLOCK = 16_384  # an operation costs the same whatever its size
+INTERPRETED_BLOCK = 16_384  # the cost of an interpreted operation does not depend on its size
 
 
 def pick_config(num_rows: int, vocab_size: int) -> Config:
-    """Small blocks for few rows, so that all multiprocessors have work."""
+    """Small blocks for few rows, so that the programs fill all multiprocessors."""
     if arch() == 0:
         block = min(padded(vocab_size), INTERPRETED_BLOCK)
         return Config(block, 4, block, 4, min(block, 512))
@@ -81,7 +81,7 @@ def pick_config(num_rows: int, vocab_size: int) -> Config:
 
 @triton.jit
 def best_of_row(values_ptr, row, num_blocks, BLOCKS: tl.constexpr):
-    """The row's best logit, from those of its blocks."""
+    """The row's best logit, from the best of each block."""
     blocks = tl.arange(0, BLOCKS)
     values = tl.load(
         values_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf")
@@ -91,7 +91,7 @@ def best_of_row(values_ptr, row, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def scale(logits, peak, temperature, floor):
-    """(logit - best) / temperature, rounded as torch does; -inf below `floor`. At most 0."""
+    """(logit - best) / temperature, rounded as in torch; at most 0, and -inf below `floor`."""
     scaled = logits - peak
     if temperature != 1.0:
         scaled = tl.div_rn(scaled, temperature)
@@ -100,7 +100,7 @@ def scale(logits, peak, temperature, floor):
 
 @triton.jit
 def scaling(temperature_ptr, min_p_ptr, row):
-    """Temperature of a row, and log(min_p), rounded once; -inf where min_p is 0."""
+    """Temperature of a row, and log(min_p), rounded once; -inf if min_p is 0."""
     temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     floor = tl.log(tl.where(min_p > 0, min_p, 1.0).to(tl.float64)).to(tl.float32)
     return temperature, tl.where(min_p > 0, floor, float("-inf"))
@@ -114,14 +114,14 @@ def distance_of(scaled):
 
 @triton.jit
 def mass_of(distances, unit):
-    """exp(-distance) as an integer; 0 of the farthest, and of what is no number."""
+    """exp(-distance) as an integer; 0 for the farthest distance and for NaN."""
     depth = tl.minimum(distances, FARTHEST).to(tl.float32, bitcast=True)
     return (tl.exp(-depth) * unit).to(tl.int64)
 
 
 @triton.jit
 def _distances(row, ids):
-    """Distances of the tokens `ids` of a row from its best one, NOWHERE behind its end."""
+    """Distances of the tokens `ids` of a row from its best token, NOWHERE after its end."""
     row_ptr, size, peak, temperature, floor, _ = row
     logits = tl.load(row_ptr + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
     distances = distance_of(scale(logits, peak, temperature, floor))
@@ -130,7 +130,7 @@ def _distances(row, ids):
 
 @triton.jit
 def _weigh(row, by_mass, a, b, c, BLOCK: tl.constexpr):
-    """Weight of all tokens within the distances a, b and c, and how many they are: one pass."""
+    """Weight and number of the tokens within the distances a, b and c, in one pass."""
     size = row[1]
     weight_a = tl.zeros((BLOCK,), tl.int64)
     weight_b, weight_c = weight_a, weight_a
@@ -158,7 +158,7 @@ def _weigh(row, by_mass, a, b, c, BLOCK: tl.constexpr):
 
 @triton.jit
 def cut_off(scaled, ids, cuts_ptr, row):
-    """-inf for what lies behind the row's cut."""
+    """-inf for tokens after the row's cut."""
     edge, last = tl.load(cuts_ptr + 2 * row), tl.load(cuts_ptr + 2 * row + 1)
     distances = distance_of(scaled)
     stays = (distances < edge) | ((distances == edge) & (ids <= last))
@@ -170,7 +170,8 @@ def cut_off(scaled, ids, cuts_ptr, row):
 
 @triton.jit
 def _tighten(low, high, inside, distance, weight, count, goal):
-    """What one answer says: the edge is in (low, high], and `inside` tokens are within high."""
+    """Narrow the search by one result: the edge is in (low, high], with `inside` tokens within
+    high."""
     reached = weight >= goal
     lower = reached & (distance < high)
     inside = tl.where(lower, count, inside)
@@ -208,7 +209,7 @@ def _narrow(row, by_mass, low, high, inside, goal, enough, BLOCK: tl.constexpr):
 
 @triton.jit
 def _share(total, top_p):
-    """The least mass that is p of all, rounded up to a whole number of units; at least one."""
+    """A fraction p of the total mass, rounded up to a whole number of units; at least one."""
     product = total.to(tl.float64) * top_p.to(tl.float64)
     goal = product.to(tl.int64)
     goal += (goal.to(tl.float64) < product).to(tl.int64)
@@ -217,7 +218,8 @@ def _share(total, top_p):
 
 @triton.jit
 def _gather(row, high, distances_ptr, ids_ptr, BLOCK: tl.constexpr):
-    """Write distances and ids of all tokens within `high`, in the order of ids; how many."""
+    """Store distances and ids of all tokens within `high`, in the order of ids; returns how
+    many."""
     size = row[1]
     count = tl.zeros((), tl.int32)
     for start in range(0, size, BLOCK):
@@ -228,15 +230,15 @@ def _gather(row, high, distances_ptr, ids_ptr, BLOCK: tl.constexpr):
         tl.store(distances_ptr + places, distances, mask=stays != 0)
         tl.store(ids_ptr + places, ids, mask=stays != 0)
         count += tl.sum(stays, axis=0)
-    tl.debug_barrier()  # what one thread stored, another loads
+    tl.debug_barrier()  # other threads load what this thread stored
     return count
 
 
 @triton.jit
 def _edge_among(distances, weights, low, high, goal):
-    """The edge in (low, high], found among tokens in registers.
+    """The edge in (low, high], searched among tokens in registers.
 
-    Both ends move on to distances that exist, so that the search ends between neighbours.
+    Both ends move to existing distances, so the search ends between neighbours.
     """
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -251,7 +253,7 @@ def _edge_among(distances, weights, low, high, goal):
 def _finish_among_gathered(
     row, distances_ptr, ids_ptr, count, low, high, goal, top_p, by_count, GATHER: tl.constexpr
 ):
-    """The edge, after top-k that of top-p, and the last id at it that stays."""
+    """The edge after top-k and top-p, and the last id at the edge that is kept."""
     last = row[1]  # all
     places = tl.arange(0, GATHER)
     distances = tl.load(distances_ptr + places, mask=places < count, other=NOWHERE)
@@ -274,7 +276,7 @@ def _finish_among_gathered(
 
 @triton.jit
 def _id_of_tie(row, edge, number, BLOCK: tl.constexpr):
-    """The id of the token number `number` (from 1) of those at the distance `edge`."""
+    """The id of the `number`-th token (from 1) at the distance `edge`."""
     size = row[1]
     seen, last = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for start in range(0, size, BLOCK):
@@ -289,7 +291,7 @@ def _id_of_tie(row, edge, number, BLOCK: tl.constexpr):
 
 @triton.jit
 def _finish_in_row(row, high, goal, top_p, by_count, BLOCK: tl.constexpr):
-    """The same where too many tokens stay to gather them; `high` is the first edge already."""
+    """`_finish_among_gathered` for too many tokens to gather; `high` is the edge of top-k."""
     size = row[1]
     last = size
     if top_p < 1:
@@ -313,7 +315,7 @@ def _finish_in_row(row, high, goal, top_p, by_count, BLOCK: tl.constexpr):
 def _search(
     row, top_k, top_p, by_count, distances_ptr, ids_ptr, BLOCK: tl.constexpr, GATHER: tl.constexpr
 ):
-    """The cut of one row: distance of the edge, and the last id at the edge that stays."""
+    """The cut of one row: distance of the edge, and the last id at the edge that is kept."""
     size = row[1]
     near, middle, total, near_count, middle_count, _ = _weigh(
         row, by_count == 0, NEAR, MIDDLE, FARTHEST, BLOCK
@@ -369,10 +371,10 @@ def find_cuts(
     temperature: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> Tensor:
-    """What stays of each row, after temperature and min-p if they are given: int32 [K, 2].
+    """The cut of each row, after temperature and min-p if they are given: int32 [K, 2].
 
-    A token stays if (its distance, its id) is not behind (cut[0], cut[1]) in the dictionary's
-    order. `best_values` [K, blocks] are those of `best_of_blocks`.
+    A token is kept if (distance, id) <= (cut[0], cut[1]) in lexicographic order. `best_values`
+    [K, blocks] comes from `best_of_blocks`.
     """
     num_rows, vocab_size = logits.shape
     cuts = torch.empty((num_rows, 2), dtype=torch.int32, device=logits.device)

@@ -1,4 +1,4 @@
-"""What an asynchronous engine is asked to be: an engine's arguments, and how much it takes in."""
+"""The arguments of an `AsyncLLMEngine`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ T = TypeVar("T", bound=type)
 
 
 def accept_meaningless_arguments(cls: T) -> T:
-    """Class decorator over a dataclass: vLLM's arguments without a meaning here only warn."""
+    """Class decorator over a dataclass: vLLM's arguments without effect here only warn."""
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
     @wraps(init)
@@ -28,13 +28,13 @@ def accept_meaningless_arguments(cls: T) -> T:
 @refuse_unknown_arguments
 @dataclass(frozen=True)
 class AsyncEngineArgs(EngineArgs):
-    """Arguments of an `AsyncLLMEngine`: those of `EngineArgs`, and how many requests it holds.
+    """Arguments of an `AsyncLLMEngine`: those of `EngineArgs` and `max_num_requests`.
 
-    The engine holds at most `max_num_requests` unfinished requests. More wait outside in the order
-    of their arrival (with scheduling_policy="priority", of their priority), so that a flood of
-    requests costs the scheduler nothing.
+    The scheduler has at most `max_num_requests` unfinished requests, so its work per step is
+    bounded. Further requests wait outside in arrival order (with scheduling_policy="priority", in
+    priority order).
 
-    Raises: as `EngineArgs`.
+    Raises the errors of `EngineArgs`.
     """
 
     max_num_requests: int = 1024

@@ -1,4 +1,4 @@
-"""What an engine is asked to be: every constructor argument of `LLM`, checked where it is built."""
+"""The arguments of an engine, which are the constructor arguments of `LLM`, with their checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from minillm.api.speculative_config import SpeculativeConfig
 from minillm.config import DTYPE_BYTES
 from minillm.errors import ConfigError, UnsupportedFeatureError
 
-# Options of later versions, each with the one value that this version can honour.
+# Known options that are not implemented, each with the only value that is accepted.
 NOT_BUILT_YET: Mapping[str, Any] = MappingProxyType(
     {
         "quantization": None,
@@ -34,7 +34,7 @@ COUNTS = (
 )
 PREFIX_CACHES = ("hash", "radix")
 EXECUTOR_BACKENDS = ("mp", "threads", "external", "ray")
-ELSEWHERE = ("external", "ray")  # backends whose ranks are started by others
+REMOTE_BACKENDS = ("external", "ray")  # ranks are started outside this process
 PREEMPTION_MODES = ("recompute", "swap")
 FLAGS = (
     "enable_chunked_prefill",
@@ -44,11 +44,11 @@ FLAGS = (
     "deterministic",
     "disable_log_stats",
 )
-MOST_SWAP = 2**20  # GiB; more is a typing error
+MAX_SWAP_SPACE = 2**20  # GiB
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is an integer of Python's or numpy's; True is none."""
+    """Whether `value` is a Python or numpy integer; booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -58,60 +58,61 @@ class EngineArgs:
     """Arguments of an engine; names and meanings are vLLM's.
 
     `dtype` "auto" is the checkpoint's on a GPU, bfloat16 on a CPU with bf16 instructions, else
-    float32. `gpu_memory_utilization` is the share of the device's free memory that weights,
-    activations and KV cache may take together, on a CPU too, where the cache takes at most a
-    quarter of it; `kv_cache_memory_bytes`, or `num_gpu_blocks_override` in blocks of `block_size`
-    tokens, sets the cache's part directly. `max_model_len` None takes the model's own length, less
-    if the cache cannot hold that.
+    float32. `gpu_memory_utilization` is the share of the device's free memory for weights,
+    activations and KV cache together. It applies to a CPU, too, where the KV cache takes at most a
+    quarter of what is left after weights and activations. `kv_cache_memory_bytes`, or
+    `num_gpu_blocks_override` in blocks of `block_size` tokens, sets the size of the KV cache
+    directly. `max_model_len` None is the model's own length, reduced if the KV cache is smaller.
 
-    At most `max_num_seqs` sequences run at once (256, or fewer for a small budget) and
-    `max_num_batched_tokens` (2048) are computed per step; `long_prefill_token_threshold` limits
-    those of one prompt. `admission_policy` says whether a request is let in when its prompt fits
-    ("watermark") or only when its last token will, too ("reserve_max"). When blocks run out, the
-    last in line loses its own: to `swap_space` GiB of host memory if there is any, else it is
-    computed again (`preemption_mode`).
+    A step has at most `max_num_seqs` sequences (256, or fewer for a small token budget) and
+    `max_num_batched_tokens` tokens (2048), of which at most `long_prefill_token_threshold` are of
+    one prompt. `admission_policy` admits a request when its prompt fits into the free blocks
+    ("watermark"), or only when its maximum length does ("reserve_max"). When blocks run out, the
+    most recently admitted request is preempted: its KV is swapped out to `swap_space` GiB of host
+    memory, or recomputed if there is no swap space (`preemption_mode`).
 
-    `scheduling_policy` says who goes first:
+    `scheduling_policy` is the order in which waiting requests are scheduled:
 
     - "fcfs": first come, first served.
-    - "priority": the lowest `priority=` of `generate` first, however long the others wait.
-    - "shortest_prefill_first": short prompts first; 16 tokens more cost one place in the line.
-    - "longest_prefix_match": cached prompts first; 16 cached tokens gain one place in the line.
+    - "priority": lowest `priority=` of `generate` first, without aging.
+    - "shortest_prefill_first": short prompts first; 16 tokens cost one place in the queue.
+    - "longest_prefix_match": cached prompts first; 16 cached tokens gain one place in the queue.
 
-    `async_scheduling` plans and launches a step while the one before it still runs, so that a GPU
-    never waits for the host (the default there); a request that ends has one token computed in
-    vain. None is off on a CPU, which has nothing to gain: model and scheduler share it.
+    `async_scheduling` plans and launches a step while the previous one runs, so that a GPU does not
+    wait for the host. One extra token is computed for each finished request and discarded. The
+    default None enables it on a GPU and disables it on a CPU, where model and scheduler share the
+    cores.
 
-    `deterministic` gives a request bitwise the same logprobs alone and in any batch, in any chunks,
-    with a cached prefix and after preemption, on one machine with one version of torch and one
-    number of threads; other machines may round otherwise. A dense model on a CPU with our C
-    functions also has the same bits with any number of threads, and with a `tensor_parallel_size`
-    of 1, 2, 4 and 8 where 8 divides the inputs of its o and down projections; other models have the
-    same bits with the same `tensor_parallel_size`, and a warning says so. It costs time
-    (``python -m minillm.lab.benchmarks.deterministic`` says how much).
+    `deterministic` makes logprobs bitwise identical for any batch, any chunks of the prompt, with a
+    cached prefix and after preemption, on one machine with one torch version and one number of
+    threads. For a dense model on a CPU with the C functions they are also identical for any number
+    of threads, and for a `tensor_parallel_size` of 1, 2, 4 and 8 if 8 divides the inputs of the o
+    and down projections; other models log a warning and need the same `tensor_parallel_size`. It
+    is slower (``python -m minillm.lab.benchmarks.deterministic`` measures how much).
 
-    On a GPU, decode steps are recorded as CUDA graphs when a batch size is first needed;
-    `enforce_eager` runs every step operation by operation, on a CPU with plain torch.
-    `speculative_config` drafts tokens that one step verifies together (`SpeculativeConfig`), as
-    ``{"method": "ngram", "num_speculative_tokens": 4}``; it changes no token.
-    `tensor_parallel_size` ranks share every layer, each with some of the heads and units: by
-    `distributed_executor_backend` processes ("mp", the default), or threads of this process
-    ("threads", for tests and experiments). `pipeline_parallel_size` stages each have some of the
-    layers, and as many steps run at once. `data_parallel_size` ranks each have a copy of the model,
-    with own requests, blocks and limits, and compute their steps together. With
-    `enable_expert_parallel` the ranks of a stage, or the copies, each have whole experts, and not a
-    share of the units of each, or all of them. With `enable_eplb` these are placed anew every few
-    thousand steps, by how often tokens chose each of them (`EplbConfig`), as
-    ``{"step_interval": 3000, "num_redundant_experts": 2}``; no token changes. Ranks on other
-    machines ("external": `minillm node` or torchrun starts them; "ray": Ray does) connect to
-    `master_addr`, an interface of this one, and `master_port`, which the system chooses if it is 0.
-    An `AsyncLLMEngine` logs a line about its work every ten seconds (level INFO, logger
+    On a GPU, the decode steps of a batch size are captured as a CUDA graph at the first use;
+    `enforce_eager` runs every step eagerly, on a CPU with plain torch.
+    `speculative_config` enables speculative decoding (`SpeculativeConfig`), for example
+    ``{"method": "ngram", "num_speculative_tokens": 4}``; by default it changes no token.
+
+    `tensor_parallel_size` ranks each hold a share of every layer's heads and MLP units.
+    `pipeline_parallel_size` stages each hold some of the layers, with as many steps in flight.
+    `data_parallel_size` ranks each hold a copy of the model, with their own requests, blocks and
+    limits, and run their steps together. `enable_expert_parallel` places whole experts on the ranks
+    instead of a share or a copy of each. `enable_eplb` rebalances them every few thousand steps by
+    how often each was chosen (`EplbConfig`), for example
+    ``{"step_interval": 3000, "num_redundant_experts": 2}``; it changes no token.
+    `distributed_executor_backend` runs ranks as processes ("mp", the default), as threads of this
+    process ("threads", for tests and experiments), or on other machines, started by `minillm node`
+    or torchrun ("external") or by Ray ("ray"). Ranks on other machines connect to `master_addr`, an
+    address of this machine, and `master_port`; port 0 lets the system choose one.
+    An `AsyncLLMEngine` logs its statistics every ten seconds (level INFO, logger
     "minillm.serving.stat_logger") unless `disable_log_stats`.
 
     Raises:
         ConfigError: a value out of its range.
         UnknownArgumentError: a name that does not exist.
-        UnsupportedFeatureError: a known option that this version does not have.
+        UnsupportedFeatureError: a known option that this version does not support.
     """
 
     model: str | Path
@@ -167,7 +168,7 @@ class EngineArgs:
             raise ConfigError(
                 f"tokenizer is {shown(self.tokenizer)}; it must be a folder or a name."
             )
-        # A torch.dtype prints as torch.float16, a torch.device as cuda:0.
+        # Accept a torch.dtype, which prints as torch.float16, and a torch.device.
         object.__setattr__(self, "device", str(self.device))
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
@@ -179,7 +180,7 @@ class EngineArgs:
             )
         for name in COUNTS:
             if getattr(self, name) is not None:
-                # A sequence is a prompt of one token and a new one at least.
+                # The shortest sequence is one prompt token and one new token.
                 self._check_count(name, least=2 if name == "max_model_len" else 1)
         self._check_count("long_prefill_token_threshold", least=0)
         if self.speculative_config is not None:
@@ -222,7 +223,7 @@ class EngineArgs:
     def _check_share(self) -> None:
         share = self.gpu_memory_utilization
         number = isinstance(share, Real) and not isinstance(share, bool)
-        if not (number and 1e-9 <= share <= 1):  # NaN is not
+        if not (number and 1e-9 <= share <= 1):  # also refuses NaN
             raise ConfigError(
                 f"gpu_memory_utilization is {shown(share)}; it must be above 0 and at most 1."
             )
@@ -230,23 +231,23 @@ class EngineArgs:
 
     @property
     def num_ranks(self) -> int:
-        """Threads or processes that compute, each with a part of the model."""
+        """Ranks that run the model, as processes or threads."""
         sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
         return prod(sizes)
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """How experts are placed by load; None: they stay where they are."""
+        """The settings of expert load balancing; None if it is disabled."""
         return EplbConfig.of(self.eplb_config or {}) if self.enable_eplb else None
 
     @property
     def num_redundant_experts(self) -> int:
-        """Slots for copies of experts, on all ranks that share them."""
+        """Slots for copies of experts, over all ranks together."""
         return self.eplb.num_redundant_experts if self.eplb else 0
 
     @property
     def step_interval(self) -> int:
-        """Steps from one placement of experts to the next; 0: they stay where they are."""
+        """Steps between two placements of experts; 0 if load balancing is disabled."""
         return self.eplb.step_interval if self.eplb else 0
 
     def _check_ranks(self) -> None:
@@ -258,15 +259,15 @@ class EngineArgs:
         shared = self.tensor_parallel_size, self.data_parallel_size
         if self.enable_expert_parallel and max(shared) == 1:
             raise ConfigError(
-                "enable_expert_parallel shares experts among the ranks of tensor_parallel_size or "
-                "data_parallel_size, which are 1; set one to 2 or more, or leave it out."
+                "enable_expert_parallel needs ranks, but tensor_parallel_size and "
+                "data_parallel_size are 1; set one of them to 2 or more, or leave it out."
             )
         if self.data_parallel_size > 1:
             self._check_data_parallel()
         self._check_eplb()
         if self.distributed_executor_backend is not None:
             self._check_choice("distributed_executor_backend", EXECUTOR_BACKENDS)
-        if self.distributed_executor_backend in ELSEWHERE and self.num_ranks == 1:
+        if self.distributed_executor_backend in REMOTE_BACKENDS and self.num_ranks == 1:
             raise ConfigError(
                 f"distributed_executor_backend={self.distributed_executor_backend!r} needs ranks; "
                 "set tensor_parallel_size or another size to 2 or more."
@@ -274,8 +275,8 @@ class EngineArgs:
         self._check_count("master_port", least=0)
         if not isinstance(self.master_addr, str) or not self.master_addr:
             raise ConfigError(
-                f"master_addr is {shown(self.master_addr)}; it must be an interface of this "
-                "machine, its address or its name."
+                f"master_addr is {shown(self.master_addr)}; it must be an address or host name of "
+                "this machine."
             )
         if self.master_port > 65535:
             raise ConfigError(f"master_port is {self.master_port}; it must be from 0 to 65535.")
@@ -285,14 +286,15 @@ class EngineArgs:
             if getattr(self, name) > 1:
                 raise UnsupportedFeatureError(
                     f"data_parallel_size is {self.data_parallel_size} and {name} is "
-                    f"{getattr(self, name)}, which do not go together in this version; set one of "
+                    f"{getattr(self, name)}; this version does not support both, so set one of "
                     "them to 1."
                 )
         if self.deterministic and self.enable_expert_parallel:
             raise UnsupportedFeatureError(
-                f"data_parallel_size is {self.data_parallel_size}, where an expert computes the "
-                "tokens of all ranks together, so their bits depend on each other; leave out "
-                "deterministic or enable_expert_parallel."
+                f"deterministic and enable_expert_parallel cannot be used together with "
+                f"data_parallel_size={self.data_parallel_size}, because an expert computes the "
+                "tokens of all ranks in one batch; leave out deterministic or "
+                "enable_expert_parallel."
             )
 
     def _check_eplb(self) -> None:
@@ -300,30 +302,30 @@ class EngineArgs:
             object.__setattr__(self, "eplb_config", EplbConfig.of(self.eplb_config))
             if not self.enable_eplb:
                 raise ConfigError(
-                    "eplb_config says how experts are placed by load, which enable_eplb=False does "
-                    "not do; set enable_eplb=True, or leave eplb_config out."
+                    "eplb_config has no effect without enable_eplb; set enable_eplb=True, or leave "
+                    "eplb_config out."
                 )
         if self.enable_eplb and not self.enable_expert_parallel:
             raise ConfigError(
-                "enable_eplb places whole experts on ranks, which only enable_expert_parallel=True "
-                "gives them; set it, too, or leave enable_eplb out."
+                "enable_eplb needs expert parallelism; set enable_expert_parallel=True, too, or "
+                "leave enable_eplb out."
             )
         if self.enable_eplb and self.deterministic:
             raise UnsupportedFeatureError(
-                "enable_eplb does not go with deterministic: an expert that moves to another rank "
-                "is added up in another order; leave one of them out."
+                "enable_eplb cannot be used with deterministic, because moving an expert to "
+                "another rank changes the order of additions; leave one of them out."
             )
 
     def _check_pipeline(self) -> None:
         if self.speculative_config is not None:
             raise UnsupportedFeatureError(
-                f"pipeline_parallel_size is {self.pipeline_parallel_size}, which does not go with "
-                "speculative_config: a draft follows a token that is still in the pipeline; leave "
-                "one of them out."
+                f"pipeline_parallel_size is {self.pipeline_parallel_size} and speculative_config "
+                "is set; drafting needs tokens that are still in the pipeline, so leave one of "
+                "them out."
             )
 
     def _check_cache(self) -> None:
-        """What belongs together: the cache's size, its prefixes, and what preemption does."""
+        """Check the KV cache's size, prefix caching, and the preemption mode."""
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError(
                 "kv_cache_memory_bytes and num_gpu_blocks_override both set the size of the KV "
@@ -350,9 +352,10 @@ class EngineArgs:
                 "enable_prefix_caching=False turns off; leave one of them out."
             )
         swap, number = self.swap_space, isinstance(self.swap_space, Real)
-        if isinstance(swap, bool) or not number or not 0 <= swap <= MOST_SWAP:
+        if isinstance(swap, bool) or not number or not 0 <= swap <= MAX_SWAP_SPACE:
             raise ConfigError(
-                f"swap_space is {shown(swap)}; it must be a number of GiB from 0 to {MOST_SWAP:,}."
+                f"swap_space is {shown(swap)}; it must be a number of GiB from 0 to "
+                f"{MAX_SWAP_SPACE:,}."
             )
         object.__setattr__(self, "swap_space", int(swap) if is_whole(swap) else float(swap))
         if self.preemption_mode is not None:

@@ -1,4 +1,4 @@
-"""`eplb_config`: how often experts are placed anew by their load, and how many have copies."""
+"""`eplb_config`: settings of expert-parallel load balancing (EPLB)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,14 +10,14 @@ from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 
 @dataclass(frozen=True)
 class EplbConfig:
-    """Expert placement by load; names, meanings and defaults are vLLM's.
+    """Expert load balancing; names, meanings and defaults are vLLM's.
 
     Attributes:
-        window_size: steps whose choices count when experts are placed. Each rank keeps 4 bytes for
-            each step, expert and layer.
-        step_interval: steps from one placement to the next.
-        num_redundant_experts: slots for further copies of popular experts, on all ranks of a stage
-            together; with the experts they are a multiple of the ranks.
+        window_size: number of latest steps over which expert load is measured. Each rank keeps 4
+            bytes per step, expert and layer.
+        step_interval: steps between two placements.
+        num_redundant_experts: slots for copies of popular experts, over all ranks of a stage; the
+            number of slots in all must be a multiple of the ranks.
 
     Raises:
         ConfigError: a value out of its range.
@@ -40,7 +40,7 @@ class EplbConfig:
 
     @classmethod
     def of(cls, given: object) -> "EplbConfig":
-        """From a mapping of names to values, as users give it."""
+        """The config for a mapping of names to values."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):

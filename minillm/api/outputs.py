@@ -1,8 +1,8 @@
-"""What a request gives back. Names are vLLM's.
+"""The outputs of a request. Names are vLLM's.
 
-Nothing here is frozen: making a frozen object takes six times as long, and three are made for each
-token of a stream. An output belongs to its consumer, and changing it changes nothing elsewhere,
-but for `RequestOutput.prompt_token_ids`.
+The dataclasses are not frozen: creating a frozen object takes six times as long, and a stream
+creates three objects per token. An output belongs to its consumer, who may change it, except for
+the shared list `RequestOutput.prompt_token_ids`.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,18 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class Logprob:
-    """Log-probability (nats) of one token under the raw model distribution; rank 1 is the best."""
+    """Logprob (nats) of one token, from the raw logits; rank 1 is the most probable token."""
 
     logprob: float
     rank: int
     decoded_token: str | None = None
 
 
-Logprobs = dict[int, Logprob]  # token id -> Logprob: the chosen token first, then the best
+Logprobs = dict[int, Logprob]  # token id -> Logprob: the sampled token first, then the best
 
 
-class _Later:
-    """Around a dataclass some of whose values are made when they are first read."""
+class _LazyFields:
+    """Base of a dataclass with fields that are computed when first read; pickling reads them."""
 
     __slots__ = ()
 
@@ -36,8 +36,8 @@ class _Later:
         return type(self), tuple(getattr(self, name) for name in names)
 
 
-class _TokensLater(_Later):
-    """What `CompletionOutput` does where its slot `token_ids` is still empty."""
+class _LazyTokens(_LazyFields):
+    """Copies the slot `token_ids` of a `CompletionOutput` when it is first read."""
 
     __slots__ = ("_tokens",)
     _tokens: tuple[list[int], int, int]
@@ -50,8 +50,8 @@ class _TokensLater(_Later):
         return taken
 
 
-class _CountsLater(_Later):
-    """What `PrefixReport` does where the slot of a count is still empty."""
+class _LazyCounts(_LazyFields):
+    """Computes the counts of a `PrefixReport` when the first of them is read."""
 
     __slots__ = ("_explain",)
     _explain: Callable[[], "PrefixReport"]
@@ -67,12 +67,12 @@ class _CountsLater(_Later):
 
 
 @dataclass(slots=True)
-class CompletionOutput(_TokensLater):
-    """One completion of a prompt: all of it so far, or with `RequestOutputKind.DELTA` what is new
-    in `text`, `token_ids` and `logprobs` since the output before.
+class CompletionOutput(_LazyTokens):
+    """One completion of a prompt so far. With `RequestOutputKind.DELTA`, `text`, `token_ids` and
+    `logprobs` hold only what is new since the previous output.
 
-    `finish_reason` is None while it runs. `stop_reason` is the stop string or stop token id that
-    ended it, None for the end-of-sequence token. `error` says what went wrong when
+    `finish_reason` is None until the completion ends. `stop_reason` is the stop string or stop
+    token id that ended it, None for the end-of-sequence token. `error` is the message if
     `finish_reason` is "error".
     """
 
@@ -89,7 +89,8 @@ class CompletionOutput(_TokensLater):
     def of(
         cls, index: int, text: str, token_ids: list[int], start: int, end: int
     ) -> "CompletionOutput":
-        """Of tokens `start` to `end` of a list that only grows: it is copied when that is read."""
+        """An output with tokens `start` to `end` of a list that is only appended to; they are
+        copied when `token_ids` is first read."""
         output = cls.__new__(cls)
         output.index, output.text = index, text
         output._tokens = token_ids, start, end  # type: ignore[misc]
@@ -99,22 +100,23 @@ class CompletionOutput(_TokensLater):
 
 
 @dataclass(slots=True)
-class PrefixReport(_CountsLater):
-    """Where the tokens of a prompt came from when it was first let in; adds up to its length.
+class PrefixReport(_LazyCounts):
+    """Prefix cache hits and misses of a prompt at its first admission, in tokens; the counts add
+    up to the prompt's length.
 
-    `salt` says what a cache salt hides from others. Offline the sender of a request and the reader
-    of its report are the same person; a server must not pass the report on to the sender.
+    A server must not return the report to its clients: `salt` reveals prompts that other salts
+    have cached.
 
     Attributes:
-        cached: read from the prefix cache.
-        partial_block: not cached because they do not fill a block.
-        last_token: cached, but computed again because the first new token is sampled from the
-            logits of the last one (a whole block of them where only whole blocks can be shared),
-            or because there was no room for a copy of the block that begins with them.
-        evicted: once cached under this salt, and evicted since.
+        cached: hits.
+        partial_block: misses in a last block that is not full.
+        last_token: cached tokens that are recomputed, because sampling the first new token needs
+            the logits of the last prompt token (a whole block if only whole blocks are shared), or
+            because no block was free to copy a partially shared block into.
+        evicted: cached under this salt before, and evicted since.
         salt: cached under another salt only.
-        new: never seen, or too long ago to be remembered.
-        unread: the request or the engine reads no prefixes.
+        new: never seen, or forgotten by the eviction history.
+        unread: the engine or the request does not use the prefix cache.
     """
 
     cached: int = 0
@@ -127,7 +129,7 @@ class PrefixReport(_CountsLater):
 
     @classmethod
     def when_asked(cls, cached: int, explain: Callable[[], "PrefixReport"]) -> "PrefixReport":
-        """A report whose other counts are made by `explain` when the first of them is read."""
+        """A report whose other counts are computed by `explain` when one is first read."""
         report = cls.__new__(cls)
         report.cached, report._explain = cached, explain
         return report
@@ -135,16 +137,16 @@ class PrefixReport(_CountsLater):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Where the time of a request went, in seconds, and what the cache did for it.
+    """Times of a request in seconds, and its counts of cached, recomputed and drafted tokens.
 
-    `ttft` is the time from arrival to the first token, `tpot` the mean time of the following
-    ones (None with fewer than two), `e2e` the time from arrival to the end, or to now.
+    `ttft` is the time from arrival to the first token, `tpot` the mean time per following token
+    (None with fewer than two tokens), `e2e` the time from arrival to the end, or to now.
 
-    `num_cached_tokens` of the prompt were read from the prefix cache, and `prefix` says why not
-    the rest. After a preemption `num_recomputed_tokens` were computed again.
+    `num_cached_tokens` prompt tokens were read from the prefix cache; `prefix` explains the
+    misses. `num_recomputed_tokens` were recomputed after preemptions.
 
-    Speculative decoding proposed `num_draft_tokens`, of which `num_accepted_tokens` are tokens of
-    the completions; `scheduling/acceptance.py` says what counts.
+    Speculative decoding proposed `num_draft_tokens`, and `num_accepted_tokens` of them are in the
+    completions (counted as `scheduling/acceptance.py` defines).
     """
 
     queue_time: float = 0.0
@@ -161,12 +163,12 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its completions, so far.
+    """A prompt and its completions so far.
 
-    `prompt_token_ids` is one list for all outputs of a request, because a copy of a long prompt
-    for each token would cost more than the token: do not change it. (The engine has its own.)
-    `prompt_logprobs[i]` describes prompt token i given those before it; the first is None.
-    With `RequestOutputKind.DELTA` only those since the output before are there.
+    All outputs of a request share one list `prompt_token_ids`, because copying a long prompt would
+    take longer than computing a token: do not change it. (The engine has its own copy.)
+    `prompt_logprobs[i]` is of prompt token i given the tokens before it; the first is None.
+    With `RequestOutputKind.DELTA` it holds only the entries since the previous output.
     """
 
     request_id: str
@@ -179,12 +181,12 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens read from the prefix cache, where vLLM has it."""
+        """Prompt tokens read from the prefix cache (vLLM's attribute)."""
         return self.metrics.num_cached_tokens
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two outputs of what was new, one after the other, as one."""
+    """Two consecutive delta outputs as one."""
     outputs = [
         replace(
             after,
@@ -199,20 +201,20 @@ def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 
 
 def added(before: list[T] | None, after: list[T] | None) -> list[T] | None:
-    """One list after the other, where there are any."""
+    """The concatenation of two lists, or `after` if either is None."""
     return after if before is None or after is None else before + after
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:
-    """How well the model predicts a text.
+    """Log-likelihood, perplexity and bits per byte of a text.
 
-    The first token has no context unless the tokenizer puts a special one before it; then it is
-    not predicted, and neither its log-likelihood nor its bytes count.
+    The first token is predicted only if the tokenizer puts a special token before it. Otherwise
+    its log-likelihood and its bytes are not counted.
     """
 
-    num_tokens: int  # predicted
-    num_bytes: int  # of UTF-8, covered by the predicted tokens
+    num_tokens: int  # predicted tokens
+    num_bytes: int  # UTF-8 bytes of the predicted tokens
     log_likelihood: float  # sum over the predicted tokens, in nats
     perplexity: float  # exp of the mean negative log-likelihood per token
     bits_per_byte: float

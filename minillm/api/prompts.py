@@ -1,4 +1,4 @@
-"""What people give to `generate`, in its many forms, as lists: prompts, parameters, priorities."""
+"""Normalises the arguments of `generate`: prompts, sampling parameters and priorities as lists."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -11,7 +11,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list of prompts. A list of integers is one prompt."""
+    """One prompt or several as a list of prompts. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
@@ -44,9 +44,9 @@ def list_params(
 
 
 def one_prompt(prompt: Prompt) -> Prompt:
-    """The prompt of a request that has only one."""
+    """The single prompt of a request; more than one is an error."""
     if isinstance(prompt, str | Mapping) or not token_list(prompt):
-        return prompt  # an empty one is refused later
+        return prompt  # an empty prompt is refused later
     listed = list_prompts(prompt)
     if len(listed) != 1:
         raise InvalidRequestError(
@@ -56,7 +56,7 @@ def one_prompt(prompt: Prompt) -> Prompt:
 
 
 def one_params(params: SamplingParams) -> SamplingParams:
-    """The parameters of a request."""
+    """The sampling parameters of a single request, checked."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(
             f"sampling_params is a {type(params).__name__}; it must be a SamplingParams."
@@ -65,7 +65,7 @@ def one_params(params: SamplingParams) -> SamplingParams:
 
 
 def one_priority(priority: int, policy: str) -> int:
-    """The priority of a request; 0 is no wish."""
+    """The priority of a single request, checked; policies other than "priority" allow only 0."""
     if priority != 0 and policy != "priority":
         raise InvalidRequestError(
             f"priority={shown(priority)} has no effect with scheduling_policy={policy!r}; make the "
@@ -92,13 +92,13 @@ def list_priorities(priority: Sequence[int] | None, count: int, policy: str) -> 
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
-    """The text, the token ids and the cache salt of a prompt; ids, where given, are what counts."""
+    """The text, token ids and cache salt of a prompt; given ids take precedence over the text."""
     if isinstance(prompt, str):
         return prompt, None, ""
     if isinstance(prompt, Mapping):
         if not prompt or prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
             raise InvalidRequestError(
-                "A prompt dict has 'prompt' or 'prompt_token_ids', and 'cache_salt' if you like, "
+                "A prompt dict has 'prompt' or 'prompt_token_ids', and optionally 'cache_salt', "
                 f"not {shown(sorted(map(str, prompt)))}."
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -114,7 +114,7 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]
 
 
 def token_list(ids: object) -> Sequence[int]:
-    """A list of token ids; what is in it is checked against the model later."""
+    """A list of token ids; the engine checks the ids later."""
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
         raise InvalidRequestError(
             f"A prompt is a {type(ids).__name__}; it must be a string, a list of token ids or "

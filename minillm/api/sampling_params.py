@@ -1,8 +1,8 @@
-"""How to choose the next token: one frozen, fully checked description per request.
+"""Sampling parameters of a request: a frozen, fully checked dataclass.
 
-Names, defaults and meanings are vLLM's, so that a script runs on both. Every value is checked
-here and nowhere else: for its type and its range, which leaves out NaN and infinity.
-The limits are there because a value comes from a stranger and reaches the engine of everybody.
+Names, defaults and meanings are vLLM's, so that scripts run on both. The type and the range of
+every value are checked here; NaN and infinity are refused. A server passes on values from untrusted
+clients, so every list and string has a maximum length.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from minillm.errors import (
     did_you_mean,
 )
 
-GREEDY_BELOW = 1e-5  # temperatures under this choose the most probable token, as in vLLM
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy, as in vLLM
 MAX_STOP_STRINGS = 16
 MAX_STRING_LENGTH = 256  # of one stop string or bad word, in characters
 MAX_BAD_WORDS = 128
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 class RequestOutputKind(IntEnum):
-    """What the outputs of a stream hold: everything so far, what is new since the output before,
-    or everything in a single output at the end."""
+    """The content of a stream's outputs: all tokens so far (CUMULATIVE), the new tokens only
+    (DELTA), or all tokens in one output at the end (FINAL_ONLY)."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -42,7 +42,7 @@ class RequestOutputKind(IntEnum):
 def refuse_unknown_arguments(cls: type[T]) -> type[T]:
     """Class decorator over a dataclass: an unknown keyword raises `UnknownArgumentError`.
 
-    The message proposes the nearest name; the error is also a TypeError, as Python's own is.
+    The message suggests the nearest name. The error is also a TypeError, like Python's own.
     """
     names = [item.name for item in fields(cls) if item.init]  # type: ignore[arg-type]
     init: Callable[..., None] = cls.__init__
@@ -61,11 +61,12 @@ def refuse_unknown_arguments(cls: type[T]) -> type[T]:
 
 
 class FrozenParamsError(InvalidRequestError, FrozenInstanceError):
-    """An assignment to frozen parameters; also the AttributeError that Python raises for it."""
+    """An assignment to frozen parameters; also a FrozenInstanceError, as Python raises."""
 
 
 def explain_frozen(cls: type[T]) -> type[T]:
-    """Class decorator over a frozen dataclass: an assignment is answered with what to do."""
+    """Class decorator over a frozen dataclass: an assignment raises an error that says what to
+    write instead."""
     names = [item.name for item in fields(cls)]  # type: ignore[arg-type]
 
     def refuse(self: T, name: str, value: object) -> None:
@@ -75,7 +76,7 @@ def explain_frozen(cls: type[T]) -> type[T]:
             )
         raise FrozenParamsError(
             f"{cls.__name__} cannot be changed, because a request must not change while it runs; "
-            f"use dataclasses.replace(params, {name}={shown(value)}), which makes another."
+            f"use dataclasses.replace(params, {name}={shown(value)}) to make a changed copy."
         )
 
     cls.__setattr__ = refuse  # type: ignore[method-assign, assignment]
@@ -83,7 +84,7 @@ def explain_frozen(cls: type[T]) -> type[T]:
 
 
 def shown(value: object) -> str:
-    """`repr(value)` in at most 80 characters: an error must not echo a megabyte of input."""
+    """`repr(value)`, cut to 80 characters for use in an error message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more than 4,300 digits
@@ -92,7 +93,7 @@ def shown(value: object) -> str:
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
-    """Return `value` as an int in [low, high] (numpy integers are fine, True is not a number)."""
+    """`value` as an int in [low, high]; numpy integers are accepted, booleans are refused."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be an integer.")
     if not low <= int(value) <= high:
@@ -103,10 +104,10 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
 
 
 def check_float(name: str, value: Any, low: float, high: float, above: bool = False) -> float:
-    """Return `value` as a finite float in [low, high], or in (low, high] when `above`."""
+    """`value` as a finite float in [low, high], or in (low, high] if `above`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be a number.")
-    # Written so that NaN, for which every comparison is false, is refused.
+    # `not (...)` refuses NaN, for which every comparison is false.
     number: Any = value  # numbers.Real declares no comparison with a float
     if not (low < number <= high if above else low <= number <= high):
         bounds = f"above {low:g} and at most {high:.9g}" if above else f"from {low:g} to {high:.9g}"
@@ -134,35 +135,35 @@ def _float(default: float, low: float, high: float, above: bool = False) -> Any:
 @explain_frozen
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What one request asks of the sampler. The range of every number stands beside its default.
+    """Sampling parameters of one request. Each field lists its default and its range.
 
     Frozen, because a request must not change while it runs: where a vLLM script assigns
     ``params.max_tokens = 5``, write ``params = dataclasses.replace(params, max_tokens=5)``.
 
-    Order of operations, as in vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`,
-    penalties, temperature, `min_p`, then `top_k` and `top_p`. Reported log-probabilities are of
-    the model's own distribution, before all of these.
+    Order of the logits processors, as in vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`,
+    `logit_bias`, penalties, temperature, `min_p`, then `top_k` and `top_p`. Reported logprobs are
+    those of the raw logits, before any of these.
 
     Raises:
         InvalidRequestError: a value of the wrong type or outside its range.
         UnknownArgumentError: a name that does not exist.
-        UnsupportedFeatureError: `structured_outputs`, which this version does not have.
+        UnsupportedFeatureError: `structured_outputs`, which this version does not support.
     """
 
     n: int = _int(1, 1, 64)  # completions of one prompt
     temperature: float = _float(1.0, 0.0, 1e6)  # divides the logits; 0 is greedy
     top_k: int = _int(0, -1, INT32_MAX)  # the k most probable tokens (and ties); 0 or -1: all
     top_p: float = _float(1.0, 0.0, 1.0, above=True)  # fewest tokens of this mass (1904.09751)
-    min_p: float = _float(0.0, 0.0, 1.0)  # at least this share of the best token (2407.01082)
-    presence_penalty: float = _float(0.0, -2.0, 2.0)  # once per token in the output
-    frequency_penalty: float = _float(0.0, -2.0, 2.0)  # times its count in the output
+    min_p: float = _float(0.0, 0.0, 1.0)  # threshold relative to the best token (2407.01082)
+    presence_penalty: float = _float(0.0, -2.0, 2.0)  # subtracted from tokens in the output
+    frequency_penalty: float = _float(0.0, -2.0, 2.0)  # the same, times their counts
     repetition_penalty: float = _float(1.0, 0.01, 100.0)  # prompt and output (CTRL, 1909.05858)
-    max_tokens: int | None = _optional_int(16, 1, INT32_MAX)  # None: as many as there is room for
-    min_tokens: int = _int(0, 0, INT32_MAX)  # no end of sequence and no stop token id before
-    seed: int | None = _optional_int(None, -(2**63), 2**63 - 1)  # None or -1: a new one each time
-    logprobs: int | None = _optional_int(None, 0, 20)  # 0: the chosen token only
+    max_tokens: int | None = _optional_int(16, 1, INT32_MAX)  # None: up to the context length
+    min_tokens: int = _int(0, 0, INT32_MAX)  # no end of sequence and no stop token before
+    seed: int | None = _optional_int(None, -(2**63), 2**63 - 1)  # None or -1: a new random one
+    logprobs: int | None = _optional_int(None, 0, 20)  # 0: the sampled token only
     prompt_logprobs: int | None = _optional_int(None, 0, 20)
-    stop: Sequence[str] = ()  # a string, or several; the text ends before the first that appears
+    stop: Sequence[str] = ()  # one string or several; the text ends before the first match
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -171,8 +172,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of streams
-    structured_outputs: Any = None  # a later version
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # used by streams only
+    structured_outputs: Any = None  # not supported yet
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -188,7 +189,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, INT32_MAX)
             if not allowed:
-                raise InvalidRequestError("allowed_token_ids is empty; it must allow a token.")
+                raise InvalidRequestError("allowed_token_ids is empty; it needs at least one id.")
             self._set("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             self._set("logit_bias", _bias(self.logit_bias))
@@ -197,11 +198,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken, so that nothing is drawn."""
+        """Whether the most probable token is chosen (temperature 0) instead of sampling."""
         return self.temperature < GREEDY_BELOW
 
     def _set(self, name: str, value: object) -> None:
-        """Store the normalised form of an argument, once, while the object is being built."""
+        """Store the normalised form of an argument; used only by `__post_init__`."""
         object.__setattr__(self, name, value)
 
     def _check_number_or_flag(self, item: Field) -> None:
@@ -228,7 +229,7 @@ class SamplingParams:
         if self.greedy and self.n > 1:
             raise InvalidRequestError(
                 f"n is {self.n} and temperature is {self.temperature:g}; greedy completions are "
-                "all the same, so n must be 1 or the temperature higher."
+                "identical, so set n to 1 or raise the temperature."
             )
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
@@ -240,16 +241,16 @@ class SamplingParams:
 def validate_against_model(
     params: SamplingParams, logit_width: int, bad_words_ids: Iterable[Sequence[int]] = ()
 ) -> None:
-    """Check every token id of `params` against the number of logits the model has.
+    """Check that the model has a logit for every token id in `params`.
 
-    An id beyond it would write into another request's row of the logits.
+    An id out of range would write into another request's row of the logits.
 
     Args:
-        logit_width: rows of the output embedding, whether the tokenizer names them or not.
-        bad_words_ids: `params.bad_words` as the tokenizer splits them.
+        logit_width: rows of the output embedding, including those without a token.
+        bad_words_ids: token ids of each of `params.bad_words`.
 
     Raises:
-        InvalidRequestError: naming the parameter and the first id that does not exist.
+        InvalidRequestError: names the parameter and the first id out of range.
     """
     used: dict[str, Iterable[int]] = {
         "stop_token_ids": params.stop_token_ids,
@@ -267,7 +268,7 @@ def validate_against_model(
 
 
 def _output_kind(value: object) -> RequestOutputKind:
-    """A member, or its number, as which it travels in JSON."""
+    """The `RequestOutputKind` for a member, or for its number as JSON has it."""
     if type(value) is int and value in list(RequestOutputKind):
         return RequestOutputKind(value)
     if not isinstance(value, RequestOutputKind):
@@ -277,7 +278,7 @@ def _output_kind(value: object) -> RequestOutputKind:
 
 
 def _items(name: str, value: object, most: int) -> tuple[Any, ...]:
-    """The items of a list or tuple (None: none of them), at most `most`."""
+    """The items of a list or tuple, at most `most`; none for None."""
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):

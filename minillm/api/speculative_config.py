@@ -1,4 +1,4 @@
-"""`speculative_config`: what proposes drafts, how many, and how they are verified."""
+"""`speculative_config`: the proposer of drafts, their number, and the acceptance rule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,34 +10,34 @@ from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 
 METHODS = ("ngram", "draft_model")
 REJECTION_METHODS = ("strict", "standard", "synthetic")
-MOST_DRAFTS = 15  # one row of decode attention has up to 16 positions
+MAX_DRAFTS = 15  # decode attention takes up to 16 query positions per row
 AUTO = "auto"
-AUTO_MOST = 8  # drafts of a row at most where "auto" chooses
+AUTO_MOST = 8  # maximum drafts per row with "auto"
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Speculative decoding; names and meanings are vLLM's where it has them.
+    """Settings of speculative decoding; names and meanings are vLLM's where it has them.
 
     Attributes:
-        num_speculative_tokens: drafts per sequence and step at most (k); "auto" chooses in each
-            step what is fastest, and none where drafts would cost time.
-        method: "ngram" looks the last tokens up in the sequence itself, "draft_model" asks a small
-            model (`model`), and an object with a method ``propose`` (`speculative/proposer.py`) is
-            asked itself. It may be left out where `model` is given.
-        model: name, hub id or folder of the draft model; its vocabulary is the target's.
-        prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that "ngram" looks up, the
-            longest first.
-        disable_by_batch_size: with more running sequences than this there are no drafts.
-        max_model_len: context of the draft model, where it is to be shorter than its own.
-        rejection_sample_method: "strict" (the default; vLLM's is "standard") keeps a draft if it is
-            the token that plain decoding samples, so no token changes; "standard" accepts with
-            probability min(1, p / q), which keeps the distribution and accepts more of a draft
-            model's tokens, but the tokens change with the number of drafts and after a preemption;
-            "synthetic" accepts with `synthetic_acceptance_rates` whatever was drafted, to measure
-            speed where weights mean nothing.
-        synthetic_acceptance_rates: for each of the k drafts the probability that it is accepted if
-            all before it are.
+        num_speculative_tokens: maximum drafts per sequence and step (k); "auto" chooses the fastest
+            number in each step, 0 if plain decoding is faster.
+        method: "ngram" looks up the latest tokens earlier in the sequence, "draft_model" runs a
+            small model (`model`), and an object with a method ``propose``
+            (`speculative/proposer.py`) is a custom proposer. Optional if `model` is given.
+        model: name, hub id or folder of the draft model, which must have the target's vocabulary.
+        prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" looks up; the
+            longest is tried first.
+        disable_by_batch_size: no drafts if more sequences than this are running.
+        max_model_len: context length of the draft model, if shorter than its own.
+        rejection_sample_method: "strict" (the default; vLLM's is "standard") accepts a draft if it
+            equals the token that plain decoding samples, so no token changes. "standard" accepts
+            with probability min(1, p / q): it keeps the distribution and accepts more drafts of a
+            draft model, but the tokens depend on the number of drafts and on preemptions.
+            "synthetic" accepts with `synthetic_acceptance_rates`, whatever the drafts are, to
+            measure speed with dummy weights.
+        synthetic_acceptance_rates: for each of the k drafts, the probability that it is accepted
+            given that all drafts before it are.
 
     Raises:
         ConfigError: a value out of its range, or values that contradict each other.
@@ -56,7 +56,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         self._check_method()
         if self.num_speculative_tokens != AUTO:
-            self._check_count("num_speculative_tokens", 1, MOST_DRAFTS, " or 'auto'")
+            self._check_count("num_speculative_tokens", 1, MAX_DRAFTS, " or 'auto'")
         for name in ("disable_by_batch_size", "max_model_len"):
             self._check_count(name, 1, 2**31)
         if self.method == "ngram":
@@ -75,7 +75,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, given: object) -> "SpeculativeConfig":
-        """From a mapping of names to values, as users give it."""
+        """The config for a mapping of names to values."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -100,17 +100,17 @@ class SpeculativeConfig:
 
     @property
     def name(self) -> str:
-        """The method in a word."""
+        """The method, or the class name of a custom proposer."""
         return self.method if isinstance(self.method, str) else type(self.method).__name__
 
     @property
     def most(self) -> int:
-        """Drafts of a row at most."""
+        """Maximum drafts per sequence and step."""
         return AUTO_MOST if self.adapts else int(self.num_speculative_tokens)
 
     @property
     def adapts(self) -> bool:
-        """Whether the number of drafts is chosen in each step."""
+        """Whether the number of drafts is chosen in each step ("auto")."""
         return self.num_speculative_tokens == AUTO
 
     def _check_method(self) -> None:
@@ -162,7 +162,7 @@ class SpeculativeConfig:
         object.__setattr__(self, name, int(value))
 
     def _set_lookup(self) -> None:
-        """The lengths of n-grams; where one is given, the other is the same, as in vLLM."""
+        """Set the n-gram lengths; if only one is given, the other is the same, as in vLLM."""
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             self._check_count(name, 1, 64)
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
@@ -172,7 +172,7 @@ class SpeculativeConfig:
         if longest is None or shortest is None or shortest > longest:
             raise ConfigError(
                 f"speculative_config's prompt_lookup_min is {shortest} and prompt_lookup_max is "
-                f"{longest}; the least length must not be above the largest."
+                f"{longest}; prompt_lookup_min must not be above prompt_lookup_max."
             )
         object.__setattr__(self, "prompt_lookup_max", longest)
         object.__setattr__(self, "prompt_lookup_min", shortest)
@@ -198,11 +198,7 @@ class SpeculativeConfig:
 
 
 def check_vocabulary(model: str, size: int, target: str, target_size: int) -> None:
-    """A draft model has as many tokens as its target.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Raise ConfigError if the vocabulary of a draft model is not as large as the target's."""
     if size != target_size:
         raise ConfigError(
             f"speculative_config's model {model!r} has a vocabulary of {size:,} tokens and "

@@ -1,4 +1,4 @@
-"""Constructor arguments of vLLM that mean nothing here, accepted so that scripts run unchanged."""
+"""vLLM's constructor arguments that have no effect here; accepted so that scripts run unchanged."""
 
 import warnings
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from minillm.api.sampling_params import shown
 from minillm.errors import UnsupportedFeatureError
 
-# Arguments that vLLM has or had, which mean nothing here, with the values that ask for nothing.
+# Arguments that vLLM has or had and that have no effect here, with the accepted values.
 WITHOUT_MEANING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "use_v2_block_manager": (True, False),
@@ -17,7 +17,7 @@ WITHOUT_MEANING: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "trust_remote_code": (False,),
     }
 )
-# vLLM's arguments of which only the default works here: that default, and why there is no other.
+# vLLM's arguments that accept only their default here: the default, and the reason.
 ONLY_DEFAULT: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "tokenizer_mode": ("auto", "there is one tokenizer, that of tokenizer.json"),
@@ -29,7 +29,11 @@ ONLY_DEFAULT: Mapping[str, tuple[Any, str]] = MappingProxyType(
 
 
 def without_meaningless(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Drop vLLM's arguments that mean nothing here, with a warning unless they ask for nothing."""
+    """Drop vLLM's arguments that have no effect here; an ignored argument gives a warning.
+
+    Raises:
+        UnsupportedFeatureError: a value other than those accepted.
+    """
     for name, (default, reason) in ONLY_DEFAULT.items():
         value = arguments.pop(name, default)
         if value is not default and value != default:

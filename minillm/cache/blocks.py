@@ -1,13 +1,12 @@
-"""Fixed-size blocks of KV memory: who holds which, and in which order the free ones are reused.
+"""The block pool: a reference count per KV cache block, and the free list with its eviction order.
 
-                allocate                        release by the last holder
-    free  ------------------->  held  ---------------------------------->  free
-    front: used next             ^                                    uncached: at the front
-                                 |  share: a prefix hit               cached: at the back
-                                 +--- revives a free block, ---------  (the least recently
-                                      wherever it stands               used is evicted first)
+          allocate (from the front)            release (reference count 0)
+    free -------------------------->  in use -----------------------------> free
+         -------------------------->          uncached blocks: to the front
+          share (prefix hit, from             cached blocks: to the back, so that
+          anywhere in the list)               the least recently used is evicted first
 
-Only counting happens here; what a block looks like is known to `layers/kv_cache.py`.
+The pool only counts. The tensors are in `layers/kv_cache.py`.
 """
 
 from collections import Counter, OrderedDict
@@ -17,38 +16,40 @@ from minillm.cache.prefix import PrefixIndex
 
 
 class AccountingError(RuntimeError):
-    """The engine's own books do not add up: always a bug of minillm, never of its user."""
+    """The scheduler's or block pool's internal state is inconsistent: a bug of minillm."""
 
 
 class BlockPool:
-    """Reference counts of `num_blocks` blocks, and a list of the free ones.
+    """Reference counts of `num_blocks` blocks, and the free list.
 
-    A free block may still be cached: its contents stay findable through the prefix index until it
-    is needed for something else. An OrderedDict is the doubly linked list that this takes: both
-    ends and any place in the middle are reached in constant time.
+    A free block may still be cached: a prefix hit can share it until it is allocated again. In an
+    OrderedDict, removal at either end or in the middle takes constant time.
     """
 
     def __init__(self, num_blocks: int, index: PrefixIndex):
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        self.num_revived = 0  # free blocks that a prefix hit took back into use
-        self.num_evicted = 0  # cached blocks that were reused for something else
+        self.num_revived = 0  # free blocks that a prefix hit put back into use
+        self.num_evicted = 0  # cached blocks that were allocated for new contents
         self._index = index
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give, cached ones included."""
+        """Blocks that `allocate` can return, including free cached blocks."""
         return len(self._free)
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody holds the block."""
+        """Whether the block's reference count is 0."""
         return self.ref_counts[block] == 0
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks; the caller is their only holder."""
+        """Take `count` blocks from the front of the free list, each with reference count 1.
+
+        Cached blocks among them are evicted from the prefix index.
+        """
         if count > len(self._free):
-            raise AccountingError(f"{count} blocks were asked for; {len(self._free)} are free.")
+            raise AccountingError(f"{count} blocks were requested, but {len(self._free)} are free.")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self.ref_counts[block] = 1
@@ -59,7 +60,7 @@ class BlockPool:
         return blocks
 
     def use_lost_first(self) -> None:
-        """Free blocks that the index gave up by itself are worth nothing: to the front."""
+        """Move free blocks that the index dropped (`index.lost`) to the front of the free list."""
         lost = self._index.lost
         while lost:
             block = lost.pop()
@@ -67,7 +68,7 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold blocks once more; a free one leaves the free list."""
+        """Increment the reference count of each block, and take free ones off the free list."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self._free[block]
@@ -75,11 +76,14 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Let blocks go. The end of a sequence is freed first, so that it is evicted before its
-        beginning, which more prompts share."""
+        """Decrement the reference counts of a block table.
+
+        The last block is freed first, so that it is evicted before the prefix, which more prompts
+        share.
+        """
         for block in reversed(blocks):
             if self.ref_counts[block] < 1:
-                raise AccountingError(f"Block {block} was released, but nobody holds it.")
+                raise AccountingError(f"Block {block} was released, but its reference count is 0.")
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self._free[block] = None
@@ -87,22 +91,26 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare the books with all block tables there are.
+        """Compare reference counts and free list with `tables`, which must be all block tables.
 
         Raises:
-            AccountingError: a table names a free block, a reference count is not the number of
-                tables that hold the block, or a table holds a block twice.
+            AccountingError: a reference count is not the number of tables with the block, a block
+                in a table is free, or a table has a block twice or one that does not exist.
         """
         holders: Counter[int] = Counter()
         for table in tables:
             holders.update(table)
             if len(set(table)) < len(table):
-                raise AccountingError(f"A table holds a block twice: {list(table)}.")
+                raise AccountingError(f"A table contains a block twice: {list(table)}.")
         for block, count in enumerate(self.ref_counts):
             if count != holders[block]:
-                raise AccountingError(f"Block {block}: {count} references, {holders[block]} held.")
+                raise AccountingError(
+                    f"Block {block} has reference count {count}, but is in {holders[block]} tables."
+                )
             if (count == 0) != (block in self._free):
-                raise AccountingError(f"Block {block}: {count} references, but free: {count > 0}.")
+                raise AccountingError(
+                    f"Block {block} has reference count {count}, but free is {count > 0}."
+                )
         unknown = set(holders) - set(range(self.num_blocks))
         if unknown:
-            raise AccountingError(f"Tables name blocks that do not exist: {sorted(unknown)}.")
+            raise AccountingError(f"Tables contain blocks that do not exist: {sorted(unknown)}.")

@@ -1,10 +1,10 @@
-"""Prefix cache as a chain of hashes: each full block is named by all tokens up to its end.
+"""Prefix index by block hashes: the hash of a full block covers all tokens up to its end.
 
     name(0) = H(salt),   name(i + 1) = H(name(i), tokens of block i)
 
-One dictionary from names to blocks is the whole index (vLLM's automatic prefix caching). A block
-whose predecessor was forgotten cannot be reached; it gives its name to whoever computes the same
-tokens again, or is evicted in its turn.
+The index is one dictionary from hashes (names) to blocks, as in vLLM's automatic prefix caching. A
+block whose predecessor was evicted is never found again. It stays in the dictionary until its
+tokens are computed again, which replaces it, or until it is evicted.
 """
 
 from array import array
@@ -16,18 +16,18 @@ from minillm.cache.prefix import Match
 
 NAME_BYTES = 16
 
-Place = int | str  # of an entry: its number; of the start: the salt
+Place = int | str  # identifies a prefix: the number of its last entry, or the salt if empty
 
 
 class Cursor(NamedTuple):
-    """The name of the tokens so far, and the entry that has it now."""
+    """The hash of a prefix, and the entry of its last block."""
 
     name: bytes
     place: Place
 
 
 class Entry(NamedTuple):
-    """A findable block. Names could collide, so what they stand for is kept beside them."""
+    """A cached block, with its tokens and parent, to detect hash collisions."""
 
     block: int
     parent: Place
@@ -36,26 +36,26 @@ class Entry(NamedTuple):
 
 
 class HashChain:
-    """Names find entries; tokens and parents are compared before one is believed.
+    """Looks up each block by its hash, then compares its tokens and its parent entry.
 
-    So a collision costs a miss, and never shows one user the cache of another
-    (GHSA-rm76-4mrf-v9r8): no place is used twice, so a chain of places stands for one text.
+    A hash collision is therefore a miss, and never a hit in another user's cache
+    (GHSA-rm76-4mrf-v9r8): entry numbers are unique, so equal parents mean equal prefixes.
     """
 
     def __init__(self, block_size: int):
         self.block_size = block_size
         self.lost: list[int] = []
         self._entries: dict[bytes, Entry] = {}
-        self._names: dict[int, bytes] = {}  # of each findable block
-        self._num_entries = 0  # so far
+        self._names: dict[int, bytes] = {}  # block -> its name
+        self._num_entries = 0  # created so far; the number of the newest entry
 
     def start(self, salt: str) -> Cursor:
-        """Python's own `hash` of a string differs between processes, and can be forged."""
+        """The cursor of a salt. Python's `hash` differs between processes and is easy to forge."""
         salted = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES)
         return Cursor(salted.digest(), salt)
 
     def name(self, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
-        """The name of a block with these tokens after `parent`."""
+        """The hash of a block with these tokens, after a prefix with the hash `parent`."""
         return blake2b(array("q", token_ids).tobytes(), digest_size=NAME_BYTES, key=parent).digest()
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
@@ -73,7 +73,7 @@ class HashChain:
         return Match(blocks, len(blocks) * size, cursor)
 
     def insert(self, cursor: Cursor, token_ids: tuple[int, ...], block: int) -> Cursor | None:
-        """Name a block, unless another with the same text before it has the name."""
+        """Cache a block, unless another block with the same tokens and prefix is cached."""
         if isinstance(cursor.place, int):
             before = self._entries.get(cursor.name)
             if before is None or before.place != cursor.place:
@@ -81,7 +81,7 @@ class HashChain:
         name = self.name(cursor.name, token_ids)
         entry = self._entries.get(name)
         if entry is None or entry.token_ids != token_ids or entry.parent != cursor.place:
-            if entry is not None:  # of a text that cannot be reached, or has the same name
+            if entry is not None:  # its predecessor was evicted, or the hashes collide
                 del self._names[entry.block]
                 self.lost.append(entry.block)
             self._num_entries += 1
@@ -90,7 +90,7 @@ class HashChain:
         return Cursor(name, entry.place)
 
     def forget(self, block: int) -> None:
-        """Remove one name; those that follow it stay, and cannot be reached."""
+        """Remove one block. The blocks after it stay in the index, but no match reaches them."""
         del self._entries[self._names.pop(block)]
 
     def __contains__(self, block: int) -> bool:

@@ -1,12 +1,12 @@
-"""Block tables: which blocks hold a sequence, and what happens to them as it grows.
+"""Block manager: the block table of each sequence, prefix sharing, copy-on-write and swapping.
 
     positions   0 ............. num_computed ......... end
-    blocks      [ full ][ full ][ partly filled ][ new  ]
-                 shared, maybe   copied first, if   allocated by
-                 cached          shared or cached   `grow`
+    blocks      [ full ][ full ][ partly filled ][ new ]
+                 may be shared   copied first if    allocated
+                 and cached      shared or cached   by `grow`
 
-A table only ever grows at its end, with one exception: its partly filled last block is replaced by
-a copy, when somebody else can read it too (copy-on-write). Full blocks are never written again.
+A block table grows at its end. If its partly filled last block is shared or cached, it is replaced
+by a copy before it is written (copy-on-write). Full blocks are never written again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from minillm.cache.radix import RadixTree
 
 
 class BlockCopy(NamedTuple):
-    """Copy the contents of one block to another, before anything is written in this step."""
+    """Copy the contents of block `source` to block `target` before the step computes any row."""
 
     source: int
     target: int
@@ -30,12 +30,16 @@ class BlockCopy(NamedTuple):
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence, on the device or, while it is swapped out, in host memory.
+    """The blocks of one sequence: on the device, or in host memory while it is swapped out.
 
-    The first `num_adopted` were computed by others and found in the prefix cache. `cursor`,
-    `num_indexed` and `name` say how far its full blocks are in the prefix index. `epoch` counts
-    the resets of the prefix cache before its first block: an older one is not indexed any more,
-    and neither is one with -1, whose contents are in doubt.
+    Attributes:
+        salt: the request's `cache_salt`.
+        blocks, host_blocks: block numbers on the device and in host memory; one list is empty.
+        num_adopted: number of leading blocks that came from the prefix cache.
+        num_indexed: number of leading blocks that are in the prefix index.
+        cursor, name: the end of these blocks in the prefix index and in `PrefixHistory`.
+        epoch: the manager's `epoch` when the table started. Its full blocks enter the prefix cache
+            only while the two are equal; -1 means that its contents may be wrong.
     """
 
     salt: str = ""
@@ -49,13 +53,16 @@ class BlockTable:
 
     @property
     def adopted(self) -> list[int]:
-        """Blocks that others computed."""
+        """The blocks that came from the prefix cache."""
         return self.blocks[: self.num_adopted]
 
 
 class BlockManager:
-    """All blocks of an engine: `num_blocks` of `block_size` tokens, and `num_host_blocks` to which
-    sequences are swapped out. `prefix_cache` is "hash", "radix" or None."""
+    """Manages `num_blocks` device blocks of `block_size` tokens, and `num_host_blocks` to swap to.
+
+    `prefix_cache` is "hash", "radix" or None. `epoch` counts the resets of the prefix cache.
+    `unwritten` maps cached blocks to the step that will write them.
+    """
 
     def __init__(
         self,
@@ -70,41 +77,47 @@ class BlockManager:
         self.host = BlockPool(num_host_blocks, NoPrefixCache())
         self.num_copies = 0
         self.epoch = 0
-        self.coming: dict[int, int] = {}  # findable blocks, with the step that will write them
+        self.unwritten: dict[int, int] = {}
         self.prefix_cache = prefix_cache
         self._history = PrefixHistory(block_size, num_blocks)
 
     def emptied(self) -> "BlockManager":
-        """One of the same size, in which nothing is held or cached."""
+        """A new manager of the same size, with all blocks free and uncached."""
         pool, host = self.pool, self.host
         return BlockManager(pool.num_blocks, self.block_size, self.prefix_cache, host.num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold this many tokens."""
+        """Number of blocks for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     # ---- prefixes ------------------------------------------------------------------------
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
-        """The longest cached start of `token_ids`, at most `limit` tokens. A block that is still to
-        be written can be shared, but not copied: a step copies before it computes."""
+        """The longest cached prefix of `token_ids`, at most `limit` tokens.
+
+        A block that an uncommitted step writes can be shared but not copied, because a step copies
+        blocks before it computes. A partial match in such a block is dropped.
+        """
         match = self.index.match(token_ids, limit, salt)
-        return self.whole(match) if match.partial in self.coming else match
+        return self.whole(match) if match.partial in self.unwritten else match
 
     def report(
         self, token_ids: Sequence[int], num_cached: int, salt: str, reads: bool = True
     ) -> PrefixReport:
-        """Why the rest of a prompt was not found; `reads` is whether anybody looked."""
+        """Why prompt tokens missed the cache; without `reads` it was not looked up."""
         if self.prefix_cache is None or not reads:
             return PrefixReport(unread=len(token_ids))
         known = num_cached
-        if len(token_ids) - num_cached <= self.block_size:  # the limit may have cut the match
+        if len(token_ids) - num_cached <= self.block_size:  # look up the last one, too
             known = max(known, self.match(token_ids, len(token_ids), salt).num_tokens)
         return self._history.report(token_ids, num_cached, known, salt)
 
     def cost_of(self, match: Match, num_blocks: int) -> int:
-        """Free blocks that a table of `num_blocks` takes if it begins so: a hit in a free block
-        takes that off the free list, and a partial hit needs its source until it is copied."""
+        """Free blocks that a new table of `num_blocks` blocks takes if it starts with `match`.
+
+        Matched blocks in use cost nothing. Matched free blocks leave the free list, and so does a
+        free `partial` block until it is copied.
+        """
         return max(num_blocks - len(match.blocks), 0) + sum(map(self.pool.is_free, match.held))
 
     def whole(self, match: Match) -> Match:
@@ -113,7 +126,7 @@ class BlockManager:
         return match._replace(num_tokens=num_tokens, partial=None)
 
     def adopt(self, table: BlockTable, match: Match, token_ids: Sequence[int]) -> None:
-        """Begin an empty table with the blocks of a prefix of `token_ids`."""
+        """Fill an empty table with the blocks of `match`, a cached prefix of `token_ids`."""
         table.blocks = match.held
         self.pool.share(table.blocks)
         table.num_adopted = table.num_indexed = len(match.blocks)
@@ -123,10 +136,13 @@ class BlockManager:
     def index_blocks(
         self, table: BlockTable, token_ids: Sequence[int], num_computed: int, step: int = 0
     ) -> None:
-        """Make the blocks findable that are full now, or once plan `step` is carried out. Only
-        tokens that are certain may be here."""
+        """Cache the table's full blocks within the first `num_computed` positions.
+
+        These positions must be committed, or be prompt tokens that plan `step` computes. In the
+        latter case the blocks count as unwritten until `settle(step)`.
+        """
         size = self.block_size
-        if (table.num_indexed + 1) * size > num_computed:  # in most decode steps
+        if (table.num_indexed + 1) * size > num_computed:  # no new full block: most decode steps
             return
         if self.prefix_cache is None or table.epoch != self.epoch:
             return
@@ -137,10 +153,10 @@ class BlockManager:
             block = table.blocks[table.num_indexed]
             cursor = self.index.insert(table.cursor, tokens, block)
             if step and block in self.index:
-                self.coming[block] = step
-            if cursor is None:  # a block before it was forgotten
+                self.unwritten[block] = step
+            if cursor is None:  # an earlier block was evicted: start again at the first one
                 if not all(each in self.index for each in table.adopted):
-                    table.epoch = -1  # what it adopted is in doubt, and not its own to offer
+                    table.epoch = -1  # an adopted block is no longer cached, and may be wrong
                     break
                 table.num_indexed = 0
                 continue
@@ -149,18 +165,18 @@ class BlockManager:
             table.num_indexed += 1
         self.pool.use_lost_first()
 
-    def comes_with(self, step: int, match: Match) -> bool:
-        """Whether plan `step` writes some of these blocks: the last of them, then."""
-        return bool(match.blocks) and self.coming.get(match.blocks[-1]) == step
+    def is_written_by(self, step: int, match: Match) -> bool:
+        """Whether plan `step` writes blocks of the match; the last block is then one of them."""
+        return bool(match.blocks) and self.unwritten.get(match.blocks[-1]) == step
 
     def settle(self, step: int) -> None:
-        """The plan was carried out: what it wrote is there."""
-        if self.coming:
-            self.coming = {block: when for block, when in self.coming.items() if when > step}
+        """Count the blocks of plans up to `step` as written."""
+        if self.unwritten:
+            self.unwritten = {block: when for block, when in self.unwritten.items() if when > step}
 
     def reset_prefix_cache(self) -> None:
-        """Make nothing findable that was computed so far. Running sequences keep their blocks, and
-        neither these nor what is computed from them become findable again."""
+        """Empty the prefix index. Running sequences keep their blocks, but add neither these nor
+        later ones to the index."""
         self.epoch += 1
         for block in range(self.pool.num_blocks):
             if block in self.index:
@@ -170,14 +186,14 @@ class BlockManager:
     # ---- growing -------------------------------------------------------------------------
 
     def num_needed(self, table: BlockTable, start: int, end: int) -> int:
-        """Free blocks that `grow` would take."""
+        """Free blocks that `grow` would allocate."""
         copies = self._must_copy(table, start)
         return max(self.blocks_for(end) - len(table.blocks), 0) + copies
 
     def num_writable(self, table: BlockTable, start: int) -> int:
-        """Positions from `start` that could be written with the blocks that are free."""
+        """Positions from `start` that fit into the blocks of the table and the free blocks."""
         blocks = self.pool.num_free - self._must_copy(table, start) + len(table.blocks)
-        if blocks < len(table.blocks):  # not even for the copy
+        if blocks < len(table.blocks):  # no free block for the copy
             return 0
         return blocks * self.block_size - start
 
@@ -196,7 +212,7 @@ class BlockManager:
         return copy
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
-        """Give back the blocks at the end that hold none of the first `num_tokens` positions."""
+        """Free the blocks behind the first `num_tokens` positions."""
         kept = self.blocks_for(num_tokens)
         if kept < len(table.blocks):
             self.pool.release(table.blocks[kept:])
@@ -210,7 +226,7 @@ class BlockManager:
         return self.pool.ref_counts[block] > 1 or block in self.index
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same blocks."""
+        """A second table that shares all blocks."""
         self.pool.share(table.blocks)
         return BlockTable(
             table.salt,
@@ -222,11 +238,11 @@ class BlockManager:
             epoch=table.epoch,
         )
 
-    # ---- letting go ----------------------------------------------------------------------
+    # ---- freeing -------------------------------------------------------------------------
 
     def forget(self, table: BlockTable) -> None:
-        """What this sequence computed may be wrong, and is not found any more, nor offered again;
-        the blocks that it adopted are as right as before."""
+        """Remove the blocks that this sequence computed from the prefix index, and cache no more of
+        them, because they may be wrong. Adopted blocks stay cached."""
         table.epoch = -1
         for block in table.blocks[table.num_adopted :]:
             if block in self.index:
@@ -234,14 +250,14 @@ class BlockManager:
         self.pool.use_lost_first()
 
     def release(self, table: BlockTable) -> None:
-        """Give everything back."""
+        """Release all blocks and reset the table."""
         self.pool.release(table.blocks)
         self.host.release(table.host_blocks)
         table.blocks, table.host_blocks = [], []
         table.cursor, table.num_adopted, table.num_indexed, table.name = None, 0, 0, 0
 
     def can_swap_out(self, table: BlockTable) -> bool:
-        """Whether host memory has room for the table."""
+        """Whether host memory has enough free blocks for the table."""
         return 0 < len(table.blocks) <= self.host.num_free
 
     def swap_out(self, table: BlockTable) -> list[BlockCopy]:
@@ -253,19 +269,19 @@ class BlockManager:
         return moves
 
     def swap_in(self, table: BlockTable) -> list[BlockCopy]:
-        """Bring a table back; returns the copies (host block, device block)."""
+        """Move a table back to the device; returns the copies (host block, device block)."""
         table.blocks = self.pool.allocate(len(table.host_blocks))
         moves = list(map(BlockCopy, table.host_blocks, table.blocks))
         self.host.release(table.host_blocks)
         table.host_blocks = []
-        table.num_adopted = table.num_indexed = 0  # its own copies; offer them from the start
+        table.num_adopted = table.num_indexed = 0  # new blocks: cache them from the first
         return moves
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Compare the pools with all tables there are, and the tables with each other.
+        """Compare the pools with `tables`, which must be all, and the tables with each other.
 
         Raises:
-            AccountingError: the books do not add up; the message names the block.
+            AccountingError: the state is inconsistent; the message names the block.
         """
         tables = list(tables)
         self.pool.check_invariants([table.blocks for table in tables])
@@ -275,12 +291,12 @@ class BlockManager:
             for place, block in enumerate(table.blocks):
                 if places.setdefault(block, place) != place:
                     raise AccountingError(
-                        f"Block {block} is shared at places {places[block]} and {place}."
+                        f"Block {block} is shared at table positions {places[block]} and {place}."
                     )
 
 
 def make_index(prefix_cache: str | None, block_size: int) -> PrefixIndex:
-    """The prefix cache of this name."""
+    """The prefix index for an engine's `prefix_cache`: "hash", "radix" or None."""
     if prefix_cache is None:
         return NoPrefixCache()
     return HashChain(block_size) if prefix_cache == "hash" else RadixTree(block_size)

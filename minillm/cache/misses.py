@@ -1,8 +1,8 @@
-"""Why a prompt was not found in the prefix cache: a memory of what was once cached.
+"""Why prompt tokens missed the prefix cache: a bounded history of what was cached before.
 
-A `RequestOutput` has the report, in `metrics.prefix`. It says whether *another* salt has cached the
-same tokens, which is what a salt hides: offline the sender of a request and the reader of its
-report are the same person, but a server must not pass the report on to the sender.
+The report is `RequestOutput.metrics.prefix`. It reveals whether *another* salt has cached the same
+tokens, which salts exist to hide: a server must not return the report to its clients. Offline,
+client and operator are the same person.
 """
 
 from collections import OrderedDict
@@ -11,25 +11,26 @@ from functools import partial
 
 from minillm.api.outputs import PrefixReport
 
-REMEMBERED_PER_BLOCK = 8  # names kept, as a multiple of the pool's blocks
+REMEMBERED_PER_BLOCK = 8  # prefix hashes kept per block of the pool
 
 
 class PrefixHistory:
-    """Remembers names of cached blocks after their eviction, the latest ones.
+    """Remembers the hashes (names) of recently cached blocks, also after their eviction.
 
-    Names are Python's hashes of tuples of integers: fast, the same in every process, and good
-    enough here, where a collision makes a report wrong and nothing else.
+    Names are Python's hashes of integer tuples: fast, and the same in every process. A collision
+    only makes a report wrong.
     """
 
     def __init__(self, block_size: int, num_blocks: int):
         self.block_size = block_size
         self._capacity = REMEMBERED_PER_BLOCK * num_blocks
-        # When a name was recorded first, as a number of records; the latest record comes last.
+        # Keys (name, salt), and (name, None) for any salt, in order of their last record; values:
+        # number of the first record.
         self._seen: OrderedDict[tuple[int, str | None], int] = OrderedDict()
         self._num_records = 0
 
     def record(self, name: int, token_ids: tuple[int, ...], salt: str) -> int:
-        """A block was cached after `name` (0 at the start); returns its own name."""
+        """Record a cached block whose prefix has `name` (0 if empty); returns the block's name."""
         name = hash((name, token_ids))
         self._num_records += 1
         for key in ((name, salt), (name, None)):
@@ -40,7 +41,7 @@ class PrefixHistory:
         return name
 
     def name(self, token_ids: Sequence[int], num_blocks: int) -> int:
-        """The name of the first blocks of a text."""
+        """The name of the first `num_blocks` blocks of `token_ids`."""
         size, name = self.block_size, 0
         for end in range(size, num_blocks * size + 1, size):
             name = hash((name, tuple(token_ids[end - size : end])))
@@ -49,9 +50,12 @@ class PrefixHistory:
     def report(
         self, token_ids: Sequence[int], num_cached: int, num_known: int, salt: str
     ) -> PrefixReport:
-        """Account for every token of a prompt: the first `num_cached` were read from the cache,
-        which knew the first `num_known`. The names are made when the report is read: it says what
-        was known now, but names that are dropped from this memory until then count as new."""
+        """Assign a reason to every prompt token that was not read from the cache.
+
+        The first `num_cached` tokens were read; the cache held the first `num_known`. The report is
+        computed when it is first read, for the state at this call: later records are ignored, but
+        names that the history drops in between count as new.
+        """
         explain = partial(self._explain, token_ids, num_cached, num_known, salt, self._num_records)
         return PrefixReport.when_asked(num_cached, explain)
 
@@ -71,7 +75,7 @@ class PrefixHistory:
         return report
 
     def _reason(self, name: int, salt: str, now: int) -> str:
-        """What was known of a name after so many records."""
+        """Why a block missed, as known after the first `now` records."""
         if self._seen.get((name, salt), now + 1) <= now:
             return "evicted"
         return "salt" if self._seen.get((name, None), now + 1) <= now else "new"

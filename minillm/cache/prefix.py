@@ -1,22 +1,22 @@
-"""What a prefix cache can do: find the blocks in which the start of a prompt was computed before.
+"""Prefix index: finds the cached blocks that hold the KV of a prompt's first tokens.
 
-Two implementations, `hash_chain.py` and `radix.py`, share this interface; `NoPrefixCache` is the
-third, for an engine that caches nothing. Indices know blocks, never who holds them: a block stays
-findable while it is in use and after it was freed, until `BlockPool` needs it for other contents.
+`hash_chain.py` and `radix.py` implement the interface `PrefixIndex`; `NoPrefixCache` disables
+prefix caching. A block stays cached while it is in use and after it is freed, until `BlockPool`
+allocates it for other contents.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-# A place in an index, after some tokens from the start. What it is, only the index knows.
+# A position in an index: the end of a cached prefix. Its type depends on the index.
 Cursor = Any
 
 
 class Match(NamedTuple):
-    """The part of a prompt that need not be computed.
+    """The longest cached prefix of a prompt: `num_tokens` tokens that need not be computed.
 
-    `blocks` are full and can be shared as they are. `partial` is a block whose first tokens fit
-    too, but not its last ones: its new owner must copy it before writing.
+    `blocks` match completely and are shared. `partial` is one more block of which only the first
+    tokens match: it must be copied before the rest of it is overwritten.
     """
 
     blocks: list[int]
@@ -26,68 +26,69 @@ class Match(NamedTuple):
 
     @property
     def held(self) -> list[int]:
-        """The blocks that a table beginning so holds: the partial one until it is copied."""
+        """The first blocks of a table that starts with this match; `partial` until it is copied."""
         return list(self.blocks) if self.partial is None else [*self.blocks, self.partial]
 
 
 class PrefixIndex(Protocol):
-    """From token ids to the blocks that hold their keys and values.
+    """Maps token ids to the blocks that hold their keys and values.
 
-    `lost` collects blocks that the index gave up by itself, for `BlockPool.use_lost_first`.
+    `lost` collects blocks that the index drops without a call of `forget`;
+    `BlockPool.use_lost_first` empties it.
     """
 
     lost: list[int]
 
     def start(self, salt: str) -> Cursor:
-        """The place before the first token. Prompts with different salts never share blocks."""
+        """The cursor before the first token. Prompts with different salts never share blocks."""
         ...
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
-        """The longest known start of `token_ids`, at most `limit` tokens of it."""
+        """The longest cached prefix of `token_ids`, at most `limit` tokens."""
         ...
 
     def insert(self, cursor: Cursor, token_ids: tuple[int, ...], block: int) -> Cursor:
-        """Make one full block findable at `cursor`; returns the place after it.
+        """Cache one full block after `cursor`; returns the cursor behind it.
 
-        Where these tokens are known already, the older block stays the one that is found: tables
-        are never rewritten. None means that the place is gone, because a block before it was
-        evicted; start again from the first block.
+        If the same tokens are already cached there, the older block stays cached and `block` does
+        not enter the index. Returns None if an earlier block of the prefix was evicted: the caller
+        starts again from the first block.
         """
         ...
 
     def forget(self, block: int) -> None:
-        """The block gets other contents."""
+        """Remove the block, because its contents change."""
         ...
 
     def __contains__(self, block: int) -> bool:
-        """Whether the block can be found."""
+        """Whether the block is cached."""
         ...
 
     def __len__(self) -> int:
-        """How many blocks can be found, or could if those before them were there."""
+        """Number of cached blocks, including those whose predecessor was evicted."""
         ...
 
 
 class NoPrefixCache:
-    """Finds nothing and keeps nothing."""
+    """The index of an engine without prefix caching: always empty."""
 
     def __init__(self) -> None:
         self.lost: list[int] = []
 
     def start(self, salt: str) -> Cursor:
-        """There is one place only."""
+        """The only cursor: an empty tuple."""
         return ()
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
-        """Never anything."""
+        """An empty match."""
         return Match([], 0, ())
 
     def insert(self, cursor: Cursor, token_ids: tuple[int, ...], block: int) -> Cursor:
-        """Nothing to do."""
+        """Do nothing."""
         return ()
 
     def forget(self, block: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __contains__(self, block: int) -> bool:
         return False

@@ -1,14 +1,14 @@
-"""Prefix cache as a tree (RadixAttention; Zheng et al., 2024): one edge per block of tokens.
+"""Prefix cache as a tree (RadixAttention; Zheng et al., 2024): one node per block.
 
               root of a salt
               /            \\
         [1 2 3 4]        [1 2 9 9]       a prompt 1 2 3 5 ... shares no whole block with either,
-         /     \\                         but 3 of its tokens are in the block of [1 2 3 4]: they
-    [5 6 7 8]  [5 6 0 0]                 are reused by copying that block
+         /     \\                         but its first 3 tokens are in the block [1 2 3 4],
+    [5 6 7 8]  [5 6 0 0]                 which is copied to reuse them
 
-Against the hash chain: it finds the longest common start to the token and not to the block, for
-a comparison instead of a hash per block; and where it forgets a block, it forgets what follows.
-Chains of only children are not merged into one edge, because blocks are counted one by one anyway.
+Differences to the hash chain: a match can end inside a block, each block costs a token comparison
+instead of a hash, and evicting a block drops all blocks below it. Unlike in SGLang, chains of
+single children are not merged into one edge: every node is one block.
 """
 
 from bisect import bisect_left, insort
@@ -21,8 +21,11 @@ ROOT_BLOCK = -1
 
 
 class Node:
-    """A block after the blocks above it. Children are also kept in order of their tokens, because
-    the longest common start with any list of tokens is then beside the place where it would be."""
+    """One cached block; its ancestors hold the tokens before it.
+
+    `order` lists the children sorted by tokens: the child with the longest common prefix with given
+    tokens is next to the position where these would be inserted.
+    """
 
     __slots__ = ("block", "children", "order", "parent", "salt", "token_ids")
 
@@ -32,34 +35,34 @@ class Node:
         self.order: list[tuple[int, ...]] = []
 
     def add(self, child: "Node") -> None:
-        """Put a child under this node."""
+        """Add a child."""
         self.children[child.token_ids] = child
         insort(self.order, child.token_ids)
 
     def remove(self, child: "Node") -> None:
-        """Take a child away."""
+        """Remove a child."""
         del self.children[child.token_ids]
         del self.order[bisect_left(self.order, child.token_ids)]
 
 
 class Overlap(NamedTuple):
-    """A block that begins with the tokens one looks for, and with how many of them."""
+    """A block whose first `num_tokens` tokens match; None if no block starts with a match."""
 
     block: int | None
     num_tokens: int
 
 
 class RadixTree:
-    """A cursor is the node of the block before it."""
+    """The prefix index as one tree per salt; a cursor is the node of the prefix's last block."""
 
     def __init__(self, block_size: int):
         self.block_size = block_size
         self.lost: list[int] = []
-        self._roots: dict[str, Node] = {}  # only those that have children
+        self._roots: dict[str, Node] = {}  # by salt; only roots with children
         self._nodes: dict[int, Node] = {}  # by block
 
     def start(self, salt: str) -> Node:
-        """The root of this salt; a new one is kept only once something is under it."""
+        """The root of this salt. `insert` stores a new root when it gets its first child."""
         return self._roots.get(salt) or Node(ROOT_BLOCK, (), None, salt)
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
@@ -76,11 +79,11 @@ class RadixTree:
         return Match(blocks, matched + best.num_tokens, node, best.block)
 
     def insert(self, cursor: Node, token_ids: tuple[int, ...], block: int) -> Node | None:
-        """Put a block under `cursor`, unless its tokens are there already."""
+        """Add a block as a child of `cursor`, unless a child has the same tokens."""
         if cursor.block == ROOT_BLOCK:
             cursor = self._roots.setdefault(cursor.salt, cursor)
         elif self._nodes.get(cursor.block) is not cursor:
-            return None  # forgotten, while its sequence ran on in blocks of its own
+            return None  # evicted: the sequence computed this prefix in blocks of its own
         child = cursor.children.get(token_ids)
         if child is None:
             child = Node(block, token_ids, cursor, cursor.salt)
@@ -89,11 +92,11 @@ class RadixTree:
         return child
 
     def forget(self, block: int) -> None:
-        """Remove a block and all that follow it, which nobody could find any more.
+        """Remove a block and its whole subtree, which no match can reach without it.
 
-        Free blocks come in an order that makes this a leaf: whoever holds a block holds those
-        before it and frees them later. Only the blocks of a sequence that computed by itself what
-        another had cached can hang under a node that it does not hold.
+        Evicted blocks are usually leaves, because a table frees its blocks from the last to the
+        first. The exception: a sequence computed in its own blocks what another had cached. Its
+        later blocks are then children of a block that is not in its table.
         """
         node = self._nodes[block]
         parent = node.parent
@@ -118,7 +121,7 @@ class RadixTree:
 
 
 def overlap(node: Node, token_ids: tuple[int, ...]) -> Overlap:
-    """The child that begins with most of `token_ids`, which no child equals."""
+    """The child with the longest common prefix with `token_ids`, which equal no child."""
     place = bisect_left(node.order, token_ids)
     best = Overlap(None, 0)
     for key in node.order[max(place - 1, 0) : place + 1]:
@@ -129,7 +132,7 @@ def overlap(node: Node, token_ids: tuple[int, ...]) -> Overlap:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of the first items are equal."""
+    """Length of the longest common prefix."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index

@@ -1,4 +1,4 @@
-"""What a block of the KV cache holds and so what it costs: one formula for plan, cost and pool."""
+"""Shapes and bytes of a KV cache block, for the memory plan, the cost model and the block pool."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +9,9 @@ from minillm.config import ModelConfig
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What one layer keeps of each token.
+    """What one layer caches per token: a key and a value for each KV head.
 
-    With MLA there is one KV head whose value is a prefix of its key: `value_dim` values of the
-    `key_dim` cached ones, stored once.
+    MLA caches one latent vector of `key_dim` values, whose first `value_dim` are the value.
     """
 
     num_kv_heads: int
@@ -21,23 +20,23 @@ class CacheSpec:
     value_in_key: bool = False
 
     def block_shapes(self, block_size: int) -> Mapping[str, tuple[int, int, int]]:
-        """The tensors of a block of one layer, by name: [Hkv, block_size, D] each."""
+        """Shape [Hkv, block_size, D] of each tensor of one block in one layer, by name."""
         dims = {"key": self.key_dim}
         if not self.value_in_key:
             dims["value"] = self.value_dim
         return {name: (self.num_kv_heads, block_size, dim) for name, dim in dims.items()}
 
     def block_values(self, block_size: int) -> int:
-        """Values in a block of one layer; a block of 1 is a token."""
+        """Number of cached values in one block of one layer; `block_size` 1 gives one token."""
         return sum(map(prod, self.block_shapes(block_size).values()))
 
     def block_bytes(self, block_size: int, value_bytes: int) -> int:
-        """Bytes of a block of one layer, whose values have `value_bytes` each."""
+        """Bytes of one block in one layer, with `value_bytes` bytes per value."""
         return self.block_values(block_size) * value_bytes
 
 
 def cache_spec(config: ModelConfig) -> CacheSpec:
-    """The cache that every layer of this model needs."""
+    """The spec of every layer of this model."""
     if config.mla:
         rank = config.mla.kv_lora_rank
         return CacheSpec(1, rank + config.mla.qk_rope_head_dim, rank, value_in_key=True)

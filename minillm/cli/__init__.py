@@ -1,8 +1,7 @@
-"""The command line: runs a command and turns every error into one sentence.
+"""The command line: runs a command and reports every error in one sentence.
 
-Exit codes: 0 done, 1 something unexpected or output that cannot be written, 2 a mistake in what
-was asked, 130 Ctrl-C, 141 nobody reads the output any more. Little is imported before `main`
-runs, and once it runs, Ctrl-C ends it without a traceback.
+Exit codes: 0 success, 1 unexpected error or output that cannot be written, 2 invalid arguments,
+130 Ctrl-C, 141 broken pipe. Imports are deferred so that Ctrl-C during startup prints no traceback.
 """
 
 import os
@@ -24,23 +23,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 return run(argv)
             except Exception as error:
-                # A library may also turn the interruption into an error of its own.
+                # A library may have turned Ctrl-C into an exception of its own.
                 return report("", 130) if interrupts.pending else failed(error)
     except KeyboardInterrupt:
         return report("", 130)
 
 
 def share_processors() -> None:
-    """Threads that wait for each other spin a little and then sleep; libgomp reads this when torch
-    loads. Its own default spins for so long that beside two busy programs on two processors a
-    token of `tiny` took 290 ms instead of 8; on an idle machine sleeping costs 3.3 instead of 3.1.
+    """Shorten OpenMP's spin-wait so that waiting threads sleep and other programs can run.
+
+    libgomp reads the variable when torch is loaded. With two other busy programs on two processors,
+    a token of `tiny` takes 8 ms instead of 290 ms; on an idle machine, 3.3 ms instead of 3.1 ms.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def open_closed_streams() -> None:
-    """Python has None where the caller closed a standard stream (``>&-``); nothing else does."""
+    """Open ``/dev/null`` for each standard stream that the caller closed (``>&-``).
+
+    Python sets a closed standard stream to None."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -52,13 +54,13 @@ def failed(error: Exception) -> int:
 
     if isinstance(error, BrokenPipeError | OutputError):
         discard(sys.stdout)
-    if isinstance(error, BrokenPipeError):  # nobody reads the output any more
+    if isinstance(error, BrokenPipeError):
         return 141
     return report(*sentence(error))
 
 
 def sentence(error: Exception) -> tuple[str, int]:
-    """What to print for an error, and the exit code."""
+    """The message to print for an error, and the exit code."""
     from minillm.cli.options import as_options
     from minillm.cli.terminal import OutputError
     from minillm.errors import MinillmError
@@ -68,7 +70,7 @@ def sentence(error: Exception) -> tuple[str, int]:
     if isinstance(error, MinillmError):
         return f"error: {as_options(str(error))}", 2
     what = f"error: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return f"{what} (unexpected: MINILLM_DEBUG=1 shows where, please report it)", 1
+    return f"{what} (unexpected; set MINILLM_DEBUG=1 for a traceback, and report it)", 1
 
 
 def report(message: str, code: int) -> int:
@@ -86,5 +88,5 @@ def report(message: str, code: int) -> int:
 
 
 def discard(stream: TextIO) -> None:
-    """Lose what a stream cannot write, or Python tries again at the end and fails aloud."""
+    """Redirect a broken stream to ``/dev/null``, so that Python's flush at exit succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

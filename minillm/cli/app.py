@@ -1,7 +1,7 @@
-"""Finds the command that was typed and runs it.
+"""Parses the command line and runs the command.
 
-The commands that use the engine are modules of this package; those that explain or measure it are
-in `lab/commands/`. A command is imported by its name when it is needed.
+Each command is one module: of this package if it uses the engine, of `lab/commands/` if it explains
+or measures it. The module is imported by name.
 """
 
 import logging
@@ -21,13 +21,13 @@ from minillm.errors import did_you_mean
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "generate": "continue a text",
-        "chat": "talk with a model that has a chat template",
-        "info": "what a model is and what it needs; what this machine is",
-        "plan": "what fits into a memory, and how fast it would be",
-        "bench": "how fast it is, over what is possible, beside other engines",
-        "node": "lend this machine to an engine on another one",
-        "trace": "what the engine did, step by step: a page, a table, Perfetto",
+        "generate": "generate text from a prompt",
+        "chat": "chat with a model that has a chat template",
+        "info": "describe a model, or list the models and this machine",
+        "plan": "predict memory use and speed, without loading the model",
+        "bench": "measure speed against upper bounds and other engines",
+        "node": "run one rank of a multi-node engine on this machine",
+        "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
 IN_LAB = frozenset({"info", "plan", "bench", "trace", "demo"})
@@ -35,28 +35,28 @@ LATER = ("serve", "quantize", "inspect", "compare")
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:
-  minillm                              a demonstration: text, and its speed
-  minillm generate "def fib(n):"       continue a text with the embedded model
-  minillm info preset:llama-3.1-8b     what is this model?
-  minillm plan preset:llama-3.1-70b    what would it need?
+  minillm                              demo: generated text and decode speed
+  minillm generate "def fib(n):"       generate with the embedded model
+  minillm info preset:llama-3.1-8b     show the architecture and its memory
+  minillm plan preset:llama-3.1-70b    show what fits on this machine
 """
 
 
 class Parser(ArgumentParser):
-    """An argument parser that reports a mistake in one sentence with the nearest right name."""
+    """An argument parser whose errors are one sentence and suggest the closest valid name."""
 
     def __init__(self, **options: Any):
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse what is left over here, where the command's own options are known."""
+        """Reject unknown arguments in the command's own parser, which can suggest its options."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown[0].partition("=")[0]))
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print one sentence and leave with exit code 2."""
+        """Print one sentence and exit with code 2."""
         bad = re.match(r"argument COMMAND: invalid choice: '(.*?)' ", message)
         if bad and bad[1] in LATER:
             message = f"'{bad[1]}' is not built yet; this version has {', '.join(COMMANDS)}"
@@ -68,24 +68,24 @@ class Parser(ArgumentParser):
         self.exit(2, f"error: {message}\nTry '{self.prog} --help'.\n")
 
     def _unknown(self, given: str) -> str:
-        """Say that an argument is not known, and which one is."""
+        """The message for an unknown argument, with the closest known option."""
         if given.lstrip("-").replace("-", "_") in NOT_BUILT_YET:
             return f"{given} is not built yet; leave it out in this version"
         if not given.startswith("-"):
-            return f"{given!r} is one argument too many; quote a text that has spaces"
+            return f"{given!r} is one argument too many; put text with spaces in quotes"
         known = re.findall(r"--[a-z][\w-]*", self.format_help())
         return f"there is no option {given}.{did_you_mean(given, known)}"
 
 
 class _Help(RawDescriptionHelpFormatter):
-    """Help that fits 80 columns with the descriptions in one column."""
+    """Help formatter with all descriptions in one column, 80 columns wide."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=30)
 
 
 def version() -> str:
-    """The version of the package this module is in."""
+    """The installed version of minillm."""
     return str(import_module("minillm").__version__)
 
 
@@ -95,7 +95,7 @@ def command_module(name: str) -> Any:
 
 
 def build_parser() -> Parser:
-    """The parser of all commands; each command adds its own options."""
+    """The argument parser of all commands; each command module adds its own options."""
     parser = Parser(prog="minillm", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"minillm {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -113,12 +113,12 @@ def build_parser() -> Parser:
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Parse and run one command; its errors come out as exceptions."""
+    """Parse the arguments and run one command; errors are raised as exceptions."""
     terminal = Terminal()
     try:
         args = build_parser().parse_args(argv)
     finally:
-        terminal.flush()  # --help leaves by SystemExit, and a full disk is noticed here
+        terminal.flush()  # --help raises SystemExit; an output error must still be reported
     with notes_on_stderr():
         code: int = command_module(args.command or "demo").run(args, terminal)
         terminal.flush()
@@ -127,7 +127,7 @@ def run(argv: Sequence[str] | None) -> int:
 
 @contextmanager
 def notes_on_stderr() -> Iterator[None]:
-    """Show what libraries log or warn as one line each, while a command runs."""
+    """While a command runs, show each library warning or log record as one ``note:`` line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("note: %(message)s"))
 

@@ -1,4 +1,4 @@
-"""Talk with a model, in its own chat format. Ctrl-C stops an answer, /exit ends."""
+"""Chat with a model in its own chat format. Ctrl-C stops an answer, /exit quits."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -34,9 +34,9 @@ examples:
   printf 'What is 2+2?\\n' | minillm chat --model PATH_TO_A_HF_FOLDER
 """
 WORDS: Mapping[str, str] = {
-    "/reset": "forget the conversation",
-    "/exit": "leave (so does Ctrl-D)",
-    "/help": "this list",
+    "/reset": "start a new conversation",
+    "/exit": "quit (also Ctrl-D)",
+    "/help": "show this list",
 }
 
 
@@ -44,13 +44,13 @@ def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("--model", metavar="MODEL", required=True,
                         help="folder or hub id of a model with a chat template")  # fmt: skip
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
     add_sampling_options(parser, temperature=0.7, top_p=0.95, max_tokens=1024)
     add_engine_options(parser)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
-    """Talk until the end of the input, and return the exit code."""
+    """Chat until the end of the input, and return the exit code."""
     arguments, _ = engine_arguments(args), sampling_params(args)
     with terminal.progress("Starting"):
         engine = import_engine()
@@ -66,7 +66,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 
 def require_template(args: Namespace) -> "ModelSource":
-    """Describe the model, or refuse it if it cannot chat, before minutes of reading weights."""
+    """Open the model's description; reject a model without a chat template before loading it."""
     from minillm.models.checkpoint import open_model
     from minillm.text.tokenizer import Tokenizer
 
@@ -78,7 +78,7 @@ def require_template(args: Namespace) -> "ModelSource":
         )
     tokenizer = Tokenizer.from_folder(folder)
     if not tokenizer.has_chat_template:
-        tokenizer.render_chat([{"role": "user", "content": ""}])  # raises, and says why
+        tokenizer.render_chat([{"role": "user", "content": ""}])  # raises the error to show
     return source
 
 
@@ -93,7 +93,7 @@ class Conversation:
         self.messages = list(self.opening)
 
     def run(self) -> None:
-        """Read and answer until /exit or the end of the input. Ctrl-C at the prompt comes out."""
+        """Read and answer until /exit or the end of the input. Ctrl-C at the prompt propagates."""
         while (text := self.read()) is not None:
             word = text.strip()
             if word in ("/exit", "/quit"):
@@ -104,7 +104,7 @@ class Conversation:
                 self.turn(text)
 
     def read(self) -> str | None:
-        """One line of the user, None at the end."""
+        """One line of input, or None at the end of the input."""
         try:
             return input("> " if sys.stdin.isatty() else "")
         except EOFError:
@@ -115,17 +115,17 @@ class Conversation:
             raise InvalidRequestError("The input is not UTF-8 text; convert it first.") from error
 
     def command(self, word: str) -> None:
-        """Do what a word with a slash says."""
+        """Run a slash command."""
         if word == "/reset":
             self.messages = list(self.opening)
-            self.terminal.remark("The conversation is forgotten.")
+            self.terminal.remark("The conversation was reset.")
         elif word == "/help":
             self.terminal.rows(list(WORDS.items()))
         else:
             self.terminal.remark(f"There is no command {word}.{did_you_mean(word, WORDS)}")
 
     def turn(self, text: str) -> None:
-        """Answer one message. What fails or stays without an answer leaves no trace."""
+        """Answer one message. A message without an answer is removed from the conversation."""
         self.messages.append({"role": "user", "content": text})
         answer = ""
         try:
@@ -138,7 +138,7 @@ class Conversation:
             self.messages.pop()
 
     def answer(self) -> str:
-        """Stream the model's answer and return its text, cut short by Ctrl-C."""
+        """Stream the model's answer and return its text; Ctrl-C ends it early."""
         prompt = self.llm.chat_prompt(self.messages)
         used, most = len(prompt["prompt_token_ids"]), self.llm.engine.max_model_len
         if used >= most:
@@ -163,7 +163,7 @@ class Conversation:
         return text
 
     def remark(self, output: RequestOutput, used: int, most: int) -> None:
-        """How fast the answer was, and how much of the context is left."""
+        """Show the speed of the answer and how much of the context is used."""
         completion = output.outputs[0]
         used += len(completion.token_ids)
         room = "" if used < most else "; /reset starts a new conversation"

@@ -1,4 +1,4 @@
-"""Continue a text. It streams to stdout; how fast it came goes to stderr."""
+"""Generate text from a prompt. Text streams to stdout, statistics go to stderr."""
 
 import json
 import math
@@ -43,29 +43,32 @@ def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("text", metavar="PROMPT", nargs="?",
-                        help="text to continue; - or nothing reads stdin")  # fmt: skip
-    prompt.add_argument("--prompt", metavar="TEXT", help="the same as an option")
+                        help="the prompt; - or nothing reads stdin")  # fmt: skip
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt, as an option")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
     prompt.add_argument("--prompt-ids", metavar="1,2,3",
                         help="token ids, for a model without a tokenizer")  # fmt: skip
     parser.add_argument("--model", metavar="MODEL", default="tiny",
                         help="embedded name, folder, hub id or preset:NAME (tiny)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--json", action="store_true",
+                        help="print one JSON object instead of streaming text")  # fmt: skip
     parser.add_argument("--trace", metavar="FILE",
-                        help="save what the engine did, for 'minillm trace view FILE'")  # fmt: skip
+                        help="save a trace, for 'minillm trace view FILE'")  # fmt: skip
     add_sampling_options(parser, temperature=0.0, top_p=1.0, max_tokens=128)
-    more = parser.add_argument_group("several completions, and probabilities (see --json)")
-    more.add_argument("--n", metavar="N", type=int, help="completions of the prompt (1)")
+    more = parser.add_argument_group("several completions, and log-probabilities (with --json)")
+    more.add_argument("--n", metavar="N", type=int, help="number of completions (1)")
     more.add_argument("--logprobs", metavar="K", type=int,
-                      help="log-probabilities of each new token and the K best")  # fmt: skip
-    more.add_argument("--prompt-logprobs", metavar="K", type=int, help="of the prompt's tokens")
+                      help="return the log-probability of each output token and of the K "
+                           "most probable ones")  # fmt: skip
+    more.add_argument("--prompt-logprobs", metavar="K", type=int,
+                      help="the same for prompt tokens")  # fmt: skip
     add_engine_options(parser)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Generate, and return the exit code."""
     arguments, params = engine_arguments(args), sampling_params(args)
-    if args.trace is not None:  # a wrong name must not cost the whole run
+    if args.trace is not None:  # report a bad file name before generating
         check_replaceable(Path(args.trace), TRACE_START, "no trace")
     prompt = read_prompt(args, terminal)
     with terminal.progress("Starting"):
@@ -73,7 +76,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     with engine(**arguments) as llm:
         if isinstance(prompt, str) and llm.tokenizer is None:
             raise InvalidRequestError(
-                f"{args.model} has no tokenizer.json, so a text cannot be used; give token ids: "
+                f"{args.model} has no tokenizer.json, so the prompt must be token ids: "
                 "--prompt-ids 1,2,3."
             )
         with saved_trace(llm, args.trace, terminal):
@@ -92,7 +95,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 @contextmanager
 def saved_trace(llm: "LLM", name: str | None, terminal: Terminal) -> Iterator[None]:
-    """Save the trace at the end, also of a run that fails or is interrupted: then it matters."""
+    """Save the trace at the end, also if the run fails or is interrupted."""
     try:
         yield
     finally:
@@ -105,7 +108,7 @@ def saved_trace(llm: "LLM", name: str | None, terminal: Terminal) -> Iterator[No
 
 
 def read_prompt(args: Namespace, terminal: Terminal) -> Any:
-    """The prompt from wherever it is: a text, or a list of token ids."""
+    """The prompt from the arguments, a file or stdin: a text, or a list of token ids."""
     if args.prompt_ids is not None:
         return parse_ids(args.prompt_ids)
     if args.prompt_file is not None:
@@ -119,14 +122,14 @@ def read_prompt(args: Namespace, terminal: Terminal) -> Any:
 
 
 def default_prompt(model: str, terminal: Terminal) -> str:
-    """A prompt for those who gave none and want to see the embedded model write."""
+    """The prompt to use if none is given; only embedded models have one."""
     from minillm.models.checkpoint import embedded_models
 
     if model not in embedded_models():
         raise InvalidRequestError(
             f'There is no prompt; add one: minillm generate --model {model} "Once upon a time".'
         )
-    terminal.remark(f"no prompt given, so here is one: {DEFAULT_PROMPT}")
+    terminal.remark(f"no prompt given; using the default prompt: {DEFAULT_PROMPT}")
     return DEFAULT_PROMPT
 
 
@@ -136,7 +139,7 @@ def read_stdin() -> str:
 
 
 def parse_ids(text: str) -> list[int]:
-    """``1,2,3`` as numbers."""
+    """Parse ``1,2,3`` into token ids."""
     try:
         return [int(item) for item in text.replace(",", " ").split()]
     except ValueError as error:
@@ -156,7 +159,7 @@ def read_file(name: str) -> str:
 
 
 def decode(data: bytes, origin: str) -> str:
-    """UTF-8 text without the line end that editors and `echo` put at the end."""
+    """Decode UTF-8 text and remove the final newline that editors and `echo` add."""
     try:
         return data.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
@@ -168,7 +171,7 @@ def decode(data: bytes, origin: str) -> str:
 def stream(
     llm: "LLM", prompt: Any, params: SamplingParams, terminal: Terminal, echo: bool
 ) -> RequestOutput:
-    """Show one completion as it grows; with `echo` behind its prompt."""
+    """Show one completion while it is generated; with `echo`, show the prompt before it."""
     shown = 0
     if echo and isinstance(prompt, str) and len(prompt) <= SHOWN_PROMPT:
         terminal.stream_prompt(prompt)
@@ -181,27 +184,27 @@ def stream(
 
 
 def shown_text(completion: CompletionOutput, llm: "LLM") -> str:
-    """The text of a completion; its token ids where no tokenizer can say it."""
+    """The text of a completion, or its token ids if the model has no tokenizer."""
     if llm.tokenizer is None:
         return " ".join(map(str, completion.token_ids))
     return completion.text
 
 
 def write_completions(output: RequestOutput, llm: "LLM", terminal: Terminal) -> None:
-    """Several completions, each below its number."""
+    """Show several completions, each under a numbered heading."""
     for completion in output.outputs:
         terminal.heading(f"[{completion.index + 1} of {len(output.outputs)}]")
         terminal.stream(shown_text(completion, llm) + "\n")
 
 
 def write_json(output: RequestOutput, llm: "LLM", terminal: Terminal) -> None:
-    """Everything there is to know, as one object."""
+    """Print the request's output and the model's name and dtype as one JSON object."""
     about = {"model": llm.engine.source.name, "dtype": llm.engine.dtype}
     terminal.line(to_json(about | asdict(output)))
 
 
 def to_json(value: Any) -> str:
-    """JSON text; numbers that JSON does not have (infinity) become null."""
+    """JSON text; infinities and NaN, which JSON does not have, become null."""
 
     def finite(item: Any) -> Any:
         if isinstance(item, dict):
@@ -214,7 +217,7 @@ def to_json(value: Any) -> str:
 
 
 def summary(output: RequestOutput, params: SamplingParams) -> str:
-    """One line: how many tokens, why they ended, and how fast they were."""
+    """One line: number of tokens, finish reason, TTFT, TPOT, throughput and seed."""
     metrics = output.metrics
     total = sum(len(completion.token_ids) for completion in output.outputs)
     parts = [plural(total, "token")]
@@ -224,7 +227,7 @@ def summary(output: RequestOutput, params: SamplingParams) -> str:
         parts.append(f"TTFT {seconds(metrics.ttft)}")
     if metrics.tpot is not None:
         parts.append(f"TPOT {seconds(metrics.tpot)}")
-        # The first token of each completion comes from the prompt's pass, whose time is TTFT.
+        # The first token of each completion comes from the prefill, which TTFT covers.
         decoded, took = total - len(output.outputs), metrics.e2e - (metrics.ttft or 0.0)
         if took > 0:
             parts.append(f"{digits(decoded / took)} tokens/s")
@@ -234,7 +237,7 @@ def summary(output: RequestOutput, params: SamplingParams) -> str:
 
 
 def ending(completion: CompletionOutput, params: SamplingParams) -> str:
-    """Why a completion ended, in words."""
+    """The finish reason in words."""
     if completion.finish_reason == "length":
         full = len(completion.token_ids) != params.max_tokens
         return "the context is full" if full else f"reached max_tokens {params.max_tokens}"

@@ -1,8 +1,7 @@
-"""Ctrl-C that cannot get lost.
+"""Handles Ctrl-C even when a library swallows the KeyboardInterrupt.
 
-Python raises KeyboardInterrupt wherever the program happens to be: inside a library that catches
-everything, or in a callback or finalizer, where it is printed and dropped. So the handler also
-remembers it, `check` raises it again, and a second Ctrl-C before the first was dealt with ends
+A library may catch KeyboardInterrupt, and Python drops it in callbacks and finalizers. The handler
+therefore also records it; `check` raises it again. A second Ctrl-C while the first is pending ends
 the process at once.
 """
 
@@ -15,7 +14,7 @@ from types import FrameType
 
 
 class Interrupts:
-    """A handler of SIGINT that remembers; `pending` until somebody has dealt with it."""
+    """A SIGINT handler; `pending` is True from Ctrl-C until `forget`."""
 
     def __init__(self) -> None:
         self.pending = False
@@ -30,10 +29,11 @@ class Interrupts:
 
 @contextmanager
 def remembered() -> Iterator[Interrupts]:
-    """Handle SIGINT meanwhile, unless this process ignores it or somebody else handles it."""
+    """Install the handler for the block, unless SIGINT is ignored or has another handler."""
     interrupts, usual = Interrupts(), signal.default_int_handler
     ours = signal.getsignal(signal.SIGINT) is usual
-    ours = ours and threading.current_thread() is threading.main_thread()  # no other may
+    # Python allows only the main thread to set a signal handler.
+    ours = ours and threading.current_thread() is threading.main_thread()
     if ours:
         signal.signal(signal.SIGINT, interrupts)
     try:
@@ -44,14 +44,14 @@ def remembered() -> Iterator[Interrupts]:
 
 
 def check() -> None:
-    """Raise the KeyboardInterrupt that something has swallowed."""
+    """Raise KeyboardInterrupt if one is pending."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, Interrupts) and handler.pending:
         raise KeyboardInterrupt
 
 
 def forget() -> None:
-    """What Ctrl-C asked for was done, and the program goes on."""
+    """Clear the pending interrupt, after Ctrl-C was handled and the program continues."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, Interrupts):
         handler.pending = False

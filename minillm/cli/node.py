@@ -1,4 +1,4 @@
-"""Lend this machine's processor to an engine on another one, as one of its ranks."""
+"""Run one rank of a multi-node engine on this machine."""
 
 import os
 import subprocess
@@ -9,33 +9,36 @@ from contextlib import suppress
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
 
-SECONDS_TO_END = 10.0  # that the first rank has after the command
+SECONDS_TO_END = 10.0  # time for the first rank to exit after the command
 USAGE = "(--connect HOST:PORT | COMMAND ...) [options]"
 EXAMPLES = """\
-MINILLM_SECRET_FILE names, on every node, a copy of one file with a secret, such
-as `openssl rand -hex 32` writes. The engine waits for ranks with the options
---distributed-executor-backend external --master-addr HOST, and shows its port.
-Under torchrun every node has the same command, and the first runs the engine.
+Set MINILLM_SECRET_FILE on every node to a copy of the same secret file (create
+it with `openssl rand -hex 32`). Start the engine with the options
+--distributed-executor-backend external --master-addr HOST; it shows its port
+and waits for the ranks. With torchrun, run the same command on every node; the
+first rank's node also runs the engine.
 
 examples:
-  minillm node --connect 10.0.0.1:41234              one rank of that engine
-  minillm node --connect 10.0.0.1:41234 --model DIR  its model is elsewhere here
-  torchrun ... -m minillm node generate TEXT -tp 2   all ranks, and the engine
+  minillm node --connect 10.0.0.1:41234              join that engine
+  minillm node --connect 10.0.0.1:41234 --model DIR  model in another folder
+  torchrun ... -m minillm node generate TEXT -tp 2   start all ranks and engine
 """
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Options of this command."""
-    parser.add_argument("--connect", metavar="HOST:PORT", help="where the engine waits for ranks")
+    parser.add_argument("--connect", metavar="HOST:PORT", help="address of the engine")
     parser.add_argument("--host", metavar="HOST",
-                        help="interface for other ranks (the one to the engine)")  # fmt: skip
-    parser.add_argument("--rank", metavar="N", type=int, help="number of this rank (any)")
+                        help="interface where other ranks connect (default: the one "
+                             "that reaches the engine)")  # fmt: skip
+    parser.add_argument("--rank", metavar="N", type=int,
+                        help="number of this rank (default: the engine chooses)")  # fmt: skip
     parser.add_argument("--model", metavar="DIR",
-                        help="where the model is here, if not at the same place")  # fmt: skip
+                        help="folder of the model here (default: the engine's)")  # fmt: skip
     parser.add_argument("--timeout", metavar="S", type=float, default=60.0,
-                        help="seconds in which the engine has to answer (60)")  # fmt: skip
+                        help="seconds to wait for the engine (60)")  # fmt: skip
     parser.add_argument("command_of_the_first", metavar="COMMAND", nargs=REMAINDER,
-                        help="under torchrun: what the first rank's node runs")  # fmt: skip
+                        help="with torchrun: the first node also runs this command")  # fmt: skip
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
@@ -46,7 +49,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     command = args.command_of_the_first
     if args.connect is None:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise ConfigError("Say where the engine is with --connect HOST:PORT, or use torchrun.")
+            raise ConfigError("Give the engine's address, --connect HOST:PORT, or use torchrun.")
         rank = int(os.environ["RANK"])
         if command and rank == 0:
             return run_first(command)
@@ -59,7 +62,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 
 def run_first(command: list[str]) -> int:
-    """The engine in this process, and the first rank in another."""
+    """Run the engine in this process and the first rank in a child process."""
     from minillm.cli.app import run as run_command
 
     ours = ["--distributed-executor-backend", "external"]
@@ -69,5 +72,5 @@ def run_first(command: list[str]) -> int:
             with suppress(subprocess.TimeoutExpired):
                 rank.wait(SECONDS_TO_END)
             return code
-        finally:  # it may wait for an engine that was not made
+        finally:  # the rank waits forever if the engine failed to start
             rank.terminate()

@@ -1,7 +1,6 @@
-"""Options that several commands share, and the arguments of `LLM` and `SamplingParams` they mean.
+"""Options shared by several commands, and their translation to `LLM` and `SamplingParams`.
 
-Values are not judged here: `EngineArgs` and `SamplingParams` check each of them once, for every
-way in, and their sentences are what the user reads.
+Values are checked by `EngineArgs` and `SamplingParams`, whose error messages the user sees.
 """
 
 import json
@@ -27,85 +26,97 @@ SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
-    """Options of the engine, but for --model, whose default differs between commands."""
+    """Declare the engine's options, except --model, whose default depends on the command."""
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", metavar="NAME", help="auto, bfloat16, float16 or float32")
     group.add_argument("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--max-model-len", metavar="N", type=int, help="longest context, in tokens")
     group.add_argument("--load-format", metavar="NAME", help="auto, or dummy for random weights")
-    group.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer from another folder")
+    group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (the model's)")
     group.add_argument("--gpu-memory-utilization", metavar="X", type=float,
-                       help="share of the free memory to use, on a CPU too (0.9)")  # fmt: skip
+                       help="fraction of the free memory to use, also on a CPU (0.9)")  # fmt: skip
     group.add_argument("--max-num-seqs", metavar="N", type=int,
-                       help="completions computed at once, at most (256)")  # fmt: skip
+                       help="maximum number of running sequences (256)")  # fmt: skip
     group.add_argument("--max-num-batched-tokens", metavar="N", type=int,
-                       help="tokens computed in one step, at most (2048)")  # fmt: skip
+                       help="maximum number of tokens in one step (2048)")  # fmt: skip
     group.add_argument("--deterministic", action="store_true", default=None,
-                       help="the same bits alone and in any batch; slower")  # fmt: skip
+                       help="batch-invariant: identical results in any batch; slower")  # fmt: skip
     group.add_argument("-tp", "--tensor-parallel-size", metavar="N", type=int,
-                       help="processes that share every layer (1)")  # fmt: skip
+                       help="tensor parallelism: ranks that split every layer (1)")  # fmt: skip
     group.add_argument("-pp", "--pipeline-parallel-size", metavar="N", type=int,
-                       help="stages of layers, each of so many processes (1)")  # fmt: skip
+                       help="pipeline parallelism: number of stages (1)")  # fmt: skip
     group.add_argument("-dp", "--data-parallel-size", metavar="N", type=int,
-                       help="copies of the model that step together (1)")  # fmt: skip
+                       help="data parallelism: copies of the model (1)")  # fmt: skip
     group.add_argument("-ep", "--enable-expert-parallel", action="store_true", default=None,
-                       help="with -tp or -dp: whole experts for each process")  # fmt: skip
+                       help="expert parallelism, with -tp or -dp: distribute whole "
+                            "experts over the ranks")  # fmt: skip
     group.add_argument("--enable-eplb", action="store_true", default=None,
-                       help="with -ep: place experts anew by how often they are used")  # fmt: skip
+                       help="with -ep: rebalance experts by their measured load")  # fmt: skip
     group.add_argument("--eplb-config", metavar="JSON", type=json_object,
-                       help='{"step_interval": 3000, "num_redundant_experts": 2}')  # fmt: skip
+                       help="expert load balancing, such as "
+                            '{"step_interval": 3000, "num_redundant_experts": 2}')  # fmt: skip
     group.add_argument("--distributed-executor-backend", metavar="NAME",
-                       help="mp: processes; threads: of this process; external: ranks"
-                            " that `minillm node` starts; ray (mp)")  # fmt: skip
+                       help="where ranks run: mp (processes), threads (of this process), "
+                            "external (started by 'minillm node') or ray (mp)")  # fmt: skip
     group.add_argument("--master-addr", metavar="HOST",
-                       help="interface where such ranks connect (127.0.0.1)")  # fmt: skip
+                       help="external: interface where ranks connect (127.0.0.1)")  # fmt: skip
     group.add_argument("--master-port", metavar="PORT", type=int,
-                       help="port there (0: chosen by the system, and shown)")  # fmt: skip
+                       help="external: port where ranks connect (0: the system "
+                            "chooses one)")  # fmt: skip
     group.add_argument("--speculative-config", metavar="JSON", type=json_object,
-                       help="draft tokens that one step verifies; changes no token (vLLM's default,"
-                            " rejection_sample_method standard, changes them): "
+                       help="speculative decoding, such as "
                             '{"method": "ngram", "num_speculative_tokens": 4} or '
-                            '{"model": "tiny-draft", "num_speculative_tokens": "auto"}',
+                            '{"model": "tiny-draft", "num_speculative_tokens": "auto"}; '
+                            "the output stays the same, except with "
+                            "rejection_sample_method standard (vLLM's default)",
                        )  # fmt: skip
 
 
 def json_object(text: str) -> Any:
-    """An option that is written as JSON, as on vLLM's command line."""
+    """Parse an option whose value is JSON, as on vLLM's command line."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ArgumentTypeError(
-            f"{text[:60]!r} is not JSON ({error.msg} at character {error.pos + 1}); write names in "
-            "double quotes and all in single ones, as in '{\"num_speculative_tokens\": 4}'."
+            f"{text[:60]!r} is not JSON ({error.msg} at character {error.pos + 1}); put names in "
+            "double quotes and the whole in single quotes: '{\"num_speculative_tokens\": 4}'."
         ) from error
 
 
 def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
-    """Options of one answer; `defaults` are the command's, which `sampling_params` fills in."""
+    """Declare the sampling options; `sampling_params` applies the command's `defaults`."""
     parser.set_defaults(sampling=defaults)
     shown = {name: f"{value:g}" for name, value in defaults.items()}
     group = parser.add_argument_group("sampling")
     option = group.add_argument
     option("--max-tokens", metavar="N", type=int,
-           help=f"stop after this many new tokens ({shown['max_tokens']})")  # fmt: skip
+           help=f"maximum number of output tokens ({shown['max_tokens']})")  # fmt: skip
     option("--temperature", metavar="T", type=float,
-           help=f"0 always takes the most probable token ({shown['temperature']})")  # fmt: skip
+           help=f"sampling temperature; 0 is greedy ({shown['temperature']})")  # fmt: skip
     option("--top-p", metavar="P", type=float,
-           help=f"choose among the most probable of this total ({shown['top_p']})")  # fmt: skip
-    option("--top-k", metavar="K", type=int, help="choose among the K most probable tokens (all)")
-    option("--min-p", metavar="P", type=float, help="drop tokens below P times the best (0)")
-    option("--repetition-penalty", metavar="X", type=float, help="above 1: repeat less (1)")
-    option("--presence-penalty", metavar="X", type=float, help="-2 to 2, once per used token (0)")
-    option("--frequency-penalty", metavar="X", type=float, help="-2 to 2, for each use (0)")
-    option("--seed", metavar="N", type=int, help="the same seed gives the same text")
-    option("--stop", metavar="TEXT", action="append", help="end before TEXT; may be repeated")
-    option("--min-tokens", metavar="N", type=int, help="do not end before N tokens (0)")
-    option("--ignore-eos", action="store_true", default=None, help="do not end at the end token")
+           help="sample from the most probable tokens whose probabilities sum to P "
+                f"({shown['top_p']})")  # fmt: skip
+    option("--top-k", metavar="K", type=int, help="sample from the K most probable tokens (all)")
+    option("--min-p", metavar="P", type=float,
+           help="exclude tokens less probable than P times the most probable (0)")  # fmt: skip
+    option("--repetition-penalty", metavar="X", type=float,
+           help="above 1: penalise tokens of the prompt and the output (1)")  # fmt: skip
+    option("--presence-penalty", metavar="X", type=float,
+           help="-2 to 2: penalise tokens that are in the output (0)")  # fmt: skip
+    option("--frequency-penalty", metavar="X", type=float,
+           help="-2 to 2: penalise output tokens by their count (0)")  # fmt: skip
+    option("--seed", metavar="N", type=int, help="the same seed gives the same text (random)")
+    option("--stop", metavar="TEXT", action="append",
+           help="stop before TEXT; may be repeated")  # fmt: skip
+    option("--min-tokens", metavar="N", type=int, help="minimum number of output tokens (0)")
+    option("--ignore-eos", action="store_true", default=None,
+           help="continue after the end-of-text token")  # fmt: skip
 
 
 def as_options(message: str) -> str:
-    """An error of the library in this command line's words: ``load_format='dummy'`` is
-    ``--load-format dummy`` here. Names without an underscore are also English, or of a file."""
+    """Rewrite parameter names in an error message as options: ``load_format='dummy'`` becomes
+    ``--load-format dummy``. A name without an underscore is rewritten only before ``=``, because
+    it may also be an English word or part of a file name."""
     for name in (*ENGINE, *SAMPLING, "kv_cache_dtype"):
         option = f"--{name.replace('_', '-')}"
         message = re.sub(rf"(?<![\w./'\"-]){name}=(['\"]?)([\w.]*\w)\1", rf"{option} \2", message)
@@ -115,7 +126,7 @@ def as_options(message: str) -> str:
 
 
 def engine_arguments(args: Namespace) -> dict[str, Any]:
-    """Arguments for `LLM`, already checked, so that a typing error costs no loading."""
+    """The arguments for `LLM`, checked before the model is loaded."""
     given = _given(args, ENGINE)
     EngineArgs(**given)
     return given
@@ -124,8 +135,8 @@ def engine_arguments(args: Namespace) -> dict[str, Any]:
 def sampling_params(
     args: Namespace, recommended: Mapping[str, Any] = MappingProxyType({})
 ) -> SamplingParams:
-    """What the options ask of the sampler, else what the model's authors recommend, else the
-    command's defaults. Without --seed every run draws anew, from a seed that can be shown."""
+    """Sampling parameters: given options, else the model's recommended values, else the command's
+    defaults. Without --seed, each run uses a random seed, which can be shown."""
     seed = {"seed": random.SystemRandom().getrandbits(31)}
     return SamplingParams(**(seed | args.sampling | dict(recommended) | _given(args, SAMPLING)))
 

@@ -8,7 +8,7 @@ TRACE_START = b'{"minillm_trace":'
 
 
 def check_replaceable(path: Path, start: bytes, what: str) -> None:
-    """Refuse to write over a file that begins otherwise: a typing error must not cost one."""
+    """Reject a path whose existing file does not begin with `start`: it is another file."""
     try:
         if not path.parent.is_dir():
             raise TraceFileError(f"{str(path)!r} cannot be written: there is no such folder.")

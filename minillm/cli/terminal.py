@@ -1,7 +1,6 @@
-"""What a command writes, and where: results to stdout, remarks to stderr, units spelled out.
+"""Output of commands: results go to stdout, remarks and progress to stderr.
 
-Memory is in binary units (GiB), because that is how it is sold and allocated; what crosses a bus
-is in decimal ones (GB/s), because that is how bandwidth is stated.
+Sizes of memory are in binary units (GiB); bandwidths and traffic are in decimal units (GB/s, GB).
 """
 
 import io
@@ -15,20 +14,20 @@ from typing import TextIO
 
 from minillm.cli.interrupt import check
 
-# A model's text is a stranger's: it must not move the cursor or rename the window.
+# Generated text is untrusted: control characters are escaped, so that it cannot move the cursor.
 CONTROLS: Mapping[int, str] = {
     code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))
 }
-LONG = 2.0  # seconds
+LONG = 2.0  # seconds; longer tasks are reported in logs
 
 
 class OutputError(OSError):
-    """Standard output takes no more: the disk is full, for one."""
+    """Writing to standard output failed, for example because the disk is full."""
 
 
 @contextmanager
 def told_apart() -> Iterator[None]:
-    """Turn what writing the output raises into `OutputError`, but for a reader that left."""
+    """Convert errors of writing into `OutputError`, except BrokenPipeError."""
     try:
         yield
     except BrokenPipeError:
@@ -38,7 +37,7 @@ def told_apart() -> Iterator[None]:
 
 
 class Terminal:
-    """The two output streams of a process, and what they can show."""
+    """The standard output streams, and what they can display."""
 
     def __init__(self) -> None:
         self.out, self.err = sys.stdout, sys.stderr
@@ -49,55 +48,55 @@ class Terminal:
         self.width = max(40, min(shutil.get_terminal_size((80, 24)).columns, 100))
 
     def write(self, text: str) -> None:
-        """A part of the result."""
+        """Write a part of the result."""
         with told_apart():
             self.out.write(text)
 
     def flush(self) -> None:
-        """Show what was written."""
+        """Flush standard output."""
         with told_apart():
             self.out.flush()
 
     def line(self, text: str = "") -> None:
-        """One line of the result."""
+        """Write one line of the result."""
         self.write(text + "\n")
 
     def stream(self, text: str) -> None:
-        """A piece of generated text, shown at once, unless Ctrl-C was pressed."""
+        """Write and flush a piece of generated text; raises KeyboardInterrupt after Ctrl-C."""
         check()
         self.write(text.translate(CONTROLS) if self.interactive else text)
         self.flush()
 
     def stream_prompt(self, text: str) -> None:
-        """The prompt that the following text continues, set apart by its style."""
+        """Write the prompt in a dim style, before the generated text."""
         lines = text.translate(CONTROLS).split("\n")
         self.write("\n".join(self.style(line, "2") if line else "" for line in lines))
 
     def remark(self, text: str) -> None:
-        """One line beside the result: how long it took, what was assumed."""
+        """Write one line of additional information, such as timings, to stderr."""
         self.flush()
         lines = wrap(text, self.width) if self.err.isatty() else [text]
         self.err.write(self.style("\n".join(lines), "2", self.err) + "\n")
         self.err.flush()
 
     def style(self, text: str, code: str, stream: TextIO | None = None) -> str:
-        """`text` in an ANSI style (1 bold, 2 dim), on a terminal that wants it (no-color.org)."""
+        """`text` in an ANSI style (1 bold, 2 dim), on terminals without NO_COLOR (no-color.org)."""
         plain = environ.get("NO_COLOR") or environ.get("TERM") == "dumb"
         if plain or not (stream or self.out).isatty():
             return text
         return f"\x1b[{code}m{text}\x1b[0m"
 
     def paragraph(self, text: str) -> None:
-        """Running text, indented and wrapped."""
+        """Write text, indented and wrapped."""
         for line in wrap(text, self.width - 2):
             self.line(f"  {line}")
 
     def heading(self, text: str) -> None:
-        """A line that starts a section."""
+        """Write the heading of a section."""
         self.line(self.style(text, "1"))
 
     def rows(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Labels and values in two columns; long values continue below themselves."""
+        """Write labels and values in two columns; long values are wrapped."""
         width = max(len(label) for label, _ in rows)
         for label, value in rows:
             lines = wrap(value, self.width - width - 4) or [""]
@@ -106,7 +105,7 @@ class Terminal:
                 self.line(" " * (width + 4) + more)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Columns as wide as their content: the first to the left, numbers to the right."""
+        """Write a table: the first column left-aligned, the others right-aligned."""
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         for index, row in enumerate([header, *rows]):
             cells = [
@@ -116,7 +115,7 @@ class Terminal:
             self.line("  " + self.style("   ".join(cells), "0" if index else "2"))
 
     def bar(self, fraction: float, width: int = 40) -> str:
-        """A bar that is full at 1; of plain characters where the terminal has no others."""
+        """A progress bar, full at 1; ASCII characters if the terminal's encoding is not UTF."""
         full = round(min(max(fraction, 0.0), 1.0) * width)
         unicode = (self.out.encoding or "").lower().replace("-", "").startswith("utf")
         done, rest = ("█", "░") if unicode else ("#", "-")
@@ -124,8 +123,8 @@ class Terminal:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[None]:
-        """Say what is being done while it takes its seconds. A terminal forgets it afterwards; a
-        log keeps what took long."""
+        """Show a message during the block. On a terminal it is erased afterwards; in a log, only
+        the duration of a long block is written."""
         self.flush()
         live, started = self.err.isatty() and environ.get("TERM") != "dumb", time.perf_counter()
         if live:
@@ -144,7 +143,7 @@ class Terminal:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters, broken at spaces; a longer word stays whole."""
+    """Wrap `text` at spaces into lines of at most `width` characters; words are not split."""
     lines: list[str] = []
     for word in text.split(" "):
         if lines and len(lines[-1]) + 1 + len(word) <= width:
@@ -165,7 +164,7 @@ def amount(value: float, unit: str = "") -> str:
 
 
 def billions(count: int) -> str:
-    """A number of parameters as the field writes it: ``7.8 M``, ``70.6 B``."""
+    """A number of parameters: ``7.8 M``, ``70.6 B``."""
     return _scaled(count, 1000, ("", "k", "M", "B", "T"))
 
 

@@ -1,4 +1,4 @@
-"""One growing completion: collects sampled tokens, makes text of them, decides when to end."""
+"""One completion of a request: its sampled tokens, their text, and its stop conditions."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from minillm.text.tokenizer import Tokenizer
 
 
 class Completion:
-    """Sample `index` of a request.
+    """Completion `index` of a request.
 
-    `eos_token_ids` end it unless `ignore_eos`; the first is *the* end-of-sequence token, whose
-    stop reason is None as in vLLM. `max_tokens` is already limited to the room there is.
+    Any of `eos_token_ids` ends it unless `ignore_eos`; for the first of them the stop reason is
+    None, as in vLLM. `max_tokens` is already limited by the context length.
     """
 
     __slots__ = (
@@ -64,18 +64,18 @@ class Completion:
         self._stops: StopStrings | None = None
         if params.stop:
             self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        # Made with the first text: a waiting request needs none, and it may fail.
+        # Created with the first text: a waiting request does not need it, and creating may fail.
         self._detokenizer: IncrementalDetokenizer | None = None
         self._writes = tokenizer is not None and params.detokenize
-        self._num_written = 0  # tokens whose text is made,
-        self._last: int | None = None  # of those before this one
-        self._failure: Exception | None = None  # of making it
+        self._num_written = 0  # tokens that have been detokenized
+        self._last: int | None = None  # detokenize tokens before this index; None: all
+        self._failure: Exception | None = None  # the detokenizer's error
         self._text: list[str] = []
-        self._unread: list[str] = []  # the end of it that no delta has shown
-        self._num_read = 0  # tokens that a delta has shown
+        self._unread: list[str] = []  # text that no delta output has returned
+        self._num_read = 0  # tokens that delta outputs have returned
 
     def append(self, token_id: int, logprobs: dict[int, TokenLogprob] | None) -> None:
-        """Take the next token, and finish if it completes a stop or uses the last room."""
+        """Add a token; finish at a stop token, at a stop string, or at `max_tokens`."""
         self.token_ids.append(token_id)
         if logprobs is not None:
             self._cumulative += logprobs[token_id].logprob
@@ -95,25 +95,25 @@ class Completion:
             self.finish("length")
 
     def _end_at(self, token_id: int) -> None:
-        """End with a token, which has text only where stop strings have."""
+        """Finish at a stop token, whose text is included if `include_stop_str_in_output`."""
         if not self.params.include_stop_str_in_output:
             self._last = len(self.token_ids) - 1
         primary = bool(self._eos) and token_id == self._eos[0]
         self.finish("stop", None if primary else token_id)
 
     def fail(self, message: str) -> None:
-        """End with an error; what was generated stays."""
+        """End with an error; the tokens and text so far are kept."""
         self._error = message
         try:
             self.finish("error")
-        except Exception:  # what failed was the text: leave it as it is
+        except Exception:  # detokenization failed: keep the text so far
             self.finish_reason = "error"
 
     def output(self, delta: bool = False) -> CompletionOutput:
-        """What there is so far, or with `delta` what is new since the last output."""
+        """The output so far, or with `delta` the part that is new since the last call."""
         try:
             self._write()
-        except Exception as error:  # ends the completion with its next token
+        except Exception as error:  # raised again with the next token, which ends the completion
             self._failure = error
         start, end = 0, len(self.token_ids)
         if delta:
@@ -132,20 +132,20 @@ class Completion:
         return output
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End, and show what was held back; after a stop string that is nothing."""
+        """End, and add the text held back for a possible stop string or incomplete character."""
         self._write()
         if self._detokenizer is not None:
             self._show(self._detokenizer.flush())
             if self._stops is not None:
                 self._add(self._stops.flush())
-                # The end of the text may itself complete a stop string.
+                # The text held back may complete a stop string.
                 if self._stops.matched is not None and reason == "length":
                     reason, stop_reason = "stop", self._stops.matched
         self.finish_reason, self._stop_reason = reason, stop_reason
 
     def _write(self, may_stop: bool = True) -> None:
-        """Make text of all tokens. Where no stop string may end it, only a reader and the end need
-        it, so that it is made for many tokens at once."""
+        """Detokenize all new tokens. Without stop strings this runs only when an output is read or
+        the completion ends, for many tokens at once."""
         if self._failure is not None:
             raise self._failure
         if not self._writes:
@@ -175,7 +175,7 @@ class Completion:
 
 
 def with_text(logprobs: dict[int, TokenLogprob], tokenizer: Tokenizer | None) -> Logprobs:
-    """Add the text of each token, which only the tokenizer knows."""
+    """Add the text of each token."""
     return {
         token_id: Logprob(
             entry.logprob,

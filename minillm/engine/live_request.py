@@ -1,4 +1,4 @@
-"""A request in the engine: its completions, and the times and counts that its metrics tell."""
+"""A request in the engine: its completions, and the times and counts of its metrics."""
 
 from time import perf_counter
 
@@ -11,9 +11,9 @@ from minillm.text.tokenizer import Tokenizer
 
 
 class LiveRequest:
-    """What `Engine.add` returns: the handle of a request, and its outputs so far.
+    """The handle of a request that `Engine.add` returns, with its outputs so far.
 
-    `num_updates` grows whenever `output` would show something new.
+    `num_updates` grows whenever `output` has something new.
     """
 
     __slots__ = (
@@ -58,8 +58,8 @@ class LiveRequest:
         self.prompt_logprobs: list[Logprobs | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
-        self._prompt_token_ids: list[int] | None = None  # of the outputs, which share it
-        self._num_read = 0  # of prompt_logprobs, that a delta has shown
+        self._prompt_token_ids: list[int] | None = None  # one list, shared by all outputs
+        self._num_read = 0  # entries of prompt_logprobs that delta outputs have returned
         self._tokenizer = tokenizer
         self._scheduled: float | None = None
         self._first_token: float | None = None
@@ -67,15 +67,14 @@ class LiveRequest:
         self._ended: float | None = None  # when the latest completion ended
 
     def schedule(self, time: float) -> None:
-        """The request gets blocks; the first time counts."""
+        """Record when the request was first scheduled."""
         if self._scheduled is None:
             self._scheduled = time
 
     def append(
         self, index: int, token_id: int, logprobs: dict[int, TokenLogprob] | None, time: float
     ) -> FinishReason | None:
-        """Give a completion its next token, which was there at `time`; returns how that ended it,
-        if it did."""
+        """Add a token, computed at `time`, to a completion; returns its finish reason, if any."""
         completion = self.completions[index]
         self._last_token = time
         if self._first_token is None:
@@ -83,7 +82,7 @@ class LiveRequest:
         self.num_updates += 1
         try:
             completion.append(token_id, logprobs)
-        except Exception as error:  # a text that cannot be written must not end the others
+        except Exception as error:  # a detokenization error ends this completion only
             completion.fail(f"The text of this completion failed: {in_one_line(error)}")
         if completion.finish_reason is not None:
             self._end_one(time)
@@ -94,7 +93,7 @@ class LiveRequest:
         self.finished = all(each.finish_reason is not None for each in self.completions)
 
     def end(self, reason: FinishReason, time: float, error: str | None = None) -> None:
-        """End what still runs."""
+        """End all unfinished completions."""
         for completion in self.completions:
             if completion.finish_reason is None:
                 self.end_completion(completion.index, reason, time, error)
@@ -102,7 +101,7 @@ class LiveRequest:
     def end_completion(
         self, index: int, reason: FinishReason, time: float, error: str | None = None
     ) -> None:
-        """End one completion; what was generated stays."""
+        """End one completion; its tokens are kept."""
         self.num_updates += 1
         completion = self.completions[index]
         if error is not None:
@@ -117,8 +116,8 @@ class LiveRequest:
     def add_prompt_logprobs(
         self, start: int, entries: list[dict[int, TokenLogprob]], time: float
     ) -> bool:
-        """Those of prompt positions from `start`; positions that were computed again are known.
-        Returns whether the request goes on."""
+        """Add the logprobs of prompt positions from `start`, skipping positions that were
+        recomputed. Returns whether the request is unfinished."""
         known = self.prompt_logprobs or [None]
         try:
             known += [with_text(each, self._tokenizer) for each in entries[len(known) - start :]]
@@ -127,7 +126,7 @@ class LiveRequest:
         return not self.finished
 
     def output(self, delta: bool = False) -> RequestOutput:
-        """What there is so far, or with `delta` what is new since the last output."""
+        """The output so far, or with `delta` the part that is new since the last call."""
         request, logprobs = self.request, self.prompt_logprobs
         if self._prompt_token_ids is None:
             self._prompt_token_ids = list(request.prompt_token_ids)
@@ -145,7 +144,7 @@ class LiveRequest:
         )
 
     def metrics(self) -> RequestMetrics:
-        """Times of the request up to its end or to now, and what the cache did for it."""
+        """Times of the request, up to its end or to now, and its counts of tokens."""
         arrival, report = self.request.arrival, self.sequences[0].report
         end = self._ended if self.finished and self._ended is not None else perf_counter()
         first, last = self._first_token, self._last_token

@@ -1,9 +1,9 @@
-"""The engine: requests in, tokens and text out, many at once.
+"""The engine: requests in, tokens and text out, in continuous batches.
 
-add -> waiting -> [ schedule -> run -> commit -> text ] -> finished
-                         one step, for all who run
+add -> waiting -> [ schedule -> run -> commit -> detokenize ] -> finished
+                       one step, for all running requests
 
-With `async_scheduling` the next step is planned and launched before this one's tokens are here:
+With `async_scheduling` step n + 1 is planned and launched before the tokens of step n are read:
 
     host      plan n + 1 | launch | wait for n | commit n, text | plan n + 2 | launch | ...
     device    ... step n ................... | step n + 1 .......................... | ...
@@ -41,8 +41,8 @@ from minillm.execution.flight import StepResult
 from minillm.execution.setup import limit_threads
 from minillm.models.checkpoint import open_model
 from minillm.models.forward_pass import ForwardPass
+from minillm.scheduling.admission import check_fits
 from minillm.scheduling.data_parallel import end_all
-from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence
@@ -51,7 +51,7 @@ from minillm.trace.recorder import Trace
 
 
 class Engine:
-    """A loaded model that serves requests. Raises what `open_model` and `load_model` raise."""
+    """A loaded model that serves requests. Raises the errors of `open_model` and `load_model`."""
 
     def __init__(self, args: EngineArgs):
         limit_threads()
@@ -68,7 +68,8 @@ class Engine:
         self._seeds = random.Random(args.seed)
         self._live: dict[str, LiveRequest] = {}
         self._dead, self._stepping = "", False
-        self._steps: list[Step] = []  # uncommitted: at most `depth` inside `step()`, else one less
+        # Uncommitted steps: at most `depth` inside `step()`, at most `depth - 1` between calls.
+        self._steps: list[Step] = []
         self._runner: Executor | None = None
         parts = args, self.source, self.memory, self.device, draft
         self._runner, self._forward_pass = open_executor(*parts)
@@ -81,27 +82,27 @@ class Engine:
 
     @property
     def runner(self) -> Executor:
-        """What carries out plans; an error once the engine is closed."""
+        """The executor of step plans; raises EngineDeadError once the engine is closed."""
         if self._runner is None or self._dead:
             raise EngineDeadError(self._dead or "This engine is closed; make a new one.")
         return self._runner
 
     @property
     def forward_pass(self) -> ForwardPass:
-        """The model without the scheduler; an error once the engine is closed."""
+        """The model without the scheduler; raises EngineDeadError once the engine is closed."""
         if self._forward_pass is None:
-            self.runner  # noqa: B018  (a closed engine says so)
+            self.runner  # noqa: B018  (raises if the engine is closed)
             raise UnsupportedFeatureError(
-                "forward_pass computes with the whole model; leave tensor_parallel_size out."
+                "forward_pass needs the whole model in one process; leave tensor_parallel_size out."
             )
         return self._forward_pass
 
     def allocated(self) -> dict[str, int]:
-        """Bytes that were really allocated, under the names of the memory plan's parts."""
+        """Bytes actually allocated, by the names of the memory plan's parts."""
         return self.runner.stats()
 
     def close(self) -> None:
-        """End all requests and give the memory back. Closing twice is fine."""
+        """Abort all requests and free the memory. May be called twice."""
         with suppress(EngineDeadError):
             for request_id in list(self._live):
                 self.abort(request_id)
@@ -120,12 +121,12 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> Request:
-        """Check a request, tokenising its text if it has no ids.
+        """Check a request, and tokenise its prompt if no token ids are given.
 
-        Raises InvalidRequestError, which says what cannot be served and why.
+        Raises InvalidRequestError if the prompt or a parameter cannot be served.
         """
         if prompt_token_ids is None:
-            # Refused even where the tokenizer would put its start token: that one can be given.
+            # An empty text is refused even if the tokenizer would add a start token to it.
             prompt_token_ids = self.encode(prompt) if prompt else ()
         self.check_prompt(prompt_token_ids)
         if params.stop and self.tokenizer is None:
@@ -153,7 +154,7 @@ class Engine:
         return request
 
     def make_scoring_request(self, request_id: str, ids: Sequence[int]) -> Request:
-        """A request that only computes its prompt, for the log-probability of each token."""
+        """A request that computes only its prompt, for the logprob of each prompt token."""
         self.check_prompt(ids, room=0)
         params = SamplingParams(prompt_logprobs=0)
         request = Request(request_id, tuple(map(int, ids)), params, max_tokens=0)
@@ -161,7 +162,7 @@ class Engine:
         return request
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the tokenizer's own first token."""
+        """Token ids of a text, with the tokenizer's special tokens."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 f"{self.source.name} has no tokenizer.json, so a text cannot be used; "
@@ -170,7 +171,7 @@ class Engine:
         return self.tokenizer.encode(text)
 
     def check_prompt(self, ids: Sequence[int], room: int = 1) -> None:
-        """A prompt has a token, leaves `room` for new ones, and only uses ids of the model."""
+        """Check that a prompt is not empty, leaves `room` for new tokens, and has valid ids."""
         width = self.source.config.vocab_size
         if not ids:
             raise InvalidRequestError(
@@ -195,7 +196,7 @@ class Engine:
             )
 
     def _bad_words(self, params: SamplingParams) -> Iterator[tuple[int, ...]]:
-        """Each bad word as it is tokenised at the start of a text and after a space, as in vLLM."""
+        """Token ids of each bad word, at the start of a text and after a space, as in vLLM."""
         for word in params.bad_words:
             if self.tokenizer is None:
                 raise InvalidRequestError(
@@ -212,55 +213,54 @@ class Engine:
     # ---- running -------------------------------------------------------------------------
 
     def add(self, request: Request) -> LiveRequest:
-        """Put a request in line; `step` advances it.
+        """Add a request to the waiting queue; `step` advances it.
 
-        Raises:
-            InvalidRequestError: its id is in use.
+        Raises InvalidRequestError if an unfinished request has the same id.
         """
-        self.runner  # noqa: B018  (a closed engine says so)
+        self.runner  # noqa: B018  (raises if the engine is closed)
         try:
             first = self.scheduler.add(request)
             live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
             self._live[request.request_id] = live
-        except InvalidRequestError:  # the id belongs to another
+        except InvalidRequestError:  # the id belongs to another request, which goes on
             raise
         except BaseException:
             try:
                 self.abort(request.request_id)
-            except AccountingError:  # Ctrl-C in the middle of the scheduler's books
-                self._abandon("abort")
+            except AccountingError:  # Ctrl-C interrupted the scheduler's accounting
+                self._abort_all("abort")
             raise
         return live
 
     def abort(self, request_id: str) -> None:
-        """End a request, wherever it is. Unknown or finished is fine."""
+        """Abort a waiting or running request; unknown and finished ids are ignored."""
         now = perf_counter()
         self.scheduler.abort(request_id, "abort", now)
         live = self._live.pop(request_id, None)
         if live is not None:
             live.end("abort", now)
         if not self._stepping:
-            with self._errors_end_everything():
-                self._land_in_vain()
+            with self._abort_all_on_error():
+                self._complete_orphaned_steps()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
+        """Whether any request is unfinished."""
         return bool(self._live)
 
     def step(self) -> list[LiveRequest]:
-        """Advance the requests that the scheduler chooses; returns those that were in the step.
+        """Run one step; returns the requests that were in it.
 
-        What goes wrong in one request ends that one with ``finish_reason="error"``.
+        An error in one request ends that request with ``finish_reason="error"``.
 
         Raises:
-            EngineDeadError: something else went wrong. All requests have ended, and the engine
-                answers every further call with this error.
+            EngineDeadError: any other error. All requests have ended, and every further call
+                raises this error.
         """
         runner = self.runner
         if not self._live:
             return []
-        with self._errors_end_everything():
+        with self._abort_all_on_error():
             if not self._steps:
                 self._begin(self.scheduler.schedule)
             if self.overlaps:
@@ -268,36 +268,36 @@ class Engine:
                 while len(self._steps) < self.depth and self._begin(self.scheduler.schedule_ahead):
                     self._steps[-1].launch(runner)
             touched = self._complete()
-            self._land_in_vain()
+            self._complete_orphaned_steps()
             return touched
 
     @contextmanager
-    def _errors_end_everything(self) -> Iterator[None]:
-        """Around all that computes."""
+    def _abort_all_on_error(self) -> Iterator[None]:
+        """Context of all code that runs steps: any exception aborts all requests."""
         self._stepping = True
         try:
             yield
         except Exception as error:
             self._dead = why_it_stopped(error)
-            self._abandon("error", self._dead)
+            self._abort_all("error", self._dead)
             raise EngineDeadError(self._dead) from error
         except BaseException:  # Ctrl-C, at any point of the step
-            self._abandon("abort")
+            self._abort_all("abort")
             raise
         finally:
             self._stepping = False
 
     def _begin(self, schedule: Callable[[], StepPlan | None]) -> bool:
-        """Plan a step, if there is one to plan; returns whether there is."""
+        """Schedule the next step; returns False if nothing can be scheduled."""
         started, plan = perf_counter(), schedule()
         if plan is None:
             return False
         record = self.scheduler.record
         record.started, record.planned = started, perf_counter()
         if not self._steps:
-            self.trace.append(record)  # else when it is its turn
+            self.trace.append(record)  # a step scheduled ahead is recorded when it completes
         if not plan.rows:
-            raise AccountingError(f"Nothing can run, but {len(self._live)} requests wait.")
+            raise AccountingError(f"No row can be scheduled, but {len(self._live)} requests wait.")
         for seq_id in record.admitted:
             owner = self.scheduler.sequences[seq_id].request.request_id
             self._live[owner].schedule(record.planned)
@@ -305,7 +305,7 @@ class Engine:
         return True
 
     def _complete(self) -> list[LiveRequest]:
-        """Wait for the oldest step, and commit it."""
+        """Wait for the oldest launched step and commit its results."""
         step, *others = self._steps
         record = step.record
         result = step.launch(self.runner).collect()
@@ -317,19 +317,19 @@ class Engine:
         record.delivered = perf_counter()
         return touched
 
-    def _land_in_vain(self) -> None:
-        """Where no request is left, what runs for those that were is committed at once."""
+    def _complete_orphaned_steps(self) -> None:
+        """Complete the steps in flight when all their requests have ended."""
         while self._steps and not self._live:
             self._complete()
 
     def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[LiveRequest]:
-        """Tell the scheduler and the requests what came out of a step; `now` is its time for all,
-        so that metrics and trace agree."""
+        """Give the results of a step to the scheduler and the requests, all with the time `now`, so
+        that metrics and trace agree."""
         scheduler = self.scheduler
         if result.suspect:
             scheduler.distrust(plan, result.suspect)
         rows = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
-        # A completion may have ended at the step before, while others of its request go on.
+        # With steps in flight, a completion may have ended in the step before this one.
         owners = [
             (row, one) for row, one in rows if one.status is not Status.FINISHED and not one.is_void
         ]
@@ -341,7 +341,7 @@ class Engine:
         touched = {}
         for row, sequence in owners:
             live = self._live.get(sequence.request.request_id)
-            if live is not None and live.request is sequence.request:  # not aborted meanwhile
+            if live is not None and live.request is sequence.request:  # not aborted since
                 touched[live.request.request_id] = live
                 self._deliver(row, sequence, live, result, now)
         for request_id, live in touched.items():
@@ -357,7 +357,7 @@ class Engine:
         result: StepResult,
         now: float,
     ) -> None:
-        """Hand one row's results to its request, and end what they complete."""
+        """Give one row's results to its request, and finish the completions that they end."""
         prompt = result.prompt_logprobs.get(row.seq_id)
         if prompt is not None and not live.add_prompt_logprobs(*prompt, now):
             self.scheduler.abort(live.request.request_id, "error")
@@ -367,7 +367,7 @@ class Engine:
             if errors:
                 for index in range(sequence.index, sequence.index + sequence.num_seats):
                     live.end_completion(index, "error", now, errors[0])
-            elif sequence.status is Status.FINISHED:  # it was to be computed only
+            elif sequence.status is Status.FINISHED:  # a scoring request
                 live.end("length", now)
             return
         logprobs = result.logprobs.get(row.seq_id)
@@ -379,12 +379,12 @@ class Engine:
             elif reason := live.append(index, token, logprobs[each] if logprobs else None, now):
                 num_cut = 0 if row.num_forks else len(tokens[each + 1 :]) - tokens.count(None)
                 self.scheduler.finish(live.sequences[index].seq_id, reason, num_cut=num_cut)
-                if not row.num_forks:  # accepted tokens that follow a stop are not the text's
+                if not row.num_forks:  # accepted tokens after a stop are discarded
                     break
 
-    def _abandon(self, reason: FinishReason, error: str | None = None) -> None:
-        """End everything. The scheduler may have been interrupted anywhere, so it is replaced,
-        and with it what it knew of cached prefixes."""
+    def _abort_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """End all requests. The scheduler may be in an inconsistent state, so it is replaced by a
+        new one with an empty prefix cache."""
         now = perf_counter()
         for live in self._live.values():
             live.end(reason, now, error)

@@ -1,4 +1,4 @@
-"""What is decided once, when an engine starts: device, dtype, tokenizer, memory."""
+"""Choices made once when an engine starts: device, dtype, tokenizer, memory plan."""
 
 import logging
 from dataclasses import replace
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
-CPU_CACHE_SHARE = 0.25  # of what is left: a machine that one works at needs its memory
+CPU_CACHE_SHARE = 0.25  # of the memory left for the cache; the rest stays for other programs
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of an engine; "auto" is a GPU if there is one."""
+    """The device of an engine; "auto" is the GPU if there is one, else the CPU."""
     has_gpu = torch.get_device_module("cuda").is_available()
     if device == "auto":
         return torch.device("cuda" if has_gpu else "cpu")
@@ -53,7 +53,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
-    """The dtype of an engine: "auto" takes the checkpoint's on a GPU, on a CPU the fastest."""
+    """The dtype of an engine; "auto" is the checkpoint's on a GPU and the fastest on a CPU."""
     if dtype != "auto":
         return dtype
     if device.type != "cpu":
@@ -62,7 +62,7 @@ def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
 
 
 def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
-    """The tokenizer of the model, or the one that was asked for; None with a warning if absent."""
+    """The tokenizer given in `args`, else the model's; None with a warning if it has none."""
     if args.tokenizer is not None:
         return Tokenizer.from_folder(find_folder(str(args.tokenizer)))
     if source.folder is None:
@@ -70,12 +70,12 @@ def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
     try:
         return Tokenizer.from_folder(source.folder)
     except ModelNotFoundError as error:
-        logger.warning("%s", str(error))  # a kept record would keep all frames, and the model
+        logger.warning("%s", str(error))  # str: a kept log record must not keep the traceback
         return None
 
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a sequence, the tokenizer's own first. An id without a logit never comes."""
+    """End-of-sequence ids, the tokenizer's first; ids without a logit are dropped."""
     own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     ids = tuple(dict.fromkeys((*own, *source.eos_token_ids)))
     width = source.config.vocab_size
@@ -103,7 +103,11 @@ def plan_memory(
     device: torch.device,
     draft: DraftSource | None = None,
 ) -> tuple[int, MemoryPlan]:
-    """The context length and the memory plan; ConfigError when a sequence cannot fit."""
+    """The context length and the memory plan.
+
+    Raises:
+        ConfigError: `max_model_len` is longer than the model's, or one sequence does not fit.
+    """
     longest = config.longest_context
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ConfigError(
@@ -112,9 +116,9 @@ def plan_memory(
         )
     sizes, free = (args.tensor_parallel_size, args.pipeline_parallel_size), free_memory(device)
     if device.type == "cpu":
-        free //= args.num_ranks  # which share it
+        free //= args.num_ranks  # all ranks share the host memory
     limits = scheduler_config(args)
-    padding = PASS_ROWS if args.deterministic else 0  # rows that a tile may have beyond the batch
+    padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
     plan = memory_plan(
         largest_part(
@@ -145,14 +149,14 @@ def plan_memory(
     if not plan.fits:
         if args.max_model_len is not None or plan.num_tokens < 2:
             raise ConfigError(why_it_does_not_fit(args, plan))
-        logger.warning("max_model_len is %d, which is what memory allows.", plan.num_tokens)
+        logger.warning("max_model_len is reduced to %d, limited by memory.", plan.num_tokens)
         plan = shortened(plan)
     check_swap_space(args, plan, device)
     return plan.settings.max_model_len, plan
 
 
 def shortened(plan: MemoryPlan) -> MemoryPlan:
-    """The plan with sequences no longer than its cache."""
+    """The plan with `max_model_len` reduced to the tokens of its KV cache."""
     most = plan.num_tokens
     shorter = (fit for fit in plan.combinations if fit.context < most)
     return replace(
@@ -165,7 +169,7 @@ def shortened(plan: MemoryPlan) -> MemoryPlan:
 
 
 def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
-    """The arithmetic, and what to change."""
+    """The message of the error: bytes needed, bytes available, and what to change."""
     settings, model = plan.settings, str(args.model)
     if plan.draft_weight_bytes:
         model += " with its draft model"
@@ -180,7 +184,7 @@ def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
     block = plan.block_bytes
     given = args.num_gpu_blocks_override or args.kv_cache_memory_bytes
     if given is None or left < needed * block:
-        # The plan knows of options that this version's engine does not have yet.
+        # The plan may suggest options that this version does not support.
         hints = [h for h in plan.hints if h.split("=")[0] not in NOT_BUILT_YET]
         return (
             f"{model} needs {rest} and {needed * block:,} of KV cache for one sequence of "
@@ -201,21 +205,21 @@ def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
 
 
 def check_swap_space(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> None:
-    """Refuse what host memory does not have: it is not touched before it is needed, and then the
-    system would end the process."""
+    """ConfigError if `swap_space` exceeds the free host memory. Its pages are allocated at first
+    use, where a shortage would end the process."""
     free = machine.available_memory_bytes()
-    if device.type == "cpu":  # there the model and its cache are in the same memory
+    if device.type == "cpu":  # model and KV cache are in host memory, too
         free -= plan.weight_bytes + plan.activation_bytes + plan.kv_cache_bytes
     if args.swap_space * 2**30 > max(free, 0):
         raise ConfigError(
             f"swap_space is {args.swap_space}; it must be at most {max(free, 0) / 2**30:.1f} "
-            "GiB, the memory that is free beside model and KV cache."
+            "GiB, the host memory that is free beside model and KV cache."
         )
 
 
 def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int:
-    """How much the KV cache takes: what was asked for, else on a GPU all that is left, on a CPU a
-    share of it, and no more than `max_num_seqs` of the longest sequences could fill."""
+    """Bytes of the KV cache: the size given in `args`; else all memory left on a GPU, and on a CPU
+    a share of it, but at most `max_num_seqs` sequences of `max_model_len` tokens."""
     block = plan.block_bytes
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override * block
@@ -229,7 +233,7 @@ def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int
 
 
 def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
-    """The same plan with a KV cache of a given size, which must hold a sequence and fit."""
+    """The plan with a KV cache of `num_bytes`; its shortfall is updated."""
     size, block = plan.settings.block_size, plan.block_bytes
     needed = ceil(plan.settings.max_model_len / size) * block
     usable = plan.memory_bytes - plan.reserve_bytes
@@ -257,7 +261,7 @@ def open_executor(
     device: torch.device,
     draft: DraftSource | None = None,
 ) -> tuple[Executor, ForwardPass | None]:
-    """What carries out plans; and the whole model, where this process has it."""
+    """The executor of step plans, and the `ForwardPass` if the model is in this process."""
     if args.num_ranks > 1:
         from minillm.parallel.launch import open_ranks
 
@@ -270,13 +274,13 @@ def open_executor(
 def build_scheduler(
     args: EngineArgs, capacity: Capacity, draft: DraftSource | None = None
 ) -> Scheduler | DataParallelScheduler:
-    """The scheduler over the blocks that an executor has: those of each copy of the model."""
+    """The scheduler over an executor's blocks; with data parallelism one for each rank."""
     copies = [one_scheduler(args, capacity, draft) for _ in range(args.data_parallel_size)]
     return DataParallelScheduler(copies) if len(copies) > 1 else copies[0]
 
 
 def one_scheduler(args: EngineArgs, capacity: Capacity, draft: DraftSource | None) -> Scheduler:
-    """The scheduler of one copy of the model."""
+    """The scheduler of one data-parallel rank."""
     prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
     blocks = BlockManager(
         capacity.num_blocks, capacity.block_size, prefix_cache, capacity.num_host_blocks
@@ -289,7 +293,7 @@ def one_scheduler(args: EngineArgs, capacity: Capacity, draft: DraftSource | Non
 def trace_settings(
     name: str, dtype: str, device: torch.device, scheduler: Scheduler | DataParallelScheduler
 ) -> TraceSettings:
-    """What engine is recorded."""
+    """The model, device, scheduler and cache settings of an engine, for its trace."""
     config, blocks, copies = scheduler.config, scheduler.blocks, len(schedulers_of(scheduler))
     return TraceSettings(
         model=name,

@@ -1,4 +1,4 @@
-"""What the rows of a step get once the device is done: tokens, log-probabilities, errors."""
+"""Collecting a step: copies tokens, log-probabilities and errors into its `StepResult`."""
 
 from collections.abc import Callable
 from math import isfinite
@@ -9,32 +9,33 @@ from torch import Tensor
 from minillm.errors import MinillmError, in_one_line
 from minillm.execution.flight import StepResult
 from minillm.execution.state import SequenceRow
-from minillm.sampling.logprobs import Described, PromptLogprobs, TokenLogprob, failure_of
+from minillm.sampling.logprobs import LogprobTable, PromptLogprobs, TokenLogprob, failure_of
 from minillm.sampling.sampler import Sampler
 from minillm.sampling.verify import match, until_stop
 from minillm.scheduling.plan import Row
 
-Taken = list[tuple[Row, SequenceRow]]
+RowStates = list[tuple[Row, SequenceRow]]
 
 
 def give_tokens(
-    taken: Taken,
+    states: RowStates,
     read: Callable[[], list[Tensor]],
-    entries: Described | None,
+    entries: LogprobTable | None,
     sampler: Sampler,
     result: StepResult,
 ) -> None:
-    """Give rows their tokens, and what is wrong with some of them; forks get theirs when they come.
+    """Write the sampled tokens and the errors of the rows to `result`. The tokens of forks are in
+    the result of their parent's row.
 
     Args:
-        read: waits for the tokens, int64 [K], and for the largest logit of each, float32 [K].
-        entries: the log-probabilities of rows that ask for them.
+        read: waits for the tokens, int64 [K], and the largest logit of each, float32 [K].
+        entries: log-probabilities of the rows that request them.
     """
     tokens, best = (each.tolist() for each in read())
     entry = iter(entries.read()) if entries is not None else iter(())
     wrong = None if all(map(isfinite, best)) else [failure_of(value) for value in best]
     end = 0
-    for row, state in taken:
+    for row, state in states:
         start, end = end, end + row.num_samples
         given: list[int | None] = tokens[start:end]
         logprobs: list[dict[int, TokenLogprob] | None] | None = None
@@ -46,11 +47,11 @@ def give_tokens(
             state.token_ids.append(tokens[end - row.num_forks - 1])
         if logprobs is not None:
             result.logprobs[row.seq_id] = logprobs[: len(given)]
-        if row.seq_id in result.errors:  # its prompt's log-probabilities failed
+        if row.seq_id in result.errors:  # its prompt log-probabilities failed
             continue
         if wrong is not None and any(failed := wrong[start : start + len(given)]):
             errors = {i: why for i, why in enumerate(failed) if why is not None}
-            if not row.num_forks:  # nothing follows a sample that failed
+            if not row.num_forks:  # tokens after a failed one are discarded
                 given, errors = given[: min(errors) + 1], {min(errors): errors[min(errors)]}
             given = [None if i in errors else token for i, token in enumerate(given)]
             result.fail_samples(row, errors)
@@ -61,8 +62,8 @@ def give_tokens(
 def verified(
     state: SequenceRow, samples: list[int], sampler: Sampler, result: StepResult
 ) -> list[int]:
-    """The samples that follow right drafts, up to a token that ends the sequence; they become its
-    tokens."""
+    """Append the accepted samples to the sequence and return them: the matching drafts and one
+    more token, up to a stop token."""
     drafts, state.drafts = state.drafts, []
     kept = samples[: match(samples, drafts)]
     kept = kept[: until_stop(kept, state.new.stop_ids)]
@@ -73,8 +74,8 @@ def verified(
     return kept
 
 
-def give_prompt(row: Row, entries: PromptLogprobs, result: StepResult) -> None:
-    """The log-probabilities of a prompt are here."""
+def store_prompt_logprobs(row: Row, entries: PromptLogprobs, result: StepResult) -> None:
+    """Write the prompt log-probabilities of a row to `result`, or its error."""
     found, wrong = entries.read()
     if wrong is not None:
         result.fail(row, wrong)
@@ -82,8 +83,8 @@ def give_prompt(row: Row, entries: PromptLogprobs, result: StepResult) -> None:
         result.prompt_logprobs[row.seq_id] = row.start + 1, found
 
 
-def described(error: Exception) -> str:
-    """An error of ours as it is, another with its type, in one line."""
+def error_text(error: Exception) -> str:
+    """An error as one line: the message of a `MinillmError`, type and message of any other."""
     if isinstance(error, MinillmError):
         return " ".join(str(error).split())
     return f"The model failed on this request: {in_one_line(error)}"

@@ -1,8 +1,8 @@
-"""What an engine needs of whatever computes: the seam between deciding and computing.
+"""The executor interface: the boundary between scheduling and computation.
 
-The engine decides with counts (`scheduling/`) and sends plans; an executor holds the model, the
-cache and the sampler, and answers with tokens. `runner.Runner` is one in this process. Plans and
-results are plain data (`execution/wire.py`), so that another may be in other processes.
+The engine schedules with token counts (`scheduling/`) and sends step plans. An executor holds the
+model, the KV cache and the sampler, and returns tokens. `runner.Runner` executes in this process;
+plans and results are plain data (`wire.py`), so other executors can run in other processes.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from minillm.scheduling.record import StepRecord
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a scheduler may give out: blocks of the cache and of host memory, and rows."""
+    """What a scheduler may allocate: KV blocks on the device and the host, and rows."""
 
     num_blocks: int
     block_size: int
@@ -26,49 +26,49 @@ class Capacity:
 
 
 class Executor(Protocol):
-    """Carries out plans, in the order in which they are launched."""
+    """Executes step plans in launch order."""
 
     def capacity(self) -> Capacity:
-        """What there is; constant."""
+        """Number of blocks and rows. Constant."""
         ...
 
     def launch(self, plan: StepPlan) -> Flight:
-        """Start a step. Those of one stage may have one other that is not collected, those of a
-        pipeline as many as it has stages."""
+        """Start a step without waiting. One earlier step may be uncollected; with pipeline
+        parallelism, as many as there are stages."""
         ...
 
     def reset(self) -> None:
-        """Forget all sequences; the next plan knows of none."""
+        """Remove all sequences; the next plan may not refer to them."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """Bytes that are really allocated: weights, kv_cache, swap_space, activations, ..."""
+        """Allocated bytes by use: weights, kv_cache, swap_space, activations, ..."""
         ...
 
     def close(self) -> None:
-        """Give the memory back. Closing twice is fine."""
+        """Free the memory. May be called twice."""
         ...
 
 
 @runtime_checkable
-class Mortal(Protocol):
-    """An executor that can also fail between steps, as other processes can."""
+class RemoteExecutor(Protocol):
+    """An executor in other processes, which can fail between steps."""
 
     def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
-        """Have `tell` called, by any thread, when it has failed."""
+        """Register a callback for its failure. Any thread may call it."""
         ...
 
 
 @dataclass(slots=True)
 class Step:
-    """One step, from its plan to its commit; no flight before it is launched."""
+    """One step from plan to commit. `flight` is None until the step is launched."""
 
     plan: StepPlan
     record: StepRecord
     flight: Flight | None = None
 
     def launch(self, executor: Executor) -> Flight:
-        """Start it, unless it was started before."""
+        """Launch the step if it has not been launched, and return its flight."""
         if self.flight is None:
             self.flight = executor.launch(self.plan)
         return self.flight

@@ -10,20 +10,20 @@ from minillm.scheduling.record import RankTime
 
 @dataclass(slots=True)
 class StepResult:
-    """What came out of a step, by seq_id.
+    """The result of a step. Dictionaries are keyed by seq_id.
 
     Attributes:
-        token_ids: for each row with logits, the accepted tokens, any number; for a row that forks,
-            one for each completion. None where a sample failed.
-        logprobs: beside each token, what its request asked for.
-        prompt_logprobs: the first position they predict, and one entry per position from there.
-        errors: one sentence per failed sample; for a row that failed whole, only one.
-        suspect: rows whose keys and values may be wrong: the pass failed, or its logits are not
-            finite. A row that fails by its own mask has right ones.
-        num_drafted: for each row that had drafts, how many.
-        graph_rows: size of the graph that was replayed; 0 if none was.
-        why_eager: why none was, where there are graphs.
-        ranks: how long each rank took, where there are several.
+        token_ids: accepted tokens of each row with logits; for a row that forks, one token per
+            completion. None for a sample that failed.
+        logprobs: log-probabilities of each token, for requests with `logprobs`.
+        prompt_logprobs: (first position, entries): one entry per prompt position from there on.
+        errors: sample index -> message; a failed row has the same message for all its samples.
+        suspect: rows whose KV may be wrong, because the forward pass failed or its logits are not
+            finite. A row whose logits processors exclude every token is not suspect.
+        num_drafted: number of drafts verified, for each row that had drafts.
+        graph_rows: batch size of the CUDA graph that was replayed; 0 for an eager step.
+        why_eager: why no graph was replayed, if the runner has graphs.
+        ranks: time of each rank, with several ranks.
     """
 
     token_ids: dict[int, list[int | None]] = field(default_factory=dict)
@@ -39,13 +39,13 @@ class StepResult:
     ranks: list[RankTime] = field(default_factory=list)
 
     def fail(self, row: Row, error: object) -> None:
-        """A whole row failed: all of its samples."""
+        """Record that all samples of a row failed."""
         self.token_ids[row.seq_id] = [None] * row.num_samples
         self.errors[row.seq_id] = dict.fromkeys(range(max(row.num_samples, 1)), str(error))
         self.suspect.add(row.seq_id)
 
     def fail_samples(self, row: Row, errors: dict[int, str]) -> None:
-        """Some samples of a row failed, after a pass that went well."""
+        """Record that some samples of a row failed although the forward pass ran."""
         self.errors[row.seq_id] = errors
         if NOT_FINITE in errors.values():
             self.suspect.add(row.seq_id)
@@ -53,13 +53,13 @@ class StepResult:
 
 @dataclass(slots=True)
 class Flight:
-    """What the device computes, or has computed; each of `reads` waits and completes the result."""
+    """A launched step. Each of `reads` waits for the device and fills in part of `result`."""
 
     result: StepResult = field(default_factory=StepResult)
     reads: list[Callable[[], None]] = field(default_factory=list)
 
     def collect(self) -> StepResult:
-        """Wait for the tokens. Flights are collected in the order in which they were launched."""
+        """Wait for the step and return its result. Collect flights in launch order."""
         for read in self.reads:
             read()
         self.reads = []

@@ -1,23 +1,22 @@
-"""Decode steps as CUDA graphs: one recording per number of rows, replayed with new contents.
+"""CUDA graphs of decode steps: one graph per batch size, captured once and replayed every step.
 
-Launching a kernel costs the host about 5 microseconds, and a decode step of 28 layers has over a
-hundred; one replay costs as much as one launch. But a graph repeats addresses, not values: whatever
-changes from step to step lies in tensors that stay where they are.
+Launching a kernel costs the host about 5 microseconds, and a decode step of 28 layers launches over
+a hundred; replaying a graph costs about one launch. A graph replays fixed addresses, so everything
+that changes between steps is written to tensors at fixed addresses.
 
-    host, one copy per step      [ positions | lengths | slots ]   of every row; padding elsewhere
-    device, from step to step    [ last tokens ]                   written after sampling,
+    host, one copy per step      [ positions | slots | lengths ]   of every row, or padding
+    device, persistent           [ last tokens ]                   written by sampling,
                                                                    read by the next step's embedding
     replay                       embedding -> layers -> norm -> hidden states
 
-Logits and sampling are launched after the replay, for the rows of the step only: what one request
-asks of its tokens does not keep the others from their graph. No token passes through the host. Rows
-are those of the runner's persistent table, from 0 to the size of the graph: a row that has no part
-in the step is padding, of length 0 and with slot -1, which attends to nothing and writes nowhere;
-its token means nothing. Positions and slots come from the host, which knows them before any token,
-in one copy of a few kilobytes.
+Logits and sampling run after the replay, outside the graph: sampling parameters of a request do not
+prevent the replay. A graph of size n runs rows 0 to n - 1 of the persistent batch. Rows that are
+not in the step are padding, with length 0 and slot -1: they attend to nothing and write nothing,
+and their output is ignored. The host copies positions and slots, a few kilobytes; tokens stay on
+the device.
 
-Verification of k drafts is the same with `query_len` = k + 1 tokens per row, which come from the
-host too. A row with fewer has padding before them, so that its last token ends the row:
+Verification of k drafts uses `query_len` = k + 1 tokens per row, which come from the host. A row
+with fewer tokens is padded on the left:
 
     query_len 4      | -  -  t  d1 | t  d1 d2 d3 | -  -  -  - |      - is padding, with slot -1
 """
@@ -40,49 +39,50 @@ from minillm.ops.transfers import put, upload
 
 logger = logging.getLogger(__name__)
 
-MAX_SECONDS = 120.0  # of recording: an engine that starts must not seem to hang
+MAX_SECONDS = 120.0  # limit on capture time at startup
 SMALL = (1, 2, 4, 8)
 FINE, COARSE, FINE_UP_TO = 8, 16, 64
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of rows that get a graph, for every number from 1 to `most`.
+    """Batch sizes to capture, for batches of 1 to `most` rows.
 
-    A decode step reads all weights whatever the number of rows, so that padded rows cost hardly
-    anything, while each graph costs memory and a moment when it is first needed. Powers of two up
-    to 8, because there one row more is much; then every 8th, which is as many rows as one tile of a
-    matrix unit has at least; above 64 every 16th, where fewer than one row in five is padding.
+    A decode step reads all weights at any batch size, so padded rows cost little, while each graph
+    costs memory and capture time. Sizes are powers of two up to 8, where one more row is a large
+    fraction; then multiples of 8, the smallest tile of a matrix unit; above 64 multiples of 16,
+    where padding is below a fifth.
     """
     sizes = [*SMALL, *range(FINE, FINE_UP_TO, FINE), *range(FINE_UP_TO, most, COARSE)]
     return (*sorted({size for size in sizes if size < most}), most)
 
 
 def bucket_of(sizes: Sequence[int], num_rows: int) -> int | None:
-    """The smallest size that holds so many rows; None if none does."""
+    """The smallest size >= `num_rows`; None if there is none."""
     return next((size for size in sizes if size >= num_rows), None)
 
 
 class Capture(Protocol):
-    """Records what a function launches; the answer launches it again, on the same memory."""
+    """Captures the kernels that a function launches."""
 
-    num_bytes: int  # of device memory that all recordings hold
+    num_bytes: int  # device memory of all captured graphs
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """May call `run` any number of times before it is recorded."""
+        """Warm up and capture `run`, which may be called several times. Returns its replay, which
+        reads and writes the same memory."""
         ...
 
 
 class CudaCapture:
-    """CUDA graphs that share one pool of memory: only one of them runs at a time."""
+    """CUDA graphs that share one memory pool: only one of them runs at a time."""
 
-    WARM_UP = 2  # the first call compiles kernels and fills caches, which a recording must not
+    WARM_UP = 2  # the first call compiles kernels and fills caches, which cannot be captured
 
     def __init__(self, device: torch.device):
         self.device, self.num_bytes = device, 0
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Warm up on a stream beside the others, then record."""
+        """Warm up on a side stream, then capture."""
         current = torch.cuda.current_stream(self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(current)
@@ -90,7 +90,7 @@ class CudaCapture:
             for _ in range(self.WARM_UP):
                 run()
         current.wait_stream(side)
-        torch.cuda.empty_cache()  # else what the recording takes might be what the warm-up left
+        torch.cuda.empty_cache()  # so that memory left by the warm-up is not reused uncounted
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -100,14 +100,14 @@ class CudaCapture:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether decode steps can be recorded on this device: a GPU with our kernels."""
+    """Whether decode steps can be captured on this device: a GPU with the Triton kernels."""
     return ops.backend_of(device).name == "triton"
 
 
 class DecodeGraphs:
-    """The forward pass of decode steps of one model over one cache, `query_len` tokens per row.
+    """CUDA graphs of the forward pass of one model and KV cache, `query_len` tokens per row.
 
-    `sizes` are the numbers of rows that have a graph; `missing` says why others have none.
+    `sizes` are the captured batch sizes; `missing` says why other sizes have no graph.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class DecodeGraphs:
         self.query_len = query_len
         self.sizes: tuple[int, ...] = ()
         self.missing = ""
-        self.num_rows = 0  # of the graph that was replayed last
-        self.seconds = 0.0  # that recording took
+        self.num_rows = 0  # size of the graph that was replayed last
+        self.seconds = 0.0  # capture time
         count, device = rows.num_rows, rows.device
-        # Positions, slots and tokens of all rows, in as many columns as a row has tokens; lengths.
+        # Lines of positions, slots and tokens (`query_len` each) and of lengths; a column per row.
         self._host = np.zeros((3 * query_len + 1, count), dtype=np.int64)
         self._inputs = torch.zeros(3 * query_len + 1, count, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(count, dtype=torch.int32, device=device)
@@ -132,12 +132,12 @@ class DecodeGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all recordings and of what these read and write."""
+        """Device memory of all graphs, and of their inputs and outputs."""
         return self.recorder.num_bytes + self.own_bytes
 
     @property
     def own_bytes(self) -> int:
-        """Device memory of what these read and write."""
+        """Device memory of the inputs and outputs."""
         own = (self._inputs, self._lengths, self._bounds, self._ids, self.hidden)
         return sum(each.nbytes for each in own)
 
@@ -149,16 +149,16 @@ class DecodeGraphs:
         input_ids: Sequence[int] = (),
         on_device: Sequence[int] = (),
     ) -> list[int] | None:
-        """Tokens of these rows, `counts` of them each, from position `starts` on.
+        """Replay the graph for `counts` tokens of each row, from position `starts` on.
 
         Args:
-            input_ids: the tokens, one row after another; with a `query_len` of 1 none, because they
-                are in `DeviceRows.last`.
-            on_device: rows whose last token is in `DeviceRows.last`.
+            input_ids: the tokens, concatenated in row order; unused if `query_len` is 1, where they
+                are read from `DeviceRows.last`.
+            on_device: rows whose last token is read from `DeviceRows.last`.
 
         Returns:
-            Where in `hidden` the hidden states of the tokens are after the replay; None if there is
-            no graph for so many rows.
+            Index in `hidden` of each token's hidden state; None if there is no graph for so many
+            rows.
         """
         size = bucket_of(self.sizes, max(rows) + 1)
         if size is None:
@@ -168,7 +168,7 @@ class DecodeGraphs:
         place, position, column = row, start, np.zeros_like(row)
         if width > 1:
             place, ends = row.repeat(count), count.cumsum()
-            offset = np.arange(len(place)) - (ends - count).repeat(count)  # of a token in its row
+            offset = np.arange(len(place)) - (ends - count).repeat(count)  # index within its row
             position = start.repeat(count) + offset
             column = offset + (width - count).repeat(count)
         blocks = self.rows.tables.host[place, position // block_size]
@@ -187,41 +187,42 @@ class DecodeGraphs:
         return (place * width + column).tolist()
 
     def _set_tokens(self, on_device: Sequence[int]) -> None:
-        """Tokens of the step in `_ids`, the last ones of some rows from the device."""
+        """Write the step's tokens to `_ids`, with the last token of `on_device` rows from the
+        device."""
         self._ids.copy_(self._inputs[2 * self.query_len : -1].T)
         if on_device:
             (where,) = upload(self.rows.device, np.array(on_device, dtype=np.int64))
             self._ids[where, -1] = self.rows.last[where]
 
     def _clear(self) -> None:
-        """Nothing but padding."""
+        """Fill the host inputs with padding."""
         self._host.fill(0)
         self._host[self.query_len : 2 * self.query_len] = -1
 
     def record_all(self, max_bytes: int | None = None, max_seconds: float = MAX_SECONDS) -> None:
-        """Record the graphs of all sizes now, the largest first, whose memory the others share.
+        """Capture all sizes, the largest first: smaller graphs reuse its memory.
 
-        A size that cannot be recorded has none, and its batches take the next larger graph. Where
-        time or memory run out, the smaller sizes have none.
+        If capturing a size fails, its batches use the next larger graph. When time or memory run
+        out, the remaining smaller sizes are not captured.
         """
         began, sizes = perf_counter(), bucket_sizes(self.rows.num_rows)[::-1]
-        for size in tqdm(sizes, "Recording CUDA graphs", delay=2, disable=None):
+        for size in tqdm(sizes, "Capturing CUDA graphs", delay=2, disable=None):
             if perf_counter() - began > max_seconds or (max_bytes and self.num_bytes > max_bytes):
                 logger.warning(
-                    "CUDA graphs were recorded for %d rows and more only: they took %.0f s and "
+                    "CUDA graphs were captured only for batches of at least %d rows, in %.0f s and "
                     "%.0f MB; smaller batches are padded.",
                     min(self._replay, default=0),
                     perf_counter() - began,
                     self.num_bytes / 1e6,
                 )
-                self.missing = self.missing or "no graph: recording was stopped"
+                self.missing = self.missing or "no graph: capture was stopped"
                 break
             try:
                 self._replay[size] = self._record(size)
             except Exception as error:
                 text = " ".join(str(error).split())[:300]
                 self.missing = f"no graph: {type(error).__name__}: {text}"
-                logger.warning("Batches of %d rows have no CUDA graph of their own: %s", size, text)
+                logger.warning("Capturing a CUDA graph of %d rows failed: %s", size, text)
         self.sizes, self.seconds = tuple(sorted(self._replay)), perf_counter() - began
         if self.sizes:
             logger.info(
@@ -239,7 +240,7 @@ class DecodeGraphs:
         return self.recorder.capture(lambda: self._run(size))
 
     def _run(self, size: int) -> None:
-        """What is recorded: every tensor that it reads first or writes last stays in its place."""
+        """The captured function. Its inputs and outputs are at fixed addresses."""
         width, total = self.query_len, size * self.query_len
         inputs, lengths = self._inputs[:, :size], self._lengths[:size]
         lengths.copy_(inputs[-1])

@@ -1,14 +1,14 @@
-"""The runner: a plan becomes tensors, the model runs once, logits become tokens.
+"""The model runner: executes a step plan (inputs, forward pass, logits, sampling).
 
-It keeps one row per running sequence between steps: the tokens, and the block table in a tensor on
-the device. A plan says only what changed, so a step costs O(rows) list work and no rebuilding.
+The batch is persistent: each running sequence keeps its row between steps, with its tokens and its
+block table on the device. A plan lists only the changes, so a step costs O(rows) list work.
 
-    launch    rows and blocks -> forward (operations, or one graph) -> hidden states
-              -> logits where they are wanted -> sample -> tokens on the device
+    launch    update rows and blocks -> forward pass (eager, or one CUDA graph) -> hidden states
+              -> logits of the requested positions -> sampling -> tokens on the device
     collect   tokens and log-probabilities on the host
 
-Between the two the next step may be launched: the last token of each row stays on the device
-(`DeviceRows.last`), and so does what edits its logits (`sampling/edits.py`).
+The next step may be launched before this one is collected: the last token of each row
+(`DeviceRows.last`) and the state of its logits processors (`sampling/edits.py`) stay on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.execution.collect import Taken, described, give_prompt, give_tokens
+from minillm.execution.collect import RowStates, error_text, give_tokens, store_prompt_logprobs
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.graphs import Capture, DecodeGraphs
@@ -32,7 +32,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TiledDecoder
 from minillm.ops.batch import Batch
 from minillm.ops.transfers import read_later, upload
-from minillm.sampling.logprobs import Described, describe, token_logprobs
+from minillm.sampling.logprobs import LogprobTable, describe, token_logprobs
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.speculative.speculator import Speculator
@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 
 class Runner:
-    """The executor of one process: owns the model, the cache on its device and the host's part.
+    """The executor of one process: owns the model, the KV cache and the host swap space.
 
-    What goes wrong in one row, or in a pass over several of them, is isolated: the rows are run
-    again one by one, and those that fail alone are reported in `StepResult.errors`.
+    When a forward pass or sampling raises, its rows run again one at a time. Rows that fail alone
+    are reported in `StepResult.errors`; the other rows are unaffected.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class Runner:
         max_blocks: int,
     ):
         self.model, self.kv, self.host = model, kv, host
-        # Deterministic mode: log-probabilities row by row, so that no batch changes their rounding.
+        # Deterministic mode: log-probabilities row by row, so that batch size cannot change them.
         self.row_by_row = isinstance(model, TiledDecoder)
         self.device = model.device
         self.rows = DeviceRows(max_num_seqs, max_blocks, self.device)
         self.sampler = Sampler(max_num_seqs, model.config.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None
-        self.verify_graphs: DecodeGraphs | None = None  # of steps with drafts
+        self.verify_graphs: DecodeGraphs | None = None  # for steps that verify drafts
         self.speculator: Speculator | None = None
-        self.isolates = True  # False: an error in a pass is raised, as other ranks wait in it
+        self.isolates = True  # False with several ranks: errors are raised, not retried
         self.reset()
 
     @torch.inference_mode()
     def use_graphs(
         self, capture: Capture, max_bytes: int | None = None, num_drafts: int = 0
     ) -> None:
-        """Record decode steps now, also those that verify up to `num_drafts` drafts per row, in at
-        most so much memory, and replay them from now on."""
+        """Capture CUDA graphs of decode steps, and of steps that verify up to `num_drafts` drafts
+        per row, in at most `max_bytes`. Later steps replay them."""
         if isinstance(self.model, Decoder):
             parts = self.model, self.kv, self.rows, capture
-            if num_drafts:  # the largest first: all share its memory
+            if num_drafts:  # the largest first: the others reuse its memory pool
                 self.verify_graphs = DecodeGraphs(*parts, 1 + num_drafts)
                 self.verify_graphs.record_all(max_bytes)
             self.graphs = DecodeGraphs(*parts)
@@ -84,7 +84,7 @@ class Runner:
     # ---- the executor --------------------------------------------------------------------
 
     def capacity(self) -> Capacity:
-        """Blocks of both caches, and rows."""
+        """Number of KV blocks on the device and the host, and of rows."""
         return Capacity(
             self.kv.num_blocks,
             self.kv.block_size,
@@ -93,13 +93,13 @@ class Runner:
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one plan, and wait for it."""
+        """Execute one plan and wait for its result."""
         return self.launch(plan).collect()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight:
-        """Start to carry out one plan. At most one other may not have been collected."""
-        with torch.accelerator.device_index(self.device.index):  # where kernels are launched
+        """Start a step without waiting for it. At most one earlier step may be uncollected."""
+        with torch.accelerator.device_index(self.device.index):
             self._update_rows(plan)
             self._move_blocks(plan)
             flight = Flight()
@@ -116,16 +116,15 @@ class Runner:
             return flight
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences."""
         if self.speculator is not None:
             self.speculator.forget(self._rows)
         self._rows: dict[int, SequenceRow] = {}
         self._free_rows = list(range(self.rows.num_rows - 1, -1, -1))
 
     def stats(self) -> dict[str, int]:
-        """Bytes that are really allocated, under the names of the memory plan's parts, and for
-        graphs. "activations" is the peak of a GPU's allocator beyond the rest; a CPU's does not
-        tell."""
+        """Allocated bytes by part of the memory plan, and for CUDA graphs. On a GPU "activations"
+        is the allocator's peak minus weights and caches; on a CPU it is absent."""
         sizes = {
             "weights": sum(
                 each.nbytes for each in (*self.model.parameters(), *self.model.buffers())
@@ -146,15 +145,15 @@ class Runner:
         return sizes
 
     def close(self) -> None:
-        """Nothing but memory, which goes with this object."""
+        """Remove all sequences. Memory is freed with this object."""
         self.reset()
 
-    # ---- what changed --------------------------------------------------------------------
+    # ---- persistent batch ----------------------------------------------------------------
 
     def _update_rows(self, plan: StepPlan) -> None:
         for seq_id in plan.dropped:
             state = self._rows.pop(seq_id)
-            state.drafts = []  # nothing is verified in a row that may be another's by then
+            state.drafts = []  # the row may be reused before these drafts would be verified
             self.sampler.edits.drop(state.row)
             self._free_rows.append(state.row)
         if self.graphs is not None and plan.dropped:
@@ -171,7 +170,7 @@ class Runner:
         )
 
     def _close_gaps(self) -> None:
-        """Rows of a graph lie side by side, so the last ones move to where others have gone."""
+        """Move the last rows into freed ones: a graph runs rows 0 to n - 1."""
         total = self.rows.num_rows
         gaps = sorted(row for row in self._free_rows if row < len(self._rows))
         behind = (state for state in self._rows.values() if state.row >= len(self._rows))
@@ -182,7 +181,7 @@ class Runner:
         self._free_rows = list(range(total - 1, len(self._rows) - 1, -1))
 
     def _move_blocks(self, plan: StepPlan) -> None:
-        """In the order that the plan's docstring asks for."""
+        """Swap out, copy, then swap in: the order that `StepPlan` requires."""
         if plan.swap_out and self.host is not None:
             self.kv.copy_blocks(plan.swap_out, self.host)
         if plan.copies:
@@ -195,7 +194,7 @@ class Runner:
     def _passes(
         self, rows: Sequence[Row], result: StepResult
     ) -> list[tuple[Sequence[Row], Tensor]]:
-        """Run the model: rows, and the hidden states [N, d] of their tokens."""
+        """Run the model. Returns groups of rows with the hidden states [N, d] of their tokens."""
         if self.graphs is not None:
             hidden = self._replay(rows, result)
             if hidden is not None:
@@ -203,7 +202,7 @@ class Runner:
         return self._attempt(rows, self._forward, result)
 
     def _replay(self, rows: Sequence[Row], result: StepResult) -> Tensor | None:
-        """Hidden states [N, d] from a graph; None where there is none for these rows."""
+        """Hidden states [N, d] from a CUDA graph; None if no graph fits these rows."""
         if not rows:
             return None
         most = max(row.num_tokens for row in rows)
@@ -211,32 +210,32 @@ class Runner:
         if graphs is None or most > graphs.query_len:
             result.why_eager = "several tokens of a sequence"
             return None
-        taken = self._taken(rows)
-        ids, unread = self._known(taken)
+        states = self._states(rows)
+        ids, pending = self._input_ids(states)
         if most == 1:
-            self._feed_old(taken)
-        places, starts = [state.row for _, state in taken], [row.start for row in rows]
-        counts, on_device = [row.num_tokens for row in rows], [source for _, source in unread]
-        found = graphs.launch(places, starts, counts, ids, on_device)
-        if found is None:
+            self._feed_old(states)
+        row_ids, starts = [state.row for _, state in states], [row.start for row in rows]
+        counts, on_device = [row.num_tokens for row in rows], [source for _, source in pending]
+        indices = graphs.launch(row_ids, starts, counts, ids, on_device)
+        if indices is None:
             result.why_eager = graphs.missing
             return None
         result.graph_rows = graphs.num_rows
-        return graphs.hidden[self._tensor(found)]
+        return graphs.hidden[self._tensor(indices)]
 
-    def _feed_old(self, taken: Taken) -> None:
-        """Put the tokens on the device that a graph reads there and that came from the host."""
-        old = [(state.row, state.token_ids[row.start]) for row, state in taken if not state.is_fed]
-        if old:
-            place, token = upload(self.device, *np.array(old, dtype=np.int64).T)
+    def _feed_old(self, states: RowStates) -> None:
+        """Copy last tokens that only the host has to `DeviceRows.last`, where graphs read them."""
+        new = [(state.row, state.token_ids[row.start]) for row, state in states if not state.is_fed]
+        if new:
+            place, token = upload(self.device, *np.array(new, dtype=np.int64).T)
             self.rows.last.index_copy_(0, place, token)
-            for _, state in taken:
+            for _, state in states:
                 state.is_fed = True
 
     def _attempt(
         self, rows: Sequence[Row], run: Callable[[Sequence[Row]], T], result: StepResult
     ) -> list[tuple[Sequence[Row], T]]:
-        """All rows together; where that fails, each alone. Writing a position twice is harmless."""
+        """Run all rows together; if that raises, each alone. Rewriting KV slots is harmless."""
         if not rows:
             return []
         try:
@@ -245,121 +244,121 @@ class Runner:
             if not self.isolates:
                 raise
             if len(rows) == 1:
-                result.fail(rows[0], described(error))
+                result.fail(rows[0], error_text(error))
                 return []
         return [done for row in rows for done in self._attempt([row], run, result)]
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
-        """Hidden states [N, d] of the rows' tokens, one row after another."""
+        """Hidden states [N, d] of the rows' tokens, concatenated in row order."""
         return self.model(self.batch(rows), self.kv)
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         """The flat batch of these rows."""
-        taken = self._taken(rows)
-        input_ids, unread = self._known(taken)
+        states = self._states(rows)
+        input_ids, pending = self._input_ids(states)
         batch = make_batch(
             self.rows.tables,
             self.kv.block_size,
-            [state.row for _, state in taken],
+            [state.row for _, state in states],
             [row.start for row in rows],
             [row.num_tokens for row in rows],
             input_ids,
         )
-        if unread:
-            where, source = upload(self.device, *np.array(unread, dtype=np.int64).T)
+        if pending:
+            where, source = upload(self.device, *np.array(pending, dtype=np.int64).T)
             batch.input_ids.index_copy_(0, where, self.rows.last.index_select(0, source))
         return batch
 
-    def _known(self, taken: Taken) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a flat batch; and where one goes that only the device knows, with its
-        row."""
+    def _input_ids(self, states: RowStates) -> tuple[list[int], list[tuple[int, int]]]:
+        """The input ids of a flat batch, and (index, row) of each token that only the device has;
+        its input id is a placeholder 0."""
         input_ids: list[int] = []
-        unread: list[tuple[int, int]] = []
-        for row, state in taken:
+        pending: list[tuple[int, int]] = []
+        for row, state in states:
             end = row.start + row.num_tokens
             input_ids += state.token_ids[row.start : end]
             input_ids += state.drafts
             if end > len(state.token_ids) and not state.drafts:
-                unread.append((len(input_ids), state.row))
+                pending.append((len(input_ids), state.row))
                 input_ids.append(0)
-        return input_ids, unread
+        return input_ids, pending
 
-    def _taken(self, rows: Sequence[Row]) -> Taken:
+    def _states(self, rows: Sequence[Row]) -> RowStates:
         return [(row, self._rows[row.seq_id]) for row in rows]
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return upload(self.device, np.array(values, dtype=np.int64))[0]
 
-    # ---- sample --------------------------------------------------------------------------
+    # ---- sampling ------------------------------------------------------------------------
 
     def _sample(
         self, rows: Sequence[Row], hidden: Tensor, flight: Flight, part: Sequence[Row]
     ) -> None:
-        """Choose tokens for `part` of the rows whose hidden states these are."""
-        taken = self._taken(part)
+        """Sample tokens for `part` of the `rows` that `hidden` belongs to."""
+        states = self._states(part)
         logits = self.model.logits(self._wanted(rows, hidden, part))  # [R, V]
-        places: list[int] = []
+        row_ids: list[int] = []
         positions: list[int] = []
         forks: list[int] = []
-        for row, state in taken:
-            end = row.start + row.num_tokens  # the position of the last token that is chosen
-            places += [state.row] * row.num_logits
+        for row, state in states:
+            end = row.start + row.num_tokens  # position of the last sampled token
+            row_ids += [state.row] * row.num_logits
             positions += range(end - row.num_logits + 1, end + 1)
             forks += [row.num_forks] * row.num_logits
-        verified = [state for _, state in taken if state.drafts] if self.speculator else []
+        verified = [state for _, state in states if state.drafts] if self.speculator else []
         drafts = {state.row: state.drafts for state in verified}
         laws = {state.row: state.law for state in verified}
-        tokens, best = self.sampler.choose(logits, places, positions, forks, drafts, laws)
-        entries = self._logprobs(taken, logits, tokens)
-        self._feed(taken, tokens)
+        tokens, best = self.sampler.choose(logits, row_ids, positions, forks, drafts, laws)
+        entries = self._logprobs(states, logits, tokens)
+        self._feed(states, tokens)
         read = read_later(tokens, best)
-        give = partial(give_tokens, taken, read, entries, self.sampler, flight.result)
+        give = partial(give_tokens, states, read, entries, self.sampler, flight.result)
         flight.reads.append(give)
 
     def _wanted(self, rows: Sequence[Row], hidden: Tensor, part: Sequence[Row]) -> Tensor:
-        """Hidden states [R, d] of the positions whose logits are wanted."""
+        """Hidden states [R, d] of the positions whose logits are computed."""
         if len(part) == len(hidden):
-            return hidden  # the rows of a step that only decodes
+            return hidden  # a pure decode step
         ends = dict(zip((row.seq_id for row in rows), ends_of(rows), strict=True))
         wanted = [range(ends[row.seq_id] - row.num_logits, ends[row.seq_id]) for row in part]
         return hidden[self._tensor([place for places in wanted for place in places])]
 
-    def _logprobs(self, taken: Taken, logits: Tensor, tokens: Tensor) -> Described | None:
-        """Log-probabilities of the chosen tokens, for the rows that ask."""
-        asked: list[tuple[int, int, int]] = []  # of a sample: its logits, its place, its top k
+    def _logprobs(self, states: RowStates, logits: Tensor, tokens: Tensor) -> LogprobTable | None:
+        """Log-probabilities of the sampled tokens, for the rows that request them."""
+        requested: list[tuple[int, int, int]] = []  # (logits row, sample index, top k)
         first = sample = 0
-        for row, state in taken:
+        for row, state in states:
             top_k = state.new.params.logprobs
             if top_k is not None:
                 of = [*range(row.num_logits), *[row.num_logits - 1] * row.num_forks]
-                asked += [(first + each, sample + i, top_k) for i, each in enumerate(of)]
+                requested += [(first + each, sample + i, top_k) for i, each in enumerate(of)]
             first, sample = first + row.num_logits, sample + row.num_samples
-        if not asked:
+        if not requested:
             return None
-        which, places, counts = zip(*asked, strict=True)
-        raw, chosen = logits[self._tensor(which)], tokens[self._tensor(places)]
+        which, samples, counts = zip(*requested, strict=True)
+        raw, chosen = logits[self._tensor(which)], tokens[self._tensor(samples)]
         return describe(self.sampler.whole(raw), chosen, counts, self.row_by_row)
 
-    def _feed(self, taken: Taken, tokens: Tensor) -> None:
-        """The next step finds the token that continues each sequence on the device; where drafts
-        are verified, it comes from the host."""
-        ends = accumulate(row.num_samples for row, _ in taken)
-        own = [end - row.num_forks - 1 for (row, _), end in zip(taken, ends, strict=True)]
+    def _feed(self, states: RowStates, tokens: Tensor) -> None:
+        """Write each row's last token to `DeviceRows.last` for the next step. Rows that verify
+        drafts are skipped: the host decides their last token."""
+        ends = accumulate(row.num_samples for row, _ in states)
+        last = [end - row.num_forks - 1 for (row, _), end in zip(states, ends, strict=True)]
         if self.speculator is not None:
-            own = [each for (_, state), each in zip(taken, own, strict=True) if not state.drafts]
-            taken = [(row, state) for row, state in taken if not state.drafts]
-        if not taken:
+            last = [each for (_, state), each in zip(states, last, strict=True) if not state.drafts]
+            states = [(row, state) for row, state in states if not state.drafts]
+        if not states:
             return
-        if len(own) < len(tokens):
-            tokens = tokens[self._tensor(own)]
-        places = [state.row for _, state in taken]
-        self.rows.last.index_copy_(0, self._tensor(places), tokens)
-        self.sampler.append(places, [row.start + row.num_tokens for row, _ in taken], tokens)
-        for _, state in taken:
+        if len(last) < len(tokens):
+            tokens = tokens[self._tensor(last)]
+        row_ids = [state.row for _, state in states]
+        self.rows.last.index_copy_(0, self._tensor(row_ids), tokens)
+        self.sampler.append(row_ids, [row.start + row.num_tokens for row, _ in states], tokens)
+        for _, state in states:
             state.is_fed = True
 
     def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor, flight: Flight) -> None:
-        """Log-probabilities of the prompt tokens that these rows predict, where they are wanted."""
+        """Start computing the prompt log-probabilities that requests of these rows ask for."""
         end = 0
         for row in rows:
             start, end = end, end + row.num_tokens
@@ -380,18 +379,18 @@ class Runner:
                     row_by_row=self.row_by_row,
                 )
             except Exception as error:
-                flight.result.fail(row, described(error))
+                flight.result.fail(row, error_text(error))
             else:
-                flight.reads.append(partial(give_prompt, row, entries, flight.result))
+                flight.reads.append(partial(store_prompt_logprobs, row, entries, flight.result))
 
 
 def ends_of(rows: Sequence[Row]) -> list[int]:
-    """Where in the flat batch each row ends."""
+    """End index of each row in the flat batch."""
     return list(accumulate(row.num_tokens for row in rows))
 
 
 def runner_of(executor: Executor) -> Runner:
-    """The runner of an engine in this process, for measurements; ConfigError if it has none."""
+    """The runner of an engine, for benchmarks; ConfigError if its model is in other processes."""
     if not isinstance(executor, Runner):
-        raise ConfigError(f"This engine computes in a {type(executor).__name__}, not in a Runner.")
+        raise ConfigError(f"A Runner is needed; this engine has a {type(executor).__name__}.")
     return executor

@@ -1,4 +1,4 @@
-"""Builds the runner of an engine: the model as it computes, its cache, its proposer, its graphs."""
+"""Builds the runner of an engine: prepared model, KV cache, proposer of drafts, CUDA graphs."""
 
 import logging
 from math import ceil
@@ -33,31 +33,27 @@ from minillm.speculative.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
-GPU_BLOCK_SIZE = 16
-CPU_BLOCK_SIZE = 32
-CPU_CACHE_SHARE = 0.25  # of what is left: a machine that one works at needs its memory
-
 
 def limit_threads() -> None:
-    """Never more torch threads than processors: torch does not see a container's CPU quota, and
-    threads without a processor make every product wait for the next time slice."""
+    """Use at most as many torch threads as processors. torch ignores a container's CPU quota, and
+    with more threads than processors every matrix product waits for a time slice."""
     torch.set_num_threads(min(torch.get_num_threads(), machine.cpu_count()))
 
 
 def packs(args: EngineArgs, device: torch.device) -> bool:
-    """Whether `pack_weights` packs: oneDNN has other bits for other numbers of rows."""
+    """Whether weights are packed. Packed oneDNN products are not batch-invariant."""
     return device.type == "cpu" and not (args.deterministic or args.enforce_eager)
 
 
 def records(args: EngineArgs, device: torch.device) -> bool:
-    """Whether decode steps become CUDA graphs: only our kernels never ask the device for a number,
-    and a deterministic model is cut into tiles by the host."""
+    """Whether decode steps are captured as CUDA graphs. Deterministic mode cuts each batch into
+    tiles on the host, which a graph cannot repeat."""
     special = args.enforce_eager or args.deterministic or args.num_ranks > 1
     return has_graphs(device) and not special
 
 
 def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
-    """Blocks of host memory to which sequences are swapped out."""
+    """Blocks of host memory for swapped-out sequences."""
     count = int(args.swap_space * 2**30) // plan.block_bytes
     if args.swap_space and not count:
         raise ConfigError(
@@ -75,10 +71,10 @@ def build_executor(
     draft: DraftSource | None = None,
     kind: type[Runner] = Runner,
 ) -> Runner:
-    """The runner with the tensors behind the blocks, its proposer of drafts, and its graphs."""
+    """The runner over the blocks of a plan, with its proposer of drafts and its CUDA graphs."""
     runs, kv, host = with_cache(args, model, plan)
-    seats = scheduler_config(args).max_num_seqs
-    runner = kind(runs, kv, host, seats, ceil(max_model_len / plan.settings.block_size))
+    num_rows = scheduler_config(args).max_num_seqs
+    runner = kind(runs, kv, host, num_rows, ceil(max_model_len / plan.settings.block_size))
     if (speculation := speculation_of(args)) is not None:
         proposer = (
             build_proposer(speculation)
@@ -97,7 +93,7 @@ def build_executor(
 def with_cache(
     args: EngineArgs, model: Decoder, plan: MemoryPlan
 ) -> tuple[Decoder | TiledDecoder, KVCache, KVCache | None]:
-    """A model as it computes, with the blocks of the plan on its device and on the host."""
+    """The model prepared to run, and its KV cache on the device and in host memory."""
     size, host_blocks = plan.settings.block_size, num_host_blocks(args, plan)
     if packs(args, model.device):
         logger.info("Weights: %s.", pack_weights(model))
@@ -120,7 +116,7 @@ def build_draft_model(
     plan: MemoryPlan,
     runner: Runner,
 ) -> DraftModel:
-    """The draft model beside the target, loaded in its dtype, with as many blocks."""
+    """The draft model, in the dtype of the target and with as many cache blocks."""
     dtype = DTYPES[plan.settings.dtype]
     try:
         model = load_model(

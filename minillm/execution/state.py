@@ -1,4 +1,4 @@
-"""What a runner keeps of each sequence between steps: on the host, and on the device."""
+"""The state that a runner keeps for each sequence between steps."""
 
 from dataclasses import dataclass, field
 
@@ -12,11 +12,14 @@ from minillm.scheduling.plan import NewSequence
 
 @dataclass(slots=True)
 class SequenceRow:
-    """What the runner remembers of a sequence; `row` is its place in `DeviceRows`.
+    """The runner's state of one sequence.
 
-    `is_fed` says that the last token lies on the device, where the next step finds it, while it may
-    not be in `token_ids` yet. `drafts` are the tokens that the step in flight verifies, and
-    `law` what they were drawn from (`speculative/proposer.py`).
+    Attributes:
+        row: index in `DeviceRows`.
+        token_ids: tokens known to the host; lags behind the device while a step is in flight.
+        is_fed: whether the last token is in `DeviceRows.last` for the next step.
+        drafts: draft tokens that the step in flight verifies.
+        law: the distribution they were drawn from (`speculative/proposer.py`).
     """
 
     row: int
@@ -28,11 +31,11 @@ class SequenceRow:
 
     @classmethod
     def of(cls, row: int, new: NewSequence) -> "SequenceRow":
-        """The row of a sequence that was just admitted, resumed or forked."""
+        """State of a sequence that was just admitted, resumed or forked."""
         return cls(row, new, list(new.token_ids))
 
     def sampling_row(self) -> SamplingRow:
-        """How to choose its tokens."""
+        """The sampler's input for this sequence."""
         new, prompt = self.new, self.new.num_prompt_tokens
         return SamplingRow(
             params=new.params,
@@ -47,8 +50,7 @@ class SequenceRow:
 
 
 class DeviceRows:
-    """What the device keeps of every sequence from step to step, in its persistent row: its block
-    table, and `last`, the token that was sampled last."""
+    """Per-sequence state on the device, by row: its block table, and `last`, its last token."""
 
     def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
         self.num_rows, self.device = num_rows, device
@@ -56,7 +58,7 @@ class DeviceRows:
         self.last = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def move(self, source: int, target: int) -> None:
-        """A sequence gets another row."""
+        """Move a sequence to another row."""
         self.tables.host[target] = self.tables.host[source]
         if self.device.type != "cpu":
             self.tables.device[target] = self.tables.device[source]

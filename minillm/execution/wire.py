@@ -1,7 +1,7 @@
-"""Plans and results as bytes, for an executor in another process.
+"""Serialisation of plans and results, for executors in other processes.
 
-JSON of plain data: no pickle, so that reading bytes runs no code. Parameters of a request are
-checked again when they are read (`SamplingParams`).
+The format is JSON, not pickle, so reading it runs no code. Sampling parameters are validated again
+when they are read (`SamplingParams`).
 """
 
 import json
@@ -20,7 +20,7 @@ DEFAULTS = SamplingParams()
 
 
 def plan_to_bytes(plan: StepPlan) -> bytes:
-    """A plan, of which only the parameters that are not the defaults are written."""
+    """Serialise a plan. Sampling parameters with default values are omitted."""
     new = [
         [*each[:4], params_to_plain(each.params), each.seed, each.stop_ids, each.bad_words_ids]
         for each in plan.new
@@ -32,7 +32,7 @@ def plan_to_bytes(plan: StepPlan) -> bytes:
 
 
 def plan_from_bytes(data: bytes) -> StepPlan:
-    """What `plan_to_bytes` wrote."""
+    """The inverse of `plan_to_bytes`."""
     step, dropped, new, moves, columns, learned, rebalance = json.loads(data)
     swap_out, copies, swap_in = ([BlockCopy(*pair) for pair in pairs] for pairs in moves)
     return StepPlan(
@@ -49,8 +49,8 @@ def plan_from_bytes(data: bytes) -> StepPlan:
 
 
 def _columns(rows: Sequence[Row]) -> list[Any]:
-    """Rows as columns, with one number where all are equal, and blocks by the row's place: a row
-    that decodes is three numbers. Writing takes a third of the time that rows of seven take."""
+    """Rows as columns. A constant column is written as one number, and blocks only for rows that
+    have new ones. For decode rows this takes a third of the time of seven values per row."""
     if not rows:
         return []
     *columns, blocks = zip(*rows, strict=True)
@@ -59,7 +59,7 @@ def _columns(rows: Sequence[Row]) -> list[Any]:
 
 
 def _rows(count: int, columns: list[Any], blocks: Iterable[tuple[int, list[int]]]) -> list[Row]:
-    """What `_columns` gave."""
+    """The inverse of `_columns`."""
     full = [each if isinstance(each, list) else repeat(each, count) for each in columns]
     rows = list(map(Row, *full))
     for place, some in blocks:
@@ -90,7 +90,7 @@ def _new_sequence(
 
 
 def params_to_plain(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that are not the defaults. JSON has no numbers as keys, so a bias is pairs."""
+    """Parameters without defaults. JSON keys are strings, so `logit_bias` is a list of pairs."""
     given = {each.name: getattr(params, each.name) for each in fields(params)}
     plain = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
     if params.logit_bias is not None:
@@ -99,14 +99,14 @@ def params_to_plain(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_from_plain(plain: dict[str, Any]) -> SamplingParams:
-    """What `params_to_plain` gave."""
+    """The inverse of `params_to_plain`."""
     if "logit_bias" in plain:
         plain = plain | {"logit_bias": dict(plain["logit_bias"])}
     return SamplingParams(**plain)
 
 
 def result_to_bytes(result: StepResult) -> bytes:
-    """What came out of a step."""
+    """Serialise the result of a step."""
     dictionaries = result.logprobs, result.prompt_logprobs, result.errors
     tokens, drafted = list(result.token_ids.items()), list(result.num_drafted.items())
     rest = sorted(result.suspect), drafted, result.graph_rows, result.why_eager
@@ -114,7 +114,7 @@ def result_to_bytes(result: StepResult) -> bytes:
 
 
 def result_from_bytes(data: bytes) -> StepResult:
-    """What `result_to_bytes` wrote."""
+    """The inverse of `result_to_bytes`."""
     token_ids, logprobs, prompts, errors, suspect, drafted, *graph = json.loads(data)
     return StepResult(
         dict(token_ids),
@@ -132,7 +132,7 @@ def _entry(pairs: Iterable[tuple[int, list[Any]]]) -> dict[int, TokenLogprob]:
 
 
 def _plain(value: Any) -> Any:
-    """Dictionaries by number as pairs, at any depth."""
+    """Replace dictionaries, at any depth, by lists of pairs."""
     if isinstance(value, dict):
         return [[key, _plain(each)] for key, each in value.items()]
     if isinstance(value, list | tuple):

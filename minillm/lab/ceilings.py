@@ -1,7 +1,4 @@
-"""Measured ceilings of the machine at hand: `measure()` finds them once (about two seconds).
-
-A throughput means something only beside its ceiling; `plan/hardware.py` divides one by the other.
-"""
+"""Measures the peak rates of this machine, once (about two seconds), and caches them."""
 
 import json
 import math
@@ -24,15 +21,14 @@ MEASURED, DISTURBED = "measured", "measured while other programs ran"
 
 
 def measure(refresh: bool = False, device: str = "cpu") -> Hardware:
-    """Measure the ceilings of this machine, or return the best that was measured before.
+    """Measure the peak rates of this machine, or return the best that were measured before.
 
-    Cached per processor, torch version, number of threads and container quota in
-    ``$XDG_CACHE_HOME/minillm`` (``~/.cache/minillm``); a cache that cannot be read or written
-    costs a new measurement, never an error. `refresh` measures again and returns that: on a
-    shared host what is reachable moves, and a result of this minute wants a ceiling of this
-    minute. A measurement during which other programs held the processors says so in `source`
-    and is no ceiling: the next call measures again, and the cache keeps the best of all.
-    The CUDA branch has not been run on a GPU yet.
+    They are cached per processor, torch version, number of threads and container quota in
+    ``$XDG_CACHE_HOME/minillm`` (``~/.cache/minillm``). If the cache cannot be read or written, the
+    rates are measured again. With `refresh` they are measured again and the new rates are
+    returned, because the rates of a shared machine change. If other programs used the processors
+    during a measurement, `source` says so and the next call measures again; the cache keeps the
+    best of all. The CUDA branch has not been run on a GPU yet.
     """
     import torch
 
@@ -55,7 +51,7 @@ def measure(refresh: bool = False, device: str = "cpu") -> Hardware:
 
 
 def _best_of(old: Hardware, new: Hardware) -> Hardware:
-    """The higher of each ceiling."""
+    """The higher of each rate."""
     return replace(
         new,
         bandwidth=max(old.bandwidth, new.bandwidth),
@@ -95,8 +91,7 @@ def _write_cache(path: Path | None, entries: Mapping[str, Hardware]) -> None:
 
 
 def _best(run: Callable[[], object], budget: float) -> float:
-    """Seconds of the fastest of the runs that fit into `budget` seconds, after one to warm up:
-    what slows a run down is never the hardware's limit."""
+    """Seconds of the fastest run within `budget` seconds, after one warm-up run."""
     run()
     best, end = math.inf, time.perf_counter() + budget
     while best == math.inf or time.perf_counter() < end:
@@ -125,8 +120,8 @@ def _measure_cpu(name: str, device: str, budget: float = 0.25) -> Hardware:
 
 
 def _cpu_read_bandwidth(num_bytes: int, dtype: "torch.dtype", budget: float) -> float:
-    """Bytes/s of the fastest way to read a buffer: plain sums, whose speed depends on how well
-    the reduction was compiled, or oneDNN's product of one row with a packed weight."""
+    """Bytes/s of the fastest way to read a buffer: sums, or oneDNN's product of one row with a
+    packed weight."""
     import torch
 
     width = 4096
@@ -137,8 +132,8 @@ def _cpu_read_bandwidth(num_bytes: int, dtype: "torch.dtype", budget: float) -> 
 
 
 def _packed_product(x: "torch.Tensor", weight: "torch.Tensor") -> list[Callable[[], object]]:
-    """The product with a weight in oneDNN's own layout, or nothing where these private
-    operations, which inductor uses, do not exist or do not take this type."""
+    """The product with a weight in oneDNN's packed layout; empty if torch does not have these
+    private operations (inductor uses them) or they do not support the dtype."""
     import torch
 
     onednn = torch.ops.mkldnn

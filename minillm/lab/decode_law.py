@@ -1,16 +1,16 @@
-"""How long a decode step takes on a machine: counts of `plan/cost.py` times five measured rates.
+"""A step-time model of decoding: the counts of `plan/cost.py` divided by five measured rates.
 
-The roofline (`cost.step_time`) is a bound: all bytes at the speed of the fastest read there is. A
-decode step has three parts that do not overlap, each with a speed of its own:
+The roofline (`cost.step_time`) is a lower bound that assumes the fastest read for all bytes. This
+model has three parts, each with its own rate, which do not overlap:
 
-    products   weights are read as fast as a product of one row reads them, until there are so many
-               rows that arithmetic takes longer: the larger of bytes / stream and operations / rate
-    pages      attention reads scattered pages, a few numbers of arithmetic for each
-    overhead   what a step costs whatever its sizes (starting operations, deciding, books), and what
-               each row costs beside (norms, sampling, its line in every list)
+    products   matrix products: the larger of weight bytes / `stream`, the rate of a product with
+               one row, and operations / `matrix`
+    pages      attention over the blocks of the KV cache, which is memory-bound
+    overhead   per step (launches, scheduling, bookkeeping) and per row (norms, sampling,
+               bookkeeping)
 
-`lab/benchmarks/decode_rates.py` measures the five rates, none on a step that is to be explained. A
-model that the processor's cache holds is faster than this says.
+`lab/benchmarks/decode_rates.py` measures the five rates, without using the steps that the model is
+tested on. A model that fits into the processor's cache is faster than predicted.
 """
 
 from dataclasses import dataclass, fields
@@ -22,13 +22,13 @@ from minillm.plan.cost import StepCost
 
 @dataclass(frozen=True)
 class DecodeRates:
-    """What a machine does for one model, in one precision, with so many threads.
+    """The measured rates of a machine for one model, dtype and number of threads.
 
     Attributes:
-        stream: bytes/s at which a product of one row reads weights.
+        stream: bytes/s at which a product with one row reads weights.
         matrix: operations/s of products at the largest batch.
-        pages: bytes/s at which decode attention reads the cache.
-        step_seconds, row_seconds: overhead of a step, and of each row in it.
+        pages: bytes/s at which decode attention reads the KV cache.
+        step_seconds, row_seconds: overhead per step, and per row in it.
     """
 
     stream: float
@@ -55,12 +55,12 @@ class DecodeTime:
 
     @property
     def seconds(self) -> float:
-        """All parts: they follow one another."""
+        """The sum of all parts, which do not overlap."""
         return self.products + self.pages + self.overhead
 
 
 def decode_time(cost: StepCost, rates: DecodeRates) -> DecodeTime:
-    """Predict a step in which every sequence computes one token; `cost` counts it."""
+    """Predict the time of a decode step with the counts `cost`."""
     return DecodeTime(
         products=max(cost.weight_bytes / rates.stream, cost.linear_flops / rates.matrix),
         pages=(cost.kv_read_bytes + cost.kv_write_bytes) / rates.pages,

@@ -1,16 +1,16 @@
-"""What it takes to send between devices: seconds of a sum, a gather, a send, by counting.
+"""Predicted times of communication between devices: all-reduce, all-gather, all-to-all, send.
 
-A collective of S bytes per device over n devices, on a link of B bytes/s, takes
+An all-reduce of S bytes per device over n devices, on a link of B bytes/s, takes
 
-    ring      a + 2 (n - 1) hop + 2 (n - 1)/n S/B        by a library; every device sends
-    tree      a + 2 ceil(log2 n) hop + 2 S/B             its part around, or up and down
-    one-shot  k + (n - 1) S/b            by one kernel that reads the memory of the others:
-    two-shot  2 k + 2 (n - 1)/n S/b      everything, or its share and then the shares
+    ring      a + 2 (n - 1) hop + 2 (n - 1)/n S/B        library: parts are sent around a ring,
+    tree      a + 2 ceil(log2 n) hop + 2 S/B             or up and down a tree
+    one-shot  k + (n - 1) S/b            one kernel that reads the memory of the other devices:
+    two-shot  2 k + 2 (n - 1)/n S/b      all of it, or first one share and then the summed shares
 
-Few bytes are bound by what each step costs, many by the bandwidth. The kernels start sooner and the
-library moves more bytes per second, so which of them is fastest depends on S and n; a prediction
-takes the fastest that the link offers. Constants are fitted to published measurements, not taken
-from datasheets: a datasheet says how many bytes per second, and not how long the first byte takes.
+with the library's latency a, the latency of a kernel's phase k and its bandwidth b. Small messages
+are latency-bound, large ones bandwidth-bound. A kernel has less latency and the library more
+bandwidth, so the fastest algorithm depends on S and n; predictions use the fastest one of the link.
+The constants are fitted to published measurements, because datasheets give no latencies.
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ class Direct:
     """A kernel that reads the memory of the other devices.
 
     Attributes:
-        latency: seconds of a phase, and of its barrier, apart from the devices.
+        latency: seconds of a phase and its barrier, without the part per device.
         per_device: seconds that each of the n devices adds to a phase.
-        bandwidth: bytes per second that a device receives in such a kernel.
+        bandwidth: bytes per second that a device receives.
     """
 
     latency: float
@@ -41,16 +41,16 @@ class Direct:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects devices.
+    """The interconnect of devices.
 
     Attributes:
-        latency: seconds that any call of a library costs.
-        hop: seconds of each step from device to device after that.
+        latency: seconds of every library call.
+        hop: additional seconds of each step from device to device.
         bandwidth: bytes per second of a device in one direction, for large messages (the "bus
             bandwidth" of collective benchmarks).
-        algorithms: how a library sums here.
-        direct: the kernel, where devices can read each other's memory fast enough for one.
-        source: where the constants are from.
+        algorithms: all-reduce algorithms of the library.
+        direct: the kernel that reads other devices' memory; None if that is not possible.
+        source: the origin of the constants.
     """
 
     name: str
@@ -72,17 +72,17 @@ class Link:
             raise ConfigError(f"Link {self.name!r} has no algorithm; give it 'ring' or 'tree'.")
 
 
-# nvlink. The kernel is fitted by least squares of the logarithm to 12 measurements of SGLang's on
+# nvlink: The kernel is fitted by least squares of the logarithm to 12 measurements of SGLang's on
 # H100s (sglang PR #2904: n = 2, 4, 8; 4 KB to 1 MB: 3.7 to 33.8 us), within 13 percent of each.
-# The bandwidth is the lower end of what NCCL reaches with large messages, 365 to 480 GB/s (nccl
-# #1455). Latency and hop are fitted to NCCL's times for 0.5 to 16 MB on 4 and 8 GPUs (vllm PR
-# #24532, Triton-distributed #57: 21 to 136 us), which with 8 GPUs and 4 MB or more are 16 to 23
-# percent below what was measured. Within a node NCCL's trees are chains, so there is no tree here.
-# pcie. Measured are 20 us at 8 KB and 52 us at 128 KB on four V100s (sglang-V100 PR #2), and 57 us
-# at 8 KB on eight A800s (vllm #50576): 25 us and 25 GB/s (PCIe 4.0 x16 less its overhead) are
-# nearer to the faster ones.
-# infiniband. Two nodes took 46 us (nccl #1244); a 400 Gb/s adapter moves 46 to 48 GB/s (nccl-tests
-# #290). One adapter for each device.
+# The bandwidth is the lower end of NCCL's for large messages, 365 to 480 GB/s (nccl #1455). Latency
+# and hop are fitted to NCCL's times for 0.5 to 16 MB on 4 and 8 GPUs (vllm PR #24532,
+# Triton-distributed #57: 21 to 136 us); predictions for 8 GPUs and 4 MB or more are 16 to 23
+# percent below the measurements. Within a node NCCL's trees are chains, so "tree" is left out.
+# pcie: Measurements are 20 us at 8 KB and 52 us at 128 KB on four V100s (sglang-V100 PR #2), and
+# 57 us at 8 KB on eight A800s (vllm #50576). The constants, 25 us and 25 GB/s (PCIe 4.0 x16 minus
+# its overhead), are closer to the faster measurements.
+# infiniband: Two nodes took 46 us (nccl #1244); a 400 Gb/s adapter reaches 46 to 48 GB/s
+# (nccl-tests #290). One adapter per device.
 LINKS: Mapping[str, Link] = MappingProxyType(
     {
         "nvlink": Link(
@@ -113,7 +113,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 
 
 def find_link(name: str) -> Link:
-    """The link called `name`; `ConfigError` names the nearest known one."""
+    """The link called `name`; raises ConfigError with the nearest known name."""
     key = name.strip().lower()
     if key not in LINKS:
         raise ConfigError(
@@ -125,26 +125,26 @@ def find_link(name: str) -> Link:
 
 @dataclass(frozen=True)
 class Collective:
-    """How a collective is done, and how long it takes."""
+    """The algorithm of a collective and its time."""
 
     algorithm: Algorithm
     seconds: float
 
 
 def all_reduce_seconds(link: Link, size: int, num_bytes: float, algorithm: Algorithm) -> float:
-    """Seconds in which `size` devices add up `num_bytes` of each, by one algorithm."""
+    """Seconds of an all-reduce of `num_bytes` per device over `size` devices, by one algorithm."""
     _check(size, num_bytes)
     if size == 1:
         return 0.0
-    twice = 2 * (size - 1) / size  # of the bytes, that a device sends where each adds up a share
+    twice = 2 * (size - 1) / size  # share of the bytes that a device sends: reduce-scatter, gather
     if algorithm == "ring":
         return link.latency + 2 * (size - 1) * link.hop + twice * num_bytes / link.bandwidth
     if algorithm == "tree":
         return link.latency + 2 * ceil(log2(size)) * link.hop + 2 * num_bytes / link.bandwidth
     if link.direct is None:
         raise ConfigError(
-            f"Devices on {link.name} have no kernel that reads the memory of the others, so "
-            f"{algorithm} is not possible; take {' or '.join(link.algorithms)}."
+            f"Devices on {link.name} have no kernel that reads other devices' memory, so "
+            f"{algorithm} is not possible; use {' or '.join(link.algorithms)}."
         )
     phase = link.direct.latency + size * link.direct.per_device
     if algorithm == "one-shot":
@@ -153,7 +153,7 @@ def all_reduce_seconds(link: Link, size: int, num_bytes: float, algorithm: Algor
 
 
 def all_reduce(link: Link, size: int, num_bytes: float) -> Collective:
-    """The fastest sum that the link offers for `num_bytes` of each of `size` devices."""
+    """The fastest all-reduce of `num_bytes` per device over `size` devices."""
     offered: list[Algorithm] = [*link.algorithms]
     if link.direct is not None:
         offered += ["one-shot", "two-shot"]
@@ -163,17 +163,17 @@ def all_reduce(link: Link, size: int, num_bytes: float) -> Collective:
 
 
 def all_gather_seconds(link: Link, size: int, num_bytes: float) -> float:
-    """Seconds until every device has the `num_bytes` of each of `size` devices."""
+    """Seconds of an all-gather of `num_bytes` per device over `size` devices."""
     return _exchange_seconds(link, size, (size - 1) * num_bytes)
 
 
 def all_to_all_seconds(link: Link, size: int, num_bytes: float) -> float:
-    """Seconds in which every device sends `num_bytes` in all, in parts, to the others."""
+    """Seconds of an all-to-all in which every device sends `num_bytes` in total to the others."""
     return _exchange_seconds(link, size, num_bytes)
 
 
 def _exchange_seconds(link: Link, size: int, received: float) -> float:
-    """One phase, in which a device receives so many bytes: by the library or by a kernel."""
+    """Seconds of one phase in which each device receives so many bytes, by library or kernel."""
     _check(size, received)
     if size == 1:
         return 0.0
@@ -185,7 +185,7 @@ def _exchange_seconds(link: Link, size: int, received: float) -> float:
 
 
 def send_seconds(link: Link, num_bytes: float) -> float:
-    """Seconds until one device has `num_bytes` of another."""
+    """Seconds to send `num_bytes` from one device to another."""
     _check(2, num_bytes)
     return link.latency + link.hop + num_bytes / link.bandwidth
 
@@ -193,6 +193,6 @@ def send_seconds(link: Link, num_bytes: float) -> float:
 def _check(size: int, num_bytes: float) -> None:
     if size < 1 or not num_bytes >= 0:
         raise ConfigError(
-            f"A collective of {size} devices and {num_bytes} bytes is not possible; there is at "
-            "least 1 device, and at least 0 bytes."
+            f"A collective has {size} devices and {num_bytes} bytes; it needs at least 1 device "
+            "and at least 0 bytes."
         )

@@ -1,16 +1,16 @@
-"""What a step costs on several devices, by counting: predictions, not measurements.
+"""Predicted step times on several devices.
 
-    tensor          a step waits for 2 sums per layer, one more, and a gather of the choices
-    pipeline        m groups of sequences follow each other through p stages, which send to the next
-    whole experts   no more is sent, but the device with the most work decides
-    own attention   no sums: tokens travel to their experts and back, two all-to-alls per layer
+    tensor            2 all-reduces per layer, one for the embedding, and an all-gather of each
+                      rank's candidates for the next token
+    pipeline          m microbatches pass through p stages, each of which sends to the next
+    expert parallel   the communication of tensor parallelism; the most loaded device sets the time
+    own attention     data-parallel attention: no all-reduces, but two all-to-alls per layer
 
-`plan/cost.py` counts operations and bytes of what a device holds (`parallel_layout.py`), so one
-device gets what `cost.step_time` says. Communication is added to that time: nothing here overlaps
-the two.
+`plan/cost.py` counts operations and bytes of the part of a device (`parallel_layout.py`), so one
+device takes the time of `cost.step_time`. Communication is added to it, without overlap.
 
-    time of a group on a stage  =  max(bytes / bandwidth, operations / rate) + launches + link
-    a token of every sequence   =  max(sum of the stages, m x slowest stage)
+    time of a microbatch on a stage = max(bytes / bandwidth, operations / rate) + launches + link
+    time per token of all sequences = max(sum of the stages, m x slowest stage)
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from minillm.lab.links import (
     send_seconds,
 )
 from minillm.lab.parallel_layout import (
-    ALONE,
+    SINGLE_DEVICE,
     Layout,
     check_layout,
     cut_layers,
@@ -42,14 +42,14 @@ from minillm.plan.cost import MemoryPlan, StepCost, StepTime, dtype_bytes, step_
 from minillm.plan.hardware import DATASHEET, Hardware
 from minillm.plan.parameters import all_products, norm_parameters
 
-CHOICE_BYTES = 16  # of a row and rank: a value and a token id
+CANDIDATE_BYTES = 16  # per row and rank: a value and a token id
 ID_BYTES = 8
 
 # ---- time --------------------------------------------------------------------------------------
 
 
 class StageTime(NamedTuple):
-    """One group of sequences on one stage: its slowest device, and what it waits for."""
+    """The time of one microbatch on one stage: that of its slowest device, and communication."""
 
     cost: StepCost
     device: StepTime
@@ -57,21 +57,21 @@ class StageTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Both."""
+        """The sum of both."""
         return self.device.seconds + self.communication
 
 
 @dataclass(frozen=True)
 class ParallelTime:
-    """A prediction.
+    """A predicted time.
 
     Attributes:
-        seconds: decoding: until every sequence has one more token; a prompt: until its first.
-        tokens: that come out of it, in all.
-        communication: share of the time that devices send, or wait for what is sent, from 0 to 1.
-        utilisation: share of the time that a stage has work.
-        num_groups: groups of sequences, or chunks of a prompt, that follow each other (m).
-        stages: what the largest group, or the last chunk, takes.
+        seconds: time of one token for every sequence, or of a prompt until its first token.
+        tokens: number of tokens sampled in that time.
+        communication: share of the time in communication, from 0 to 1.
+        utilisation: share of the time in which a stage is busy.
+        num_groups: number of microbatches, or of chunks of a prompt (m).
+        stages: times of the largest microbatch, or of the last chunk.
     """
 
     seconds: float
@@ -83,39 +83,39 @@ class ParallelTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences together."""
+        """Tokens per second of all sequences together."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Where a model runs: devices, how they are connected, and how it lies on them.
+    """Devices, their interconnect, and the layout of the model on them.
 
     Attributes:
         link: between the devices of a stage.
         stage_link: between stages (default: the same).
-        is_recorded: steps are recorded graphs, whose launches cost nothing.
-        weight_size: bytes of a weight of a product, such as 1 for FP8 (default: the dtype's).
-            Products are still counted at the rate of the dtype.
+        is_recorded: steps are CUDA graphs, without launch overhead.
+        weight_size: bytes per weight of matrix products, such as 1 for FP8 (default: that of the
+            dtype). The rate of products is that of the dtype.
     """
 
     hardware: Hardware
     link: Link
-    layout: Layout = ALONE
+    layout: Layout = SINGLE_DEVICE
     stage_link: Link | None = None
     is_recorded: bool = False
     weight_size: float | None = None
 
 
 class Precision(NamedTuple):
-    """Of products, sums and weights; of the cache."""
+    """The dtype of products, all-reduces and weights, and that of the KV cache."""
 
     dtype: str
     kv_dtype: str
 
 
 def precision(config: ModelConfig, dtype: str | None, kv_dtype: str | None) -> Precision:
-    """Names with their defaults, as in `cost.step_cost`."""
+    """The dtypes with defaults as in `cost.step_cost`."""
     dtype = dtype or config.dtype
     return Precision(dtype, kv_dtype or dtype)
 
@@ -128,10 +128,10 @@ def stage_times(
     types: Precision,
     num_logits: int,
 ) -> tuple[StageTime, ...]:
-    """What each stage takes for one group of sequences, as `cost.step_cost` describes them."""
+    """The time of one microbatch on each stage; the arguments are those of `cost.step_cost`."""
     layout, size = devices.layout, devices.layout.tensor
     value_bytes, tokens = dtype_bytes(types.dtype), sum(query_lens)
-    if layout.own_attention:  # of the device with the most sequences
+    if layout.own_attention:  # the device with the most sequences
         most = ceil(len(query_lens) / size)
         query_lens, seq_lens = query_lens[:most], seq_lens[:most]
         num_logits = min(num_logits, most)
@@ -151,7 +151,7 @@ def stage_times(
             cost = replace(cost, weight_bytes=round(kept + small))
         time = step_time(cost, devices.hardware, 0 if devices.is_recorded else None)
         waiting = _communication(mine, devices, layers.start == 0, own, logits, value_bytes)
-        if layout.pipeline > 1:  # the last one sends the chosen tokens back to the first
+        if layout.pipeline > 1:  # the last stage sends the sampled tokens to the first
             sent = ID_BYTES * num_logits if is_last else own * config.hidden_size * value_bytes
             waiting += send_seconds(devices.stage_link or devices.link, sent)
         found.append(StageTime(cost, time, waiting))
@@ -161,18 +161,18 @@ def stage_times(
 def _with_whole_experts(
     cost: StepCost, mine: ModelConfig, layout: Layout, own: int, tokens: int, dtype: str
 ) -> StepCost:
-    """The step of the device with the most work: `cost` counted `own` tokens through shares of all
-    experts; `tokens` tokens of all devices come to its whole ones."""
+    """The cost on the most loaded device with whole experts, which get rows from all `tokens`
+    tokens. `cost` has the `own` tokens of a device and a share of every expert."""
     moe, size = mine.moe, layout.tensor
     if moe is None or size == 1:
         return cost
-    law = moe.num_experts, moe.num_experts_per_token, size, tokens
-    mean = moe.num_experts / size * (1 - (1 - law[1] / law[0]) ** tokens)
-    more = most_experts_read(*law) / mean
+    load = moe.num_experts, moe.num_experts_per_token, size, tokens
+    mean = moe.num_experts / size * (1 - (1 - load[1] / load[0]) ** tokens)
+    more = most_experts_read(*load) / mean
     products = [each for each in all_products(mine) if each.part == "experts"]
     value_bytes = dtype_bytes(dtype)
     read = sum(p.parameters_read(tokens) * more - p.parameters_read(own) for p in products)
-    rows = tokens / expert_balance(*law) - own
+    rows = tokens / expert_balance(*load) - own
     macs = rows * sum(p.used * p.inputs * p.outputs for p in products)
     return replace(
         cost,
@@ -184,7 +184,7 @@ def _with_whole_experts(
 def _communication(
     mine: ModelConfig, devices: Devices, is_first: bool, tokens: int, logits: int, value_bytes: int
 ) -> float:
-    """Seconds that a stage spends in its collectives; `tokens` are those of one device."""
+    """Seconds of a stage's collectives; `tokens` is the number on one device."""
     link, size = devices.link, devices.layout.tensor
     if size == 1:
         return 0.0
@@ -196,7 +196,7 @@ def _communication(
         return routed * both_ways + (all_reduce(link, size, ID_BYTES).seconds if is_first else 0.0)
     sums = 2 * mine.num_layers + is_first
     seconds = sums * all_reduce(link, size, tokens * row_bytes).seconds
-    return seconds + (all_gather_seconds(link, size, logits * CHOICE_BYTES) if logits else 0.0)
+    return seconds + (all_gather_seconds(link, size, logits * CANDIDATE_BYTES) if logits else 0.0)
 
 
 def decode_time(
@@ -209,18 +209,18 @@ def decode_time(
     kv_dtype: str | None = None,
     num_groups: int | None = None,
 ) -> ParallelTime:
-    """Predict a token for each of `batch` sequences of `context` tokens.
+    """Predict the time of one token for each of `batch` sequences at context `context`.
 
     Args:
-        num_groups: into which the sequences are divided, of equal size but for one (default: as
-            many as there are stages, or sequences if they are fewer).
+        num_groups: number of microbatches (default: the number of stages, or of sequences if there
+            are fewer).
     """
     check_layout(config, devices.layout)
     stages = devices.layout.pipeline
     if batch < 1 or context < 1 or not 1 <= (num_groups or 1) <= batch:
         raise ConfigError(
             f"batch is {batch}, context is {context} and num_groups is {num_groups}; they must be "
-            "at least 1, and there are not more groups than sequences."
+            "at least 1, and num_groups at most batch."
         )
     groups = num_groups or min(stages, batch)
     rows = ceil(batch / groups)
@@ -245,18 +245,18 @@ def prefill_time(
     dtype: str | None = None,
     kv_dtype: str | None = None,
 ) -> ParallelTime:
-    """Predict the time from an empty pipeline to the first token of one prompt of `num_tokens`
-    tokens, computed in `num_chunks` chunks of equal size but for the last."""
+    """Predict the time to the first token of one prompt of `num_tokens` tokens, starting with an
+    empty pipeline, in `num_chunks` chunks of equal size (the last may be smaller)."""
     check_layout(config, devices.layout)
     if not 1 <= num_chunks <= num_tokens:
         raise ConfigError(
-            f"num_tokens is {num_tokens} and num_chunks is {num_chunks}; there is at least 1 "
-            "chunk, and there are not more chunks than tokens."
+            f"num_tokens is {num_tokens} and num_chunks is {num_chunks}; num_tokens must be at "
+            "least 1 and num_chunks from 1 to num_tokens."
         )
     types = precision(config, dtype, kv_dtype)
     chunk = ceil(num_tokens / num_chunks)
     ends = [*range(chunk, num_tokens, chunk), num_tokens]
-    free = [0.0] * devices.layout.pipeline  # when each stage has done all chunks so far
+    free = [0.0] * devices.layout.pipeline  # time at which each stage is free
     busy = sent = before = 0.0
     times: tuple[StageTime, ...] = ()
     for start, end in zip([0, *ends], ends, strict=False):
@@ -273,19 +273,19 @@ def prefill_time(
 # ---- predictions -------------------------------------------------------------------------------
 
 LARGE_MODELS = ("llama-3.1-70b", "llama-3.1-405b", "deepseek-v3")
-FP8 = frozenset({"deepseek-v3"})  # published with weights of one byte
+FP8 = frozenset({"deepseek-v3"})  # published with FP8 weights
 BATCHES = (1, 64)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to expect of a model on some devices.
+    """Predictions for a model on some devices.
 
     Attributes:
-        memory: of the device with the least room.
-        context: tokens of every sequence, and of the prompt.
-        decode: by batch size.
-        prefill: of one prompt of `context` tokens.
+        memory: plan of the device with the fewest KV cache tokens.
+        context: tokens of every sequence and of the prompt.
+        decode: decode times by batch size.
+        prefill: time of one prompt of `context` tokens.
     """
 
     devices: Devices
@@ -295,7 +295,7 @@ class Prediction:
     prefill: ParallelTime
 
     def holds(self, batch: int) -> bool:
-        """Whether so many sequences of `context` tokens have room."""
+        """Whether `batch` sequences of `context` tokens fit."""
         layout, block = self.devices.layout, self.memory.settings.block_size
         rows = ceil(batch / layout.tensor) if layout.own_attention else batch
         blocks = rows * ceil(self.context / block)
@@ -303,7 +303,7 @@ class Prediction:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that all devices together cache."""
+        """Tokens in the KV caches of all devices together."""
         layout = self.devices.layout
         return self.memory.num_tokens * (layout.tensor if layout.own_attention else 1)
 
@@ -318,8 +318,8 @@ def predict(
     kv_dtype: str | None = None,
     memory: MemoryPlan | None = None,
 ) -> Prediction:
-    """Predict decoding for each batch size, a prompt, and what has room; `memory` is a plan of
-    `device_memory` that is known already."""
+    """Predict decode times for each batch size, the prefill time, and memory. `memory` is a plan of
+    `device_memory`, if already computed."""
     if memory is None:
         memory = device_memory(
             config,
@@ -344,9 +344,9 @@ def large_model_predictions(
     links: Sequence[str] = ("nvlink", "pcie"),
     sizes: Sequence[int] = (1, 2, 4, 8),
 ) -> dict[tuple[str, str, str, Layout], Prediction]:
-    """Predictions for models that few can run, by (preset, hardware, link, layout): with recorded
-    steps, in bf16, and DeepSeek-V3 with the FP8 weights that it is published with. A mixture also
-    has layouts with whole experts, and with an attention of each device's own."""
+    """Predictions for large models, by (preset, hardware, link, layout), with CUDA graphs, in bf16
+    (DeepSeek-V3 with FP8 weights, as published). MoE models also have expert-parallel layouts, with
+    and without data-parallel attention."""
     found = {}
     for name in LARGE_MODELS:
         config = preset(name)

@@ -1,12 +1,13 @@
-"""How a model lies on several devices: shares of layers, stages of layers, whole experts.
+"""The parallel layout of a model: tensor, pipeline, expert and data-parallel attention.
 
-    tensor          n devices hold 1/n of every layer: heads, units, token ids
-    pipeline        p stages hold some of the layers each
-    whole experts   each of the n devices holds E/n experts instead of 1/n of every expert
-    own attention   each of the n devices has its own sequences, the whole attention and E/n experts
+    tensor            n devices hold 1/n of every layer: heads, units, vocabulary
+    pipeline          p stages hold some of the layers each
+    expert parallel   each of n devices holds E/n whole experts instead of 1/n of every expert
+    own attention     data-parallel attention: each of n devices holds E/n experts and the whole
+                      attention, and has its own sequences
 
-What a device holds is a small model of its own (`device_config`), so the formulas of `plan/cost.py`
-count its weights, cache and steps as they count those of any model.
+The part of a device is described by a smaller `ModelConfig` (`device_config`), so `plan/cost.py`
+computes its weights, KV cache and steps like those of any model.
 """
 
 from dataclasses import dataclass, replace
@@ -22,13 +23,13 @@ from minillm.plan.parameters import all_products
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model lies on devices.
+    """The parallel layout of a model.
 
     Attributes:
-        tensor: devices that share a layer (n).
-        pipeline: stages, each with some of the layers and `tensor` devices (p).
-        expert_parallel: experts are whole, each on one device.
-        own_attention: devices share the experts only (data-parallel attention).
+        tensor: devices that share each layer (n).
+        pipeline: stages of layers, each on `tensor` devices (p).
+        expert_parallel: each expert is whole on one device.
+        own_attention: data-parallel attention; devices share only the experts.
     """
 
     tensor: int = 1
@@ -44,21 +45,21 @@ class Layout:
             )
         if self.own_attention and not self.expert_parallel:
             raise ConfigError(
-                "Devices with an attention of their own share nothing but whole experts; set "
-                "expert_parallel, too."
+                "own_attention needs expert_parallel, because data-parallel devices share only "
+                "whole experts; set expert_parallel=True, too."
             )
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Number of devices over all stages."""
         return self.tensor * self.pipeline
 
 
-ALONE = Layout()
+SINGLE_DEVICE = Layout()
 
 
 def check_layout(config: ModelConfig, layout: Layout) -> None:
-    """ConfigError unless a model can lie so; it says what can."""
+    """Raise ConfigError if the layout does not divide the model; the message says what would."""
     if not layout.own_attention:
         check_split(config, layout.tensor)
     check_stages(config, layout.pipeline)
@@ -66,7 +67,7 @@ def check_layout(config: ModelConfig, layout: Layout) -> None:
         return
     if config.moe is None:
         raise ConfigError(
-            f"This {config.family} model has no experts to spread; leave expert parallelism out."
+            f"This {config.family} model has no experts; leave expert parallelism out."
         )
     experts, units = config.moe.num_experts, config.moe.intermediate_size
     if experts % layout.tensor or units % layout.tensor:
@@ -76,19 +77,19 @@ def check_layout(config: ModelConfig, layout: Layout) -> None:
         )
 
 
-# ---- what a device holds -----------------------------------------------------------------------
+# ---- the part of a device ----------------------------------------------------------------------
 
 
 def cut_layers(config: ModelConfig, stages: int) -> list[range]:
-    """Layers of each stage, in order, as the engine cuts them."""
+    """The layers of each stage in order, divided as the engine divides them."""
     return split.cut_layers(*split.layer_costs(config), stages)
 
 
 def device_config(config: ModelConfig, layout: Layout, layers: range | None = None) -> ModelConfig:
-    """The shapes of what one device holds; of several, the one with the most.
+    """The shapes of one device's part of the model; that of the largest if parts differ.
 
-    Whole experts and shares of all of them have equally many parameters, so both are written as
-    shares. A stage has a table of the vocabulary only if it is the first or the last.
+    Whole experts are described as shares of all experts, which have as many parameters. Only the
+    first and the last stage have a vocabulary table.
     """
     size, moe = layout.tensor, config.moe
     mine = config
@@ -103,26 +104,26 @@ def device_config(config: ModelConfig, layout: Layout, layers: range | None = No
     return replace(
         stage_config(mine, layers),
         vocab_size=mine.vocab_size if ends else 1,
-        tie_word_embeddings=True,  # one table, whichever it is
+        tie_word_embeddings=True,  # one table: the embedding or the output head
     )
 
 
 def device_memory(
     config: ModelConfig,
     memory_bytes: int,
-    layout: Layout = ALONE,
+    layout: Layout = SINGLE_DEVICE,
     *,
     weight_size: float | None = None,
     **settings: Any,
 ) -> MemoryPlan:
-    """The plan of the device with the least room, as `cost.memory_plan` makes it for one.
+    """The `cost.memory_plan` of the device with the fewest KV cache tokens.
+
+    All devices of a stage cache the same tokens, except with data-parallel attention.
 
     Args:
-        weight_size: bytes of a weight of a product, such as 1 for FP8; tables of the vocabulary and
-            norms keep the dtype (default: they all do).
-        settings: those of `memory_plan`.
-
-    Every device of a stage caches the same tokens, except with an attention of its own.
+        weight_size: bytes per weight of matrix products, such as 1 for FP8; vocabulary tables and
+            norms stay in `dtype` (default: all weights are in `dtype`).
+        settings: arguments of `memory_plan`.
     """
     check_layout(config, layout)
     plans = []

@@ -1,10 +1,10 @@
-"""Drafts without a model: how many of a row are accepted is drawn from a table.
+"""Simulated drafts: the number of accepted drafts is drawn from a table, without a model.
 
-    survival   0.8    0.6    0.5        at least one, two, three drafts are accepted
+    survival   0.8    0.6    0.5        P(at least one, two, three drafts are accepted)
     draw       0.55   0.55   -          one uniform number per row: two are accepted here
 
-A simulation decides what the scheduler would with this acceptance. Whether a real proposer reaches
-it is another question: measure it, and call what follows from a table simulated.
+A simulation makes the scheduler's decisions under this acceptance. It does not show that a real
+proposer reaches it: report such results as simulated.
 """
 
 import random
@@ -21,17 +21,17 @@ from minillm.scheduling.request import Sequence as ScheduledSequence
 
 @dataclass(frozen=True)
 class SimulatedDrafts:
-    """What `Simulation(speculation=...)` drafts.
+    """Drafts for `Simulation(speculation=...)`.
 
     Attributes:
-        survival: the probability that at least 1, 2, ... drafts of a row are accepted; drafts
-            beyond the table are rejected.
-        drafts: how many drafts a row gets; by default as many as the table has.
-        seed: of the draws. A draw depends on it, on the name of the request, the completion and
-            the position only, so that policies can be compared on the same draws.
+        survival: probabilities that at least 1, 2, ... drafts of a row are accepted; drafts beyond
+            the table are rejected.
+        drafts: the policy for the number of drafts; by default the length of the table.
+        seed: seed of the draws. A draw depends only on seed, request id, completion and position,
+            so that policies are compared on the same draws.
 
     Raises:
-        ConfigError: the table is no survival table.
+        ConfigError: `survival` is not a list of non-increasing probabilities.
     """
 
     survival: Sequence[float]
@@ -51,11 +51,11 @@ class SimulatedDrafts:
 
     @property
     def limits(self) -> Drafts:
-        """How many drafts each row gets."""
+        """The policy for the number of drafts per row."""
         return self.drafts or Drafts(len(self.survival))
 
     def num_accepted(self, sequence: ScheduledSequence, num_drafted: int) -> int:
-        """How many of these drafts are right at the current position of a sequence."""
+        """Number of accepted drafts at the current position of a sequence."""
         name = sequence.request.request_id
         key = f"{self.seed} {sequence.index} {len(sequence.token_ids)} {name}"
         draw = random.Random(key).random()

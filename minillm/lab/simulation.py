@@ -1,8 +1,8 @@
-"""The engine's own scheduler and blocks, without a model: made-up tokens on a virtual clock.
+"""The engine's scheduler and block manager without a model: made-up tokens, a virtual clock.
 
-What a scheduler decides depends on counts and on who shares a prefix, never on a token's meaning.
-So a simulation decides exactly what an engine with these limits would; what it invents is how long
-a step takes, and the law that says so is an argument. Everything it prints is exact.
+Scheduling depends on token counts and shared prefixes, not on the content of tokens. So a
+simulation makes exactly the decisions of an engine with the same limits. Only step times are not
+real: they come from a step-time model, which is an argument. Results are deterministic.
 
     sim = Simulation(num_blocks=64, block_size=16, seconds=linear(0.010, 0.0001), max_num_seqs=8)
     for number in range(20):
@@ -28,8 +28,8 @@ from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.plan.cost import block_bytes, step_cost, step_time
 from minillm.plan.hardware import Hardware
+from minillm.scheduling.admission import check_fits
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.limits import check_fits
 from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import StepRecord
@@ -37,21 +37,21 @@ from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace, TraceSettings
 
-StepLaw = Callable[[StepRecord], float]  # how many seconds a step takes, from its rows and swaps
+StepLaw = Callable[[StepRecord], float]  # a step-time model: seconds of a step from its record
 
-MADE_UP = 10**9  # the first token id that no vocabulary has
+MADE_UP = 10**9  # first made-up token id, larger than any vocabulary
 PREFIX_CACHES = (None, "hash", "radix")
 COUNTS = (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("long_prefill_token_threshold", 0))
-IDLE_STEPS = 1000  # in which nobody advances although somebody could
+MAX_IDLE_STEPS = 1000  # consecutive steps without a row, although requests are waiting
 
 
 def every_step(seconds: float = 1.0) -> StepLaw:
-    """All steps take the same time; the default makes the clock count steps."""
+    """All steps take the same time; by default the clock counts steps."""
     return lambda record: seconds
 
 
 def linear(fixed: float, per_token: float) -> StepLaw:
-    """A part that every step pays, and one for each token that it computes."""
+    """A fixed time per step, plus a time per computed token."""
     return lambda record: fixed + per_token * sum(row.num_tokens for row in record.rows)
 
 
@@ -62,11 +62,11 @@ def roofline(
     dtype: str | None = None,
     link: float = math.inf,
 ) -> StepLaw:
-    """The bound of `cost.step_time`, and for each swapped block its bytes over a `link` (bytes/s)
-    between device and host; `block_size` is that of the simulation.
+    """The roofline time of `cost.step_time`, plus the transfer of swapped blocks over a `link` of
+    so many bytes/s between device and host. `block_size` is that of the simulation.
 
     Raises:
-        ConfigError: a link that is no speed.
+        ConfigError: `link` is not positive.
     """
     if not link > 0:
         raise ConfigError(f"link is {link}; it must be above 0 bytes/s.")
@@ -79,7 +79,7 @@ def roofline(
             return moved
         tokens = [row.num_tokens for row in record.rows]
         lengths = [row.start + row.num_tokens for row in record.rows]
-        num_logits = sum(row.num_logits for row in record.rows)  # none in mid-prompt
+        num_logits = sum(row.num_logits for row in record.rows)  # 0 for a chunk inside a prompt
         cost = step_cost(config, tokens, lengths, dtype=dtype, num_logits=num_logits)
         return moved + step_time(cost, hardware).seconds
 
@@ -89,11 +89,10 @@ def roofline(
 class Simulation:
     """A scheduler with `num_blocks` of `block_size` tokens, a clock in seconds, and a trace.
 
-    `prefix_cache` is "hash", "radix" or None. `seconds` says how long each step takes. `policy`
-    is a name of `POLICIES` or one of your own, `scheduler` the engine's or one of your own derived
-    from it; `speculation` drafts tokens, of which a simulated share is accepted, at no time of
-    their own; `limits` are the other fields of `SchedulerConfig`, with `max_num_batched_tokens` at
-    least `max_num_seqs` where it is not given.
+    `prefix_cache` is "hash", "radix" or None. `seconds` is the step-time model. `policy` is a name
+    of `POLICIES` or a custom `Policy`; `scheduler` is `Scheduler` or a subclass of it.
+    `speculation` drafts tokens with simulated acceptance; drafting takes no time. `limits` are the
+    other fields of `SchedulerConfig`; `max_num_batched_tokens` defaults to at least `max_num_seqs`.
 
     Raises:
         ConfigError: a value out of its range.
@@ -115,11 +114,11 @@ class Simulation:
     ):
         check_counts(num_blocks, block_size, num_host_blocks, limits)
         check_choices(prefix_cache, seconds, policy, scheduler, speculation)
-        seats = limits.get("max_num_seqs", SchedulerConfig.max_num_seqs)
+        max_num_seqs = limits.get("max_num_seqs", SchedulerConfig.max_num_seqs)
         usual = SchedulerConfig.max_num_batched_tokens
         if isinstance(policy, str):
             limits["policy"] = policy
-        config = SchedulerConfig(**({"max_num_batched_tokens": max(usual, seats)} | limits))
+        config = SchedulerConfig(**({"max_num_batched_tokens": max(usual, max_num_seqs)} | limits))
         blocks = BlockManager(num_blocks, block_size, prefix_cache, num_host_blocks)
         own = None if isinstance(policy, str) else policy
         drafts = speculation.limits if speculation else None
@@ -127,7 +126,7 @@ class Simulation:
         named = policy if isinstance(policy, str) else None
         self.trace = Trace(simulated(config, blocks, named), capacity=2**40)
         self.now = 0.0
-        self.reports: dict[str, PrefixReport] = {}  # of admitted requests: what the cache had
+        self.reports: dict[str, PrefixReport] = {}  # prefix cache hits of admitted requests
         self._seconds, self._speculation = seconds or every_step(), speculation
         self._later: list[tuple[float, int, Request]] = []  # a heap, by arrival
         self._answers: dict[str, tuple[int, ...]] = {}
@@ -150,16 +149,16 @@ class Simulation:
         priority: int = 0,
         cache_salt: str = "",
     ) -> str:
-        """A request that comes at `arrival` (seconds; now); returns its name.
+        """Add a request that arrives at `arrival` (in seconds; default: now); returns its name.
 
-        `prompt` and `new` are token ids, or a number of ids that no other request has. With
-        `max_tokens` the request asks for more than the `new` tokens it then needs: it stops early,
-        which the scheduler does not know beforehand. All `n` completions have the same length.
-        The lowest `priority` is the most urgent; prompts with different salts share no prefix.
+        `prompt` and `new` are token ids, or a number of ids that no other request has. With a
+        `max_tokens` above the number of `new` tokens the request stops early, which the scheduler
+        does not know beforehand. All `n` completions have the same length. The lowest `priority` is
+        scheduled first; prompts with different salts share no prefix.
 
         Raises:
-            ConfigError: a value makes no sense, the name is taken, or the arrival is in the past.
-            InvalidRequestError: the request can never fit, or `n` is no number of completions.
+            ConfigError: a value is invalid, the name is in use, or the arrival is in the past.
+            InvalidRequestError: the request can never fit, or `n` is invalid.
         """
         answer, ids = self._ids("new", new), self._ids("prompt", prompt)
         limit = len(answer) if max_tokens is None else max_tokens
@@ -174,17 +173,17 @@ class Simulation:
                 raise ConfigError(f"{what} is {shown(value)}; it must be {right}.")
         if not ids or not 1 <= len(answer) <= limit:
             raise ConfigError(
-                f"A request has {len(ids)} prompt tokens, writes {len(answer)} new ones and may "
-                f"write {limit}; each is at least 1, and it writes no more than it may."
+                f"A request has {len(ids)} prompt tokens, {len(answer)} new tokens and max_tokens "
+                f"{limit}; each must be at least 1, and new at most max_tokens."
             )
         when = self.now if arrival is None else arrival
         if not self.now <= when < math.inf:
-            raise ConfigError(f"The arrival {when} is not in the future; it is {self.now} now.")
+            raise ConfigError(f"arrival is {when}; it must be from {self.now} (now) to infinity.")
         number = next(self._names)
         if name is None:
             name = next(one for one in (f"r{n}" for n in count(number)) if one not in self._answers)
         if name in self._answers:
-            raise ConfigError(f"There was a request {name!r} already; give each its own name.")
+            raise ConfigError(f"There was already a request {name!r}; give each its own name.")
         params = SamplingParams(n=n, temperature=1.0)
         request = Request(
             name, ids, params, limit,
@@ -208,36 +207,38 @@ class Simulation:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or not come."""
+        """Whether any request is unfinished or has not arrived."""
         return self.scheduler.has_work or bool(self._later)
 
     def run(self, until: float = math.inf) -> Trace:
-        """Step until all requests have ended, or the next step would begin at `until` or later;
-        `now` is then the end of the last one.
+        """Step until all requests have finished, or the next step would start at `until` or later.
+        `now` is then the end of the last step.
 
         Raises:
-            ConfigError: `until` is no time.
+            ConfigError: `until` is not a number.
         """
         if not isinstance(until, Real) or math.isnan(until):
             raise ConfigError(f"until is {shown(until)}; it must be a time on the virtual clock.")
         idle = 0
         while self.has_work and self._begins < until:
             idle = 0 if self.step().rows else idle + 1
-            if idle == IDLE_STEPS:
-                raise AccountingError(f"Nobody advanced in {IDLE_STEPS:,} steps: is it the policy?")
+            if idle == MAX_IDLE_STEPS:
+                raise AccountingError(
+                    f"No request advanced in {MAX_IDLE_STEPS:,} steps; check the policy."
+                )
         return self.trace
 
     @property
     def _begins(self) -> float:
-        """When the next step does: now, or with the next arrival if nobody is there."""
+        """The start of the next step: now, or the next arrival if there is no work."""
         waits = self._later and not self.scheduler.has_work
         return max(self.now, self._later[0][0]) if waits else self.now
 
     def step(self) -> StepRecord:
-        """One step, after a wait for the next arrival if nobody is there.
+        """Run one step; without work, first advance the clock to the next arrival.
 
         Raises:
-            ConfigError: by its law the step takes no time that there is.
+            ConfigError: the step-time model returned no valid time.
         """
         self.now = self._begins
         while self._later and self._later[0][0] <= self.now:
@@ -252,13 +253,16 @@ class Simulation:
         record.started = record.planned = self.now
         took = self._seconds(record)
         if not (isinstance(took, Real) and 0 <= took < math.inf):
-            raise ConfigError(f"Step {record.step} takes {shown(took)} seconds by this law.")
+            raise ConfigError(
+                f"The step-time model returned {shown(took)} seconds for step {record.step}; it "
+                "must return a finite number of at least 0."
+            )
         self.now += took
         record.computed = record.delivered = self.now
         rows = [row for row in plan.rows if row.num_samples]
         num_drafted = {row.seq_id: row.num_logits - 1 for row in rows if row.num_logits > 1}
         self.scheduler.commit(plan, {row.seq_id: self._sample(row) for row in rows}, num_drafted)
-        for row in rows:  # completions of one request together, as the engine delivers them
+        for row in rows:  # forks right after their parent, in the engine's order of delivery
             self._stop(row.seq_id)
             for fork in record.forked if row.num_samples > 1 else ():
                 if fork.parent_id == row.seq_id:
@@ -266,8 +270,8 @@ class Simulation:
         return record
 
     def _sample(self, row: Row) -> list[int | None]:
-        """The row's next tokens, up to the last of the answer; completions that part get the same
-        given ones, or new ones."""
+        """The row's next tokens, up to the end of the answer. Forks get the same token if the
+        answer was given as ids, else different made-up ids."""
         sequence = self.scheduler.sequences[row.seq_id]
         place = sequence.num_tokens - len(sequence.request.prompt_token_ids)
         answer = self._answers[sequence.request.request_id]
@@ -278,7 +282,7 @@ class Simulation:
         return [next(self._tokens) if token < 0 else token for token in tokens]
 
     def _stop(self, seq_id: int) -> None:
-        """End a sequence that has written its answer before the scheduler would end it."""
+        """Finish a sequence that has all tokens of its answer."""
         sequence = self.scheduler.sequences.get(seq_id)
         if sequence is None:
             return
@@ -288,7 +292,7 @@ class Simulation:
 
 
 def check_counts(blocks: Any, size: Any, host: Any, limits: dict[str, Any]) -> None:
-    """Every limit has a known name, and what counts is a whole number."""
+    """Check that limits have known names and that counts are whole numbers in range."""
     known = {field.name for field in fields(SchedulerConfig)}
     for name in limits:
         if name not in known:
@@ -307,7 +311,7 @@ def check_counts(blocks: Any, size: Any, host: Any, limits: dict[str, Any]) -> N
 def check_choices(
     prefix_cache: object, seconds: object, policy: object, scheduler: object, speculation: object
 ) -> None:
-    """The cache, the law, the policy, the scheduler and the drafts are of those there are."""
+    """Check the prefix cache, step-time model, policy, scheduler and speculation."""
     if prefix_cache not in PREFIX_CACHES:
         raise ConfigError(
             f"prefix_cache is {shown(prefix_cache)}; it must be one of hash, radix, or None."
@@ -325,13 +329,13 @@ def check_choices(
         )
     if not isinstance(speculation, SimulatedDrafts | None):
         raise ConfigError(
-            f"speculation is {shown(speculation)}; it must be SimulatedDrafts((0.8, 0.6)), say, or "
-            "None."
+            f"speculation is {shown(speculation)}; it must be a SimulatedDrafts, such as "
+            "SimulatedDrafts((0.8, 0.6)), or None."
         )
 
 
 def simulated(config: SchedulerConfig, blocks: BlockManager, policy: str | None) -> TraceSettings:
-    """What the trace of a simulation says about itself: no model and no date."""
+    """The trace settings of a simulation, which has no model and no date."""
     return TraceSettings(
         policy=policy, admission=config.admission, preemption=config.preemption_mode,
         prefix_cache=blocks.prefix_cache, block_size=blocks.block_size,

@@ -1,15 +1,14 @@
-"""What speculative decoding gains, by counting: tokens per step against the cost of a step.
+"""The speed-up of speculative decoding, predicted from tokens per step and time per step.
 
     speed-up = E / (v + D + h)
 
-    E   tokens of a sequence per step: 1 and the accepted drafts, the sum of their survival
-    v   time of the step that verifies over that of a plain step, T(B (k + 1)) / T(B)
-    D   time of drafting, in plain steps: k steps of a draft model; nothing for n-grams
-    h   time of the host for it, in plain steps: looking n-grams up, comparing, counting
+    E   tokens per sequence and step: 1 + the expected number of accepted drafts
+    v   time of a verification step over that of a plain step, T(B (k + 1)) / T(B)
+    D   time of drafting, in plain steps: k steps of a draft model; 0 for n-grams
+    h   host overhead, in plain steps: n-gram lookup, comparison, bookkeeping
 
-Where the time is that of reading weights, positions to verify are almost free, and v is near 1.
-Where operations bind, v grows with every position. So the same drafts gain at one batch size and
-lose at another.
+A memory-bound step verifies drafts at almost no cost, so v is near 1. In a compute-bound step, v
+grows with every position. So the same drafts can be faster at one batch size and slower at another.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +27,12 @@ CostSeconds = Callable[[StepCost], float]  # `cost.step_time` or `decode_law.dec
 
 @dataclass(frozen=True)
 class Speculation:
-    """What to expect of `num_drafts` drafts per sequence.
+    """A prediction for `num_drafts` drafts per sequence and step.
 
     Attributes:
-        batch: sequences that decode together.
-        tokens: new tokens of a sequence per step (E).
-        verification, drafting, host: time of these parts, in plain steps (v, D, h).
+        batch: number of sequences.
+        tokens: new tokens per sequence and step (E).
+        verification, drafting, host: times in plain steps (v, D, h).
     """
 
     batch: int
@@ -55,11 +54,11 @@ class Speculation:
 
 
 def survival(acceptance: Sequence[float], num_drafts: int) -> list[float]:
-    """For each draft the probability that it is accepted: that of its place times those before.
+    """For each draft the probability that it and all drafts before it are accepted.
 
     Args:
-        acceptance: by place, the probability that a draft is accepted if all before it are; the
-            last one also holds for the places behind it.
+        acceptance: by position, the probability that a draft is accepted given that all drafts
+            before it are; the last value also applies to later positions.
     """
     for rate in acceptance:
         if not (isfinite(rate) and 0 <= rate <= 1):
@@ -80,12 +79,12 @@ def speculation(
     draft_seconds: float = 0.0,
     host_seconds: float = 0.0,
 ) -> Speculation:
-    """Predict `num_drafts` drafts for each of `batch` sequences.
+    """Predict the speed-up of `num_drafts` drafts for each of `batch` sequences.
 
     Args:
-        answered: probability that there are drafts for a sequence at all; an n-gram may be new.
-        draft_seconds: of one step of the draft model for the whole batch.
-        host_seconds: of everything else that drafts need in a step.
+        answered: probability that a sequence has drafts in a step (an n-gram may not be found).
+        draft_seconds: time of one step of the draft model for the whole batch.
+        host_seconds: host overhead of drafts per step.
     """
     if batch < 1 or num_drafts < 0 or not 0 <= answered <= 1:
         raise ConfigError(
@@ -93,7 +92,7 @@ def speculation(
             "be at least 1, at least 0, and from 0 to 1."
         )
     plain = seconds(batch, 0)
-    some = 1 - (1 - answered) ** batch if num_drafts else 0.0  # of steps with any drafts
+    some = 1 - (1 - answered) ** batch if num_drafts else 0.0  # share of steps with any drafts
     verifying = plain
     if some:
         verifying = seconds(batch, round(batch * num_drafts * answered / some))
@@ -108,7 +107,7 @@ def speculation(
 
 
 def best(predictions: Sequence[Speculation]) -> Speculation | None:
-    """The fastest of them; None where plain decoding is."""
+    """The fastest prediction; None if plain decoding is faster."""
     fastest = max(predictions, key=lambda each: each.speedup, default=None)
     return fastest if fastest is not None and fastest.speedup > 1 else None
 
@@ -116,8 +115,8 @@ def best(predictions: Sequence[Speculation]) -> Speculation | None:
 def verification_seconds(
     config: ModelConfig, context: int, time: CostSeconds, dtype: str | None = None
 ) -> StepSeconds:
-    """The step of a model in which every sequence has `context` tokens, its drafts among them; each
-    drafted position has logits of its own."""
+    """Time of a step in which every sequence has `context` tokens, including its drafts. Each draft
+    has its own row of logits."""
 
     def seconds(batch: int, drafts: int) -> float:
         each, more = divmod(drafts, batch)

@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped KV heads: MHA, GQA and MQA are one module."""
+"""Grouped-query attention; MHA and MQA are special cases."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from minillm.ops.batch import Batch, Prologue
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., 2023); `num_kv_heads` = 1 is MQA, = H is MHA."""
+    """Grouped-query attention (Ainslie et al., 2023). One KV head is MQA; H KV heads are MHA."""
 
     def __init__(self, config: ModelConfig, layer: int, prefix: str):
         super().__init__()

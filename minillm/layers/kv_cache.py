@@ -1,7 +1,7 @@
-"""The KV cache tensors. The scheduler counts blocks; only this file knows what one looks like.
+"""The KV cache tensors. The scheduler only counts blocks; this file defines their layout.
 
-A layer sees two calls, `write` and `attend`, so that another device, page layout, precision, or
-the trainer, can bring its own.
+Layers use two methods, `write` and `attend`. Other layouts and precisions, and the trainer,
+implement the same protocol (`AttentionBackend`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from minillm.ops.c_library import use_large_pages
 
 
 class AttentionBackend(Protocol):
-    """What a layer needs to know of the past."""
+    """The interface of attention layers to cached keys and values."""
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] at the batch's slots."""
@@ -117,9 +117,9 @@ def write_qkv(
     rope: tuple[Tensor, Tensor],
     batch: Batch,
 ) -> Tensor:
-    """Norm, rotate and store a product [N, H + 2 Hkv, D] -> query [N, H, D].
+    """Apply QK norm and RoPE to `qkv` [N, H + 2 Hkv, D], store keys and values -> query [N, H, D].
 
-    Pages take it in one operation, any other backend gets keys and values.
+    With a `KVCache` this is one fused operation.
     """
     if isinstance(kv, KVCache):
         pages = kv.pages[layer]

@@ -1,4 +1,4 @@
-"""A matrix that may be several checkpoint matrices stacked, and the token embedding."""
+"""Linear layers, which may merge several checkpoint matrices, and the token embedding."""
 
 from collections.abc import Iterator
 
@@ -9,15 +9,15 @@ from minillm.layers.linear_methods import CheckpointTensor, Matrix, WeightSlice,
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
-    """An uninitialised, frozen parameter: the loader fills it, the trainer unfreezes it."""
+    """An uninitialised parameter with `requires_grad=False`. The loader fills it."""
     return frozen(torch.empty(*shape))
 
 
 class Linear(Matrix):
-    """y = x W^T + b, where W stacks the named outputs of several checkpoint matrices.
+    """y = x W^T + b, [N, in] -> [N, out], where W concatenates several checkpoint matrices.
 
     `Linear("model.layers.0.self_attn.", 576, {"q_proj": 576, "k_proj": 192, "v_proj": 192})`
-    reads its input once for three products. `[N, in] -> [N, sum of outputs]`.
+    computes three projections in one product.
     """
 
     def __init__(self, prefix: str, in_features: int, outputs: dict[str, int], bias: bool = False):
@@ -30,7 +30,7 @@ class Linear(Matrix):
         self.bias: Tensor | None
 
     def create(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        """The matrix by its method, and the bias, which is always plain."""
+        """Allocate the weight and the bias."""
         super().create(dtype, device)
         if self.is_biased:
             self.bias = frozen(torch.empty(self.out_features, dtype=dtype, device=device))
@@ -40,7 +40,7 @@ class Linear(Matrix):
         return self.method.apply(self, x, self.bias)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """Every checkpoint tensor of which the layer holds a part."""
+        """All checkpoint tensors of which the layer holds a part."""
         yield from super().checkpoint_tensors()
         start = 0
         for part in self.parts if self.bias is not None else ():
@@ -51,7 +51,7 @@ class Linear(Matrix):
 
 
 class Embedding(Matrix):
-    """Token embedding, which may also serve as the output matrix (`as_output`)."""
+    """Token embedding, which may also be the output matrix (`as_output`)."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int):
         super().__init__([WeightSlice.whole(name, vocab_size, hidden_size)])

@@ -1,8 +1,8 @@
-"""How a layer stores a matrix, and what it does with it.
+"""Weight storage of linear layers: layouts, packing and quantisation.
 
 A `Matrix` says which rows and columns of which checkpoint tensors it holds. Its `LinearMethod`
-makes the memory, loads those parts, applies them and counts their bytes; nothing else looks into
-the layer's tensors. Packing and quantisation replace the method; they never subclass a layer.
+allocates, loads and applies the weight and counts its bytes; other code does not access the
+layer's tensors. Packing and quantisation replace the method of a layer instead of subclassing it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,31 +15,31 @@ from minillm import ops
 from minillm.errors import CheckpointError
 from minillm.ops import cpu
 
-ROWS = (1, 2, 4, 8, 16, 64, 256)
-MOST_PADDED = 16
-PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that are plain numbers
+ROWS = (1, 2, 4, 8, 16, 64, 256)  # numbers of rows that oneDNN is called with
+MOST_PADDED = 16  # remainders up to this size are padded to the next size
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of unquantised weights
 
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A part of a tensor: the shape of the whole, and a slice of each of its dimensions."""
+    """A part of a tensor: the shape of the whole tensor, and a slice per dimension."""
 
     shape: tuple[int, ...]
     index: Index
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "TensorSlice":
-        """All of a tensor of this shape."""
+        """The whole of a tensor of this shape."""
         return cls(tuple(shape), tuple(slice(0, size) for size in shape))
 
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor of the checkpoint by its `name`, what of it is held here, and the memory for that.
+    """A checkpoint tensor: its `name`, the `slice` that is loaded, and the `target` memory.
 
-    `put` stores what was read of it; a method may convert on the way.
+    `put` stores the loaded slice and may convert it.
     """
 
     name: str
@@ -49,32 +49,32 @@ class CheckpointTensor:
 
     @classmethod
     def plain(cls, name: str, target: Tensor) -> "CheckpointTensor":
-        """All of a tensor whose numbers are stored as they are, such as a norm's."""
+        """A whole tensor that is copied unchanged, such as a norm's weight."""
         return cls(name, target, TensorSlice.whole(target.shape), load_plain)
 
     def load(self, found: Tensor) -> None:
-        """Store what was read: the part of the tensor that `slice` names."""
+        """Store the part of the tensor that `slice` selects."""
         self.put(self, found)
 
 
 def load_plain(place: CheckpointTensor, found: Tensor) -> None:
-    """Copy numbers to their place; CheckpointError where they are not floating-point numbers."""
+    """Copy a tensor to its target. Raises CheckpointError if its dtype is not floating-point."""
     if found.dtype not in PLAIN:
         raise CheckpointError(
             f"{place.name} is stored as {str(found.dtype).removeprefix('torch.')}; "
             f"plain weights are {', '.join(str(each).removeprefix('torch.') for each in PLAIN)}."
         )
-    if found.shape != place.target.shape:  # one row would be copied to all of them
+    if found.shape != place.target.shape:  # `copy_` would broadcast
         raise CheckpointError(
-            f"{place.name} gave {list(found.shape)} for a place of {list(place.target.shape)}."
+            f"{place.name} has shape {list(found.shape)}; {list(place.target.shape)} is expected."
         )
     place.target.copy_(found)
 
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """Rows and columns that a layer holds of a checkpoint matrix [out, in], whose tensors are
-    called `name` and a dot and what its format says: "weight" where it is plain."""
+    """The rows and columns of a checkpoint matrix [out, in] that a layer holds. The checkpoint
+    tensor is `name` plus a suffix by format: ".weight" if unquantised."""
 
     name: str
     shape: tuple[int, int]
@@ -89,21 +89,22 @@ class WeightSlice:
 
     @property
     def slice(self) -> TensorSlice:
-        """The same of a tensor that has the matrix's rows and columns."""
+        """The slice of a tensor with the matrix's shape."""
         rows, columns = self.rows, self.columns
         index = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
         return TensorSlice(self.shape, index)
 
     @property
     def slice_of_rows(self) -> TensorSlice:
-        """The same of a tensor that has a number for each row: a bias, or scales."""
+        """The slice of a tensor with one value per row: a bias, or scales."""
         return TensorSlice(self.shape[:1], (slice(self.rows.start, self.rows.stop),))
 
 
 class Matrix(nn.Module):
-    """Parts of checkpoint matrices, one below the other: [out, in], or a stack [copies, out, in].
+    """A weight: parts of checkpoint matrices, concatenated along the outputs [out, in], or stacked
+    [copies, out, in].
 
-    It has no memory before `create`; until then its parts and its method may be replaced.
+    `create` allocates it; before that, its parts and its method may be replaced.
     """
 
     def __init__(self, parts: Sequence[WeightSlice], copies: int | None = None):
@@ -115,12 +116,12 @@ class Matrix(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """Columns that are held."""
+        """Number of columns held."""
         return len(self.parts[0].columns)
 
     @property
     def out_features(self) -> int:
-        """Rows that are held, those of all copies."""
+        """Number of rows held, over all copies."""
         return sum(len(part.rows) for part in self.parts)
 
     @property
@@ -132,19 +133,19 @@ class Matrix(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the layer's tensors take."""
+        """Memory of the layer's tensors."""
         return self.method.num_bytes(self)
 
     def create(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Take memory, uninitialised, for the layer's numbers in a model of this dtype."""
+        """Allocate the layer's tensors, uninitialised, for a model of this dtype."""
         self.method.create(self, dtype, device)
 
     def values(self) -> Tensor:
-        """The matrix as numbers, in `shape`: what no product reads but an algorithm needs."""
+        """The dense matrix, in `shape`, for algorithms that need more than products."""
         return self.method.values(self)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """Every checkpoint tensor of which the layer holds a part."""
+        """All checkpoint tensors of which the layer holds a part."""
         start = 0
         for part in self.parts:
             yield from self.method.checkpoint_tensors(self, part, start)
@@ -152,25 +153,25 @@ class Matrix(nn.Module):
 
 
 class LinearMethod:
-    """How a matrix is stored and used. Its tensors are parameters or buffers of the layer.
+    """How a matrix is stored and applied. Its tensors are parameters or buffers of the layer.
 
-    A method that stores what no checkpoint has, packed by this process, has neither `create`
-    nor `checkpoint_tensors`.
+    Layouts that this process packs itself, which no checkpoint contains, do not implement `create`
+    and `checkpoint_tensors`.
     """
 
     def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Give the layer tensors for `matrix.shape`, in a model that computes in `dtype`."""
-        raise RuntimeError(f"{type(self).__name__} cannot make the memory of a layer.")
+        """Allocate the layer's tensors for `matrix.shape`, in a model that computes in `dtype`."""
+        raise RuntimeError(f"{type(self).__name__} cannot allocate a layer.")
 
     def checkpoint_tensors(
         self, matrix: Matrix, part: WeightSlice, start: int
     ) -> Iterator[CheckpointTensor]:
-        """The tensors that hold `part` in a checkpoint; its rows begin at row `start` here, where
-        the copies of a stack are counted as one below the other."""
-        raise RuntimeError(f"{type(self).__name__} has packed the weights of {part.name}.")
+        """The checkpoint tensors of `part`, whose rows start at row `start` of this matrix (of the
+        concatenated copies, for a stack)."""
+        raise RuntimeError(f"{part.name} is packed ({type(self).__name__}) and cannot be loaded.")
 
     def load(self, place: CheckpointTensor, found: Tensor) -> None:
-        """Store what was read of one of these tensors: the part that `place.slice` names."""
+        """Store the part of a tensor that `place.slice` selects."""
         load_plain(place, found)
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -178,8 +179,8 @@ class LinearMethod:
         return ops.linear(x, self.values(matrix), bias)
 
     def partial(self, matrix: Matrix, x: Tensor) -> Tensor:
-        """A part of a sum over ranks, without bias, in the dtype in which the ranks add:
-        [N, in] -> [N, out]. `finished` makes the output of the sum."""
+        """This rank's partial sum [N, in] -> [N, out], without bias, in the dtype of the
+        all-reduce. `finished` turns the reduced sum into the output."""
         return self.apply(matrix, x, None)
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
@@ -189,25 +190,25 @@ class LinearMethod:
     def experts(
         self, gate_up: Matrix, down: Matrix, x: Tensor, weights: Tensor, ids: Tensor, tiled: bool
     ) -> Tensor:
-        """x [N, d] through its experts `ids` [N, k], with their `weights` [N, k] -> [N, d].
+        """MoE layer: x [N, d], experts `ids` [N, k] and their `weights` [N, k] -> [N, d].
 
-        `tiled`: with bits for a token that do not depend on what is computed beside it.
+        `tiled`: batch-invariant, for deterministic mode.
         """
         run = ops.tiled_moe_experts if tiled else ops.moe_experts
         return run(x, gate_up.values(), down.values(), weights, ids)
 
     def values(self, matrix: Matrix) -> Tensor:
-        """The matrix as numbers, [.., out, in]."""
-        raise RuntimeError(f"{type(self).__name__} cannot give the numbers of its matrix back.")
+        """The dense matrix, [.., out, in]."""
+        raise RuntimeError(f"{type(self).__name__} cannot return its weight as a dense matrix.")
 
     def num_bytes(self, matrix: Matrix) -> int:
-        """Memory of all tensors of the layer."""
+        """Memory of the layer's tensors."""
         tensors = (*matrix.parameters(recurse=False), *matrix.buffers(recurse=False))
         return sum(each.numel() * each.element_size() for each in tensors)
 
 
 class PlainLinearMethod(LinearMethod):
-    """The weight as the checkpoint has it, applied as the device does it best."""
+    """The weight in the layout of the checkpoint."""
 
     def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> None:
         """One parameter, `weight`."""
@@ -229,23 +230,23 @@ class PlainLinearMethod(LinearMethod):
         return ops.embedding(ids, matrix.weight)
 
     def values(self, matrix: Matrix) -> Tensor:
-        """The weight itself."""
+        """The weight."""
         return matrix.weight
 
 
 class PanelLinearMethod(LinearMethod):
     """The weight in panels of 32 outputs, in the order in which a product reads them
-    (`ops/c/linear.c`). The same bytes as before, and an embedding can still read its rows."""
+    (`ops/c/linear.c`). Same size as the plain layout; embedding lookup still works."""
 
     def __init__(self, out_features: int):
         self.out_features = out_features
 
     def arranged(self, weight: Tensor) -> Tensor:
-        """The weight [out, in] as it goes into panels: its inputs are a multiple of 32."""
+        """The weight [out, in] before packing, with a number of inputs that is a multiple of 32."""
         return weight
 
     def width(self, in_features: int) -> int:
-        """How many inputs that are."""
+        """Number of inputs of the arranged weight."""
         return in_features
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -258,13 +259,12 @@ class PanelLinearMethod(LinearMethod):
 
 
 class PackedLinearMethod(LinearMethod):
-    """oneDNN's own layout, which its product wants and `F.linear` would make anew for each call.
+    """The weight in oneDNN's packed layout, which `F.linear` would create again in every call.
 
-    Only oneDNN can read it, so it is none for an embedding. These are the private operations that
-    inductor uses; `packed` says whether they work here.
-    oneDNN writes a program for every number of rows that it meets, which takes milliseconds, and
-    keeps it: 0.7 MB each. So it only ever meets `ROWS`; others are composed of these, and a rest
-    is padded.
+    Only oneDNN can read it, so it has no embedding lookup. It uses the private operations of
+    Inductor; `packed` checks that they work. oneDNN compiles a kernel for each number of rows,
+    which takes milliseconds and 0.7 MB. So it is called only with the sizes in `ROWS`: other
+    numbers of rows are split into these, and the remainder is padded.
     """
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -282,8 +282,8 @@ class PackedLinearMethod(LinearMethod):
 
 
 def row_parts(num_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Cut rows into parts of `ROWS`: where each starts, how many rows it has, and its size, which
-    is more only for the last."""
+    """Cut rows into parts of the sizes in `ROWS`: (start, rows, size) of each. Only the last part
+    may have fewer rows than its size."""
     start = 0
     while (rest := num_rows - start) > 0:
         small = rest <= MOST_PADDED
@@ -293,7 +293,7 @@ def row_parts(num_rows: int) -> Iterator[tuple[int, int, int]]:
 
 
 def packed(weight: Tensor) -> Tensor | None:
-    """A weight [out, in] in oneDNN's layout; None where that is not to be had."""
+    """A weight [out, in] in oneDNN's packed layout; None if oneDNN is unavailable."""
     onednn = torch.ops.mkldnn
     try:
         result = onednn._reorder_linear_weight(weight, None)
@@ -304,10 +304,10 @@ def packed(weight: Tensor) -> Tensor | None:
 
 
 def finished(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The output of a product from its sum over all ranks: with the bias, rounded once."""
+    """The output of a row-parallel product: the reduced sum plus bias, rounded once."""
     return (total if bias is None else total + bias).to(dtype)
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter that is not trained."""
+    """A parameter with `requires_grad=False`."""
     return nn.Parameter(tensor, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the cache holds one small latent per token, shared by all heads."""
+"""Multi-head latent attention: the KV cache holds one latent per token, shared by all heads."""
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,15 @@ from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import yarn_temperature
 from minillm.ops.batch import Batch
 
-LATENT_NORM_EPS = 1e-6  # fixed in DeepSeek's own code, whatever rms_norm_eps says
+LATENT_NORM_EPS = 1e-6  # fixed in DeepSeek's code, independent of rms_norm_eps
 
 
 class MLAttention(nn.Module):
     """MLA in its absorbed form (DeepSeek-V2, 2024, section 2.1 and appendix C).
 
-    A key is W_uk c for a latent c, so q . (W_uk c) = (W_uk^T q) . c: multiply the *query* once
-    instead of every cached latent. What is left is MQA over [latent, rotated part] with the
-    latent itself as value; W_uv maps the result back to heads.
+    A key is W_uk c for a latent c, and q . (W_uk c) = (W_uk^T q) . c: W_uk multiplies the query
+    once instead of every cached latent. Attention is then MQA over [latent, rotated part] with the
+    latent as value; W_uv maps its output to heads.
     """
 
     def __init__(self, config: ModelConfig, mla: MLAConfig, layer: int, prefix: str):

@@ -11,7 +11,7 @@ from minillm.layers.linear import Linear
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer, 2020), gate and up in one product.
 
-    `activation` is how [N, 2 I] becomes [N, I].
+    `activation` is silu(gate) * up, [N, 2 I] -> [N, I].
     """
 
     def __init__(self, prefix: str, hidden_size: int, intermediate_size: int, bias: bool = False):

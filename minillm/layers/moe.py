@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, stacked experts, and a shared MLP beside them."""
+"""Mixture of experts: router, stacked experts and shared experts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from minillm.layers.mlp import MLP
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the parts of its experts in the checkpoint."""
+    """Names of expert weights in the checkpoints of a model family."""
 
     block: str = "mlp."
     gate: str = "gate_proj"
@@ -24,12 +24,12 @@ class ExpertNames:
 
 
 class Router(Matrix):
-    """Scores every expert for every token in float32, and chooses."""
+    """Scores all experts for each token in float32, and selects the top k."""
 
     def __init__(self, prefix: str, hidden_size: int, moe: MoEConfig):
         super().__init__([WeightSlice.whole(f"{prefix}gate", moe.num_experts, hidden_size)])
         self.prefix, self.moe = prefix, moe
-        # A checkpoint buffer, never trained by gradient and not zero in real models.
+        # DeepSeek-V3's score correction bias: a buffer in checkpoints, not trained by gradient.
         bias = torch.empty(moe.num_experts, dtype=torch.float32) if moe.score_bias else None
         self.register_buffer("bias", bias)
         self.bias: Tensor | None
@@ -51,7 +51,7 @@ class Router(Matrix):
         return weights * moe.routed_scaling_factor, ids
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """The matrix by its method, and the bias of the choice."""
+        """The weight, and the score correction bias if there is one."""
         yield from super().checkpoint_tensors()
         if self.bias is not None:
             name = f"{self.prefix}gate.e_score_correction_bias"
@@ -61,7 +61,7 @@ class Router(Matrix):
 class Experts(nn.Module):
     """All experts of a layer in two stacked matrices, [E, 2 I, d] and [E, d, I].
 
-    `tiled`: with bits for a token that do not depend on what is computed beside it.
+    `tiled`: batch-invariant, for deterministic mode.
     """
 
     def __init__(self, prefix: str, hidden_size: int, moe: MoEConfig, names: ExpertNames):
@@ -84,7 +84,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Each token passes through its chosen experts, and through the shared MLP if there is one."""
+    """The weighted sum of each token's top k experts, plus the shared experts if there are any."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, prefix: str, names: ExpertNames):
         super().__init__()

@@ -24,11 +24,11 @@ class RMSNorm(nn.Module):
         return self.norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum: two of [N, d]. Nothing is added to None."""
+        """norm(x + residual) and x + residual, both [N, d]. A residual of None is zero."""
         if residual is None:
             return self(x), x
         return self.add_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """The weight, whole."""
+        """The weight."""
         yield CheckpointTensor.plain(f"{self.name}.weight", self.weight.data)

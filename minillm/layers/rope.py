@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of every scaling scheme, and the angles of a batch."""
+"""Rotary position embedding (RoPE) with all supported scaling schemes."""
 
 import math
 
@@ -11,16 +11,16 @@ from minillm.config import RopeConfig
 def inverse_frequencies(
     rope: RopeConfig, dim: int, max_position_embeddings: int, max_model_len: int
 ) -> Tensor:
-    """Angle per position of each pair of dimensions, float32 [dim / 2].
+    """Inverse frequency of each pair of dimensions, float32 [dim / 2].
 
-    `dynamic` and `longrope` depend on the context length. It is taken from `max_model_len` once
-    per engine, not from the running length, so that a key cached early still fits a query that
-    comes late, and chunking cannot change an output.
+    `dynamic` and `longrope` depend on the context length. `max_model_len` is used, once per engine,
+    and not the current length: cached keys remain valid as the sequence grows, and chunked prefill
+    does not change the output.
     """
     exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim  # [dim / 2]
     theta = rope.theta
     if rope.rope_type == "dynamic":
-        # NTK-aware base (Peng et al., 2023): only beyond the trained length.
+        # NTK-aware base (Peng et al., 2023), if the context exceeds the trained length.
         ratio = max(max_model_len, max_position_embeddings) / max_position_embeddings
         theta *= (rope.factor * ratio - (rope.factor - 1)) ** (dim / (dim - 2))
     frequencies = 1.0 / theta**exponent
@@ -38,7 +38,7 @@ def inverse_frequencies(
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig, max_position_embeddings: int) -> Tensor:
-    """Llama 3.1: slow the long waves by `factor`, keep the short ones, blend between."""
+    """Llama 3.1: divide low frequencies by `factor`, keep high ones, interpolate in between."""
     original = rope.original_max_position_embeddings or max_position_embeddings
     turns = original * frequencies / (2 * math.pi)  # full turns within the trained length
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -47,7 +47,7 @@ def _llama3(frequencies: Tensor, rope: RopeConfig, max_position_embeddings: int)
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig, dim: int, max_position_embeddings: int) -> Tensor:
-    """YaRN (Peng et al., 2023), section 3.2: interpolate by the number of turns."""
+    """YaRN (Peng et al., 2023), section 3.2: interpolate low frequencies, keep high ones."""
     original = rope.original_max_position_embeddings or max_position_embeddings
 
     def dimension_of(turns: float) -> float:
@@ -68,7 +68,7 @@ def yarn_temperature(factor: float, mscale: float) -> float:
 
 
 def attention_factor(rope: RopeConfig, max_position_embeddings: int) -> float:
-    """Factor on cos and sin by which yarn and longrope sharpen attention; 1 elsewhere."""
+    """Scale of cos and sin with yarn and longrope; 1 with other schemes."""
     if rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -84,7 +84,7 @@ def attention_factor(rope: RopeConfig, max_position_embeddings: int) -> float:
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions [N] -> cos and sin [N, dim / 2] in float32, shared by all layers of a step."""
+    """Positions [N] -> cos and sin [N, dim / 2] in float32, computed once per forward pass."""
 
     def __init__(
         self, rope: RopeConfig, dim: int, max_position_embeddings: int, max_model_len: int

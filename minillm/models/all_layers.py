@@ -1,4 +1,4 @@
-"""The way through all layers of a dense decoder in one call of C, where everything fits."""
+"""All layers of a dense decoder in one C call, for supported models."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +21,12 @@ from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
 class AllLayers:
     """`Decoder.all_layers` of a model whose weights are in panels.
 
-    It steps aside, by returning None, for whoever wants to see a layer at work: where a hook is
-    set, torch's operations are watched, or the cache is not the usual one.
+    Returns None, so that the layers run one by one, if a module hook is set, torch operations are
+    being intercepted, or the cache is not a `KVCache` in mode "fast".
     """
 
     def __init__(self, model: Decoder):
-        # Not the model, which has this object: a circle would keep both alive.
+        # No reference to the model, which refers to this object: a cycle would delay freeing both.
         modules = [each for layer in model.layers for each in layer.modules()]
         self.hooks = [each._forward_hooks for each in modules]
         self.hooks += [each._forward_pre_hooks for each in modules]
@@ -36,15 +36,15 @@ class AllLayers:
         self._sum: Callable[[Tensor], object] | None = None
 
     def add_up(self, all_reduce: Callable[[Tensor], object], owns_biases: bool) -> None:
-        """These layers are a rank's share: `all_reduce` adds up the output [N, d] of each half in
-        place. One rank alone owns the biases of the sums."""
+        """Set up tensor parallelism: `all_reduce` sums the output [N, d] of attention and of the
+        MLP in place. Exactly one rank owns the biases of these outputs."""
         self._sum = all_reduce
         if not owns_biases:
             self.weights = [replace(each, o_bias=None, down_bias=None) for each in self.weights]
 
     @classmethod
     def of(cls, model: Decoder) -> "AllLayers | None":
-        """For this model; None where a layer is not of the kind that `ops/c/layers.c` knows."""
+        """The instance for a model; None if `ops/c/layers.c` does not support all its layers."""
         if not all(fits(layer) for layer in model.layers) or not layer_shape(model).fits:
             return None
         return cls(model)
@@ -75,7 +75,7 @@ class AllLayers:
 
 
 def fits(layer: nn.Module) -> bool:
-    """Whether a layer is grouped attention and a dense MLP, with all matrices in panels."""
+    """Whether a layer is grouped-query attention and a dense MLP, with all weights in panels."""
     if not isinstance(layer, DecoderLayer):
         return False
     attention, mlp = layer.attention, layer.mlp
@@ -85,7 +85,7 @@ def fits(layer: nn.Module) -> bool:
 
 
 def matrices(attention: Attention, mlp: MLP) -> tuple[Linear, Linear, Linear, Linear]:
-    """The four matrices of a layer, in the order of use."""
+    """The four matrices of a layer, in order of use."""
     return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
 
 
@@ -112,7 +112,7 @@ def layer_weights(layer: Any) -> LayerWeights:
 
 
 def layer_shape(model: Decoder) -> LayerShape:
-    """What the layers of a model that `fits` have in common."""
+    """The common shape of the layers of a model that `fits`."""
     config = model.config
     first: Any = model.layers[0]
     return LayerShape(

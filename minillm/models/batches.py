@@ -1,9 +1,9 @@
-"""From rows of a plan to the tensors of a batch: block tables that persist, and numpy for the rest.
+"""Builds the input tensors of a step: persistent block tables, everything else with numpy.
 
-Positions, slots and lengths follow from counts, so the host makes them. An operation of torch takes
-2 to 10 microseconds however little it does, and more where its threads must wake; numpy takes half
-of one. On a GPU all numbers of a batch travel in one copy from pinned memory, which waits for
-nothing: torch hands that memory out again only when the copy is over.
+The host computes positions, slots and lengths from token counts. A small torch operation costs
+2 to 10 microseconds, more if its threads must wake up; numpy costs about 0.5. On a GPU all inputs
+of a batch go in one asynchronous copy from pinned memory; torch's allocator reuses that memory only
+after the copy is done.
 """
 
 from array import array
@@ -21,18 +21,18 @@ Numbers = NDArray[np.int64]
 
 
 class BlockTables:
-    """The blocks of every row, [rows, blocks of the longest sequence], here and on the device.
+    """Block tables of all rows, [rows, blocks of the longest sequence], on host and device.
 
-    Entries behind a row's table are old.
+    Entries past the end of a row's table are stale.
     """
 
     def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
         self.host: Numbers = np.zeros((num_rows, max_blocks), dtype=np.int64)
-        self.numbers = self.host.data  # the same, for whoever wants a few of them
-        self.device = torch.from_numpy(self.host).to(device)  # on a CPU the same memory
+        self.numbers = self.host.data  # the same memory; single entries are faster to read
+        self.device = torch.from_numpy(self.host).to(device)  # on a CPU also the same memory
 
     def write(self, changes: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """For each (row, place, blocks): from `place` on, its table is these blocks."""
+        """For each (row, place, blocks): write the blocks to the row's table from `place` on."""
         for row, place, blocks in changes:
             self.host[row, place : place + len(blocks)] = blocks
         if self.device.device.type == "cpu" or not changes:
@@ -44,7 +44,7 @@ class BlockTables:
         self.device[where[0], where[1]] = where[2]
 
     def of(self, rows: Numbers, num_blocks: int, on_device: Tensor) -> Tensor:
-        """The first blocks of some rows: [B, M]."""
+        """The first `num_blocks` entries of some rows: [B, M]."""
         if self.device.device.type == "cpu":
             return torch.from_numpy(self.host[rows, :num_blocks])
         return self.device[on_device, :num_blocks]
@@ -58,14 +58,14 @@ def make_batch(
     counts: Sequence[int],
     input_ids: Sequence[int],
 ) -> Batch:
-    """The flat batch of tokens `starts` to `starts + counts` of the sequences in these rows."""
+    """The flat batch of positions `starts` to `starts + counts` of the sequences in `rows`."""
     if max(counts) == 1:
         return decode_batch(tables, block_size, rows, starts, input_ids)
     place, start, count = np.array((rows, starts, counts), dtype=np.int64)
     ends = start + count
     query_start = np.zeros(len(rows) + 1, dtype=np.int32)
     count.cumsum(out=query_start[1:])
-    # Token t of the batch is at position t - (where its row ends in the batch) + seq_len.
+    # Token t of the batch has position t - (end of its row in the batch) + seq_len.
     positions = np.arange(len(input_ids)) + (ends - query_start[1:]).repeat(count)
     slots = tables.host[place.repeat(count), positions // block_size] * block_size
     slots += positions % block_size
@@ -98,10 +98,10 @@ def decode_batch(
     starts: Sequence[int],
     input_ids: Sequence[int],
 ) -> Batch:
-    """The flat batch of one token of each sequence, the one at position `start`.
+    """The flat batch of a decode step: one token per sequence, at position `start`.
 
-    Almost every step is one of these, and between two of them the weights have gone through the
-    processor's caches: then each function of numpy takes 20 microseconds, and a list hardly any.
+    This is the usual step. Between two of them the weights have evicted numpy's code and data from
+    the CPU caches: a numpy call then takes 20 microseconds, a list comprehension hardly any.
     """
     size, count, blocks = block_size, len(rows), tables.numbers
     slots = [

@@ -1,6 +1,6 @@
-"""Finding a model and reading its files: a local folder, an embedded model, or a hub id.
+"""Locating and reading checkpoints: a local folder, an embedded model, or a Hugging Face hub id.
 
-Only JSON and safetensors are read. Nothing here runs code from a checkpoint.
+Only JSON and safetensors files are read; code in a checkpoint is never run.
 """
 
 import json
@@ -30,7 +30,7 @@ from minillm.models.presets import PRESETS, preset
 
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-HUB_FILES = ("*.json", "*.jinja")  # what describes a model; its weights are fetched to load it
+HUB_FILES = ("*.json", "*.jinja")  # configuration and tokenizer; weights are fetched separately
 HUB_WEIGHTS = ("*.safetensors",)
 HUB_IGNORED = ("*/*", "consolidated*")  # other formats of the same weights
 SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
@@ -49,20 +49,20 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What there is to know before weights are read. `folder` is None for a preset."""
+    """A model before its weights are read. `folder` is None for a preset."""
 
     name: str
     config: ModelConfig
     folder: Path | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
-    hub_id: str | None = None  # the weights may have to be fetched still
-    ignored_layers: int = 0  # extra layers at the end of the file (multi-token prediction)
+    hub_id: str | None = None  # if set, the weights may not have been fetched yet
+    ignored_layers: int = 0  # multi-token prediction layers at the end of the checkpoint
 
 
 def open_model(model: str | Path) -> ModelSource:
-    """Describe `model`: an embedded name, ``preset:NAME``, a folder, or a hub id, whose weights
-    are not fetched for this.
+    """Describe `model`: an embedded name, ``preset:NAME``, a folder, or a hub id. Does not fetch
+    weights.
 
     Raises ModelNotFoundError, CheckpointError, ConfigError or UnsupportedFeatureError.
     """
@@ -87,10 +87,10 @@ def open_model(model: str | Path) -> ModelSource:
 
 
 def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What the model's authors recommend, under the names of `SamplingParams`; those that vLLM
-    takes over."""
+    """Recommended sampling parameters from generation_config.json, under the names of
+    `SamplingParams`. The same fields are used as in vLLM."""
     defaults: dict[str, Any] = {
-        SAMPLING_FIELDS[name]: int(value) if is_whole(value) else value  # a top_k of 50.0 is meant
+        SAMPLING_FIELDS[name]: int(value) if is_whole(value) else value  # such as top_k 50.0
         for name, value in generation.items()
         if name in SAMPLING_FIELDS and value is not None
     }
@@ -104,12 +104,12 @@ def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, An
 
 
 def is_whole(value: object) -> bool:
-    """Whether this is a float without a fraction."""
+    """Whether this is a float with an integer value."""
     return isinstance(value, float) and value.is_integer()
 
 
 def end_of_sequence_ids(value: Any, folder: Path) -> tuple[int, ...]:
-    """One id, several, or none (null)."""
+    """Parse ``eos_token_id``: one id, a list, or null for none."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise CheckpointError(f"{folder} gives the end-of-sequence id {value!r}; ids are integers.")
@@ -117,17 +117,17 @@ def end_of_sequence_ids(value: Any, folder: Path) -> tuple[int, ...]:
 
 
 def embedded_models() -> list[str]:
-    """Names of the models that are part of the installation."""
+    """Names of the models included in the installation."""
     return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
 
 
 def find_folder(name: str) -> Path:
-    """The local folder of a model, fetching the small files of a hub id when online."""
+    """The local folder of a model. Fetches the small files of a hub id if necessary."""
     return local_folder(name) or download(name)
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of an embedded model or on disk; None for what can only be a hub id."""
+    """The folder of an embedded or local model; None if `name` can only be a hub id."""
     if name.endswith(".gguf"):
         raise UnsupportedFeatureError("GGUF files are not supported by this version.")
     if name in embedded_models():
@@ -135,7 +135,7 @@ def local_folder(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         is_folder, is_file, beside = path.is_dir(), path.is_file(), path.parent.exists()
-    except (OSError, RuntimeError) as error:  # too long, not permitted; no such user's ~
+    except (OSError, RuntimeError) as error:  # too long, not permitted; unknown user after ~
         raise ModelNotFoundError(
             f"The folder {shown(name)} cannot be looked up: {reason(error)}."
         ) from error
@@ -157,7 +157,7 @@ def local_folder(name: str) -> Path | None:
 def download(
     hub_id: str, patterns: tuple[str, ...] = HUB_FILES, revision: str | None = None
 ) -> Path:
-    """Resolve a hub id to its cached snapshot, fetching what is missing of the named files."""
+    """Resolve a hub id to its cached snapshot, fetching missing files that match `patterns`."""
     import huggingface_hub
 
     try:
@@ -168,7 +168,7 @@ def download(
             ignore_patterns=list(HUB_IGNORED),
         )
         return Path(folder)
-    except Exception as error:  # its HTTP client, and so the errors of that, change with versions
+    except Exception as error:  # error types depend on the version's HTTP client
         raise ModelNotFoundError(
             f"The model {hub_id!r} is not in the local hub cache and could not be fetched "
             f"({type(error).__name__}); check the name, go online once, or give a local folder."
@@ -176,12 +176,12 @@ def download(
 
 
 def reason(error: Exception) -> str:
-    """What the operating system says, without its number and the path."""
+    """The message of an error; for an OSError without number and path."""
     return (isinstance(error, OSError) and error.strerror) or str(error).rstrip(".")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object, or say which file is missing or damaged."""
+    """Parse a JSON object. Errors name the file that is missing or damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -198,22 +198,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(source: ModelSource) -> list[Path]:
-    """The weight files of a model that has some, fetched first if they are still on the hub."""
+    """The weight files of a model, fetched from the hub if necessary; empty for a preset."""
     folder = source.folder
     if folder and source.hub_id:
-        # A snapshot's folder is called after its commit: weights of the config that was read.
+        # A snapshot folder is named after its commit: fetch the weights of the same commit.
         folder = download(source.hub_id, HUB_WEIGHTS, revision=folder.name)
     return shard_files(folder) if folder else []
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The weight files of a folder: those its index names, or the only one."""
+    """The weight files of a folder: those listed in its index, or the only one."""
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, Mapping):
             raise CheckpointError(f"{folder / INDEX} has no weight_map.")
         names = sorted({str(name) for name in weight_map.values()})
-    elif (folder / WEIGHTS).is_file():  # other formats of the same weights may lie beside it
+    elif (folder / WEIGHTS).is_file():  # ignores other formats of the same weights
         names = [WEIGHTS]
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -226,7 +226,7 @@ def shard_files(folder: Path) -> list[Path]:
         hint = "; convert its pickled weights to safetensors, pickle is never read" * pickled
         raise ModelNotFoundError(f"{folder} holds no safetensors file{hint}.")
     for name in names:
-        if Path(name).name != name:  # an index must not lead out of its folder
+        if Path(name).name != name:  # no path out of the folder
             raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a plain file.")
         if not (folder / name).is_file():
             raise ModelNotFoundError(f"{folder / INDEX} names {name}, but that file is missing.")
@@ -235,9 +235,9 @@ def shard_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Any]:
-    """A memory-mapped safetensors file, with damage reported by file name."""
+    """Open a memory-mapped safetensors file. Errors name the file."""
     try:
-        path.open("rb").close()  # safetensors' errors do not tell what is wrong from who may read
+        path.open("rb").close()  # raises OSError for permissions; safetensors' error is ambiguous
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
@@ -249,15 +249,15 @@ def open_shard(path: Path) -> Iterator[Any]:
 
 
 def shard_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a file, from its header alone."""
+    """Name and shape of every tensor in a file. Reads only the header."""
     with open_shard(path) as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def read_tensors(path: Path, slices: Mapping[str, TensorSlice]) -> Iterator[tuple[str, Tensor]]:
-    """Those tensors of a file, or the parts of them, that are named; one in memory at a time.
+    """Read the given slices of a file's tensors, one at a time.
 
-    The file is mapped: of a part, only its own pages are read.
+    The file is memory-mapped, so only the pages of a slice are read.
     """
     with open_shard(path) as file:
         for name in file.keys():  # noqa: SIM118

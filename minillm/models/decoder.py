@@ -1,4 +1,4 @@
-"""The one decoder. Every family is this file under another `ModelConfig`."""
+"""The decoder-only transformer. All model families use it, with different `ModelConfig`s."""
 
 from collections.abc import Callable
 
@@ -20,19 +20,19 @@ from minillm.ops.batch import Batch
 MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
 
 
-MethodOf = Callable[[Matrix], LinearMethod]  # how to store a matrix of the model
+MethodOf = Callable[[Matrix], LinearMethod]  # selects the storage of each matrix
 
-# x [N, d], rope, batch, kv -> what the layers would return, or None where they must run one by one.
+# x [N, d], rope, batch, kv -> the output of the layers, or None if they must run one by one.
 LayersMethod = Callable[
     [Tensor, tuple[Tensor, Tensor], Batch, AttentionBackend], tuple[Tensor, Tensor] | None
 ]
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual connection.
+    """Attention and MLP, each with a pre-norm and a residual connection.
 
-    A block's output is added to the residual stream by the norm that comes next, because on a GPU
-    both are one pass over memory: so a layer hands on the stream and what is still to be added.
+    The next norm adds a block's output to the residual stream, because a fused add and norm is one
+    pass over memory. So a layer returns its MLP output and the residual stream without it.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -60,7 +60,7 @@ class DecoderLayer(nn.Module):
         batch: Batch,
         kv: AttentionBackend,
     ) -> tuple[Tensor, Tensor]:
-        """Two of [N, d] -> two of [N, d]; no residual before the first layer."""
+        """x and residual [N, d] -> x and residual [N, d]. The first layer's residual is None."""
         x, residual = self.input_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attention(x, rope, batch, kv), residual)
         return self.mlp(x), residual
@@ -69,12 +69,17 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer over a flat batch.
 
-    Parameters are uninitialised: `models/loader.py` fills them from a checkpoint, or
-    `initialize` at random. `method_of` chooses how each matrix is stored, `shard` which part of
-    the checkpoint it is (`parallel/shard.py`). `max_model_len` fixes
-    context-dependent RoPE schemes once. `all_layers` is a faster way through the layers, where
-    there is one. With `plain_torch` its caches do not use our own functions either
-    (`models/packing.py`).
+    Parameters are uninitialised: `models/loader.py` loads a checkpoint, `initialize` sets random
+    values.
+
+    Args:
+        max_model_len: context length for RoPE schemes that depend on it.
+        method_of: selects how each matrix is stored.
+        shard: selects this rank's part of the checkpoint (`parallel/shard.py`).
+
+    Attributes:
+        all_layers: runs all layers in one call, if the model supports it.
+        plain_torch: use torch operations only, for attention too (`models/packing.py`).
     """
 
     def __init__(
@@ -112,22 +117,22 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in, and caches, however its matrices are stored."""
+        """dtype of activations and KV cache; matrices may be stored in another."""
         return self.norm.weight.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all weights; a model on the meta device says what it would take."""
+        """Memory of all weights, also for a model on the meta device."""
         norms = sum(each.weight.nbytes for each in self.modules() if isinstance(each, RMSNorm))
         return norms + sum(each.num_bytes for each in self.modules() if isinstance(each, Matrix))
 
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
-        """Run the batch's tokens, extending the cache: N tokens -> hidden states [N, d]."""
+        """N tokens -> hidden states [N, d]. Writes the tokens' KV to the cache."""
         rope = self.rope(batch.positions)
         x, residual = self.embedding(batch.input_ids), None
         done = None if self.all_layers is None else self.all_layers(x, rope, batch, kv)
@@ -143,7 +148,7 @@ class Decoder(nn.Module):
         return self.embedding.as_output(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """Every tensor of a Hugging Face checkpoint of which this model holds a part, by name."""
+        """All tensors of a Hugging Face checkpoint of which this model holds a part, by name."""
         return {
             tensor.name: tensor
             for layer in self.modules()
@@ -168,11 +173,10 @@ class Decoder(nn.Module):
 
 
 def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a module built on the meta device its memory: matrices as their methods do, other
-    parameters in `dtype`, buffers as built.
+    """Allocate a module that was built on the meta device: matrices by their methods, other
+    parameters in `dtype`, buffers in their own dtype.
 
-    Building first and allocating after needs no global default dtype, so two engines can load
-    in two threads.
+    This needs no global default dtype, so two threads can load models at the same time.
     """
     for part in module.modules():
         if isinstance(part, Matrix):

@@ -1,14 +1,15 @@
-"""Deterministic mode: the same bits for a request alone, in any batch, in any chunks, recomputed.
+"""Deterministic mode (batch invariance): a request's output is bitwise the same in any batch, with
+any prefill chunks, and after recomputation.
 
-A matrix product rounds differently for other numbers of rows, because its sums are cut differently
-(He et al., "Defeating Nondeterminism in LLM Inference", 2025). So the model only ever sees tiles of
-a fixed number of rows, padded at the end, and a tile's bits can depend on nothing but each row's
-values and its place in the tile. That it does not depend on the place either is not believed but
-tried, when an engine starts. Attention and experts, whose shapes would follow from the neighbours,
-have arithmetic of their own: attention's mode "invariant", and `ops.tiled_moe_experts`.
+A matrix product splits its sums differently for different numbers of rows, and so rounds
+differently (He et al., "Defeating Nondeterminism in LLM Inference", 2025). In this mode the model
+runs on tiles with a fixed number of rows, padded at the end: the result of a row can then depend
+only on its values and its index in the tile. A probe at engine start checks that it does not depend
+on the index. Attention and experts have batch-invariant implementations: attention mode
+"invariant" and `ops.tiled_moe_experts`.
 
-Dense models on a CPU need no tiles, because our functions in C treat every row by itself
-(`models/fixed_sums.py`).
+Dense models on a CPU need no tiles, because the C functions compute each row independently
+(`fixed_sums.py`).
 """
 
 import logging
@@ -33,25 +34,27 @@ from minillm.ops.batch import Batch
 
 logger = logging.getLogger(__name__)
 
-# One row has kernels of its own everywhere, so it is the last resort. A pass of SmolLM2-135M on two
-# cores of a Xeon with AMX takes, in milliseconds for 1, 8, 16, 32, 64 and 128 rows, 41, 65, 78, 97,
-# 134 and 206 in float32, where 16 and 32 agree in every bit, and 53, 53, 53, 62, 76 and 109 in
-# bfloat16, where 8 to 32 do. So 16 costs a single decode little and has a larger one for prompts.
+# Tiles of one row are the fallback: libraries use different kernels for one row. Milliseconds of a
+# forward pass of SmolLM2-135M on two cores of a Xeon with AMX, and sizes with equal bits:
+#     rows          1    8   16   32   64  128
+#     float32      41   65   78   97  134  206    16 and 32
+#     bfloat16     53   53   53   62   76  109    8 to 32
+# So 16 costs a single decode little, and is compatible with a larger tile for prompts.
 TILES = (8, 16, 32, 64, 128)
 PREFERRED = 16
-MOST_LOGITS = 64  # rows at a time: a row has as many values as the vocabulary
-PASS_ROWS = 32  # a pass through the model costs about as much as so many more rows in one
-PROBE_TOKENS = (2, 8)  # at least and at most
-PROBE_WEIGHTS = 2**26  # weights times tokens, between those
-PROBE_PRODUCT = 2**24  # weights of the largest matrix that is made for it
+MOST_LOGITS = 64  # rows of logits computed at a time, to bound their memory
+PASS_ROWS = 32  # one more pass costs about as much as this many more rows in a pass
+PROBE_TOKENS = (2, 8)  # minimum and maximum length of the probe's sequence
+PROBE_WEIGHTS = 2**26  # target for weights times tokens of the probe
+PROBE_PRODUCT = 2**24  # largest weight whose product is probed separately
 
 
 class TiledDecoder(nn.Module):
-    """A decoder that computes the flat batch tile by tile, each through the whole model.
+    """A decoder that runs the flat batch in tiles, each through the whole model.
 
-    A tile writes its keys and values before the next one runs, so a token sees its past as usual.
-    `tiles` are numbers of rows that give the same bits, those of `find_tiles` if none are given.
-    `obstacle` says why the bits depend on the number of ranks, if they do.
+    A tile writes its KV before the next one runs, so attention is unchanged. `tiles` are tile sizes
+    with equal bits; the default is `find_tiles`. `obstacle` says why the result depends on the
+    number of ranks, or is empty.
     """
 
     obstacle = ""
@@ -69,13 +72,13 @@ class TiledDecoder(nn.Module):
         self.use(find_tiles(model) if tiles is None else tiles)
 
     def use(self, tiles: Sequence[int]) -> None:
-        """Cut batches into tiles of these sizes."""
+        """Set the tile sizes."""
         self.tiles = tuple(sorted(tiles))
         self.logits_tiles = tuple(size for size in self.tiles if size <= MOST_LOGITS)
 
     @property
     def device(self) -> torch.device:
-        """The model's."""
+        """Device of the model."""
         return self.model.device
 
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
@@ -93,9 +96,10 @@ class TiledDecoder(nn.Module):
 
 
 def spans(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut rows into tiles: where each starts and stops, and its size, padding included.
+    """Cut rows into tiles: (start, stop, size including padding) of each.
 
-    The rest takes the smallest tile that holds it, unless padding would cost more than a pass.
+    The remainder uses the smallest tile that holds it, unless the padding would cost more than
+    another pass.
     """
     start = 0
     while start < num_rows:
@@ -110,13 +114,13 @@ def spans(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int, int]]
 
 
 def padded(start: int, stop: int, size: int, device: torch.device) -> Tensor:
-    """Indices of the rows of a tile, the last one as often as it takes: no row is invented, which
-    might choose experts that nobody needs."""
+    """Row indices of a tile, padded by repeating the last row: zeros as padding could be routed to
+    experts that no row needs."""
     return torch.arange(start, start + size, device=device).clamp_(max=stop - 1)
 
 
 def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
-    """The tiles of a flat batch, as batches whose `slot_mapping` ends where padding begins."""
+    """The tiles of a flat batch, as batches. `slot_mapping` excludes the padding."""
     bounds, ends = batch.query_start.tolist(), batch.seq_lens.tolist()
     device = batch.input_ids.device
     for start, stop, size in spans(len(batch.input_ids), tiles):
@@ -126,7 +130,7 @@ def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
             for sequence, (low, high) in enumerate(pairwise(bounds))
             if low < stop and high > start
         ]
-        # A token at row r of the batch is at position r + shift.
+        # The token at row r of the batch has position r + shift.
         seq_lens = [high + shift for _, _, high, shift in parts]
         yield replace(
             batch,
@@ -148,11 +152,11 @@ def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
 
 @torch.inference_mode()
 def find_tiles(model: Decoder, candidates: Sequence[int] = TILES) -> tuple[int, ...]:
-    """Which numbers of rows may be used on this machine, with this model, in its dtype.
+    """Tile sizes that are batch-invariant on this machine, with this model and dtype.
 
-    A size is right when equal rows come out equal wherever in the tile they are; several may be
-    used side by side when they agree with each other. All are taken that agree with `PREFERRED`,
-    or where that one fails with the nearest smaller one. A tile of one row cannot fail.
+    A size qualifies if equal rows give equal results at every index of the tile. Sizes can be mixed
+    if their results are equal too. Returns `PREFERRED` and all sizes that agree with it; if it does
+    not qualify, the next smaller size takes its place. Tiles of one row always qualify.
     """
     with torch.accelerator.device_index(model.device.index):
         results = {size: probe(model, size) for size in candidates}
@@ -164,8 +168,8 @@ def find_tiles(model: Decoder, candidates: Sequence[int] = TILES) -> tuple[int, 
     ) or (1,)
     if failed:
         logger.warning(
-            "Deterministic mode does not use tiles of %s rows, in which a row's result differs "
-            "with its place.",
+            "Deterministic mode does not use tiles of %s rows: a row's result depends on its index "
+            "in the tile.",
             " or ".join(map(str, failed)),
         )
     logger.info("Deterministic mode uses tiles of %s rows.", " or ".join(map(str, tiles)))
@@ -173,7 +177,7 @@ def find_tiles(model: Decoder, candidates: Sequence[int] = TILES) -> tuple[int, 
 
 
 def probe(model: Decoder, size: int) -> Tensor | None:
-    """What comes out of tiles of this size, as bytes; None if it differs with a row's place."""
+    """Results of tiles of this size, as bytes; None if they depend on a row's index."""
     rows = [*model_outputs(model, size), *product_outputs(model, size)]
     if any(not same_bits(each, each[:1].expand_as(each)) for each in rows):
         return None
@@ -181,12 +185,13 @@ def probe(model: Decoder, size: int) -> Tensor | None:
 
 
 def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
-    """Hidden states and logits of a few tokens of one sequence, each `size` times in a tile."""
+    """Hidden states and logits of a short sequence, each token repeated `size` times in a tile."""
     device, config = model.device, model.config
-    # Of the vocabulary ranks may have different shares, and all must take as many steps.
+    # Computed from the config, because ranks may hold unequal shares of the vocabulary and all
+    # must run the same number of steps.
     num_weights = config.vocab_size * config.hidden_size
     num_weights += sum(each.numel() for each in model.layers.parameters())
-    # A small model has fewer sums in which a difference could show, so it gets more tokens.
+    # A small model has fewer sums in which a difference could show, so it runs more tokens.
     count = max(PROBE_TOKENS[0], min(PROBE_TOKENS[1], PROBE_WEIGHTS // num_weights))
     spec = cache_spec(config)
     kv = FirstRow(spec, config.num_layers, 1, count, model.dtype, device, "invariant")
@@ -209,23 +214,23 @@ def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
 
 
 class FirstRow(KVCache):
-    """A cache for the probe: padding rows, in which a kernel leaves anything, get a copy of the
-    attention of the only row that is a query, so that they differ by what is tried alone."""
+    """The KV cache of the probe. Attention kernels leave padding rows undefined, so the output of
+    the only query row is copied to them: rows then differ only by the products that are probed."""
 
     def attend(
         self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
     ) -> Tensor:
-        """[N, H, D] -> [N, H, Dv], N times the first"""
+        """[N, H, D] -> [N, H, Dv], the first row repeated"""
         out = super().attend(layer, query, batch, scale, window)
         return out[:1].repeat(len(query), 1, 1)
 
 
 def product_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
-    """Products of the model's shapes whose exact value is 0, so that only rounding is left.
+    """Products of the model's shapes whose exact value is 0, so that the result is rounding error.
 
-    In half precision most differences between two orders of a sum are lost when the result is
-    rounded. Here every one of them shows. The largest matrices are left out: they have enough sums
-    for a difference to show in what the model gives.
+    In half precision, rounding the result hides most differences in the order of a sum; with a sum
+    of 0 they all show. The largest matrices are skipped: they have enough sums for a difference to
+    show in the model's output.
     """
     for shape, dtype in product_shapes(model):
         weight, x = cancelling(shape, dtype, model.device)
@@ -239,7 +244,7 @@ def product_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
 
 
 def product_shapes(model: Decoder) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """[.., out, in] of every matrix, and of MLA's products per head."""
+    """Shapes [.., out, in] and dtypes of all matrices, and of MLA's products per head."""
     shapes: dict[tuple[tuple[int, ...], torch.dtype], None] = {}
     dtype = model.dtype
     for module in model.modules():
@@ -255,7 +260,7 @@ def product_shapes(model: Decoder) -> list[tuple[tuple[int, ...], torch.dtype]]:
 def cancelling(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """A weight [.., out, in] and one row [1, .., in], each of whose products has an opposite."""
+    """A weight [.., out, in] and one row [1, .., in] whose products cancel in pairs."""
     generator = torch.Generator().manual_seed(0)
     half, places = shape[-1] // 2, torch.randperm(shape[-1], generator=generator)
     weight, x = torch.zeros(shape), torch.zeros(1, *shape[:-2], shape[-1])
@@ -267,5 +272,5 @@ def cancelling(
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also NaN equals itself here, and 0 is not -0."""
+    """Bitwise equality: NaN equals itself, and 0 differs from -0."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -1,7 +1,7 @@
-"""From a Hugging Face ``config.json`` to a `ModelConfig`: each family is one short function.
+"""Parses a Hugging Face ``config.json`` into a `ModelConfig`, with one function per model family.
 
-Fields that are absent mean what transformers takes them to mean. A field whose value asks for
-something this engine does not do is refused by name; nothing is ignored that changes an output.
+Missing fields have the defaults of transformers. An unsupported value raises an error that names
+the field; no field that affects the output is ignored.
 """
 
 import sys
@@ -19,8 +19,8 @@ ROPE_NUMBERS = (
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),  # yarn
 )
 LAYER_TYPES = ("sliding_attention", "full_attention")
-LARGEST = 1 << 24  # of any size: positions above are no longer exact in float32
-MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # each becomes modules, before a file can contradict it
+LARGEST = 1 << 24  # limit of integer fields; larger positions are not exact in float32
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # modules are created before the weights are checked
 LIMITS: Mapping[str, int] = {
     "num_hidden_layers": MAX_LAYERS,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MAX_EXPERTS),
@@ -49,7 +49,7 @@ def parse_config(data: Fields) -> ModelConfig:
 
 
 def only(data: Fields, name: str, supported: Any) -> None:
-    """Refuse a field that asks for something else than this engine does; absent is fine."""
+    """Raise an error if a field is present with another value than the supported one."""
     if data.get(name, supported) != supported:
         raise UnsupportedFeatureError(
             f"config.json says {name} = {data[name]!r}; this version has only {supported!r}."
@@ -57,7 +57,7 @@ def only(data: Fields, name: str, supported: Any) -> None:
 
 
 def integer(data: Fields, name: str, default: int | None = None) -> int:
-    """A whole number; required when there is no default, and null means the default."""
+    """An integer field. null means the default; without a default the field is required."""
     value = data.get(name)
     value = default if value is None else value
     if value is None:
@@ -71,7 +71,7 @@ def integer(data: Fields, name: str, default: int | None = None) -> int:
 
 
 def flag(data: Fields, name: str, default: bool = False) -> bool:
-    """True or false; null means the default."""
+    """A boolean field; null means the default."""
     value = data.get(name)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -80,7 +80,7 @@ def flag(data: Fields, name: str, default: bool = False) -> bool:
 
 
 def section(data: Fields, name: str) -> Fields:
-    """A nested object; absent and null mean an empty one."""
+    """An object field; missing or null means empty."""
     value = data.get(name) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"config.json says {name} = {value!r}; it must be a JSON object.")
@@ -88,7 +88,7 @@ def section(data: Fields, name: str) -> Fields:
 
 
 def numbers(data: Fields, name: str) -> tuple[Any, ...]:
-    """A list of numbers; absent and null mean an empty one."""
+    """A field with a list of numbers; missing or null means empty."""
     value = data.get(name)
     value = [] if value is None else value
     if not isinstance(value, list | tuple) or not all(map(is_number, value)):
@@ -97,7 +97,7 @@ def numbers(data: Fields, name: str) -> tuple[Any, ...]:
 
 
 def number(data: Fields, name: str, default: float) -> float:
-    """A number; null means the default."""
+    """A number field; null means the default."""
     value = data.get(name)
     value = default if value is None else value
     if not is_number(value):
@@ -106,7 +106,8 @@ def number(data: Fields, name: str, default: float) -> float:
 
 
 def is_number(value: object) -> bool:
-    """A number that a float can hold: Python reads NaN, Infinity and any integer from JSON."""
+    """Whether a value is a finite number that fits in a float. Python's JSON parser accepts NaN,
+    Infinity and integers of any size."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -115,7 +116,7 @@ def is_number(value: object) -> bool:
 
 
 def dtype_name(data: Fields) -> str:
-    """The checkpoint's dtype under its new or old field name; absent means float32."""
+    """The checkpoint's dtype, from ``dtype`` or ``torch_dtype``; float32 if both are missing."""
     name = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UnsupportedFeatureError(
@@ -135,13 +136,13 @@ def rope_config(data: Fields, theta: float = 10000.0, interleaved: bool = False)
     if any(isinstance(value, Mapping) for value in fields.values()):
         raise UnsupportedFeatureError("RoPE differs between layer types; this version has one.")
     rope_type: Any = fields.get("rope_type") or fields.get("type") or "default"
-    rope_type = "longrope" if rope_type == "su" else rope_type  # Phi-3's first name for it
+    rope_type = "longrope" if rope_type == "su" else rope_type  # the old name, in Phi-3
     if number(fields, "partial_rotary_factor", number(data, "partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedFeatureError("partial_rotary_factor is not 1; this version rotates all.")
     length = integer(data, "max_position_embeddings")
     given = fields["original_max_position_embeddings"] is not None
     original = integer(fields, "original_max_position_embeddings") if given else None
-    # yarn and longrope: without a factor it is the ratio of the two lengths
+    # yarn and longrope: the default factor is the ratio of the two lengths.
     ratio = length / original if rope_type in ("yarn", "longrope") and original else 1.0
     needed = {"linear": ("factor",), "dynamic": ("factor",), "llama3": LLAMA3_FIELDS}
     for name in needed.get(str(rope_type), ()):
@@ -161,10 +162,10 @@ def rope_config(data: Fields, theta: float = 10000.0, interleaved: bool = False)
 
 
 def common(data: Fields, family: str, kv_heads: int | None = None, **overrides: Any) -> ModelConfig:
-    """What all families share; `overrides` are the family's own.
+    """Fields shared by all families; `overrides` are specific to a family.
 
-    `kv_heads` is what an absent ``num_key_value_heads`` means; None, and null in the file, mean
-    one per query head.
+    `kv_heads` is the default of a missing ``num_key_value_heads``. If it is None, or the field is
+    null, there is one KV head per query head.
     """
     heads = integer(data, "num_attention_heads")
     absent = "num_key_value_heads" not in data
@@ -190,7 +191,7 @@ def common(data: Fields, family: str, kv_heads: int | None = None, **overrides: 
 
 
 def window_of(data: Fields, default: int | None) -> int | None:
-    """The sliding window; absent means the family's default, null means none."""
+    """The sliding window; missing means the family's default, null means none."""
     if data.get("sliding_window", default) is None:
         return None
     window = integer(data, "sliding_window", default)
@@ -205,7 +206,8 @@ def every_layer(data: Fields, window: int | None) -> tuple[int | None, ...]:
 
 
 def upper_layers(data: Fields) -> tuple[int | None, ...]:
-    """Qwen's windows: the layers that `layer_types` names, or those from `max_window_layers` on."""
+    """Qwen's sliding windows: in the layers given by `layer_types`, or else from layer
+    `max_window_layers` on."""
     if not flag(data, "use_sliding_window"):
         return ()
     window, layers = window_of(data, 4096), integer(data, "num_hidden_layers")
@@ -222,20 +224,20 @@ def upper_layers(data: Fields) -> tuple[int | None, ...]:
 
 
 def llama(data: Fields) -> ModelConfig:
-    """Llama 1 to 3, and SmolLM2, which has the same shape."""
+    """Llama 1 to 3, and SmolLM2, which has the same architecture."""
     bias = flag(data, "attention_bias")
     mlp_bias = flag(data, "mlp_bias")
     return common(data, "llama", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
 
 
 def mistral(data: Fields) -> ModelConfig:
-    """Mistral: Llama with a sliding window (transformers' default when absent is 4,096)."""
+    """Mistral: Llama with a sliding window, by default 4,096."""
     window = every_layer(data, window_of(data, 4096))
     return common(data, "mistral", kv_heads=8, sliding_windows=window)
 
 
 def qwen2(data: Fields) -> ModelConfig:
-    """Qwen2 and 2.5: biases on q, k and v, never on o."""
+    """Qwen2 and 2.5: biases on q, k and v, but not on o."""
     return common(data, "qwen2", kv_heads=32, qkv_bias=True, sliding_windows=upper_layers(data))
 
 
@@ -255,7 +257,7 @@ def qwen3(data: Fields) -> ModelConfig:
 
 
 def mixtral(data: Fields) -> ModelConfig:
-    """Mixtral: softmax over all experts, the chosen weights normalised."""
+    """Mixtral: softmax over all experts; weights of the top k are normalised."""
     return common(
         data,
         "mixtral",
@@ -272,7 +274,7 @@ def mixtral(data: Fields) -> ModelConfig:
 
 
 def qwen3_moe(data: Fields) -> ModelConfig:
-    """Qwen3-MoE: Qwen3 whose MLPs are experts, except for chosen layers."""
+    """Qwen3-MoE: Qwen3 with experts instead of the MLP, except in `mlp_only_layers`."""
     bias = flag(data, "attention_bias")
     layers, step = integer(data, "num_hidden_layers"), integer(data, "decoder_sparse_step", 1)
     dense = numbers(data, "mlp_only_layers")
@@ -298,7 +300,7 @@ def qwen3_moe(data: Fields) -> ModelConfig:
 
 
 def deepseek(data: Fields, family: str, moe: MoEConfig, dense_layers: int) -> ModelConfig:
-    """What DeepSeek-V2 and V3 share: MLA, and experts after some dense layers."""
+    """Fields shared by DeepSeek-V2 and V3: MLA, and experts after the first dense layers."""
     only(data, "moe_layer_freq", 1)
     low_rank = data.get("q_lora_rank", 1536) is not None
     mla = MLAConfig(
@@ -324,14 +326,14 @@ def deepseek(data: Fields, family: str, moe: MoEConfig, dense_layers: int) -> Mo
 
 
 def shared_experts(data: Fields, default: int) -> int:
-    """How many experts every token uses; null, unlike an absent field, means none."""
+    """Number of shared experts; null means none, a missing field the default."""
     if data.get("n_shared_experts", default) is None:
         return 0
     return integer(data, "n_shared_experts", default)
 
 
 def deepseek_v2(data: Fields) -> ModelConfig:
-    """DeepSeek-V2: softmax routing, in the larger models limited to the best groups."""
+    """DeepSeek-V2: softmax routing, in the larger models limited to the top groups."""
     only(data, "scoring_func", "softmax")
     method = data.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy") or flag(data, "norm_topk_prob"):
@@ -355,7 +357,7 @@ def deepseek_v2(data: Fields) -> ModelConfig:
 
 
 def deepseek_v3(data: Fields) -> ModelConfig:
-    """DeepSeek-V3 and R1: sigmoid scores, chosen with a bias, from the best groups."""
+    """DeepSeek-V3 and R1: sigmoid routing with a score bias, limited to the top groups."""
     only(data, "scoring_func", "sigmoid")
     only(data, "topk_method", "noaux_tc")
     size = integer(data, "moe_intermediate_size", 2048)

@@ -1,16 +1,16 @@
-"""Deterministic mode for dense models on a CPU: the same bits in any batch, on 1, 2, 4 or 8 ranks.
+"""Deterministic mode for dense models on a CPU: bitwise the same in any batch, on 1, 2, 4, 8 ranks.
 
-Our C functions compute every row by itself, and every output of a product by itself, so that a
-row's bits depend neither on the batch nor on how many rows of a weight a rank holds. What is left
-are the products whose inputs are divided among ranks:
+The C functions compute every row, and every output of a product, independently. Their results do
+not depend on the batch, nor on how many rows of a weight a rank holds. That leaves the row-parallel
+products, whose inputs are split among ranks. Their sums have a fixed order:
 
-    o, down    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |   eight parts of the columns, whatever n is
-    n = 2      |    rank 0     |    rank 1     |   each adds its own: (0 + 1) + (2 + 3)
+    o, down    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |   eight parts of the columns, for any n
+    n = 2      |    rank 0     |    rank 1     |   each rank adds its own: (0 + 1) + (2 + 3)
     sum        ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))      one tree, in float32
     output     + bias, rounded once
 
-A single rank adds the same eight parts. Attention is that of decoding for prompts, too: its bits
-do not depend on how many queries stand side by side, nor on how many heads a rank has.
+A single rank adds the same eight parts. Prefill uses the decode attention kernel too, whose result
+does not depend on the number of queries, nor on the number of heads of a rank.
 """
 
 import logging
@@ -34,22 +34,23 @@ from minillm.ops.cpu_sums import MOST_PARTS, padded_part, panel_sums, with_zeros
 
 logger = logging.getLogger(__name__)
 
-PARTS = MOST_PARTS  # into which the inputs of o and down are cut
+PARTS = MOST_PARTS  # of the inputs of o_proj and down_proj
 
 
 class FixedSumMethod(PanelLinearMethod):
-    """A weight in panels whose columns are `parts` of a sum, added as a tree in float32."""
+    """A weight in panels. The product is summed over `parts` of the columns, which are then added
+    as a tree in float32."""
 
     def __init__(self, out_features: int, parts: int):
         super().__init__(out_features)
         self.parts = parts
 
     def arranged(self, weight: Tensor) -> Tensor:
-        """With zeros behind each part."""
+        """The weight with zeros appended to each part."""
         return with_zeros(weight, self.parts)
 
     def width(self, in_features: int) -> int:
-        """Inputs with these zeros."""
+        """Number of inputs including these zeros."""
         return padded_part(in_features, self.parts) * self.parts
 
     def partial(self, matrix: Matrix, x: Tensor) -> Tensor:
@@ -61,12 +62,12 @@ class FixedSumMethod(PanelLinearMethod):
         return finished(self.partial(matrix, x), bias, x.dtype)
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
-        """Zeros stand between the parts of a row, and nobody looks one up."""
-        raise RuntimeError("A matrix whose columns are parts of a sum is no embedding.")
+        """Not supported: rows contain padding."""
+        raise RuntimeError("FixedSumMethod does not support embedding lookup.")
 
 
 class FixedDecoder(TiledDecoder):
-    """A decoder whose operations treat every row by itself: the batch is not cut into tiles."""
+    """A decoder whose operations compute every row independently, so it needs no tiles."""
 
     def __init__(self, model: Decoder):
         super().__init__(model, ())
@@ -84,8 +85,8 @@ class FixedDecoder(TiledDecoder):
 
 
 def with_few_queries(batch: Batch, most: int) -> Batch:
-    """The same tokens as a batch whose sequences have at most so many queries each: a longer run
-    counts as several sequences with the same blocks, of which each ends where the next begins."""
+    """The same tokens as a batch with at most `most` queries per sequence. Longer queries are split
+    into several sequences that share a block table."""
     if batch.max_query_len <= most:
         return batch
     ends = batch.seq_lens.tolist()
@@ -94,7 +95,7 @@ def with_few_queries(batch: Batch, most: int) -> Batch:
         for row, (low, high) in enumerate(pairwise(batch.query_start.tolist()))
         for first in range(low, high, most)
     ]
-    # A token at row r of the batch is at position r + shift.
+    # The token at row r of the batch has position r + shift.
     seq_lens = [high + shift for _, _, high, shift in runs]
     starts = [runs[0][1], *(high for _, _, high, _ in runs)]
     return replace(
@@ -107,9 +108,9 @@ def with_few_queries(batch: Batch, most: int) -> Batch:
 
 
 def make_deterministic(model: Decoder, kv: KVCache) -> TiledDecoder:
-    """A loaded model, or a rank's part of one, in deterministic mode over this cache.
+    """Put a loaded model, or a rank's shard of one, in deterministic mode with this cache.
 
-    A rank's part that needs tiles gets those of one row: all ranks must agree on larger ones
+    A shard that needs tiles starts with tiles of one row: the ranks must agree on larger ones
     (`parallel/rank.py`).
     """
     obstacle = why_tiles(model)
@@ -121,18 +122,18 @@ def make_deterministic(model: Decoder, kv: KVCache) -> TiledDecoder:
     obstacle = fix_sums(model)
     fixed = FixedDecoder(model)
     fixed.obstacle = obstacle
-    logger.info("Deterministic mode computes every row by itself.")
+    logger.info("Deterministic mode computes every row independently, without tiles.")
     return fixed
 
 
 def why_tiles(model: Decoder) -> str:
-    """Why a model needs tiles; empty if every row can be computed by itself."""
+    """Why a model needs tiles; empty if every row can be computed independently."""
     config = model.config
     if model.device.type != "cpu":
         return f"the model is on {model.device}"
     if dispatch.backend_of(model.device).name != "cpu":  # interpreted kernels, in tests
         return "our C functions are not used"
-    if cpu.functions(model.dtype) is None or model.plain_torch or cpu.wish_for_panels() == "0":
+    if cpu.functions(model.dtype) is None or model.plain_torch or cpu.panels_setting() == "0":
         return "our C functions are not used"
     if not all(map(is_dense, model.layers)):
         return "only layers of grouped attention and a dense MLP have fixed sums"
@@ -148,27 +149,27 @@ def why_tiles(model: Decoder) -> str:
 
 
 def is_dense(layer: torch.nn.Module) -> bool:
-    """Whether a layer has the parts that C computes row by row."""
+    """Whether a layer is grouped-query attention and a dense MLP."""
     if not isinstance(layer, DecoderLayer):
         return False
     return isinstance(layer.attention, Attention) and isinstance(layer.mlp, MLP)
 
 
 def matrices(model: Decoder) -> list[Matrix]:
-    """All of them, the embedding too."""
+    """All matrices of a model, including the embedding."""
     return [each for each in model.modules() if isinstance(each, Matrix)]
 
 
 def is_part(model: Decoder) -> bool:
-    """Whether a model is a rank's part of another."""
+    """Whether a model is a rank's shard."""
     parts = [part for each in matrices(model) for part in each.parts]
     return any(part.shape != (len(part.rows), len(part.columns)) for part in parts)
 
 
 @torch.inference_mode()
 def fix_sums(model: Decoder) -> str:
-    """Pack the weights of a model that needs no tiles; returns why its bits depend on the number of
-    ranks, if they do."""
+    """Pack the weights of a model that needs no tiles. Returns why the result depends on the number
+    of ranks, or an empty string."""
     summed: dict[Matrix, int] = {}
     for layer in model.layers:
         if isinstance(layer, DecoderLayer):
@@ -183,11 +184,11 @@ def fix_sums(model: Decoder) -> str:
     into_panels(packable(model), method_of)
     c_library.return_freed_memory()
     uneven = sorted({part.shape[1] for each in summed if not summed[each] for part in each.parts})
-    return f"{PARTS} parts of {uneven[0]} inputs cannot be shared out equally" if uneven else ""
+    return f"{uneven[0]} inputs cannot be split into {PARTS} equal parts" if uneven else ""
 
 
 def num_parts(matrix: Matrix) -> int:
-    """How many of the eight parts the held columns are; 0 where they are no whole parts."""
+    """How many of the eight parts this rank's columns are; 0 if they are not whole parts."""
     (part,) = matrix.parts
     size, rest = divmod(part.shape[1], PARTS)
     held, uneven = divmod(len(part.columns), max(size, 1))

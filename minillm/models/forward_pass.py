@@ -1,7 +1,7 @@
-"""The forward pass by hand: any tokens, over any cache, without a scheduler.
+"""The forward pass without a scheduler: any tokens, over any KV cache.
 
-The engine does not come through here (`execution/runner.py` builds its batches from plans);
-lessons, tests and measurements do.
+Lessons, tests and benchmarks use it. The engine does not:
+`execution/runner.py` builds its batches from step plans.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ from minillm.ops.batch import Batch
 class Chunk:
     """Tokens of one sequence to compute now: positions `start` to `start + len(token_ids)`."""
 
-    block: int  # where the sequence's keys and values are
+    block: int  # the block of the sequence's keys and values
     start: int
     token_ids: Sequence[int]
 
 
 class ForwardPass:
-    """Runs a model. A cache belongs to whoever allocated it; a block holds a whole sequence."""
+    """Runs a model over caller-allocated KV caches in which each block holds a whole sequence."""
 
     def __init__(self, model: Decoder):
         self.model = model
         self.dtype, self.device = model.dtype, model.device
 
     def allocate(self, num_sequences: int, num_positions: int) -> KVCache:
-        """A cache for this many sequences of this many positions."""
+        """Allocate a KV cache for `num_sequences` sequences of `num_positions` positions."""
         config = self.model.config
         return KVCache(
             cache_spec(config),
@@ -48,18 +48,18 @@ class ForwardPass:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], kv: KVCache) -> tuple[Tensor, Tensor]:
-        """Compute the chunks' tokens, all in one pass, extending `kv`.
+        """Compute the tokens of all chunks in one pass, and write their keys and values to `kv`.
 
         Returns hidden states [N, d] and the logits [B, V] after each chunk's last token.
         """
         batch = self.batch(chunks, kv.block_size)
-        with torch.accelerator.device_index(self.device.index):  # where kernels are launched
+        with torch.accelerator.device_index(self.device.index):  # the device of kernel launches
             hidden = self.model(batch, kv)
             return hidden, self.model.logits(hidden[batch.logits_indices])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[K, d] -> [K, V]"""
+        """Logits [K, V] of hidden states [K, d]."""
         with torch.accelerator.device_index(self.device.index):
             return self.model.logits(hidden)
 

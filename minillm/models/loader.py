@@ -1,7 +1,7 @@
-"""Filling a `Decoder` from a checkpoint, shard by shard.
+"""Loads a `Decoder` from a checkpoint, file by file.
 
-The model lists every checkpoint tensor of which it holds a part; the headers of the files list what
-they have. The two lists must match exactly before a byte of weights is read.
+The names and shapes of all tensors in the files' headers must match the model exactly. This is
+checked before weights are read.
 """
 
 import re
@@ -23,8 +23,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
 OUTPUT, INPUT = "lm_head.weight", "model.embed_tokens.weight"
-PROGRESS_BYTES = 1 << 30  # loading more than this takes seconds: show progress
-# Frequencies that old exporters stored; they are computed here.
+PROGRESS_BYTES = 1 << 30  # show a progress bar from this size on
+# RoPE frequencies that old checkpoints contain; they are computed instead.
 COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -40,11 +40,11 @@ def load_model(
     shard: Callable[[Decoder], None] | None = None,
     config: ModelConfig | None = None,
 ) -> Decoder:
-    """Build the model of `source` and fill it: from its files, or at random ("dummy").
+    """Build the model of `source` with weights from its files, or random ones (format "dummy").
 
-    Where the model is a part of it, `config` has the part's shapes, and `shard` says which part.
-    Peak memory is the weights plus one tensor. Raises CheckpointError naming the tensor when a
-    file is damaged, has a tensor too many or too few, or one of another shape.
+    For a rank's shard, `config` has the shapes of the shard, and `shard` selects its part. Peak
+    memory is the weights plus one tensor. Raises CheckpointError, naming the tensor, if a file is
+    damaged or a tensor is missing, unknown or of the wrong shape.
     """
     if load_format == "dummy":
         model = Decoder(source.config, dtype, device, max_model_len, method_of)
@@ -56,7 +56,7 @@ def load_model(
         )
     files = weight_files(source)
     shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
-    # Compared before memory is taken for sizes that the files may not have.
+    # Check before allocating memory: config.json may give sizes that the files do not have.
     expected = Decoder(source.config, dtype, "meta", None, method_of).checkpoint_tensors()
     check_tensors(source, expected, shapes)
     model = Decoder(config or source.config, dtype, device, max_model_len, method_of, shard)
@@ -69,7 +69,7 @@ def check_tensors(
     wanted: dict[str, CheckpointTensor],
     shapes: list[tuple[Path, str, tuple[int, ...]]],
 ) -> None:
-    """Every wanted tensor is in exactly one file with its shape, and no file has another."""
+    """Check that each expected tensor is in exactly one file with its shape, and no other is."""
     found: dict[str, Path] = {}
     for path, name, shape in shapes:
         if name in found:
@@ -96,8 +96,8 @@ def check_tensors(
 
 
 def is_expected_extra(source: ModelSource, name: str) -> bool:
-    """Tensors that are known not to be needed: stored frequencies, and DeepSeek's extra layers
-    for multi-token prediction, which follow the last real one."""
+    """Whether a tensor is known to be unnecessary: stored RoPE frequencies, and DeepSeek's
+    multi-token prediction layers after the last decoder layer."""
     if COMPUTED.fullmatch(name):
         return True
     layer = LAYER.match(name)
@@ -106,7 +106,7 @@ def is_expected_extra(source: ModelSource, name: str) -> bool:
 
 
 def fill(wanted: dict[str, CheckpointTensor], files: list[Path], tied: bool = False) -> None:
-    """Load every tensor, or the part that is held of it, as its layer's method does."""
+    """Load the held part of each tensor, by its layer's method."""
     slices = {name: tensor.slice for name, tensor in wanted.items()}
     if tied and INPUT in wanted:
         slices[OUTPUT] = slices[INPUT]
@@ -127,7 +127,7 @@ def fill(wanted: dict[str, CheckpointTensor], files: list[Path], tied: bool = Fa
 
 
 def check_tied(target: Tensor, tensor: Tensor) -> None:
-    """A file may hold both of two tied tensors, if they are the same."""
+    """Check that a tied tensor stored twice has the same values."""
     if not torch.equal(tensor.to(target.device, target.dtype), target):
         raise CheckpointError(
             f"config.json ties {OUTPUT} to {INPUT}, but the file has two different tensors; "

@@ -1,7 +1,7 @@
-"""Weights in the layout that the processor reads fastest.
+"""Packs weights into the layout that a CPU reads fastest.
 
-A checkpoint's matrix is stored row by row, an output each. A product with few rows of activations
-is as slow as its weight is read, and it is read fastest front to back, in the order of use.
+A checkpoint stores a matrix row by row, one row per output. A product with few rows of activations
+is bound by reading its weight, which is fastest sequentially, in the order of use.
 """
 
 import logging
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def pack_weights(model: Decoder) -> str:
-    """Store the weights of a model on a CPU for serving; returns how, in a few words.
+    """Pack the weights of a model on a CPU for serving. Returns a summary for the log.
 
-    Afterwards its parameters are not the checkpoint's any more: it can neither be trained nor
-    saved. What no product reads as it is stays: experts, and the matrix that MLA absorbs.
+    The packed model can neither be trained nor saved. Experts and the matrix that MLA absorbs are
+    not packed, because they are not used in plain products.
     """
     matrices = packable(model)
     chosen = [each for each in matrices if cpu.takes_panels(each.values())]
@@ -52,8 +52,8 @@ def pack_weights(model: Decoder) -> str:
 
 
 def copied_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of what `pack_weights` keeps twice: an embedding that serves as output matrix, too,
-    where the output is packed by oneDNN."""
+    """Bytes of weights that `pack_weights` duplicates: a tied embedding, if the output matrix is
+    packed by oneDNN."""
     example = torch.zeros(32, config.hidden_size, dtype=dtype)
     if not config.tie_word_embeddings or cpu.takes_panels(example) or packed(example) is None:
         return 0
@@ -61,7 +61,7 @@ def copied_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def keep_plain(model: Decoder) -> None:
-    """Leave a model to torch, operation by operation: to be counted, compared or understood."""
+    """Make a model run only torch operations, for counting, comparison and teaching."""
     model.plain_torch = True
     for layer in model.modules():
         if isinstance(layer, RMSNorm):
@@ -71,7 +71,7 @@ def keep_plain(model: Decoder) -> None:
 
 
 def packable(model: Decoder) -> list[Linear | Embedding]:
-    """The layers whose weight only their own product reads, the output matrix among them."""
+    """The layers whose weight is used only in their own product, with the output matrix last."""
     absorbed = {id(each.kv_b_proj) for each in model.modules() if isinstance(each, MLAttention)}
     kinds = Linear if model.lm_head is not None else Linear | Embedding
     found = [
@@ -81,14 +81,14 @@ def packable(model: Decoder) -> list[Linear | Embedding]:
         and isinstance(each.method, PlainLinearMethod)
         and id(each) not in absorbed
     ]
-    return sorted(found, key=lambda each: isinstance(each, Embedding))  # the output comes last
+    return sorted(found, key=lambda each: isinstance(each, Embedding))
 
 
 def into_panels(
     layers: Sequence[Matrix], method_of: Callable[[Matrix], PanelLinearMethod] | None = None
 ) -> None:
-    """Panels for all of these, one behind another in one piece of memory with large pages: with
-    small ones the processor would look up an address every 4 KiB of a weight."""
+    """Pack these layers into panels, consecutively in one allocation with huge pages: 4 KiB pages
+    would cost a TLB miss each."""
     methods = [
         PanelLinearMethod(each.out_features) if method_of is None else method_of(each)
         for each in layers
@@ -108,8 +108,8 @@ def into_panels(
 
 
 def into_onednn(model: Decoder, layer: Linear | Embedding) -> bool:
-    """Packed by oneDNN, if it does. An embedding keeps its rows, which oneDNN would hide, and a
-    second matrix serves as the output."""
+    """Pack a layer with oneDNN; False if that is unavailable. A tied embedding stays unpacked for
+    lookups, and `lm_head` becomes a packed copy."""
     result = packed(layer.values())
     if result is None:
         return False

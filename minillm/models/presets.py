@@ -1,9 +1,8 @@
-"""The shapes of well-known models, so that costs can be computed, and random weights built,
-without a download.
+"""Configurations of well-known models, for cost predictions and dummy weights without a download.
 
-A preset is the model's published ``config.json``, read by its family like that of any checkpoint.
-Its fields about the checkpoint's files are left out: ``auto_map``, ``transformers_version`` and
-DeepSeek-V3's ``quantization_config``. To add a preset, add its file and its name.
+Each preset is the published ``config.json`` of the model, parsed by its family. The fields that
+describe the files of the checkpoint are removed: ``auto_map``, ``transformers_version`` and
+``quantization_config`` (DeepSeek-V3). To add a preset, add its file and its name.
 """
 
 import json
@@ -20,20 +19,20 @@ NAMES = (
     "llama-3.1-8b",
     "llama-3.1-70b",
     "llama-3.1-405b",
-    "mistral-7b",  # version 0.1, the one with the sliding window
+    "mistral-7b",  # version 0.1, which has a sliding window
     "mixtral-8x7b",
     "qwen2.5-3b",
     "qwen3-0.6b",
     "qwen3-8b",
     "deepseek-v2-lite",
     "deepseek-v2",
-    "deepseek-v3",  # without its multi-token prediction layer, which is a drafter
+    "deepseek-v3",  # without the 62nd layer, which drafts tokens (multi-token prediction)
     "smollm2-135m",
 )
 
 
 class Presets(Mapping[str, ModelConfig]):
-    """Read-only names and architectures; a file is read when its name is looked up."""
+    """Read-only mapping of names to configurations; a lookup reads the file of that name."""
 
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
         self._folder, self._names = folder, names
@@ -54,7 +53,7 @@ class Presets(Mapping[str, ModelConfig]):
 
 
 def read_preset(path: Path) -> ModelConfig:
-    """The architecture in a preset's file; `ConfigError` says why there is none."""
+    """The configuration in the file of a preset; raises ConfigError if it cannot be read."""
     try:
         fields = json.loads(path.read_text("utf-8"))
         if not isinstance(fields, dict):
@@ -66,7 +65,7 @@ def read_preset(path: Path) -> ModelConfig:
 
 
 def preset(name: str) -> ModelConfig:
-    """Return the architecture called `name`; `ConfigError` names the nearest known preset."""
+    """The configuration called `name`; raises ConfigError with the nearest known name."""
     if name not in PRESETS:
         raise ConfigError(
             f"There is no preset {name!r}.{did_you_mean(name, PRESETS)} "

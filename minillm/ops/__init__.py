@@ -1,8 +1,8 @@
-"""One function per operation. Backends hide behind these names; the engine calls nothing else.
+"""The operations of the engine, one function each. Every call is dispatched to a backend.
 
-Each is described in `minillm_kernels.reference`. A tensor on a GPU goes to a Triton kernel that
-agrees with it, one on a CPU to a C function that does (`dispatch` and `cpu` say when), any other to
-the reference itself. Kernels are imported, and C is compiled, when the first tensor needs it.
+`minillm_kernels.reference` defines each operation. Tensors on a GPU go to Triton kernels, tensors
+on a CPU to C functions (`dispatch` and `cpu` define when), all others to the reference itself.
+Kernels are imported, and C is compiled, at first use.
 """
 
 from types import ModuleType
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def _rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
-    """Whose operations on rows this tensor gets."""
+    """The backend of row operations for these tensors."""
     if not uses_kernels(x, *weights):
         return cpu if cpu.takes(x, *weights) else reference
     from minillm_kernels import fused
@@ -47,7 +47,7 @@ def _rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
 
 
 def _torch_rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
-    """The same for operations that have no C function."""
+    """The same, for operations without a C function."""
     found = _rows(x, *weights)
     return reference if found is cpu else found
 
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """[N, d], [N, d] -> the norm of their sum, and the sum."""
+    """[N, d], [N, d] -> norm of the sum, and the sum."""
     return _rows(x, residual, weight).add_rms_norm(x, residual, weight, eps)
 
 
@@ -68,7 +68,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def invariant_silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu_mul` with the same bits wherever in the tensor a number is, as in a kernel always."""
+    """Batch-invariant `silu_mul`: equal inputs give equal bits at any index of the tensor."""
     if uses_kernels(gate_up) or cpu.takes(gate_up):
         return silu_mul(gate_up)
     return batch_invariant.invariant_silu_mul(gate_up)
@@ -85,7 +85,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
 
 def write_cache(key: Tensor, value: Tensor | None, pages: Pages, slot_mapping: Tensor) -> None:
-    """Keys [N, Hkv, D] and values [N, Hkv, Dv] to their slots; `value` is None with MLA."""
+    """Write keys [N, Hkv, D] and values [N, Hkv, Dv] to their slots; `value` is None with MLA."""
     _refuse_scales(pages)
     _torch_rows(key, value).write_cache(key, value, pages.key, pages.value, slot_mapping)
 
@@ -93,7 +93,8 @@ def write_cache(key: Tensor, value: Tensor | None, pages: Pages, slot_mapping: T
 def norm_rope(
     qkv: Tensor, prologue: Prologue, rope: tuple[Tensor, Tensor], mode: AttentionMode = "fast"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, H + 2 Hkv, D] -> query [N, H, D], key and value [N, Hkv, D], normed and rotated."""
+    """Split heads, apply QK norm and RoPE: [N, H + 2 Hkv, D] -> query [N, H, D], key and value
+    [N, Hkv, D]."""
     norm = reference.rms_norm if mode == "plain" else rms_norm
     kv_heads = prologue.num_kv_heads
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
@@ -111,9 +112,9 @@ def norm_rope_write(
     slot_mapping: Tensor,
     mode: AttentionMode = "fast",
 ) -> Tensor:
-    """`norm_rope`, with keys and values cached: [N, H + 2 Hkv, D] -> query [N, H, D].
+    """`norm_rope`, then write keys and values to the cache: [N, H + 2 Hkv, D] -> query [N, H, D].
 
-    One kernel, or one C function, where they take heads of this size.
+    One fused kernel or C function, if it supports this head size.
     """
     _, q_norm, k_norm, eps, interleaved = prologue
     rows = reference if mode == "plain" else _rows(qkv, q_norm, k_norm)
@@ -128,7 +129,7 @@ def norm_rope_write(
 
 
 def _takes_heads(rows: ModuleType, cache: Tensor) -> bool:
-    """Whether `norm_rope_write` of this backend takes heads as wide as this cache's."""
+    """Whether `norm_rope_write` of this backend supports the head size of this cache."""
     if rows is cpu:
         return cpu.takes_heads(cache)
     from minillm.ops import triton
@@ -138,7 +139,7 @@ def _takes_heads(rows: ModuleType, cache: Tensor) -> bool:
 
 def _refuse_scales(pages: Pages) -> None:
     if pages.key_scale is not None or pages.value_scale is not None:
-        raise UnsupportedFeatureError("No operation reads a quantised KV cache yet.")
+        raise UnsupportedFeatureError("A quantised KV cache is not supported yet.")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -184,7 +185,7 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: 
 def tiled_moe_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor
 ) -> Tensor:
-    """`moe_experts` whose bits for a token do not depend on what is computed beside it."""
+    """Batch-invariant `moe_experts`: a token's result does not depend on the other tokens."""
     if not uses_kernels(x, gate_up, down, weights):
         return batch_invariant.tiled_moe_experts(x, gate_up, down, weights, ids)
     from minillm_kernels import moe

@@ -1,4 +1,4 @@
-"""What operations are told: the flat batch, a layer's pages of the KV cache, its prologue."""
+"""Inputs of operations: the flat batch, one layer's KV cache, and the attention prologue."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -8,37 +8,36 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """All that a forward pass is told about its requests: N tokens of B sequences, one after
-    another, without padding.
+    """The input of a forward pass: N tokens of B sequences, concatenated without padding.
 
-    A prompt, a chunk of one, a decoded token and drafted tokens to verify look the same: rows
-    whose keys and values are written to `slot_mapping` and which attend to the sequence's past.
+    Prompts, prefill chunks, decode tokens and drafts have the same form: tokens whose KV is written
+    to `slot_mapping` and which attend causally to their sequence.
 
         tokens      | a a a | b | c c |        B = 3, N = 6
         query_start   0       3   4     6      rows of a sequence: [start, next start)
-        seq_lens      8       5   2            positions after this step; positions before
-                                               it = seq_len - number of rows
+        seq_lens      8       5   2            length after this step; the length before it is
+                                               seq_len - number of rows
     """
 
     input_ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64, position of each token in its sequence
-    slot_mapping: Tensor  # [N] int64, block * block_size + offset; rows behind it are padding
+    slot_mapping: Tensor  # [N] int64, block * block_size + offset; if shorter, the rest is padding
     query_start: Tensor  # [B + 1] int32
     seq_lens: Tensor  # [B] int32
     block_tables: Tensor  # [B, M] int64
-    logits_indices: Tensor  # [K] int64, the rows whose logits are wanted
+    logits_indices: Tensor  # [K] int64, tokens whose logits are needed
     max_query_len: int
 
 
 AttentionMode = Literal["fast", "plain", "invariant"]
-"""How attention is computed: as fast as the device can, in plain torch on every device, or with
-bits for a token that do not depend on what is computed beside it."""
+"""How attention is computed: with the fastest kernel, with plain torch operations, or with a
+batch-invariant kernel."""
 
 
 class Pages(NamedTuple):
-    """One layer's keys and values in the KV cache, block by block.
+    """One layer's keys and values in the KV cache.
 
-    A quantised cache has a scale beside each head's key or value; no operation reads them yet.
+    The scales are for a quantised cache, which no operation supports yet.
     """
 
     key: Tensor  # [blocks, Hkv, block_size, D]
@@ -48,8 +47,8 @@ class Pages(NamedTuple):
 
 
 class Prologue(NamedTuple):
-    """What happens to the product of q_proj, k_proj and v_proj before keys are stored: heads are
-    split, queries and keys normed where there are weights [D], and rotated."""
+    """Steps between the QKV projection and attention: heads are split, queries and keys normalised
+    (QK norm) if there are weights [D], then rotated (RoPE)."""
 
     num_kv_heads: int
     q_norm: Tensor | None

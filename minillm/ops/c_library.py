@@ -1,9 +1,8 @@
-"""Builds the C sources beside this file when they are first needed, and loads what was built.
+"""Builds and loads the C sources in `c/` at first use.
 
-A library is kept in the user's cache, under a name that says what it was made from: the sources,
-the compiler, the flags, and the processor's instructions. So it is built once, in a second, and
-again when any of them changes. Where it cannot be built, the reason is kept instead, and torch does
-the work.
+A library is kept in the user's cache folder. Its name is a hash of the sources, compiler, flags and
+CPU instruction set, so it is built once, in about a second, and again when one of them changes. If
+it cannot be built, torch is used, and `library` returns the reason.
 """
 
 import ctypes
@@ -31,27 +30,27 @@ FLAGS = (
     "-O3",
     "-march=native",
     "-fopenmp",
-    # Neither changes a result: nobody reads errno or floating-point exceptions here.
+    # These two do not change results: errno and floating-point exceptions are not used.
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fPIC",
 )
-WIDE = ("-mprefer-vector-width=512",)  # GCC takes half as much by itself
+WIDE = ("-mprefer-vector-width=512",)  # GCC's default is 256
 BUILD_SECONDS = 60
-LEFT_BEHIND = 3600  # seconds after which nobody builds any more: a dozen compilers, one by one
-OTHER_RUNTIMES = (b"libomp", b"libiomp")  # OpenMP by LLVM and Intel; torch's is by GNU
+STALE_SECONDS = 3600  # age at which a build folder is removed
+OTHER_RUNTIMES = (b"libomp", b"libiomp")  # OpenMP of LLVM and Intel; torch uses GNU's
 LARGE_PAGE = 2**21
-WORKSHOP = "build-"
+BUILD_PREFIX = "build-"
 SWITCH = "MINILLM_C"  # 0: never build, always torch
 
 
 class NoLibrary(Exception):
-    """Why there is none, in a sentence without its full stop."""
+    """Why there is no library, as a sentence without a full stop."""
 
 
 @cache
 def library(element: Element) -> ctypes.CDLL | NoLibrary:
-    """The library for one element type, built if need be; or why there is none."""
+    """The library for one element type, built if necessary, or why there is none."""
     if os.environ.get(SWITCH) == "0":
         return NoLibrary(f"{SWITCH} is 0")
     if element == "BF16" and not machine.cpu_has_bf16():
@@ -60,13 +59,13 @@ def library(element: Element) -> ctypes.CDLL | NoLibrary:
         return load(find_or_build(element))
     except NoLibrary as reason:
         return reason
-    except OSError as error:  # a folder that may not even be looked into
+    except OSError as error:  # a cache folder without permissions
         return NoLibrary(f"the library cannot be built: {error}")
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a library. torch comes first, so that both use the OpenMP runtime that it brings: two
-    would each keep a thread per processor, and wait for each other."""
+    """Load a library. torch is imported first, so that both use torch's OpenMP runtime: two
+    runtimes would compete for the cores."""
     import torch  # noqa: F401
 
     try:
@@ -79,8 +78,8 @@ def load(path: Path) -> ctypes.CDLL:
 
 @cache
 def one_thread_after_fork() -> None:
-    """From now on, a process that is forked from this one computes with one thread. It has none of
-    its parent's, and GNU's OpenMP would wait for them for ever."""
+    """Make forked child processes use one thread. They do not inherit the OpenMP threads, and GNU's
+    runtime would wait for them forever."""
     import torch
 
     if hasattr(os, "register_at_fork"):
@@ -88,7 +87,7 @@ def one_thread_after_fork() -> None:
 
 
 def find_or_build(element: Element, flags: Sequence[str] = (), folder: Path | None = None) -> Path:
-    """The file of a library; `flags` come behind the usual ones.
+    """The file of a library, built if necessary; `flags` are added to the usual ones.
 
     Raises:
         NoLibrary: there is no compiler, or it failed.
@@ -101,13 +100,13 @@ def find_or_build(element: Element, flags: Sequence[str] = (), folder: Path | No
     name = f"{element.lower()}-{fingerprint(compiler, options, sources)}.so"
     folder = folder or cache_folder()
     path = folder / name
-    if not path.exists() or not path.stat().st_size:  # empty: a computer went off meanwhile
+    if not path.exists() or not path.stat().st_size:  # empty after a power failure
         build([str(compiler), *options], [each for each in sources if each.suffix == ".c"], path)
     return path
 
 
 def find_compiler() -> Path:
-    """The C compiler: $CC, GCC, or what the system calls one."""
+    """The C compiler: $CC, gcc or cc."""
     if sys.platform != "linux":
         raise NoLibrary("it is for Linux, where GCC and torch share one OpenMP runtime")
     for name in (os.environ.get("CC"), "gcc", "cc"):
@@ -118,13 +117,13 @@ def find_compiler() -> Path:
 
 
 def wide_vectors() -> Sequence[str]:
-    """The flag for vectors of 512 bits, where a processor has them."""
+    """The flag for 512-bit vectors, on x86-64."""
     return WIDE if platform.machine() in ("x86_64", "AMD64") else ()
 
 
 def fingerprint(compiler: Path, options: Sequence[str], sources: Sequence[Path]) -> str:
-    """A name for all that a library depends on. The processor is in it, because a home folder may
-    be shared by machines of several kinds."""
+    """A hash of everything a library depends on, including the CPU's instruction set: machines of
+    different kinds may share a home folder."""
     digest = hashlib.sha256()
     parts = [str(compiler), str(compiler.stat().st_mtime_ns), *options, machine.cpu_instructions()]
     for part in parts:
@@ -135,7 +134,7 @@ def fingerprint(compiler: Path, options: Sequence[str], sources: Sequence[Path])
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: ``$XDG_CACHE_HOME/minillm`` (``~/.cache/minillm``)."""
+    """The folder of built libraries: ``$XDG_CACHE_HOME/minillm``, or ``~/.cache/minillm``."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "minillm"
@@ -144,13 +143,13 @@ def cache_folder() -> Path:
 
 
 def build(command: Sequence[str], sources: Sequence[Path], path: Path) -> None:
-    """Compile into `path`, which appears whole or not at all: two processes may build at once.
-    The files are compiled beside each other, and then linked."""
+    """Compile the sources in parallel and link them. The result is moved to `path` atomically, so
+    several processes may build at once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=WORKSHOP) as name:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as name:
             folder = Path(name)
-            remove_left_behind(folder)
+            remove_stale_builds(folder)
             objects = [folder / f"{source.stem}.o" for source in sources]
             compiling = [
                 start([*command, "-c", str(source), "-o", str(made)])
@@ -164,35 +163,35 @@ def build(command: Sequence[str], sources: Sequence[Path], path: Path) -> None:
         raise NoLibrary(f"the library cannot be built: {error}") from error
 
 
-def remove_left_behind(mine: Path) -> None:
-    """Remove what builders left that were killed: their folders, if much older than `mine`."""
+def remove_stale_builds(mine: Path) -> None:
+    """Remove stale folders of killed builds: those much older than `mine`."""
     now = mine.stat().st_mtime
-    for folder in mine.parent.glob(f"{WORKSHOP}*"):
-        with suppress(OSError):  # another one removes it, too
-            if now - folder.stat().st_mtime > LEFT_BEHIND:
+    for folder in mine.parent.glob(f"{BUILD_PREFIX}*"):
+        with suppress(OSError):  # another process may remove it, too
+            if now - folder.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_runtime(built: Path) -> None:
-    """Refuse a library with an OpenMP of its own. Clang's beside torch's took 1.4 times as long for
-    small products and norms in turn, and 200 ms now and then."""
+    """Reject a library that links another OpenMP runtime than torch's. With Clang's and torch's,
+    alternating small products and norms took 1.4 times as long, with occasional 200 ms stalls."""
     content = built.read_bytes()
     for name in OTHER_RUNTIMES:
         if name in content:
             found = name.decode()
             raise NoLibrary(
-                f"the C compiler brings {found} beside torch's OpenMP; install GCC or set CC"
+                f"the C compiler links {found}, but torch uses GNU OpenMP; install GCC or set CC"
             )
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:
-    """A compiler at work."""
+    """Start a compiler."""
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(running: Sequence[subprocess.Popen[str]]) -> None:
-    """Wait for compilers, and say what the first of them that failed has to say."""
+    """Wait for compilers. Raises NoLibrary with the first error message."""
     try:
         for process in running:
             _, said = process.communicate(timeout=BUILD_SECONDS)
@@ -209,7 +208,7 @@ def finish(running: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def use_large_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to use pages of 2 MiB for memory that was not written to yet. It may decline."""
+    """Request huge pages (2 MiB) for memory that has not been written yet; Linux may not comply."""
     if sys.platform != "linux":
         return
     begin = -(-address // LARGE_PAGE) * LARGE_PAGE
@@ -221,8 +220,7 @@ def use_large_pages(address: int, num_bytes: int) -> None:
 
 
 def return_freed_memory() -> None:
-    """Give the system back what was freed; glibc keeps it otherwise, where it lies between other
-    things."""
+    """Return freed memory to the system; glibc may keep it otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim.argtypes = [ctypes.c_size_t]

@@ -1,7 +1,7 @@
 """The CPU backend: the C functions of `c/`, with the signatures of `minillm_kernels.reference`.
 
-`takes` says whether a tensor may go there; where not, the reference does the same with torch. What
-could make C read outside a tensor is checked here or there: a wrong argument is an exception.
+`takes` says whether C supports a tensor; otherwise the torch reference is used. Arguments that
+could make C access memory outside a tensor are checked here or in C, and raise an exception.
 """
 
 import os
@@ -22,13 +22,13 @@ ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
     (torch.bfloat16, "BF16"),
     (torch.float32, "F32"),
 )
-LANES = 16  # head dimensions are multiples of it
-MOST_HEAD_DIM = 512  # of norm_rope_write; as in common.h
-MOST_GROUP = 256  # query heads of a KV head: decode.c keeps 64 floats of each row on a stack
-MOST_DIM = 4096  # of a head in attention; as many floats stand there, too
-PANEL_STEP = 32  # inputs of a weight in panels are a multiple of it
-PANELS = "MINILLM_PANELS"  # 1: weights in panels wherever there is C, 0: nowhere
-UNITS = ("plain C", "AVX-512 BF16", "AMX")  # what `panel_unit` of linear.c counts
+LANES = 16  # head sizes are multiples of this
+MOST_HEAD_DIM = 512  # limit of norm_rope_write; as in common.h
+MOST_GROUP = 256  # query heads per KV head: decode.c has 64 floats of each on the stack
+MOST_DIM = 4096  # head size in attention; also on the stack
+PANEL_STEP = 32  # inputs of a weight in panels are a multiple of this
+PANELS = "MINILLM_PANELS"  # 1: weights in panels whenever C is available, 0: never
+UNITS = ("plain C", "AVX-512 BF16", "AMX")  # values of `panel_unit` in linear.c
 P, N, F = c_void_p, c_int64, c_float
 
 
@@ -47,12 +47,12 @@ class Functions:
     panel_product: Callable[..., None]
     panel_sums: Callable[..., None]
     panel_rows: Callable[..., int]
-    panel_unit: int  # in UNITS: what multiplies
+    panel_unit: int  # index in UNITS: the instructions of products
 
 
 @cache
 def functions(dtype: torch.dtype) -> Functions | None:
-    """The functions for tensors of this type; None where there are none."""
+    """The functions for tensors of this dtype; None if there are none."""
     element = dict(ELEMENTS).get(dtype)
     built = None if element is None else library(element)
     if not isinstance(built, CDLL):
@@ -81,7 +81,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
 
 
 def describe(dtype: torch.dtype) -> str:
-    """Which path operations on this type take here, and why."""
+    """Describe the implementation of operations with this dtype."""
     built = library(dict(ELEMENTS)[dtype]) if dtype in dict(ELEMENTS) else NoLibrary("its type")
     if isinstance(built, NoLibrary):
         return f"plain torch: {built}"
@@ -92,14 +92,14 @@ def describe(dtype: torch.dtype) -> str:
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether this tensor goes to C, with these others.
+    """Whether these tensors go to C.
 
-    A gradient can only come from torch, autocast mixes dtypes, and whoever watches torch's
-    operations (to count them, or to trace) wants to see some.
+    Not if a gradient is required, under autocast, or while torch operations are intercepted (for
+    counting or tracing).
     """
     if x.device.type != "cpu" or functions(x.dtype) is None:
         return False
-    torch.get_num_threads()  # a new thread's OpenMP has torch's number only once torch is asked
+    torch.get_num_threads()  # sets the number of OpenMP threads in a new thread
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
     if torch.is_autocast_enabled("cpu"):
@@ -113,7 +113,7 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
 
 def _functions(dtype: torch.dtype) -> Functions:
     if (found := functions(dtype)) is None:
-        raise RuntimeError(f"there are no C functions for {dtype}; ask `takes` first.")
+        raise RuntimeError(f"there are no C functions for {dtype}; check `takes` first.")
     return found
 
 
@@ -132,7 +132,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """[N, d], [N, d] -> the norm of their sum, and the sum."""
+    """[N, d], [N, d] -> norm of the sum, and the sum."""
     d = x.shape[-1]
     _check(weight.shape == (d,), "weight", weight, f"[{d}]")
     _check(residual.shape == x.shape, "residual", residual, str(list(x.shape)))
@@ -163,7 +163,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def takes_heads(cache: Tensor) -> bool:
-    """Whether `norm_rope_write` takes heads as wide as those of a cache [.., D]."""
+    """Whether `norm_rope_write` supports the head size of a cache [.., D]."""
     dim = cache.shape[-1]
     return dim % 2 == 0 and dim <= MOST_HEAD_DIM
 
@@ -180,7 +180,7 @@ def norm_rope_write(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """[N, H + 2 Hkv, D] -> query [N, H, D], with keys and values cached."""
+    """[N, H + 2 Hkv, D] -> query [N, H, D]. Keys and values are written to the cache."""
     count, rows, d = qkv.shape
     num_blocks, kv_heads, block_size, _ = k_cache.shape
     heads = rows - 2 * kv_heads
@@ -189,14 +189,14 @@ def norm_rope_write(
     _check(d <= MOST_HEAD_DIM and d % 2 == 0, "qkv", qkv, f"[.., .., an even D <= {MOST_HEAD_DIM}]")
     _check(k_cache.shape[3] == d, "k_cache", k_cache, f"[.., .., .., {d}]")
     _check(k_cache.shape == v_cache.shape, "v_cache", v_cache, str(list(k_cache.shape)))
-    _check(k_cache.stride() == v_cache.stride(), "v_cache", v_cache, "laid out as k_cache")
+    _check(k_cache.stride() == v_cache.stride(), "v_cache", v_cache, "strided like k_cache")
     for name, each in (("k_cache", k_cache), ("v_cache", v_cache)):
         _check(each.dtype == qkv.dtype, name, each, f"{qkv.dtype}")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             _check_vector(name, weight, d, qkv.dtype)
     _check_integers("slot_mapping", slot_mapping, torch.int64)
-    _check(k_cache.stride()[2:] == (d, 1), "k_cache", k_cache, "rows side by side")
+    _check(k_cache.stride()[2:] == (d, 1), "k_cache", k_cache, "of contiguous rows")
     both = q_weight is not None and k_weight is not None
     q = qkv.new_empty(count, heads, d)
     wrong = _functions(qkv.dtype).norm_rope_write(
@@ -216,15 +216,15 @@ def norm_rope_write(
 
 
 def fits_vectors(group: int, dim: int, value_dim: int) -> bool:
-    """Whether attention in C is made for `group` query heads per KV head of these dimensions."""
+    """Whether attention in C supports `group` query heads per KV head and these head sizes."""
     if dim % LANES or value_dim % LANES:
         return False
     return group <= MOST_GROUP and max(dim, value_dim) <= MOST_DIM
 
 
 def takes_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether `paged_attention` takes these: head dimensions in whole vectors, rows without gaps,
-    and groups of query heads that fit a thread's stack."""
+    """Whether `paged_attention` supports these: head sizes that are whole vectors, contiguous rows,
+    and groups of query heads that fit on a thread's stack."""
     group = q.shape[1] // k_cache.shape[1]
     return (
         fits_vectors(group, q.shape[2], v_cache.shape[3])
@@ -236,19 +236,20 @@ def takes_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def paged_attention(
     q: Tensor, pages: Pages, batch: Batch, scale: float, window: int | None = None
 ) -> Tensor:
-    """[N, H, D] -> [N, H, Dv]; a small `max_query_len` spares the look for longer queries."""
+    """[N, H, D] -> [N, H, Dv]. With a small `max_query_len`, only the decode kernel is called."""
     k_cache, v_cache, block_tables = pages.key, pages.value, batch.block_tables
     query_start, seq_lens = batch.query_start.contiguous(), batch.seq_lens.contiguous()
     q = q.contiguous()
     count, heads, d = q.shape
     num_blocks, kv_heads, block_size, dv = v_cache.shape
     sequences, columns = block_tables.shape
-    _check(k_cache.shape == (num_blocks, kv_heads, block_size, d), "k_cache", k_cache, "like q")
+    due = [num_blocks, kv_heads, block_size, d]
+    _check(list(k_cache.shape) == due, "k_cache", k_cache, f"{due}")
     _check(heads % kv_heads == 0, "q", q, f"[N, a multiple of {kv_heads}, D]")
     if block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
     check_tables(query_start, seq_lens, block_tables)
-    _check(fits_vectors(heads // kv_heads, d, dv), "q", q, f"heads in vectors of {LANES}")
+    _check(fits_vectors(heads // kv_heads, d, dv), "q", q, f"[.., a multiple of {LANES}]")
     found = _functions(q.dtype)
     out = q.new_empty(count, heads, dv)
     strides = (c_int64 * 6)(*k_cache.stride()[:3], *v_cache.stride()[:3])
@@ -258,7 +259,7 @@ def paged_attention(
         block_tables.data_ptr(), block_tables.stride(0), scale, window or 0, out.data_ptr(),
         sequences, heads, kv_heads, d, dv,
     )  # fmt: skip
-    # The first call checks the tables for both.
+    # The first call validates the tables for both.
     status = found.decode_attention(*arguments, count, num_blocks, columns)
     few = found.decode_queries(heads // kv_heads)
     if not status and batch.max_query_len > few:
@@ -268,10 +269,10 @@ def paged_attention(
 
 
 def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
-    """What the C functions return as a number, as an exception; nothing for 0."""
+    """Raise the exception for a status of the C functions; 0 is success."""
     num_blocks, _, block_size, _ = cache.shape
     if status == 1:
-        raise MemoryError("There is no memory for the intermediate results of attention.")
+        raise MemoryError("Out of memory for the intermediate results of attention.")
     if status == 2:
         raise IndexError(
             f"block_tables or query_start point outside the cache ({num_blocks} blocks of "
@@ -285,32 +286,32 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 
 
 def panels_are_fast(dtype: torch.dtype) -> bool:
-    """Whether weights of this type are kept in panels here: where the processor multiplies pairs of
-    bf16, in tiles or in vectors. Elsewhere oneDNN is faster. The environment may say otherwise."""
-    found, wish = functions(dtype), wish_for_panels()
-    return found is not None and (wish == "1" if wish else found.panel_unit > 0)
+    """Whether weights of this dtype are stored in panels: if the CPU has AMX or AVX-512 BF16;
+    otherwise oneDNN is faster. `MINILLM_PANELS` overrides this."""
+    found, setting = functions(dtype), panels_setting()
+    return found is not None and (setting == "1" if setting else found.panel_unit > 0)
 
 
-def wish_for_panels() -> str:
-    """What the environment says: "1" wherever there is C, "0" nowhere, "" nothing.
+def panels_setting() -> str:
+    """The environment variable `MINILLM_PANELS`: "1" always, "0" never, "" if not set.
 
     Raises:
         ConfigError: `MINILLM_PANELS` is neither 0 nor 1.
     """
-    wish = os.environ.get(PANELS, "")
-    if wish not in ("", "0", "1"):
-        raise ConfigError(f"{PANELS} is {wish!r}; it must be 0 (never), 1 (always) or not set.")
-    return wish
+    setting = os.environ.get(PANELS, "")
+    if setting not in ("", "0", "1"):
+        raise ConfigError(f"{PANELS} is {setting!r}; it must be 0 (never), 1 (always) or not set.")
+    return setting
 
 
 def takes_panels(weight: Tensor) -> bool:
-    """Whether a weight [out, in] is to be kept in panels here."""
+    """Whether to store a weight [out, in] in panels."""
     fits = weight.shape[1] > 0 and weight.shape[1] % PANEL_STEP == 0
     return fits and weight.device.type == "cpu" and panels_are_fast(weight.dtype)
 
 
 def pack_panels(weight: Tensor, panels: Tensor) -> None:
-    """[out, in] -> [ceil(out / 32), in / 2, 32, 2], as `c/linear.c` describes them."""
+    """[out, in] -> [ceil(out / 32), in / 2, 32, 2], the layout of `c/linear.c`."""
     size, shape = weight.shape[1], panels_shape(*weight.shape)
     fits = size % PANEL_STEP == 0 and weight.device.type == "cpu"
     _check(fits, "weight", weight, f"[.., a multiple of {PANEL_STEP}] on the CPU")
@@ -342,8 +343,8 @@ def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
 
 
 def rows_of_panels(panels: Tensor, ids: Tensor, out_features: int) -> Tensor:
-    """Rows [N, in] of a weight in panels: what an embedding looks up."""
-    if not takes(panels):  # somebody watches torch's operations
+    """Rows [N, in] of a weight in panels, for embedding lookup."""
+    if not takes(panels):  # torch operations are intercepted
         return panels[ids // 32, :, ids % 32].flatten(1)
     ids = ids.contiguous()
     _check_integers("ids", ids, torch.int64)
@@ -358,14 +359,14 @@ def rows_of_panels(panels: Tensor, ids: Tensor, out_features: int) -> Tensor:
 
 
 def check_rope(rope: tuple[Tensor, Tensor], count: int, head_dim: int) -> None:
-    """ValueError where cos and sin are not what C reads."""
+    """Raise ValueError if cos or sin have the wrong dtype or shape for C."""
     for name, angle in zip(("cos", "sin"), rope, strict=True):
         _check(angle.dtype == torch.float32, name, angle, "float32")
         _check(angle.shape == (count, head_dim // 2), name, angle, f"[{count}, {head_dim // 2}]")
 
 
 def check_tables(query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
-    """ValueError where the arrays of a batch are not what C reads; C checks their values."""
+    """Raise ValueError if arrays of a batch have the wrong layout for C, which checks values."""
     _check_integers("query_start", query_start, torch.int32)
     _check_integers("seq_lens", seq_lens, torch.int32)
     rows = block_tables.dtype == torch.int64 and block_tables.stride(1) in (0, 1)
@@ -378,7 +379,7 @@ def check_tables(query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) ->
 def check_batch(
     slot_mapping: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor
 ) -> None:
-    """The same for all that a pass is told."""
+    """The same for all arrays of a batch."""
     _check_integers("slot_mapping", slot_mapping, torch.int64)
     check_tables(query_start, seq_lens, block_tables)
 

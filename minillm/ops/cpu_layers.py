@@ -1,8 +1,8 @@
-"""All layers of a decoder as one call of C (`c/layers.c`), for models whose weights are in panels;
-or half a layer after the other, where several ranks share each.
+"""All layers of a decoder in one C call (`c/layers.c`), for models whose weights are in panels.
+With tensor parallelism there is one call per half layer, followed by an all-reduce.
 
-What is the same in every step, the addresses of weights and cache, is written down once. A step
-fills in where its batch is, and takes one block of memory for all that lies between the layers.
+Addresses of weights and KV cache are stored once. Each step adds the addresses of its batch, and
+uses one allocation for all intermediate results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ from torch import Tensor
 from minillm.ops import cpu
 from minillm.ops.c_library import library
 
-ALIGNMENT = 64  # bytes, a line of the cache
+ALIGNMENT = 64  # bytes, a cache line
 ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: matrices in panels, norms and biases as they are."""
+    """The weights of one layer: matrices in panels, norms and biases unpacked."""
 
     input_norm: Tensor
     mlp_norm: Tensor
@@ -41,7 +41,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What all layers have in common."""
+    """The common shape of all layers."""
 
     hidden: int
     heads: int
@@ -55,7 +55,7 @@ class LayerShape:
 
     @property
     def fits(self) -> bool:
-        """Whether the functions in C are made for these sizes."""
+        """Whether the C functions support these sizes."""
         if self.head_dim > cpu.MOST_HEAD_DIM or self.intermediate % cpu.PANEL_STEP:
             return False
         return cpu.fits_vectors(self.heads // self.kv_heads, self.head_dim, self.head_dim)
@@ -98,14 +98,14 @@ class _Step(Structure):
 
 
 class Layers:
-    """The layers of a model over one cache [layers, blocks, Hkv, block_size, D]."""
+    """The layers of a model with a KV cache [layers, blocks, Hkv, block_size, D]."""
 
     def __init__(
         self, weights: Sequence[LayerWeights], shape: LayerShape, keys: Tensor, values: Tensor
     ):
         if not shape.fits:
-            raise ValueError(f"{shape} is not for C; ask `fits` first.")
-        self.weights, self.shape = weights, shape  # also keeps the memory of the weights
+            raise ValueError(f"{shape} is not supported in C; check `fits` first.")
+        self.weights, self.shape = weights, shape  # keeps the weights alive
         self.keys, self.values = keys, values
         self.dtype = weights[0].qkv.dtype
         built = library(dict(cpu.ELEMENTS)[self.dtype])
@@ -133,7 +133,7 @@ class Layers:
         heads = shape.heads + 2 * shape.kv_heads
         wide, narrow = heads * shape.head_dim, max(shape.heads * shape.head_dim, shape.intermediate)
         self._widths = shape.hidden, wide, narrow, narrow
-        self._spare: list[Tensor] = []  # memory of an earlier step: new pages cost time to clear
+        self._spare: list[Tensor] = []  # reused between steps, because new pages must be zeroed
 
     def run(
         self,
@@ -148,9 +148,9 @@ class Layers:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, d] -> the last MLP's output and the residual stream, both [N, d].
 
-        Where these layers are a rank's share, with some of the heads and some of each MLP, the
-        output of every half is a part of a sum: `all_reduce` is called with it [N, d], to add up
-        the parts of all ranks in place. Only one rank may have the biases of o and down.
+        With tensor parallelism, the output [N, d] of attention and of the MLP is a partial sum;
+        `all_reduce` is called on it after each half layer and adds the ranks' sums in place. Only
+        one rank may have the biases of o and down.
         """
         count = len(x)
         if block_tables.stride(1) != 1:
@@ -187,21 +187,21 @@ class Layers:
         return x, residual
 
     def _calls(self, by_halves: bool) -> list[tuple[int, int, int]]:
-        """From which layer to before which one each call goes, and which halves it runs."""
+        """(first layer, end layer, halves) of each C call."""
         count = len(self.weights)
         if not by_halves:
             return [(0, count, ATTENTION | MLP)]
         return [(i, i + 1, half) for i in range(count) for half in (ATTENTION, MLP)]
 
     def _take(self, count: int) -> Tensor:
-        """Memory for what lies between the layers, which the step has for itself."""
+        """Memory for intermediate results, not shared with a concurrent step."""
         size = sum(self._sizes(count))
         spare, self._spare = self._spare, []
         fits = bool(spare) and size <= len(spare[0])
         return spare[0] if fits else torch.empty(size, dtype=self.dtype)
 
     def _parts(self, memory: Tensor, count: int) -> Iterator[int]:
-        """Addresses of normed, wide, narrow and attended: [N, their width], one after another."""
+        """Addresses of the buffers normed, wide, narrow and attended, each [N, width]."""
         ends = accumulate(self._sizes(count), initial=0)
         return (memory.data_ptr() + end * self.dtype.itemsize for end in list(ends)[:-1])
 

@@ -1,10 +1,9 @@
-"""Choosing tokens on a CPU: the C functions of `c/sample.c`, one backend of `sampling.choose`.
+"""Sampling on a CPU with the C functions of `c/sample.c`, a backend of `sampling.choose`.
 
-The reference beside `choose` says what they mean. The random words are the same ones bit for bit,
-the scaled logits too, and the noise is computed in float64 and rounded once by both. So the tokens
-are the same, but for two things that hang on rounding: math libraries round the logarithm of about
-one word in 10^8 to another float32, and where top-p ends within some 10^-6 of the edge of a token,
-that token may be in or out, as on a GPU.
+The result is that of the reference in `sampling.py`. Random words and scaled logits are bitwise the
+same, and both compute noise in float64 and round it once. Tokens can differ in two rare cases of
+rounding: math libraries round the logarithm of about one word in 10^8 to another float32; and if
+the top-p boundary is within about 10^-6 of a token, that token may be included or not, as on a GPU.
 """
 
 from array import array
@@ -21,8 +20,8 @@ from minillm.ops.c_library import library
 from minillm.ops.philox import Purpose
 
 P, N = c_void_p, c_int64
-BLOCK = 64  # tokens whose noise is drawn together
-MOST_TOKENS = 2**31  # of a vocabulary; ids lie in 32 bits when log-probabilities are sorted
+BLOCK = 64  # tokens whose noise is generated together
+MOST_TOKENS = 2**31  # vocabulary limit: sorting log-probabilities uses 32-bit ids
 COLUMNS = (
     ("temperature", torch.float32),
     ("min_p", torch.float32),
@@ -35,14 +34,14 @@ COLUMNS = (
 
 
 class _Pack(Structure):
-    """Where the columns of a `sampling.Pack` lie: `pack` in `c/sample.c`, in the same order."""
+    """Addresses of the columns of a `sampling.Pack`; the struct `pack` in `c/sample.c`."""
 
     _fields_ = tuple((name, c_void_p) for name, _ in COLUMNS)
 
 
 @dataclass(frozen=True)
 class Functions:
-    """The C functions of one library; all of them take bf16 and float32 logits."""
+    """The C functions of one library; all support bf16 and float32 logits."""
 
     choose_tokens: Callable[..., int]
     describe_tokens: Callable[..., int]
@@ -51,7 +50,7 @@ class Functions:
 
 @cache
 def functions(dtype: torch.dtype) -> Functions | None:
-    """The functions for logits of this type; None where there are none."""
+    """The functions for logits of this dtype; None if there are none."""
     element = dict(cpu.ELEMENTS).get(dtype)
     built = None if element is None else library(element)
     return bind(built) if isinstance(built, CDLL) else None
@@ -90,17 +89,18 @@ def choose_tokens(
     model_dtype: torch.dtype | None = None,
     purpose: Purpose = Purpose.SAMPLE,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: `sampling.choose`, whose `Pack` has the arguments' shapes and types.
+    """Sample one token per row, as `sampling.choose`. Parameters have the shapes and dtypes of
+    `sampling.Pack`.
 
     Args:
-        logits: [K, V], of which `takes` said yes.
-        model_dtype: of the model, where these are edited logits in float32: the library of a bf16
-            model takes them, too, and no second one has to be built.
-        purpose: whose noise is added.
+        logits: [K, V], for which `takes` is True.
+        model_dtype: dtype of the model, if these are edited logits in float32. The library of a
+            bf16 model supports them too, so no second one is built.
+        purpose: selects the noise.
 
     Returns:
-        Tokens, int64 [K], some token where a row's largest logit is not finite; and the largest
-        logit of each row, float32 [K].
+        Tokens, int64 [K], arbitrary if a row's largest logit is not finite; and the largest logit
+        of each row, float32 [K].
     """
     rows = Rows.of(logits)
     columns = checked(len(logits), temperature, min_p, top_p, top_k, seed, sample_index, position)
@@ -123,17 +123,18 @@ def choose_tokens(
 def draw_from_shard(
     logits: Tensor, before: int, best: Tensor, purpose: Purpose, *columns: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What a shard of the vocabulary would choose: totals float32 and places int64, both [K].
+    """Sample from one rank's shard of the vocabulary.
 
     Args:
-        logits: [K, V / n], of which `takes` said yes.
+        logits: [K, V / n], for which `takes` is True.
         before: tokens of the vocabulary before the shard, a multiple of 64.
-        best: float32 [K], the largest logit of the whole row.
-        purpose: whose noise is added.
-        columns: of a `sampling.Pack`, without top-k and top-p.
+        best: float32 [K], the largest logit of each row over the whole vocabulary.
+        purpose: selects the noise.
+        columns: columns of a `sampling.Pack` without top-k and top-p.
 
     Returns:
-        The scaled logit with its noise of the token that wins in each row, and that token's place.
+        The largest scaled logit plus noise of each row, float32 [K], and its index in the shard,
+        int64 [K].
     """
     rows, given = Rows.of(logits), checked(len(logits), *columns)
     best, count = best.contiguous(), len(logits)
@@ -155,34 +156,34 @@ def draw_from_shard(
 
 
 def checked(count: int, *columns: Tensor) -> list[Tensor]:
-    """The columns of a pack for so many rows, side by side in memory."""
+    """The columns of a pack with `count` rows, checked and contiguous."""
     found = [column.contiguous() for column in columns]
     for (name, dtype), column in zip(COLUMNS, found, strict=True):
         if column.shape != (count,) or column.dtype != dtype:
             raise ValueError(
-                f"{name} is {list(column.shape)}, {column.dtype}, for {count} rows; "
-                f"{dtype} {[count]} is due."
+                f"{name} is {list(column.shape)}, {column.dtype}; it must be {dtype} {[count]}, "
+                "one per row."
             )
     return found
 
 
 def describe_tokens(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of each row's target and of its best tokens.
+    """Log-probabilities of each row's target and top tokens.
 
     Args:
-        logits: [K, V], of which `takes` said yes, each row's largest being finite.
+        logits: [K, V], for which `takes` is True; the largest of each row must be finite.
         targets: int64 [K].
-        top: how many of the best; all of them if there are fewer.
+        top: number of top tokens, at most V.
 
     Returns:
-        Log-probabilities float32, ids and ranks int64, all [K, top + 1]: the target's, then those
-        of the best tokens in falling order, of equals the lowest id first.
+        Log-probabilities float32, ids and ranks int64, all [K, top + 1]: the target, then the top
+        tokens in descending order, ties by lowest id.
     """
     rows, targets = Rows.of(logits), targets.contiguous()
     if targets.shape != logits.shape[:1] or targets.dtype != torch.int64 or top < 0:
         raise ValueError(
-            f"targets are {list(targets.shape)}, {targets.dtype}, and top is {top}; int64 "
-            f"{list(logits.shape[:1])} and at least 0 are due."
+            f"targets are {list(targets.shape)}, {targets.dtype}, and top is {top}; they must be "
+            f"int64 {list(logits.shape[:1])} and at least 0."
         )
     top = min(top, rows.size)
     logprobs = torch.empty(len(targets), top + 1)
@@ -199,14 +200,14 @@ def describe_tokens(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, 
         ranks.data_ptr(),
     )
     if status == 2:
-        raise IndexError(f"A target is no token: ids go from 0 to {rows.size - 1}.")
+        raise IndexError(f"A target is not a token id: ids are from 0 to {rows.size - 1}.")
     _check_memory(status)
     return logprobs, ids, ranks
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where rows of logits lie."""
+    """Addresses of rows of logits."""
 
     at: array
     wide: bool  # float32, else bf16
@@ -214,7 +215,7 @@ class Rows:
 
     @classmethod
     def of(cls, logits: Tensor) -> "Rows":
-        """All rows of a tensor, in place."""
+        """All rows of a tensor."""
         count, size = logits.shape
         right = logits.dtype in (torch.bfloat16, torch.float32) and logits.device.type == "cpu"
         if not right or (logits.stride(1) != 1 and size != 1):
@@ -226,10 +227,10 @@ class Rows:
 
 def _functions(dtype: torch.dtype) -> Functions:
     if (found := functions(dtype)) is None:
-        raise RuntimeError(f"there are no C functions for {dtype}; ask `takes` first.")
+        raise RuntimeError(f"there are no C functions for {dtype}; check `takes` first.")
     return found
 
 
 def _check_memory(status: int) -> None:
     if status:
-        raise MemoryError("There is no memory to choose tokens in.")
+        raise MemoryError("Out of memory while sampling.")

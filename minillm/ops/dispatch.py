@@ -1,10 +1,10 @@
-"""Which implementation an operation gets: the device of its tensors decides.
+"""Selects the backend of operations by the device of their tensors.
 
-    cpu         C functions of our own (`cpu`), or plain torch where they cannot be built
-    triton      our kernels, on an NVIDIA GPU of compute capability 8.0 or newer
-    reference   the same plain torch, on a GPU that the kernels do not know
+    cpu         C functions (`cpu`), or plain torch if they cannot be built
+    triton      Triton kernels, on NVIDIA GPUs of compute capability 8.0 or newer
+    reference   plain torch, on other GPUs
 
-Interpreted Triton is for tests: nothing chooses it.
+Triton's interpreter is used in tests only and is never selected here.
 """
 
 from functools import cache
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from minillm.plan import machine
 
-OLDEST = (8, 0)  # Ampere; as in minillm_kernels.launch, which needs Triton to be imported
+OLDEST = (8, 0)  # Ampere; the same as in minillm_kernels.launch, which imports Triton
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Backend(NamedTuple):
-    """An implementation of all operations, and why a device has it."""
+    """A backend, and the reason why it was selected."""
 
     name: Literal["cpu", "reference", "triton"]
     why: str
@@ -29,9 +29,9 @@ class Backend(NamedTuple):
 
 @cache
 def backend_of(device: torch.device) -> Backend:
-    """The backend of a device; asked once per device."""
+    """The backend of a device (cached)."""
     if device.type == "cpu":
-        return Backend("cpu", "")  # `explain` says more, and takes longer
+        return Backend("cpu", "")  # `explain` gives details, but may compile
     if device.type != "cuda" or torch.version.hip is not None:
         return Backend("reference", "plain torch: the kernels are for NVIDIA GPUs")
     if find_spec("triton") is None:
@@ -48,7 +48,7 @@ def backend_of(device: torch.device) -> Backend:
 
 
 def explain(device: torch.device) -> str:
-    """Which path operations take on a device, and why. On a CPU this may compile."""
+    """Describe the backend of a device and why it was selected. On a CPU this may compile."""
     if device.type != "cpu":
         return backend_of(device).why
     from minillm.ops import cpu
@@ -57,10 +57,9 @@ def explain(device: torch.device) -> str:
 
 
 def uses_kernels(x: Tensor, *weights: Tensor | None) -> bool:
-    """Whether this tensor goes to a Triton kernel, with these weights.
+    """Whether these tensors go to a Triton kernel.
 
-    A gradient can only come from torch, and a weight can want one where x does not: behind frozen
-    layers. Autocast mixes dtypes, which torch alone does.
+    Not if x or a weight requires a gradient, or under autocast: only torch supports these.
     """
     if backend_of(x.device).name != "triton" or x.dtype not in DTYPES:
         return False

@@ -1,4 +1,4 @@
-"""Where the engine finds its random numbers: `minillm_kernels.philox`, which the kernels share."""
+"""Philox random numbers, re-exported from `minillm_kernels.philox`, which the kernels share."""
 
 from minillm_kernels.philox import (
     WORD,

@@ -1,8 +1,8 @@
-"""Choosing tokens: rows of logits and the parameters of each row to one token id per row.
+"""Sampling: logits and sampling parameters of each row -> one token id per row.
 
-Three backends draw the same tokens: kernels on a GPU (`minillm_kernels.sampling`), C on a CPU
-(`cpu_sampling.py`), and the reference below, which says what the other two mean. The noise of a
-token is a function of (seed, sample index, position, token id), so no backend keeps a state.
+Three backends sample the same tokens: Triton kernels (`minillm_kernels.sampling`), C on a CPU
+(`cpu_sampling.py`), and the reference below, which defines the result. The noise of a token is a
+function of (seed, sample index, position, token id), so there is no generator state.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from minillm_kernels import reference
 
 
 class Pack(NamedTuple):
-    """How K rows draw: one number of each kind per row, on the device of the logits."""
+    """Sampling parameters of K rows, on the device of the logits."""
 
     temperature: Tensor  # float32 [K]; 0 is greedy
     min_p: Tensor  # float32 [K]; 0 is off
@@ -25,11 +25,11 @@ class Pack(NamedTuple):
     top_k: Tensor  # int32 [K]; 0 is off
     seed: Tensor  # int64 [K]
     sample_index: Tensor  # int64 [K]
-    position: Tensor  # int64 [K], of the token that is chosen
-    truncates: bool  # whether any row has a top-k or a top-p
+    position: Tensor  # int64 [K], position of the sampled token
+    truncates: bool  # whether any row has top-k or top-p
 
     def select(self, rows: Tensor | slice) -> "Pack":
-        """The same of some rows, int64 [P] or those side by side."""
+        """The parameters of some rows: indices int64 [P], or a slice."""
         temperature, min_p, top_p, top_k, seed, sample_index, position = (
             column[rows] for column in self[:-1]
         )
@@ -43,16 +43,16 @@ def choose(
     model_dtype: torch.dtype | None = None,
     purpose: Purpose = Purpose.SAMPLE,
 ) -> tuple[Tensor, Tensor]:
-    """One token per row: temperature, min-p, top-k, top-p, and the largest noisy logit.
+    """Sample one token per row: temperature, min-p, top-k, top-p, then argmax of logits plus noise.
 
     Args:
-        logits: [K, V] in any floating-point type; not changed.
-        model_dtype: of the model, where these are edited logits in float32.
-        purpose: whose noise is added.
+        logits: [K, V], any floating-point dtype; not modified.
+        model_dtype: dtype of the model, if these are edited logits in float32.
+        purpose: selects the noise.
 
     Returns:
         Tokens, int64 [K], and the largest logit of each row, float32 [K], NaN if the row has one.
-        A row whose largest logit is not finite gets some token of the vocabulary.
+        If the largest logit is not finite, the token is arbitrary.
     """
     if cpu_sampling.takes(logits, model_dtype):
         return cpu_sampling.choose_tokens(
@@ -69,9 +69,9 @@ def choose(
 
 
 def law(logits: Tensor, pack: Pack) -> Tensor:
-    """The probabilities that `choose` draws with: [K, V] -> float32 [K, V], one-hot where greedy.
+    """The distribution that `choose` samples from: [K, V] -> float32 [K, V], one-hot if greedy.
 
-    Equal logits and parameters give equal bits; the noise of `pack` is not used.
+    Equal logits and parameters give equal bits. The noise of `pack` is not used.
     """
     greedy = pack.temperature <= 0
     scaled = reference.scale(logits, pack.temperature.masked_fill(greedy, 1.0), pack.min_p)
@@ -84,7 +84,7 @@ def law(logits: Tensor, pack: Pack) -> Tensor:
 
 
 def _choose_by_reference(logits: Tensor, pack: Pack, purpose: Purpose) -> Tensor:
-    """Row by row: the bits of a row do not depend on the others, and one sort is in memory."""
+    """Sample row by row, so that rows are independent and only one sort is in memory."""
     tokens = logits.argmax(dim=-1)  # [K]
     for index in (pack.temperature > 0).nonzero()[:, 0].tolist():
         row = slice(index, index + 1)

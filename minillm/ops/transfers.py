@@ -1,4 +1,4 @@
-"""Copies between host and device that nothing waits for."""
+"""Asynchronous copies between host and device."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def put(target: Tensor, values: NDArray) -> None:
-    """Overwrite a tensor that must stay where it is; nobody waits for it."""
+    """Overwrite a tensor in place, asynchronously on a GPU."""
     if target.device.type == "cpu":
         target.copy_(torch.from_numpy(values))
     else:
@@ -17,7 +17,7 @@ def put(target: Tensor, values: NDArray) -> None:
 
 
 def upload(device: torch.device, *arrays: NDArray) -> list[Tensor]:
-    """Each array as a tensor on the device; all together in one copy that nobody waits for."""
+    """Copy arrays to the device as tensors, all in one asynchronous copy."""
     if device.type == "cpu":
         return [torch.from_numpy(each) for each in arrays]
     together, starts = pack(arrays)
@@ -26,7 +26,7 @@ def upload(device: torch.device, *arrays: NDArray) -> list[Tensor]:
 
 
 def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
-    """Copy tensors towards the host now; the answer waits for them."""
+    """Start copying tensors to the host. The returned function waits for the copies."""
     if tensors[0].device.type == "cpu":
         copies = [each.clone() for each in tensors]
         return lambda: copies
@@ -44,8 +44,8 @@ def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
 
 
 def pack(arrays: Sequence[NDArray]) -> tuple[NDArray[np.uint8], list[int]]:
-    """The bytes of all arrays in one, and where each starts: at a multiple of 8, because a tensor's
-    numbers must be aligned."""
+    """Concatenate the bytes of all arrays. Returns them and each start, a multiple of 8 because
+    tensors must be aligned."""
     ends = np.cumsum([-(-each.nbytes // 8) * 8 for each in arrays]).tolist()
     together, starts = np.zeros(ends[-1], dtype=np.uint8), [0, *ends[:-1]]
     for start, each in zip(starts, arrays, strict=True):
@@ -54,7 +54,7 @@ def pack(arrays: Sequence[NDArray]) -> tuple[NDArray[np.uint8], list[int]]:
 
 
 def unpack(there: Tensor, arrays: Sequence[NDArray], starts: Sequence[int]) -> list[Tensor]:
-    """Tensors like the arrays that were packed, wherever the bytes are now."""
+    """Views of packed bytes as tensors with the types and shapes of `arrays`."""
     return [
         there[start : start + each.nbytes]
         .view(torch.from_numpy(np.empty(0, each.dtype)).dtype)

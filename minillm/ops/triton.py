@@ -1,7 +1,7 @@
-"""Where an operation on a GPU has a choice between kernels. Imported on a GPU only.
+"""Selects between Triton kernels by shape. Imported on a GPU only.
 
-A shape that no kernel takes goes to torch, which is as right: a product of many rows, a head_dim
-that no real model has, or blocks that hold a whole sequence.
+Shapes that no kernel supports use torch: products of many rows, unusual head sizes, and blocks as
+long as a whole sequence.
 """
 
 from typing import TypedDict
@@ -15,11 +15,11 @@ from minillm_kernels.batch_invariant import tiled_attention
 from minillm_kernels.launch import MAX_HEAD_DIM
 from minillm_kernels.mla_config import MAX_ROPE_DIM, MAX_VALUE_DIM
 
-GEMV_ROWS = 8  # above, cuBLAS has enough rows for its tiles
+GEMV_ROWS = 8  # with more rows, cuBLAS is faster
 
 
 class Options(TypedDict):
-    """What every attention kernel may be told."""
+    """Options of all attention kernels."""
 
     max_query_len: int | None
     batch_invariant: bool
@@ -49,16 +49,16 @@ def paged_attention(
             return mla.mla_attention(q, k_cache, value_dim, *where, **options)
     elif takes_head_dims(k_cache, v_cache) and takes_heads(q, k_cache):
         return paged.paged_attention(q, k_cache, v_cache, *where, **options)
-    torch_way = tiled_attention if batch_invariant else reference.paged_attention
-    return torch_way(q, k_cache, v_cache, *where)
+    fallback = tiled_attention if batch_invariant else reference.paged_attention
+    return fallback(q, k_cache, v_cache, *where)
 
 
 def takes_head_dims(*caches: Tensor) -> bool:
-    """Whether the attention kernels have tiles for heads of this size."""
+    """Whether the attention kernels support heads of this size."""
     return all(cache.shape[-1] % 8 == 0 and cache.shape[-1] <= MAX_HEAD_DIM for cache in caches)
 
 
 def takes_heads(q: Tensor, k_cache: Tensor) -> bool:
-    """Whether they can read blocks of this many positions, for so many heads that share one."""
+    """Whether the attention kernels support this block size and number of heads per KV head."""
     _, num_kv_heads, block_size, _ = k_cache.shape
     return block_size <= paged.MAX_BLOCK_SIZE and q.shape[1] <= paged.MAX_GROUP * num_kv_heads

@@ -1,4 +1,4 @@
-"""How much attention there is in a step: pairs of a query and a key that it sees, by counting."""
+"""Counts the (query, key) pairs of attention in a step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from minillm.config import ModelConfig
 def attention_counts(
     config: ModelConfig, query_lens: Sequence[int], seq_lens: Sequence[int]
 ) -> tuple[int, int]:
-    """(Query, key) pairs that attend, and cached positions that are read, over all layers."""
+    """The (query, key) pairs of attention and the KV cache positions read, over all layers."""
     windows = Counter(config.sliding_window(layer) for layer in range(config.num_layers))
     pairs = positions = 0
     for window, layers in windows.items():
@@ -23,5 +23,5 @@ def attention_counts(
 def causal_pairs(query: int, seq: int, window: int) -> int:
     """Sum of min(position + 1, window) over the last `query` positions of `seq`."""
     first = seq - query
-    growing = max(0, min(seq, window) - first)  # queries that still see every earlier token
+    growing = max(0, min(seq, window) - first)  # queries that attend to every earlier token
     return growing * first + growing * (growing + 1) // 2 + (query - growing) * window

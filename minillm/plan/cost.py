@@ -1,15 +1,15 @@
-"""What a step of a model costs, by counting: parameters, operations, bytes, seconds.
+"""The cost of a step of a model, computed from its shapes: operations, bytes, seconds, memory.
 
-Nothing here runs a model, so a 405B answers as fast as a 135M. The conventions:
+No model is run, so large models take no longer than small ones. Conventions:
 
 * A multiply-add is two operations. Matrix products and attention are counted; norms, rotations,
   activations and biases are not (they are under one percent, and no peak rate applies to them).
-* Attention is causal and counted exactly: the query at position p meets p + 1 keys, fewer under
-  a sliding window. `torch.utils.flop_counter` counts the whole queries x keys rectangle instead,
-  so the two agree for decoding and differ by almost 2 for a whole prompt.
-* Bytes are those that must cross the memory bus whatever the cache holds: weights once per step,
-  cached keys and values once per sequence. Activations are reported apart; at few rows they
-  stay in the processor's cache, and at many rows the step is bound by operations anyway.
+* Attention is causal and counted exactly: the query at position p attends to p + 1 keys, or fewer
+  with a sliding window. `torch.utils.flop_counter` counts all queries x keys instead: the same
+  number for decoding, and almost twice as many for a whole prompt.
+* Bytes are the minimum traffic to main memory: weights once per step, cached keys and values once
+  per sequence. Activations are a separate field: with few rows they stay in the processor's cache,
+  and with many rows the step is compute-bound.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def weight_bytes(config: ModelConfig, dtype: str | None = None) -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str | None = None) -> int:
-    """Bytes that one token keeps in the cache, over all layers; for MLA the latent alone."""
+    """Bytes of one token in the KV cache, over all layers; for MLA those of the latent."""
     return block_bytes(config, 1, dtype)
 
 
@@ -60,8 +60,8 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: str | None = None) 
 class StepCost:
     """Operations and bytes of one step (see the conventions at the top of this file).
 
-    `num_operations` is the number of matrix products and attentions: the fewest separate
-    launches of an engine that fuses everything else into them. `dtype` is the products'.
+    `num_operations` is the number of matrix products and attention operations: the minimum number
+    of kernel launches if everything else is fused. `dtype` is that of the matrix products.
     """
 
     num_tokens: int
@@ -99,10 +99,10 @@ def step_cost(
     dtype: str | None = None,
     kv_dtype: str | None = None,
 ) -> StepCost:
-    """Cost of one step in which sequence i computes its last `query_lens[i]` of `seq_lens[i]`
-    tokens: equal lengths are a whole prefill, 1 is decoding, anything between is a chunk.
+    """Cost of one step in which sequence i computes the last `query_lens[i]` of its `seq_lens[i]`
+    tokens: a whole prefill if they are equal, decoding if it is 1, otherwise a chunk.
 
-    `num_logits` rows reach the output head (default: one per sequence). Attention in MLA runs on
+    `num_logits` is the number of rows of logits (default: one per sequence). MLA attention runs on
     the latents for every query length, as in this engine.
     """
     _check_lengths(query_lens, seq_lens)
@@ -143,13 +143,13 @@ def _check_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
         if not 1 <= query <= seq:
             raise ConfigError(
                 f"A sequence of {seq} tokens cannot compute its last {query}; "
-                f"the query length must be between 1 and the sequence length."
+                "the query length must be between 1 and the sequence length."
             )
 
 
 def _attention_widths(config: ModelConfig) -> tuple[int, int]:
-    """Values of a token's query and of its attention output, over all heads: the number of
-    multiply-adds that each (query, key) pair costs for the score and for the output."""
+    """Values of a token's query and of its attention output, over all heads. These are also the
+    multiply-adds of each (query, key) pair for the score and for the output."""
     if config.mla:
         latent = config.num_heads * config.mla.kv_lora_rank
         return latent + config.num_heads * config.mla.qk_rope_head_dim, latent
@@ -159,7 +159,7 @@ def _attention_widths(config: ModelConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Three lower bounds of a step in seconds, and the model's prediction from them."""
+    """Three lower bounds of a step's time in seconds, and the time predicted from them."""
 
     memory_seconds: float
     compute_seconds: float
@@ -172,7 +172,7 @@ class StepTime:
 
     @property
     def bound(self) -> Literal["memory", "compute", "overhead"]:
-        """Which of the three is largest, and so what to work on first."""
+        """The largest of the three bounds, which is the bottleneck."""
         largest = max(self.memory_seconds, self.compute_seconds, self.overhead_seconds)
         if largest == self.overhead_seconds:
             return "overhead"
@@ -180,10 +180,10 @@ class StepTime:
 
 
 def step_time(cost: StepCost, hardware: Hardware, num_operations: int | None = None) -> StepTime:
-    """Predict a step on `hardware` (the roofline of Williams et al., 2009, plus overhead).
+    """Predict the time of a step by the roofline model (Williams et al., 2009) plus overhead.
 
-    `num_operations` separate launches each cost the hardware's overhead (default: the cost's
-    own minimum; 0 for a captured graph, whose launches overlap).
+    Each of `num_operations` launches adds the hardware's overhead (default: those of `cost`; 0 for
+    a CUDA graph, whose launches overlap with computation).
     """
     launches = cost.num_operations if num_operations is None else num_operations
     return StepTime(
@@ -196,17 +196,17 @@ def step_time(cost: StepCost, hardware: Hardware, num_operations: int | None = N
 def activation_peak_bytes(
     config: ModelConfig, num_tokens: int, num_logits: int, dtype: str | None = None
 ) -> int:
-    """Estimated peak of live activations in a step: one layer's, because layers reuse buffers.
+    """Estimated peak bytes of activations in a step: those of one layer, as layers reuse buffers.
 
-    Per token the residual, the normalised input and the output, and the widest of: the gate, up
-    and product vectors of the MLP (of every chosen expert), or queries, keys, values and outputs
-    of attention; against them the logits in `dtype` and in float32. Attention scores are not
-    included: they live in the processor's cache, tile by tile.
+    Per token these are the residual, the normalised input and the output, and the larger of the
+    MLP's gate, up and product vectors (of every chosen expert) and attention's queries, keys,
+    values and outputs. The peak is at the logits (in `dtype` and in float32) if those are larger.
+    Attention scores are not included, because kernels keep only one tile of them at a time.
     """
     hidden, moe = config.hidden_size, config.moe
     query_width, output_width = _attention_widths(config)
     inner = query_width + output_width + cache_spec(config).block_values(1)
-    if config.mla:  # the query before its absorption
+    if config.mla:  # the query before the key up-projection is absorbed
         inner += config.num_heads * (config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim)
     if moe is None or not all(config.is_moe_layer(i) for i in range(config.num_layers)):
         inner = max(inner, 3 * config.intermediate_size)
@@ -221,7 +221,7 @@ def activation_peak_bytes(
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What `memory_plan` takes as given; the names are those of the engine's arguments."""
+    """The inputs of `memory_plan`; names are those of the engine's arguments."""
 
     dtype: str
     kv_dtype: str
@@ -230,10 +230,10 @@ class PlanSettings:
     max_num_seqs: int = 256
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
-    copied_weight_bytes: int = 0  # of weights that are kept twice, in two layouts
-    cuda_graphs: bool = False  # whether decode steps are recorded
-    num_drafts: int = 0  # of a sequence in a step at most, each of which has logits
-    copied_draft_bytes: int = 0  # as `copied_weight_bytes`, of a draft model
+    copied_weight_bytes: int = 0  # second copies of weights in another layout
+    cuda_graphs: bool = False  # whether decode steps are captured
+    num_drafts: int = 0  # maximum drafts per sequence and step, each with a row of logits
+    copied_draft_bytes: int = 0  # `copied_weight_bytes` of the draft model
 
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
@@ -248,7 +248,7 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class BatchFit:
-    """The largest number of sequences of `context` tokens each that fit at once."""
+    """The largest batch of sequences of `context` tokens that fits."""
 
     context: int
     batch: int
@@ -256,13 +256,13 @@ class BatchFit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where the memory goes before anything is loaded; sizes in bytes.
+    """The use of memory, computed before anything is loaded; sizes in bytes.
 
     memory = reserve + weights + activations + KV cache. `kv_cache_bytes` is what is left for the
-    cache (negative when the rest is too large) and `num_tokens` how many tokens it holds, in
-    whole blocks. With a draft model they are sums over both models. The model fits when one request
-    of `max_model_len` tokens does; `shortfall_bytes` of memory are missing for that, and each hint
-    names a change that is enough.
+    KV cache (negative if the other parts are too large), and `num_tokens` the tokens it holds, in
+    whole blocks. With a draft model sizes are sums over both models. The model fits if one request
+    of `max_model_len` tokens does; otherwise `shortfall_bytes` more memory is needed, and each hint
+    is a change that is enough on its own.
     """
 
     settings: PlanSettings
@@ -270,12 +270,12 @@ class MemoryPlan:
     reserve_bytes: int
     weight_bytes: int
     activation_bytes: int
-    graph_bytes: int  # of these: what recorded decode steps keep for themselves
+    graph_bytes: int  # part of `activation_bytes`: the memory pool of CUDA graphs
     kv_cache_bytes: int
     kv_bytes_per_token: int
-    block_bytes: int  # of the KV cache, over all layers
-    draft_weight_bytes: int  # of `weight_bytes`: a draft model's
-    draft_block_bytes: int  # of `block_bytes`: a draft model's
+    block_bytes: int  # of one block, over all layers
+    draft_weight_bytes: int  # part of `weight_bytes`: the draft model's
+    draft_block_bytes: int  # part of `block_bytes`: the draft model's
     num_tokens: int
     shortfall_bytes: int
     combinations: tuple[BatchFit, ...]
@@ -304,10 +304,11 @@ def memory_plan(
     num_drafts: int = 0,
     copied_draft_bytes: int = 0,
 ) -> MemoryPlan:
-    """Plan an engine that may use a share of `memory_bytes`; the rest is the reserve for what
-    cannot be counted (the runtime, workspaces, the nodes of graphs). Every layer is taken to keep
-    every token: a sliding window limits what is read, not what is stored. A `draft` model has a
-    cache of its own with as many blocks, and takes its turn with the other.
+    """Plan the memory of an engine that uses the share `gpu_memory_utilization` of `memory_bytes`.
+
+    The rest is a reserve for memory that is not counted (runtime, workspaces, graph nodes). All
+    tokens are kept in the KV cache, even with a sliding window. A `draft` model has its own KV
+    cache with as many blocks; its activations are never live together with the target's.
     """
     settings = PlanSettings(
         dtype=dtype or config.dtype,
@@ -339,11 +340,11 @@ def _plan(
     if draft is not None:
         draft_weights = weight_bytes(draft, settings.dtype) + settings.copied_draft_bytes
         draft_each = block_bytes(draft, block, settings.kv_dtype)
-        seats = min(settings.max_num_seqs, num_tokens)
-        peak = activation_peak_bytes(draft, num_tokens, seats, settings.dtype)
+        num_draft_logits = min(settings.max_num_seqs, num_tokens)
+        peak = activation_peak_bytes(draft, num_tokens, num_draft_logits, settings.dtype)
         activations = max(activations, peak)
         weights, each = weights + draft_weights, each + draft_each
-    # All recordings share one pool, which the largest fills: a decode step without its logits.
+    # All CUDA graphs share one memory pool; the largest is a decode step without its logits.
     rows = settings.max_num_seqs * (1 + settings.num_drafts) * settings.cuda_graphs
     graphs = activation_peak_bytes(config, rows, 0, settings.dtype)
     activations += graphs
@@ -373,7 +374,7 @@ def _plan(
 
 
 def _hints(config: ModelConfig, draft: ModelConfig | None, plan: MemoryPlan) -> tuple[str, ...]:
-    """Changes to a plan that does not fit, each tried and found to be enough on its own."""
+    """Changes to a plan that does not fit, each checked to be enough on its own."""
     hints = [f"{_gib(plan.memory_bytes + plan.shortfall_bytes)} of memory"]
     planned = partial(_plan, config, draft, plan.memory_bytes)
     if plan.settings.max_model_len > 4096:

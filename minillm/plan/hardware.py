@@ -1,29 +1,24 @@
-"""What a machine can do at most: datasheet figures, measured ceilings, memory and processors.
+"""Peak rates of devices from their datasheets, and how a measurement compares with them.
 
-A throughput means something only beside its ceiling: `measure()` finds the ceilings of the
-machine at hand once (about two seconds) and caches them, `achieved()` divides by them, and
-`check_physical()` refuses a measurement that no machine can have produced.
+`achieved()` divides a measurement by the peak rates of a device; `check_physical()` rejects one
+that the device cannot have produced. `lab/ceilings.py` measures the rates of this machine.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from minillm.errors import ConfigError, MinillmError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The ceilings of one device.
+    """The peak rates of one device.
 
-    `bandwidth` is of main memory (bytes/s, decimal), `peak_flops` of dense bf16 matrix products
-    and `peak_flops_fp32` of float32 ones (operations/s, a multiply-add being two), `overhead` the
-    seconds that one small operation takes.
+    `bandwidth` is of main memory (bytes/s, decimal), `peak_flops` of dense bf16 matrix products and
+    `peak_flops_fp32` of float32 ones (operations/s, two per multiply-add). `overhead` is the time
+    of one small operation in seconds.
     """
 
     name: str
@@ -45,7 +40,8 @@ class Hardware:
         return self.peak_flops_fp32 if dtype == "float32" else self.peak_flops
 
     def ridge(self, dtype: str = "bfloat16") -> float:
-        """Operations per byte above which a step is bound by operations (Williams et al., 2009)."""
+        """Arithmetic intensity (operations per byte) above which a step is compute-bound (Williams
+        et al., 2009)."""
         return self.rate(dtype) / self.bandwidth
 
 
@@ -64,9 +60,9 @@ def _datasheet(
 
 
 # Nominal figures in decimal units, dense rates (the vendors' sparse figures are twice as large).
-# The float32 rate is that of the vector units: PyTorch uses TF32 tensor cores only when asked to.
-# Launch times are of one kernel from eager PyTorch; a captured graph needs about 1.5 us instead.
-# For the laptops they are of one small PyTorch operation. Both are typical values, not datasheet.
+# The float32 rate is that of the vector units: by default PyTorch does not use TF32 tensor cores.
+# Launch times are typical values, not from datasheets: of one kernel in eager PyTorch on GPUs
+# (about 1.5 us in a CUDA graph), and of one small PyTorch operation on laptops.
 DATASHEET: Mapping[str, Hardware] = _datasheet(
     ("a100-sxm", "NVIDIA A100 SXM 80GB", 80, 2039, 312, 19.5, 5, "NVIDIA A100 datasheet, 2021"),
     ("h100-sxm", "NVIDIA H100 SXM", 80, 3350, 989, 67, 5, "NVIDIA H100 datasheet, 2023"),

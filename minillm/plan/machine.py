@@ -1,8 +1,8 @@
-"""What this process may use of the machine: processors, memory, instructions.
+"""Resources of the machine that this process may use: processors, memory, instruction sets.
 
-A container sees the whole host in /proc; its own limits are in the control group files (version
-1 or 2). Every function reads them below `root`, which is "/" except in tests, and falls back to
-what Python knows where those files do not exist (macOS, Windows).
+In a container /proc shows the whole host; the container's limits are in the control group files
+(version 1 or 2). Functions read both below `root` ("/" except in tests). Where these files do not
+exist (macOS, Windows), they use Python's own information.
 """
 
 import os
@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-UNKNOWN_MEMORY = 4 * 2**30  # assumed free where nothing tells (Windows): what a small laptop has
-UNKNOWN_CACHE = 32 * 2**20
+UNKNOWN_MEMORY = 4 * 2**30  # assumed where it cannot be read (Windows): that of a small laptop
+UNKNOWN_CACHE = 32 * 2**20  # assumed where it cannot be read
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """Memory that this process can still allocate: the least of what the system has available
-    and what is left of each enclosing container's limit.
+    """Memory that this process can still allocate: the system's available memory, or what is left
+    of the limit of an enclosing container if that is less.
 
-    Elsewhere than on Linux half of the physical memory, because how much of it others use is
-    not known.
+    On other systems than Linux it is half of the physical memory, as its use is unknown.
     """
     system = _meminfo("MemAvailable", root)
     if system is None:
@@ -37,9 +36,8 @@ def total_memory_bytes(root: Path = ROOT) -> int:
 
 
 def cpu_count(root: Path = ROOT) -> int:
-    """Processors this process can keep busy: its affinity, capped by the container's CPU quota
-    (rounded down, because one thread too many makes every parallel section wait for the quota).
-    """
+    """Processors of this process: its CPU affinity, limited by the container's CPU quota. The quota
+    is rounded down, because one thread too many delays every parallel section."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
     for directory in _group_directories("cpu", root):
@@ -51,8 +49,8 @@ def cpu_count(root: Path = ROOT) -> int:
 
 def cpu_has_bf16(root: Path = ROOT) -> bool:
     """Whether the processor multiplies bf16 matrices in hardware (AVX-512 BF16, AMX, or Arm's
-    BF16), so that bf16 is faster than float32. False where it is not known, and where torch was
-    told through ATEN_CPU_CAPABILITY to leave these instructions alone."""
+    BF16), which makes bf16 faster than float32. False if it is unknown, or if ATEN_CPU_CAPABILITY
+    disables these instructions in torch."""
     if os.environ.get("ATEN_CPU_CAPABILITY", "").lower() in ("default", "avx2"):
         return False
     flags = set(cpu_instructions(root).split())
@@ -60,7 +58,7 @@ def cpu_has_bf16(root: Path = ROOT) -> bool:
 
 
 def cpu_instructions(root: Path = ROOT) -> str:
-    """The sets of instructions that the processor has; empty where it is not known."""
+    """The processor's instruction sets, as in /proc/cpuinfo; empty if unknown."""
     return _cpuinfo("flags", root) or _cpuinfo("Features", root)
 
 
@@ -70,14 +68,14 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def seconds_waited(root: Path = ROOT) -> float:
-    """Seconds that the threads of this process were ready to run while other programs ran
-    instead, since they started. 0 where the kernel does not tell."""
+    """Seconds that this process's threads, since they started, were ready to run but waited for a
+    processor. 0 if the kernel does not report it."""
     texts = [_read(path).split() for path in (root / "proc/self/task").glob("*/schedstat")]
     return sum(int(text[1]) for text in texts if len(text) == 3) / 1e9
 
 
 def last_level_cache_bytes(root: Path = ROOT) -> int:
-    """Size of the first processor's largest cache (32 MiB where it is not known)."""
+    """Size of the first processor's largest cache (32 MiB if unknown)."""
     caches = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     texts = [_read(path) for path in caches]
     sizes = [int(text[:-1]) * 1024 for text in texts if text[:-1].isdigit() and text[-1] == "K"]
@@ -85,7 +83,7 @@ def last_level_cache_bytes(root: Path = ROOT) -> int:
 
 
 def _read(path: Path) -> str:
-    """The file's text, empty when it cannot be read."""
+    """The file's text; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -116,10 +114,11 @@ def _physical_memory() -> int:
 
 
 def _group_directories(controller: str, root: Path) -> Iterator[Path]:
-    """This process's control group and those around it, for version 2 and then version 1.
+    """Directories of this process's control group and all its parents, version 2 before version 1.
 
-    Inside a container the path in /proc/self/cgroup is often the host's and does not exist in
-    the mounted tree, whose top is then the container's own group: hence every parent is listed.
+    In a container the path in /proc/self/cgroup is often the host's and does not exist in the
+    mounted tree. The container's own group is then the root of that tree, which is listed as a
+    parent.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
@@ -134,8 +133,8 @@ def _group_directories(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _container_memory(root: Path, left: bool) -> Iterator[int]:
-    """Every enclosing memory limit in bytes; with `left`, less what is in use. File pages that
-    can be dropped at once do not count as used."""
+    """Every enclosing memory limit in bytes; with `left`, minus the memory in use. Inactive file
+    pages do not count as in use."""
     for directory in _group_directories("memory", root):
         for limit_file, usage_file, cached in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -156,7 +155,7 @@ def _stat(path: Path, field: str) -> int:
 
 
 def _cpu_quota(directory: Path) -> tuple[int, int]:
-    """(Microseconds allowed per period, period); (0, 0) for no limit."""
+    """(quota, period) in microseconds; (0, 0) for no limit."""
     fields = _read(directory / "cpu.max").split() or [
         _read(directory / "cpu.cfs_quota_us"),
         _read(directory / "cpu.cfs_period_us"),

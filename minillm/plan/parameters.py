@@ -1,7 +1,6 @@
-"""What a model consists of: its matrix products, layer by layer, and so its parameters.
+"""The matrix products of a model, layer by layer, and its parameter counts.
 
-One table of products serves parameters, operations and bytes (`plan/cost.py`), so that they cannot
-disagree with one another.
+Parameters, operations and bytes (`cost.py`) are all computed from the same list of products.
 """
 
 from collections import Counter
@@ -17,10 +16,10 @@ Part = Literal["attention", "mlp", "router", "experts", "shared_experts"]
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of one layer: each row of `inputs` values becomes `outputs` values.
+    """A matrix product of one layer, from `inputs` to `outputs` values per row.
 
-    `copies` matrices of this shape are stored and a token passes through `used` of them: the
-    experts of a mixture, or the per-head matrices of absorbed MLA (where it uses all).
+    `copies` matrices of this shape are stored, and each token uses `used` of them: the experts of
+    an MoE layer, or the per-head matrices of absorbed MLA (where it uses all).
     """
 
     part: Part
@@ -36,7 +35,7 @@ class Product:
         return self.copies * (self.inputs * self.outputs + self.bias * self.outputs)
 
     def parameters_read(self, num_tokens: int) -> float:
-        """Expected number of stored values that a step of `num_tokens` tokens touches."""
+        """Expected number of stored values that a step of `num_tokens` tokens reads."""
         distinct = expected_distinct(self.copies, self.used, num_tokens)
         return self.parameters / self.copies * distinct
 
@@ -58,7 +57,7 @@ def _gqa_products(config: ModelConfig) -> tuple[Product, ...]:
 
 def _mla_products(config: ModelConfig) -> tuple[Product, ...]:
     """DeepSeek-V2 (2024), equations 9 to 19, with the up-projections of keys and values absorbed
-    into the query and the output: per head, nope -> latent before attention, latent -> v after.
+    into the query and the output: per head nope -> latent before attention, latent -> v after it.
     """
     mla, hidden, heads = config.mla, config.hidden_size, config.num_heads
     if mla is None:
@@ -102,8 +101,8 @@ def all_products(config: ModelConfig) -> Iterator[Product]:
 def expected_distinct(num_experts: int, per_token: int, num_tokens: int) -> float:
     """Expected number of experts that at least one of `num_tokens` tokens chooses.
 
-    Exact when tokens choose independently and no expert is preferred, groups or not. Real
-    traffic is correlated and touches fewer.
+    Exact if tokens choose independently and uniformly, with or without groups. Real tokens are
+    correlated and choose fewer distinct experts.
     """
     return num_experts * (1 - (1 - per_token / num_experts) ** num_tokens)
 
@@ -112,8 +111,8 @@ def expected_distinct(num_experts: int, per_token: int, num_tokens: int) -> floa
 class ParameterCount:
     """Stored values of a model by part; `lm_head` is 0 when it is the embedding (tied).
 
-    `active` is what one token passes through, its embedding table and output head included,
-    which is how "37B of 671B" is counted.
+    `active` is the number of values that one token uses, with the whole embedding table and output
+    head, as in "37B active of 671B".
     """
 
     embedding: int
@@ -134,7 +133,7 @@ class ParameterCount:
 
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
-    """Count the parameters exactly (DeepSeek-V3's router biases are tensors too, and counted)."""
+    """Exact parameter counts, including DeepSeek-V3's router biases."""
     parts: Counter[str] = Counter()
     idle = 0
     for product in all_products(config):
@@ -157,7 +156,7 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
 
 
 def norm_parameters(config: ModelConfig) -> int:
-    """Weights of all RMSNorms: two per layer, those of heads or latents, and the last one."""
+    """Weights of all RMSNorms: two per layer, those of heads or latents, and the final one."""
     per_layer = 2 * config.hidden_size
     if config.qk_norm:
         per_layer += 2 * config.head_dim

@@ -1,34 +1,38 @@
-"""How long decode steps take with and without drafts, measured while the engine runs.
+"""Times of decode steps with and without drafts, measured while the engine runs.
 
-    ratio to a plain step of the same batch
+    step time, relative to a plain step (without drafts) of the same batch
       2.0 |                          o
           |                 o
-      1.0 |  o     o  o                          a proposer without an answer is the point at 0
+      1.0 |  o     o  o                          at 0: the proposer found no drafts
           +--+-----+--+-----+--------+------
              0     1  2     4        8           drafts per row of the batch
 
-Plain steps have one typical time per batch size. The ratios have one curve per class of batch sizes
-(1, 2 to 3, 4 to 7, ...), a line through what is typical of neighbouring counts: it knows no law, so
-it fits a processor whose cost grows with each row as well as one that has rows to spare. The time
-of the proposer is part of the step.
+Plain steps have one typical time per batch size. The relative times have one curve per class of
+batch sizes (1, 2 to 3, 4 to 7, ...): straight lines between measured points. There is no cost
+model, so the curves fit devices whose step time grows with every token as well as devices with
+spare compute. The time of a step includes the proposer.
 """
 
 from bisect import bisect_left
 
-WINDOW = 9  # samples of a typical time
-OUTLIER = 2.0  # a disturbed step counts as at most so many times what was expected
-RECENT = 0.05  # weight of a new step in the mean of disturbances
-LIMITS = (0.0, 0.18, 0.36, 0.72, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 10.0, 13.0)
-GUESS = ((0.0, 1.02), (1.0, 1.25), (8.0, 2.65))  # where nothing was measured
-NEAR = 1 / 8  # batches that differ by no more take about as long
-HOPED = 0.2  # slope beyond the only measured point: often the first draft costs most
-OLD = 512  # samples of a class after which a time is not believed any more
-Point = tuple[float, float]  # drafts per row, ratio
+WINDOW = 9  # last samples that a typical time is taken from
+OUTLIER = 2.0  # cap on measured over expected step time
+EWMA_WEIGHT = 0.05  # weight of a new step in the moving average `disturbance`
+# Upper edges of the bins of drafts per row; each bin gives one point of a curve.
+BIN_EDGES = (0.0, 0.18, 0.36, 0.72, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 10.0, 13.0)
+DEFAULT_CURVE = ((0.0, 1.02), (1.0, 1.25), (8.0, 2.65))  # the curve before any measurement
+NEAR_BATCH = 1 / 8  # relative difference up to which batch sizes count as equally fast
+MAX_SLOPE = 0.2  # per draft, of the extrapolation beyond the last measured point
+MAX_AGE = 512  # samples of a batch class after which an older point is ignored
+Point = tuple[float, float]  # drafts per row, relative time
 
 
 class Typical:
-    """The time that recent samples agree on: what disturbs a step only makes it longer, so it is
-    the third of the nine last ones, or as far up in fewer."""
+    """The typical value of recent samples: the third smallest of the last nine.
+
+    A low quantile, because disturbances only make steps longer. `at` is the mean position of the
+    samples on the curve.
+    """
 
     __slots__ = ("at", "last", "samples", "value")
 
@@ -38,35 +42,35 @@ class Typical:
         self.last = 0
 
     def add(self, value: float, at: float = 0.0) -> None:
-        """A sample; `at` is where on a curve it was taken."""
+        """Add a sample, taken at `at` drafts per row."""
         self.samples = [*self.samples[1 - WINDOW :], value]
         self.value = sorted(self.samples)[(len(self.samples) - 1) // 4]
         self.at += (at - self.at) / len(self.samples)
 
 
 class StepTimes:
-    """What was measured, and what follows from it for other batches and drafts."""
+    """Measured step times, and predictions for other batch sizes and draft counts."""
 
     def __init__(self) -> None:
         self._plain: dict[int, Typical] = {}
-        # Of each class of batches, by place in `LIMITS`.
+        # By batch class (bit length of the batch size); points by index into `BIN_EDGES`.
         self._nodes: dict[int, dict[int, Typical]] = {}
         self._curves: dict[int, list[Point]] = {}
         self._samples: dict[int, int] = {}
-        self.disturbance = 1.0  # mean time of plain steps over typical time
+        self.disturbance = 1.0  # mean over typical time of plain steps
 
     def add_plain(self, batch: int, seconds: float) -> None:
-        """A step without drafts took so long."""
+        """Add the time of a plain step."""
         typical = self._plain.get(batch)
         if typical is None:
             typical = self._plain[batch] = Typical()
         typical.add(seconds)
         ratio = min(max(seconds / typical.value, 1.0), OUTLIER)
-        self.disturbance += RECENT * (ratio - self.disturbance)
+        self.disturbance += EWMA_WEIGHT * (ratio - self.disturbance)
 
     def plain(self, batch: int) -> float | None:
-        """Seconds of a step without drafts, from its neighbours if it was not measured itself;
-        None where they are too far away."""
+        """Seconds of a plain step, interpolated between neighbouring batch sizes if necessary; None
+        if these are too far away."""
         if batch in self._plain:
             return self._plain[batch].value
         below = max((each for each in self._plain if each < batch), default=None)
@@ -75,16 +79,18 @@ class StepTimes:
             low, high = self._plain[below].value, self._plain[above].value
             return low + (high - low) * (batch - below) / (above - below)
         for near in (below, above):
-            if near is not None and abs(near - batch) <= NEAR * batch:
+            if near is not None and abs(near - batch) <= NEAR_BATCH * batch:
                 return self._plain[near].value
         return None
 
     def add(self, batch: int, drafts: float, ratio: float, is_rare: bool = False) -> None:
-        """A step with so many drafts per row took `ratio` times a plain one. A rare one, after a
-        pause in which the proposer missed something, counts only if it took no longer than others.
+        """Add a step with `drafts` per row that took `ratio` times as long as a plain one.
+
+        A rare step, the first after a pause, counts only if it was not slower than the others: it
+        includes the proposer's work for the tokens of the pause.
         """
         nodes = self._nodes.setdefault(batch.bit_length(), {})
-        node = nodes.setdefault(bisect_left(LIMITS, drafts), Typical())
+        node = nodes.setdefault(bisect_left(BIN_EDGES, drafts), Typical())
         if is_rare and node.samples and ratio > node.value:
             return
         if not node.samples:
@@ -95,7 +101,7 @@ class StepTimes:
         self._curves.pop(batch.bit_length(), None)
 
     def curve(self, batch: int) -> list[Point]:
-        """Drafts per row and ratio, both in ascending order."""
+        """Points (drafts per row, relative time), both ascending."""
         size = batch.bit_length()
         found = self._curves.get(size)
         if found is None:
@@ -105,33 +111,33 @@ class StepTimes:
     def _make_curve(self, size: int) -> list[Point]:
         if size not in self._samples:
             near = min(self._samples, key=lambda other: abs(other - size), default=None)
-            return list(GUESS) if near is None else self._make_curve(near)
+            return list(DEFAULT_CURVE) if near is None else self._make_curve(near)
         newest, points = self._samples[size], list[Point]()
         for _, node in sorted(self._nodes[size].items()):
-            if node.samples and newest - node.last <= OLD:
+            if node.samples and newest - node.last <= MAX_AGE:
                 least = points[-1][1] if points else 0.0
                 points.append((node.at, max(node.value, least)))
         known = len(points)
         if points[0][0] > 0:
-            points.insert(0, (0.0, min(GUESS[0][1], points[0][1])))
-        if known < 3 or points[-2][0] < LIMITS[3]:
+            points.insert(0, (0.0, min(DEFAULT_CURVE[0][1], points[0][1])))
+        if known < 3 or points[-2][0] < BIN_EDGES[3]:
             x1, y1 = points[-1]
-            slope = HOPED
+            slope = MAX_SLOPE
             if len(points) > 1:
                 x0, y0 = points[-2]
-                slope = min((y1 - y0) / (x1 - x0), HOPED)
+                slope = min((y1 - y0) / (x1 - x0), MAX_SLOPE)
             points.append((x1 + 1, y1 + slope))
         return points
 
     def reach(self, batch: int) -> float:
-        """Drafts per row that may be tried next: twice what was measured, so that no step is far
-        from a known one."""
+        """Maximum drafts per row for the next step: twice the largest measured, so that the time
+        of every step can be predicted."""
         nodes = self._nodes.get(batch.bit_length(), {}).values()
         return max(1.0, 2 * max((node.at for node in nodes), default=0.0))
 
 
 def at(curve: list[Point], drafts: float) -> float:
-    """The ratio at so many drafts per row; beyond its ends the curve goes straight on."""
+    """Relative time at `drafts` per row, by linear interpolation or extrapolation."""
     place = min(max(bisect_left(curve, (drafts, 0.0)), 1), len(curve) - 1)
     (x0, y0), (x1, y1) = curve[place - 1], curve[place]
     return y0 + (y1 - y0) * (drafts - x0) / (x1 - x0)

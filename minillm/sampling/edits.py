@@ -1,16 +1,16 @@
-"""Edits of logits before the choice (logits processors), as data on the device for each row.
+"""Logits processors ("edits"), stored on the device for each row of the persistent batch.
 
-    allowed_token_ids   a bit per token: all others become -inf                    `masks`
-    bad words, min_tokens, logit_bias   (token, number to add, from when, until when,
-                        tokens that must stand before it)                        `entries`
-    penalties           the different tokens of the sequence and their counts      `seen`
+    allowed_token_ids   one bit per token; other tokens get -inf                   `masks`
+    bad_words, min_tokens, logit_bias   (token, value to add, since, until,
+                        tokens that must precede it)                             `entries`
+    penalties           the distinct tokens of the sequence and their counts       `seen`
 
-A row's data is written when its sequence gets the row, and `append` adds each chosen token on the
-device. So no edit needs a token on the host: a step with edits is launched before the tokens of the
-step before it are read.
+A row's data is written when a sequence is assigned to the row; `append` then adds each sampled
+token on the device. Edits therefore need no token on the host, and a step with edits can be
+launched before the previous one is collected.
 
-Orders as in vLLM: masks, bans, biases, then penalties: repetition (Keskar et al., 2019) over prompt
-and output, frequency and presence over the output.
+The order is vLLM's: masks, bans, biases, penalties. The repetition penalty (Keskar et al., 2019)
+counts prompt and output; the frequency and presence penalties count the output.
 """
 
 import math
@@ -24,28 +24,28 @@ from torch import Tensor
 from minillm.api.sampling_params import SamplingParams
 from minillm.sampling.segments import Segments
 
-CHUNK_VALUES_CPU = 2**21  # logits edited at a time: temporaries stay below 100 MB,
-CHUNK_VALUES_GPU = 2**23  # and here below 1 GB
-# Last tokens that are kept of a row with bad words; a power of 2. A word has up to 256 characters
-# of up to 4 tokens, and rejected drafts are written over the oldest of what is kept.
+CHUNK_VALUES_CPU = 2**21  # logits edited at a time: temporaries below 100 MB
+CHUNK_VALUES_GPU = 2**23  # temporaries below 1 GB
+# Ring buffer of last tokens for rows with bad words; a power of 2. A word has up to 256 characters
+# of up to 4 tokens; rejected drafts overwrite the oldest entries.
 RECENT = 2048
-ROOM = 64  # tokens for which a penalised row has room at first
-ALWAYS = 2**62  # a position that no sequence reaches
+ROOM = 64  # initial capacity for new tokens of a row with penalties
+ALWAYS = 2**62  # larger than any position
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(slots=True)
 class SamplingRow:
-    """What choosing needs to know about the sequence behind one row of logits.
+    """What the sampler needs to know about a sequence.
 
-    All token ids are below the logit width (`validate_against_model`): they are not checked here.
+    Token ids must be below the vocabulary size; `validate_against_model` checks that, not this.
 
     Attributes:
-        seed: of the request, any 64-bit value; the same for all its completions.
-        sample_index: which of the request's `n` completions.
-        position: index in the sequence of the token to choose (prompt length for the first).
-        stop_ids: end-of-sequence and stop token ids, masked until `params.min_tokens`.
-        bad_words_ids: `params.bad_words` as the tokenizer splits them.
+        seed: the request's seed, any 64-bit value; the same for all its completions.
+        sample_index: which of the request's `n` completions this is.
+        position: position of the next token in the sequence (prompt length for the first).
+        stop_ids: end-of-sequence and stop token ids, banned until `params.min_tokens`.
+        bad_words_ids: `params.bad_words`, tokenized.
     """
 
     params: SamplingParams
@@ -59,42 +59,42 @@ class SamplingRow:
 
     @property
     def first(self) -> int:
-        """The position of the first token of the output."""
+        """Position of the first output token."""
         return self.position - len(self.output_token_ids)
 
 
 def is_penalised(params: SamplingParams) -> bool:
-    """Whether there is a penalty."""
+    """Whether any penalty is on."""
     return tuple(getattr(params, name) for name in PENALTIES) != (1.0, 0.0, 0.0)
 
 
 class Edits:
-    """The edits of `num_rows` persistent rows over a vocabulary, on one device."""
+    """The logits processors of all rows of the persistent batch, on one device."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
-        self._until: dict[int, int] = {}  # rows with edits, and the position where they end
+        self._until: dict[int, int] = {}  # row with edits -> position where they end
         self._masked: set[int] = set()
-        self._masks: Tensor | None = None  # uint8 [rows, bytes], made when the first row needs it
-        self._numbers: Tensor | None = None  # float32 [256, 8]: what a byte of a mask adds
+        self._masks: Tensor | None = None  # uint8 [rows, bytes], allocated at first use
+        self._numbers: Tensor | None = None  # float32 [256, 8]: mask byte -> values to add
         self._entries = Segments(num_rows, device)
-        self._recent: Tensor | None = None  # int64 [rows, RECENT]: the token of position p is at
-        self._with_words: set[int] = set()  # p % RECENT
+        self._with_words: set[int] = set()
+        self._recent: Tensor | None = None  # int64 [rows, RECENT]: position p at p % RECENT
         self._seen = Segments(num_rows, device)
-        self._room: dict[int, int] = {}  # of penalised rows: tokens until the segment is full
+        self._room: dict[int, int] = {}  # row with penalties -> free places in its segment
         self._penalties = torch.ones(3, num_rows, device=device)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all that is kept from step to step."""
+        """Memory of the persistent state."""
         tables = [self._penalties, self._masks, self._recent]
         kept = sum(each.nbytes for each in tables if each is not None)
         return kept + self._entries.num_bytes + self._seen.num_bytes
 
-    # ---- which row has which ---------------------------------------------------------------
+    # ---- assigning rows --------------------------------------------------------------------
 
     def set_row(self, row: int, request: SamplingRow) -> None:
-        """A sequence has this row from now on."""
+        """Assign a row to a sequence."""
         self.drop(row)
         params = request.params
         if params.allowed_token_ids is not None:
@@ -110,7 +110,7 @@ class Edits:
             self._until[row] = max(entry.until for entry in entries)
 
     def drop(self, row: int) -> None:
-        """The row is free again."""
+        """Free a row."""
         if self._until.pop(row, None) is None:
             return
         self._masked.discard(row)
@@ -120,7 +120,7 @@ class Edits:
         self._seen.drop(row)
 
     def move(self, source: int, target: int) -> None:
-        """A sequence gets another row."""
+        """Move a sequence to another row."""
         self.drop(target)
         if source not in self._until:
             return
@@ -138,7 +138,7 @@ class Edits:
         self._seen.move(source, target)
 
     def rows_of(self, rows: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Places in `rows` whose logits are edited when the token of that position is chosen."""
+        """Indices into `rows` of those with edits at their position."""
         if not self._until:
             return []
         until = self._until
@@ -181,7 +181,7 @@ class Edits:
         for token in request.output_token_ids:
             counts[token] = counts.get(token, 0.0) + 1
         room = max(ROOM, len(counts))
-        ids = torch.full((len(counts) + room,), self.vocab_size)  # a column that is thrown away
+        ids = torch.full((len(counts) + room,), self.vocab_size)  # a padding column, discarded
         ids[: len(counts)] = torch.tensor(list(counts), dtype=torch.int64)
         times = torch.zeros(len(ids))
         times[: len(counts)] = torch.tensor(list(counts.values()))
@@ -193,15 +193,15 @@ class Edits:
     # ---- editing ---------------------------------------------------------------------------
 
     def chunks(self, members: list[int]) -> Iterator[list[int]]:
-        """Parts of `members`, so that the memory of a step does not grow with the batch."""
+        """Split `members` into chunks that bound the memory of temporaries."""
         values = CHUNK_VALUES_CPU if self.device.type == "cpu" else CHUNK_VALUES_GPU
         size = max(1, values // self.vocab_size)
         return (members[start : start + size] for start in range(0, len(members), size))
 
     def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Edited copies of logits [P, V], one of each of these different rows: float32 [P, V]."""
+        """Edited copies of logits [P, V] of P distinct rows: float32 [P, V]."""
         wide = logits.new_empty(len(rows), self.vocab_size + 1, dtype=torch.float32)
-        wide[:, -1] = 0.0  # where numbers go that concern no token
+        wide[:, -1] = 0.0  # a padding column for values without a token
         edited = wide[:, :-1]
         edited.copy_(logits)
         self._apply_masks(edited, rows)
@@ -224,10 +224,10 @@ class Edits:
         edited.index_add_(0, where, numbers[:, : self.vocab_size])
 
     def _add_entries(self, wide: Tensor, place: Tensor, positions: Sequence[int]) -> None:
-        """Add to tokens what their entries say: -inf for a ban, or a bias."""
+        """Add the values of active entries: -inf for a ban, or a bias."""
         entries = self._entries
         owner, token = entries.owner, entries["token"]
-        at = place[owner]  # [E], -1 where the row has no part in this step
+        at = place[owner]  # [E], -1 for rows not in this step
         position = torch.tensor(list(positions), device=self.device)[at]
         holds = (at >= 0) & (position >= entries["since"]) & (position < entries["until"])
         before = entries["before"]
@@ -248,10 +248,10 @@ class Edits:
         value = torch.where(value > 0, value / repetition, value * repetition)
         values.scatter_(0, where, value - frequency * count - presence * (count > 0))
 
-    # ---- growing ---------------------------------------------------------------------------
+    # ---- appending tokens ------------------------------------------------------------------
 
     def append(self, rows: Sequence[int], positions: Sequence[int], tokens: Tensor) -> None:
-        """`tokens` int64 [R] were chosen for the sequences in these different rows."""
+        """Append tokens, int64 [R], at `positions` to the sequences in these distinct rows."""
         if self._with_words and self._recent is not None:
             where, at = torch.tensor([list(rows), list(positions)], device=self.device)
             self._recent[where, at % RECENT] = tokens
@@ -261,13 +261,13 @@ class Edits:
             self._count([rows[i] for i in members], own)
 
     def follows(self, row: int) -> bool:
-        """Whether the edits of a row depend on its tokens."""
+        """Whether the edits of a row depend on its tokens (bad words or penalties)."""
         return row in self._with_words or row in self._room
 
     def snapshot(self) -> Callable[[], None]:
-        """What takes back every `append` from now on."""
+        """Returns a function that undoes every later `append`."""
         if not self._room:
-            return lambda: None  # the recent tokens that drafts overwrite are old ones
+            return lambda: None  # drafts overwrite only the oldest recent tokens
         seen, room = self._seen, dict(self._room)
         self._seen = seen.copy()
 
@@ -277,8 +277,9 @@ class Edits:
         return restore
 
     def _count(self, rows: list[int], tokens: Tensor) -> None:
-        """Count a token in each of these penalised rows: where it is, or else in the row's next
-        place, which stays empty if the token was known: so the host knows where the next one is."""
+        """Count one token in each of these rows with penalties. A known token's count is increased;
+        a new one goes to the next free place of the row's segment. The place is used up either way
+        (padding for a known token), so the host tracks free places without reading the device."""
         for row in rows:
             if self._room[row] == 0:
                 self._widen(row)
@@ -296,7 +297,7 @@ class Edits:
         seen["count"][free] = torch.where(known, 0.0, 1.0)
 
     def _widen(self, row: int) -> None:
-        """Twice as much room for the tokens of a row."""
+        """Double the segment of a row."""
         token, count = self._seen.of(row, "token"), self._seen.of(row, "count")
         more = torch.full_like(token, self.vocab_size)
         self._seen.put(row, token=torch.cat((token, more)), count=torch.cat((count, 0 * count)))
@@ -305,8 +306,8 @@ class Edits:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Add `value` to the logit of `token`, for positions from `since` to `until`, where the tokens
-    `before` stand just before it."""
+    """Add `value` to the logit of `token` at positions `since` to `until` (exclusive), if the
+    preceding tokens are `before`."""
 
     token: int
     value: float
@@ -316,7 +317,7 @@ class Entry:
 
 
 def entries_of(request: SamplingRow) -> Iterator[Entry]:
-    """The bans and biases of a request. A bad word is looked for in the output only, as in vLLM."""
+    """The bans and biases of a request. Bad words are matched in the output only, as in vLLM."""
     for word in request.bad_words_ids:
         if word:
             since = request.first + len(word) - 1
@@ -329,6 +330,6 @@ def entries_of(request: SamplingRow) -> Iterator[Entry]:
 
 
 def _flat(at: Tensor, token: Tensor, wide: Tensor) -> Tensor:
-    """Where in `wide` [P, V + 1] these numbers go; those of no row to a last column."""
+    """Flat indices into `wide` [P, V + 1]; entries without a row go to the padding column."""
     width = wide.shape[1]
     return at.clamp(min=0) * width + token.masked_fill(at < 0, width - 1)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, and what is wrong with logits that have none."""
+"""Log-probabilities of tokens, and error messages for logits that are not finite."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class TokenLogprob(NamedTuple):
 
 
 def failures(best: Tensor) -> dict[int, str]:
-    """What is wrong with rows whose largest logit is not finite."""
+    """Row -> error message, for rows whose largest logit is not finite."""
     listed = best.tolist()
     if all(map(math.isfinite, listed)):
         return {}
@@ -32,7 +32,7 @@ NOT_FINITE = "The model's logits contain NaN or infinity; the weights or the dty
 
 
 def failure_of(best: float) -> str | None:
-    """What is wrong with a row whose largest logit this is; None if it is finite."""
+    """The error message of a row with this largest logit; None if it is finite."""
     if math.isfinite(best):
         return None
     if best == -math.inf:
@@ -44,15 +44,15 @@ def failure_of(best: float) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """Log-probabilities on their way to the host: rows of a table [T, k + 1] of targets and best
-    tokens, of which row t wants its first `top_k[t]` + 1 columns."""
+class LogprobTable:
+    """Log-probabilities being copied to the host: a table [T, k + 1] of the target and the top k
+    tokens per row. Row t uses its first `top_k[t]` + 1 columns."""
 
-    columns: Callable[[], list[Tensor]]  # log-probabilities float32; ids and ranks int64
+    columns: Callable[[], list[Tensor]]  # log-probabilities float32, ids int64, ranks int64
     top_k: Sequence[int]
 
     def read(self) -> list[dict[int, TokenLogprob]]:
-        """For each row: the target, then its best tokens. Waits for the device."""
+        """Wait for the copy. For each row: the target, then its top tokens."""
         logprobs, ids, ranks = self.columns()
         table = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), self.top_k, strict=True)
         return [
@@ -66,12 +66,12 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, on their way to the host, some rows at a time."""
+    """Prompt log-probabilities being copied to the host, in chunks of rows."""
 
-    parts: list[tuple[Described, Callable[[], list[Tensor]]]]
+    parts: list[tuple[LogprobTable, Callable[[], list[Tensor]]]]
 
     def read(self) -> tuple[list[dict[int, TokenLogprob]], str | None]:
-        """One entry per token; or what is wrong with the model's logits."""
+        """Wait for the copies. Returns one entry per token, or an error message."""
         result: list[dict[int, TokenLogprob]] = []
         for described, best in self.parts:
             for message in failures(best()[0]).values():
@@ -88,16 +88,17 @@ def token_logprobs(
     chunk_rows: int = 64,
     row_by_row: bool = False,
 ) -> PromptLogprobs:
-    """Log-probabilities of given tokens (a prompt's), `chunk_rows` rows of logits at a time.
+    """Log-probabilities of given tokens (a prompt's), in chunks that bound memory.
 
-    The logits of a whole prompt are the classic way to run out of memory: 8,192 tokens of a
-    152,000-entry vocabulary are 5 GB, and nothing else in the engine has that size.
+    The logits of a whole prompt can exhaust memory: 8,192 tokens with a vocabulary of 152,000 are
+    5 GB in float32.
 
     Args:
         logits_fn: hidden states [C, d] -> logits [C, V].
         hidden: [T, d]; row t predicts `targets[t]`.
         targets: int64 [T].
-        top_k: how many of the most probable tokens to report beside each target.
+        top_k: number of most probable tokens to report besides each target.
+        chunk_rows: rows of logits computed at a time.
         row_by_row: as in `describe`.
     """
     parts = []
@@ -111,13 +112,13 @@ def token_logprobs(
 
 def describe(
     logits: Tensor, targets: Tensor, top_k: Sequence[int], row_by_row: bool = False
-) -> Described:
-    """For each row of logits [T, V]: the target, then its `top_k` best tokens.
+) -> LogprobTable:
+    """For each row of logits [T, V]: the target, then its `top_k` most probable tokens.
 
-    A token in both places has the same float in both: evaluation harnesses compare with ``==``.
-    With `row_by_row` not even the rounding of a sum can depend on the number of rows.
+    A target that is also among the top k has the same float in both places, because evaluation
+    harnesses compare with ``==``. With `row_by_row` the number of rows cannot change the rounding.
     """
-    if cpu_sampling.takes(logits):  # a row of which depends on no other anyway
+    if cpu_sampling.takes(logits):  # the C function always computes row by row
         found: Sequence[Tensor] = cpu_sampling.describe_tokens(logits, targets, max(top_k))
     elif row_by_row:
         rows = zip(logits.split(1), targets.split(1), strict=True)
@@ -125,7 +126,7 @@ def describe(
         found = [torch.cat(column) for column in zip(*each, strict=True)]
     else:
         found = _describe(logits, targets, max(top_k))
-    return Described(read_later(*found), top_k)
+    return LogprobTable(read_later(*found), top_k)
 
 
 def _describe(logits: Tensor, targets: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +139,7 @@ def _describe(logits: Tensor, targets: Tensor, top_k: int) -> tuple[Tensor, Tens
     rank = (logits > value).sum(dim=-1, keepdim=True) + 1
     ids = _best(logits, min(top_k, logits.shape[1]))
     best = logits.gather(1, ids)
-    # Equal logits share a rank; everything better than a top token is in `best` too.
+    # Equal logits share a rank. All tokens that rank above a top token are in `best`.
     ranks = (best[:, None, :] > best[:, :, None]).sum(dim=-1) + 1  # [T, top_k]
     ids = torch.cat([targets[:, None], ids], dim=1)
     ranks = torch.cat([rank, ranks], dim=1)
@@ -147,9 +148,9 @@ def _describe(logits: Tensor, targets: Tensor, top_k: int) -> tuple[Tensor, Tens
 
 
 def _best(logits: Tensor, count: int) -> Tensor:
-    """Ids of the largest float32 logits [T, V] in falling order, int64 [T, count]; of equals the
-    lowest id first, as in C. `topk` may take any of them, and others with another count."""
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the floats
+    """Ids of the largest float32 logits [T, V] in descending order, int64 [T, count]. Ties go to
+    the lowest id, as in C; `topk` alone breaks ties arbitrarily."""
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
     ids = torch.arange(logits.shape[1], device=logits.device)
     return ((order.long() << 32) - ids).topk(count).indices

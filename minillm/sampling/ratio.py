@@ -1,17 +1,18 @@
-"""``rejection_sample_method="standard"``: a draft is accepted with probability min(1, p / q).
+"""Rejection sampling, ``rejection_sample_method="standard"``: accept with probability min(1, p/q).
 
     p  target  |##    |######|####  |      the draft d was drawn from q
     q  draft   |######|####  |##    |      accept d with probability min(1, p(d) / q(d))
-    min(p, q)  |##    |####  |##    |      what is accepted: its sum is the acceptance
-    residual   |      |##    |##    |      max(p - q, 0): else draw from this, normalised
+    min(p, q)  |##    |####  |##    |      accepted; the sum is the acceptance rate
+    residual   |      |##    |##    |      if rejected, draw from max(p - q, 0), normalised
 
-What is emitted has the law p (Leviathan et al., 2023, algorithm 1; Chen et al., 2023, algorithm 2),
-and no rule accepts one draft more often. p is the law after all edits, temperature, min-p, top-k
-and top-p; q may be any law, as long as the draft was really drawn from it.
+Emitted tokens have the distribution p (Leviathan et al., 2023, algorithm 1; Chen et al., 2023,
+algorithm 2), and no rule accepts a single draft more often. p is the target's distribution after
+logits processors, temperature, min-p, top-k and top-p. q can be any distribution, if the draft was
+drawn from it.
 
-The law is what this rule promises, not the tokens: they depend on where steps begin, and so on the
-number of drafts and on preemptions. Drawing the draft, accepting it, drawing from the residual and
-sampling have noise of their own (`Purpose`), without which the law would be another.
+Only the distribution is reproducible, not the tokens: those depend on where steps begin, and so on
+the number of drafts and on preemption. Drafting, acceptance, resampling and plain sampling use
+independent noise (`Purpose`); shared noise would change the distribution.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +28,10 @@ Decision = Callable[[Tensor, Tensor, int], tuple[float | Tensor, Tensor]]
 
 
 class Ratio:
-    """Accepts drafts that come with their law by the ratio of probabilities.
+    """Accepts drafts with a known distribution by the ratio of probabilities.
 
-    Beside a draft that was not drawn the sample stays: it equals the draft with probability p(d),
-    and if it does not, it is distributed as p without d, which is the residual.
+    For a deterministic draft (no distribution), the target's sample is kept. It equals the draft
+    with probability p(d), and otherwise has the distribution of p without d, which is the residual.
     """
 
     def choose(
@@ -41,7 +42,7 @@ class Ratio:
         drafted: Sequence[DraftedToken],
         model_dtype: torch.dtype,
     ) -> Tensor:
-        """Accepted drafts, and tokens from the residual in place of the others: int64 [K]."""
+        """Accepted drafts, and tokens from the residual for rejected ones: int64 [K]."""
         laws = [each.law for each in drafted if each.law is not None]
         if not laws:
             return samples
@@ -54,24 +55,24 @@ class Ratio:
         tokens = torch.tensor([drafted[i].token for i in where]).to(p.device)
         accept, resample = coins(own, Purpose.ACCEPT, Purpose.RESAMPLE)
         accepted = accept < accept_probability(p, q, tokens)
-        left = (~accepted).nonzero()[:, 0]  # the device is waited for
+        left = (~accepted).nonzero()[:, 0]  # synchronises
         tokens[left] = draw(residual(p[left], q[left]), resample[left])
         return samples.index_copy(0, at, tokens)
 
 
 def accept_probability(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
-    """min(1, p(d) / q(d)), and 0 where p(d) is 0: laws [.., V], drafts int64 [..] -> float64 [..]
+    """min(1, p(d) / q(d)), or 0 if p(d) is 0: p, q [.., V], drafts int64 [..] -> float64 [..]
 
-    Equal probabilities are accepted always, and nothing is divided by 0.
+    Equal probabilities give exactly 1; there is no division by 0.
     """
     target, draft = (each.gather(-1, token[..., None])[..., 0].double() for each in (p, q))
     return torch.where(target >= draft, (target > 0).double(), target / draft)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0), normalised: [.., V] -> [.., V], what a rejected draft is replaced from.
+    """max(p - q, 0), normalised: [.., V] -> [.., V], the distribution after a rejection.
 
-    Where nothing is left, p and q are equal but for rounding, and p itself takes its place.
+    If it is 0 everywhere, p and q differ only by rounding, and p is returned.
     """
     left = (p - q).clamp(min=0)
     total = left.sum(dim=-1, keepdim=True)
@@ -79,9 +80,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, coin: Tensor) -> Tensor:
-    """The token at which the sum of weights passes this share of it: [K, V], [K] -> int64 [K]
+    """Inverse transform sampling from unnormalised weights: [K, V], coins [K] -> int64 [K]
 
-    A token of weight 0 is never drawn. Where weights are NaN, it is some token.
+    A token of weight 0 is never drawn. With NaN weights, the token is arbitrary.
     """
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
     found = torch.searchsorted(sums, coin[:, None] * sums[:, -1:], right=True)[:, 0]
@@ -89,20 +90,19 @@ def draw(weights: Tensor, coin: Tensor) -> Tensor:
 
 
 def ratio(p: Tensor, q: Tensor, token: int) -> tuple[Tensor, Tensor]:
-    """This rule on one draft: the probability that it is accepted, and what else is drawn from."""
+    """This rule for one draft: its acceptance probability and the residual distribution."""
     return accept_probability(p, q, torch.tensor(token)), residual(p, q)
 
 
 def emitted_law(
     p: Tensor, q: Tensor, rule: Decision = ratio, drawn: Tensor | None = None
 ) -> Tensor:
-    """The exact law of the token that a rule emits, by going through all drafts: [V]
+    """The exact distribution [V] of the token that a rule emits, by enumerating all drafts.
 
     Args:
-        p, q: laws of the target and the draft, float64 [V].
-        rule: from p, q and a draft to the probability that it is accepted, and the law [V] of what
-            is emitted if not.
-        drawn: the law that drafts are really drawn from, where it is another than q.
+        p, q: distributions of target and draft, float64 [V].
+        rule: (p, q, draft) -> acceptance probability, and distribution [V] after a rejection.
+        drawn: the distribution that drafts are drawn from; by default q.
     """
     emitted = torch.zeros_like(p)
     for token, weight in enumerate(q if drawn is None else drawn):

@@ -1,11 +1,10 @@
-"""The seam for rules that decide on drafts otherwise than by comparing them with samples.
+"""The interface of acceptance rules, which replace the comparison of drafts with samples.
 
     sampled       s1   s2   s3   s4  s5       one token at each position, as in plain decoding
-    a rule says   d1   d2   r    s4' s5       at drafted positions: the draft, or another token
-    match keeps   d1   d2   r                 up to the first that is not the draft (`verify.py`)
+    rule          d1   d2   r    s4' s5       at drafted positions: the draft, or another token
+    accepted      d1   d2   r                 up to the first that is not the draft (`verify.py`)
 
-So a rule is a function of one position, and all else is as in plain decoding: the last position
-has no draft and keeps its sample.
+A rule decides each position separately. The last position has no draft and keeps its sample.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +21,10 @@ class DraftedToken(NamedTuple):
     """A draft at the position of one sample.
 
     Attributes:
-        token: the drafted token id.
-        step: how many drafts of its sequence come before it.
-        law: [V], the probabilities that it was drawn from; None if it was not drawn, or with the
-            noise of the target.
+        token: the draft's token id.
+        step: number of drafts of its sequence before it.
+        law: [V], the distribution it was drawn from; None if it was not sampled, or sampled with
+            the noise of the target.
     """
 
     token: int
@@ -34,7 +33,7 @@ class DraftedToken(NamedTuple):
 
 
 class Rule(Protocol):
-    """Decides on drafts. `Sampler.rule` holds one; without it samples stay as they are."""
+    """Decides whether drafts are accepted (`Sampler.rule`). Without a rule, samples are kept."""
 
     def choose(
         self,
@@ -47,14 +46,15 @@ class Rule(Protocol):
         """Tokens for K drafted positions.
 
         Args:
-            samples: int64 [K], what plain decoding samples there; not changed.
-            logits: [K, V] with their edits; not changed.
-            pack: how the K positions draw.
+            samples: int64 [K], the tokens of plain decoding; read-only.
+            logits: [K, V] after logits processors; read-only.
+            pack: sampling parameters of the K positions.
             drafted: the K drafts.
-            model_dtype: of the model; edited logits are float32.
+            model_dtype: dtype of the model; edited logits are float32.
 
         Returns:
-            int64 [K]; the draft where it is accepted. A token depends on its position alone.
+            int64 [K]: the draft if accepted, otherwise another token. The other K - 1 positions
+            must not change it.
         """
         ...
 
@@ -62,12 +62,12 @@ class Rule(Protocol):
 def drafts_at(
     rows: Sequence[int], drafts: Mapping[int, Sequence[int]], laws: Mapping[int, Tensor | None]
 ) -> Iterator[DraftedToken | None]:
-    """For each of the logits of `rows` the draft at its position; None where there is none.
+    """The draft at the position of each row of logits, or None.
 
     Args:
-        rows: a row stands as often as it has logits, side by side: once more than it has drafts.
-        drafts: of rows that have some.
-        laws: of these rows, [at least as many as drafts, V] or None.
+        rows: the row of each logits. A row with k drafts is repeated k + 1 times, adjacent.
+        drafts: row -> draft tokens.
+        laws: row -> distributions [at least as many as drafts, V], or None.
     """
     last, step = None, 0
     for row in rows:
@@ -80,10 +80,10 @@ def drafts_at(
 
 
 def coins(pack: Pack, *purposes: Purpose) -> Tensor:
-    """Uniform numbers for each of K positions, float64 [purposes, K]: ``(word + 1/2) / 2^32``.
+    """Uniform random numbers for K positions, float64 [purposes, K]: ``(word + 1/2) / 2^32``.
 
-    They are never 0 or 1, which float32 would round the largest ones to: so ``coin < probability``
-    is certain for 1 and impossible for 0.
+    They are never 0 or 1 (float32 would round the largest to 1), so ``coin < probability`` is
+    always true for probability 1 and never for 0.
     """
     key = pack.seed & WORD, pack.seed >> 32 & WORD
     purpose = torch.tensor(purposes).to(pack.seed.device)[:, None]

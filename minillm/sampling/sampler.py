@@ -1,13 +1,14 @@
-"""From logits to the next token: the whole batch at once, each row with its own parameters.
+"""Sampling: from logits to the next tokens, batched, with parameters per row.
 
 The order of operations is vLLM's::
 
-    raw log-probabilities are read off                                        logprobs.py
+    raw log-probabilities                                                     logprobs.py
     allowed_token_ids -> bad_words -> min_tokens -> logit_bias -> penalties   edits.py
     temperature -> min_p -> top_k -> top_p -> argmax(logits + Gumbel noise)   ops/sampling.py
 
-A `Sampler` keeps parameters and edits of every persistent row of the runner. Choosing needs no
-token of an earlier step on the host, so that a step can be launched before they are read.
+A `Sampler` keeps the sampling parameters and logits processors of every row of the persistent
+batch. It needs no earlier token on the host, so a step can be launched before the previous one is
+collected.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,36 +30,37 @@ from minillm.sampling.rules import DraftedToken, Rule, drafts_at
 
 __all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]
 
-NO_TOKEN = -1  # stands in `SampledBatch.token_ids` where a row failed
+NO_TOKEN = -1  # in `SampledBatch.token_ids`: the row failed
 SIGN = 2**63
 NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 NO_LAWS: Mapping[int, Tensor | None] = MappingProxyType({})
 
 
-class HowItDraws(NamedTuple):
-    """Parameters as the columns of a `Pack` have them."""
+class DrawParams(NamedTuple):
+    """One row of a `Pack`, without seed, sample index and position."""
 
     floats: tuple[float, float, float]  # temperature (0 is greedy), min-p, top-p
     top_k: int  # 0 is off
     truncates: bool
 
 
-def how_it_draws(params: SamplingParams) -> HowItDraws:
-    """The numbers by which a request draws."""
+def draw_params(params: SamplingParams) -> DrawParams:
+    """The values of a request's sampling parameters in a `Pack`."""
     temperature = 0.0 if params.greedy else params.temperature
     truncates = temperature > 0 and (params.top_k > 0 or params.top_p < 1)
-    return HowItDraws((temperature, params.min_p, params.top_p), max(params.top_k, 0), truncates)
+    return DrawParams((temperature, params.min_p, params.top_p), max(params.top_k, 0), truncates)
 
 
 def signed(seed: int) -> int:
-    """Any seed as a signed number of 64 bits."""
+    """A seed wrapped to a signed 64-bit integer."""
     return (seed + SIGN) % (2 * SIGN) - SIGN
 
 
 class Sampler:
-    """The parameters of every persistent row, and the choice of tokens for some of them.
+    """Samples tokens for rows of the persistent batch, whose parameters it keeps.
 
-    Where there is a `rule`, it decides which token stands at drafted positions.
+    With a `rule` (speculative decoding), the rule decides which token is emitted at drafted
+    positions.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
@@ -69,25 +71,26 @@ class Sampler:
         self._top_k = np.zeros(num_rows, dtype=np.int32)
         self._keys = np.zeros((2, num_rows), dtype=np.int64)  # seed, sample index
         self._truncates = np.zeros(num_rows, dtype=bool)
-        self._last: tuple[object, Pack] | None = None  # the columns of the step before
+        self._last: tuple[object, Pack] | None = None  # the pack of the previous step
 
     def set_row(self, row: int, request: SamplingRow) -> None:
-        """A sequence has this row from now on."""
-        draws, self._last = how_it_draws(request.params), None
+        """Assign a row to a sequence."""
+        draws, self._last = draw_params(request.params), None
         self._floats[:, row], self._top_k[row] = draws.floats, draws.top_k
         self._truncates[row] = draws.truncates
         self._keys[:, row] = signed(request.seed), request.sample_index
         self.edits.set_row(row, request)
 
     def move(self, source: int, target: int) -> None:
-        """A sequence gets another row."""
+        """Move a sequence to another row."""
         self._last = None
         for column in (self._floats, self._top_k, self._keys, self._truncates):
             column[..., target] = column[..., source]
         self.edits.move(source, target)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits [K, V] of the whole vocabulary, where ranks share it (`parallel/sampler.py`)."""
+        """Logits [K, V] over the whole vocabulary. With vocabulary parallelism,
+        `parallel/sampler.py` gathers them from the ranks."""
         return logits
 
     def choose(
@@ -99,26 +102,25 @@ class Sampler:
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
         laws: Mapping[int, Tensor | None] = NO_LAWS,
     ) -> tuple[Tensor, Tensor]:
-        """Choose tokens, without waiting for the device.
+        """Sample tokens without waiting for the device.
+
+        A token depends only on its row: logits, parameters, seed, sample index and position (and
+        drafts, with a rule). The other rows and the batch size do not change it.
 
         Args:
-            logits: [R, V], in any floating-point type; not changed.
-            rows: R persistent rows. A row stands several times, side by side, if it has several
-                logits.
-            positions: of the R tokens that are chosen.
-            forks: for each of the R, how many tokens more are drawn from the same logits, for the
-                next sample indices; empty if none are.
-            drafts: for each row with several logits that has edits, or that the rule decides on,
-                the drafted tokens: its second logits follow the first of them.
-            laws: for some of these rows, what the drafts were drawn from, [drafts, V].
+            logits: [R, V], any floating-point dtype; not modified.
+            rows: row of the persistent batch for each of the R logits. A row with several logits
+                is repeated, adjacent.
+            positions: sequence position of each of the R sampled tokens.
+            forks: number of additional samples from each of the R logits, for the next sample
+                indices; empty if there are none.
+            drafts: row -> draft tokens, for rows with several logits that have edits or that the
+                rule verifies. The row's second logits follow its first draft, and so on.
+            laws: row -> distributions [drafts, V] that its drafts were drawn from, if known.
 
         Returns:
-            Tokens, int64 [K], those of the same logits side by side; and float32 [K], the largest
-            of the logits that each was chosen from, which is not finite where the choice failed.
-
-        A row's token depends on that row alone: its logits, parameters, seed, sample index and
-        position (and its drafts, if there is a rule), and not on the other rows or on how many
-        there are.
+            Tokens, int64 [K], samples of the same logits adjacent; and the largest logit that each
+            was sampled from, float32 [K], not finite if sampling failed.
         """
         counts = [1 + each for each in forks] if any(forks) else [1] * len(rows)
         spread = len(rows) < sum(counts)
@@ -136,7 +138,7 @@ class Sampler:
         for members in self._edited(edits, rows, positions, drafts):
             for part in self.edits.chunks(members):
                 chosen, where = set(part), part
-                if index is not None:  # every token that is drawn from these logits
+                if index is not None:  # all samples of these logits
                     where = [place for place, i in enumerate(of) if i in chosen]
                 samples = torch.tensor(where, device=self.device)
                 at = [positions[i] for i in part]
@@ -146,7 +148,7 @@ class Sampler:
                     edited = edited.repeat_interleave(each, dim=0)
                 guessed = [drafted[place] for place in where] if drafted else []
                 own, left = self._draw(edited, pack.select(samples), guessed, logits.dtype)
-                model = best[samples]  # what is wrong with the model's own logits stays
+                model = best[samples]  # an error in the model's own logits takes precedence
                 tokens[samples] = own
                 best[samples] = torch.where(model.isfinite(), left, model)
         return tokens, best
@@ -158,8 +160,8 @@ class Sampler:
         drafted: Sequence[DraftedToken | None],
         model_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One token for each of the logits, and the largest of these; what is `drafted` there is
-        for the rule to decide on."""
+        """One token and the largest logit of each row of logits. The rule decides the tokens of
+        rows with a draft in `drafted`."""
         tokens, best = choose(logits, pack, model_dtype)
         rule, places = self.rule, [i for i, each in enumerate(drafted) if each is not None]
         if rule is None or not places:
@@ -173,8 +175,8 @@ class Sampler:
         return tokens, best
 
     def _greedy(self, pack: Pack, edited: Collection[int]) -> Pack:
-        """The pack for logits as the model gave them. Of rows with edits only the largest is asked,
-        so these are greedy: nothing is drawn that is not used."""
+        """The pack for unedited logits. Rows with edits are set to greedy: only their largest logit
+        is used, so no noise is drawn for them."""
         if not edited:
             return pack
         at = torch.tensor(sorted(edited)).to(self.device)
@@ -187,9 +189,8 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]],
     ) -> Iterator[list[int]]:
-        """The `members` of `rows` whose logits are edited, those of different rows together: the
-        first logits of all rows, then the second, as if the first draft had been chosen, and so
-        on."""
+        """Groups of `members` whose logits are edited together, at most one per row: the first
+        logits of each row, then the second as if the first draft had been accepted, and so on."""
         if len(members) == len({rows[i] for i in members}):
             yield members
             return
@@ -197,7 +198,7 @@ class Sampler:
         for i in members:
             groups.setdefault(rows[i], []).append(i)
         if any(len(group) > 1 + len(drafts.get(row, ())) for row, group in groups.items()):
-            raise ValueError("A row with edits has more logits than it has drafts to edit them by.")
+            raise ValueError("A row with edits and k logits needs at least k - 1 drafts.")
         restore = self.edits.snapshot()
         try:
             for step in range(max(map(len, groups.values()))):
@@ -211,11 +212,11 @@ class Sampler:
             restore()
 
     def append(self, rows: Sequence[int], positions: Sequence[int], tokens: Tensor) -> None:
-        """The sequences in these different rows got these tokens, int64 [R], at `positions`."""
+        """Append tokens, int64 [R], at `positions` to the sequences in these distinct rows."""
         self.edits.append(rows, positions, tokens)
 
     def append_run(self, row: int, position: int, tokens: Sequence[int]) -> None:
-        """The sequence in this row got several tokens, the first at `position`."""
+        """Append several tokens to the sequence in this row, the first at `position`."""
         if self.edits.follows(row):
             for at, token in enumerate(tokens, start=position):
                 self.edits.append([row], [at], torch.tensor([token]).to(self.device))
@@ -223,7 +224,7 @@ class Sampler:
     def _pack(
         self, rows: Sequence[int], positions: Sequence[int], counts: list[int] | None
     ) -> Pack:
-        """Parameters of rows, each as often as it draws. Only positions change in most steps."""
+        """Parameters of the rows, repeated per sample. Cached: usually only positions change."""
         key = (tuple(rows), counts)
         if self._last is None or self._last[0] != key:
             of = np.array(rows, dtype=np.int64)
@@ -244,7 +245,7 @@ class Sampler:
 
 
 def _some(logits: Tensor, places: list[int]) -> Tensor:
-    """Some rows of logits, without a copy where they are side by side."""
+    """Some rows of logits; a view if they are adjacent."""
     first, end = places[0], places[-1] + 1
     if places == list(range(first, end)):
         return logits[first:end]
@@ -252,7 +253,7 @@ def _some(logits: Tensor, places: list[int]) -> Tensor:
 
 
 def edited_samples(members: list[int], of: list[int] | None) -> Collection[int]:
-    """Which samples are drawn from edited logits: `members`, or where logits `of` these stand."""
+    """Samples drawn from edited logits. `members` indexes logits; `of` maps samples to logits."""
     if of is None or not members:
         return set(members)
     chosen = set(members)
@@ -261,12 +262,12 @@ def edited_samples(members: list[int], of: list[int] | None) -> Collection[int]:
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """One chosen token per row.
+    """One sampled token per row.
 
     Attributes:
-        token_ids: K ids; `NO_TOKEN` where the row failed.
-        logprobs: K entries; for a row with `logprobs=k` the chosen token, then the top k.
-        failed: row -> one sentence, for rows that could not be sampled. The others are unharmed.
+        token_ids: K ids; `NO_TOKEN` for a failed row.
+        logprobs: K entries; for a row with `logprobs=k` the sampled token, then the top k.
+        failed: row -> error message, for rows that could not be sampled.
     """
 
     token_ids: list[int]
@@ -275,7 +276,7 @@ class SampledBatch:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False) -> SampledBatch:
-    """Choose one token per row of logits [K, V], by a sampler that is made for this call."""
+    """Sample one token per row of logits [K, V], with a new `Sampler`."""
     sampler = Sampler(len(rows), logits.shape[1], logits.device)
     for row, request in enumerate(rows):
         sampler.set_row(row, request)

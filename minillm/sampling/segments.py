@@ -1,10 +1,10 @@
-"""Numbers of some rows in flat columns on a device: a segment for each row, one after another.
+"""Ragged per-row data on the device: flat columns, one segment per row, no padding.
 
     owner    3 3 3 3 | 0 0 | 7 7 7
-    token    . . . . | . . | . . .        a column; all have the same segments
+    token    . . . . | . . | . . .        a column; all columns have the same segments
 
-One operation works on all rows, whatever their lengths, without padding. Rows come and go rarely:
-then the columns are put together anew, from pieces whose sizes the host knows.
+One operation processes the segments of all rows. Adding or removing a row is rare and rebuilds the
+columns; the host knows all sizes, so this does not synchronise.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 
 class Segments:
-    """Columns of numbers, each [T] or [T, width], and the row that owns each of the T places."""
+    """Named columns, each [T] or [T, width], and the owner row of each of the T places."""
 
     def __init__(self, num_rows: int, device: torch.device):
         self.device = device
@@ -37,35 +37,35 @@ class Segments:
         return self.owner.nbytes + sum(column.nbytes for column in self._columns.values())
 
     def start(self, row: int) -> int:
-        """Where the segment of a row begins."""
+        """Start of a row's segment."""
         return self._starts[row]
 
     def size(self, row: int) -> int:
-        """How many places a row has."""
+        """Length of a row's segment."""
         return self._sizes[row]
 
     def span(self, rows: Iterable[int]) -> slice:
-        """From the first to the last segment of these rows; others may be between."""
+        """The smallest slice that contains the segments of these rows, and perhaps of others."""
         owners = [row for row in rows if row in self._sizes]
         starts = [self._starts[row] for row in owners]
         ends = [self._starts[row] + self._sizes[row] for row in owners]
         return slice(min(starts, default=0), max(ends, default=0))
 
     def of(self, row: int, name: str) -> Tensor:
-        """The numbers of one row."""
+        """One row's segment of a column."""
         start = self.start(row)
         return self._columns[name][start : start + self._sizes[row]]
 
     def copy(self) -> "Segments":
-        """The same numbers in memory of their own."""
+        """A copy; writing to one does not change the other."""
         other = Segments(0, self.device)
         other._sizes, other._starts, other.owner = dict(self._sizes), self._starts, self.owner
         other._columns = {name: column.clone() for name, column in self._columns.items()}
         return other
 
     def put(self, row: int, **columns: Tensor) -> None:
-        """Give a row these numbers, in place of those it has. A column with several numbers per
-        place is padded with -1 on the left where others are wider."""
+        """Set the segment of a row, replacing any it has. In a 2-D column, narrower segments are
+        padded with -1 on the left."""
         self.drop(row)
         (size,) = {len(column) for column in columns.values()}
         for name, column in columns.items():
@@ -76,7 +76,7 @@ class Segments:
         self._own()
 
     def drop(self, row: int) -> None:
-        """Remove the numbers of a row, if it has any."""
+        """Remove a row's segment, if it has one."""
         if row not in self._sizes:
             return
         start = self.start(row)
@@ -86,7 +86,7 @@ class Segments:
         self._own()
 
     def move(self, source: int, target: int) -> None:
-        """Another row owns the numbers."""
+        """Make `target` the owner of the segment of `source`, if there is one."""
         if source in self._sizes:
             self._sizes = {
                 target if row == source else row: size for row, size in self._sizes.items()
@@ -102,7 +102,7 @@ class Segments:
 
 
 def _as_wide(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Two columns, the narrower padded to the width of the wider."""
+    """Pad the narrower of two columns with -1 on the left to the width of the wider."""
     if one.dim() == 1:
         return one, other
     width = max(one.shape[1], other.shape[1])

@@ -1,7 +1,7 @@
-"""``rejection_sample_method="synthetic"``: drafts are accepted as often as one asks for.
+"""``rejection_sample_method="synthetic"``: drafts are accepted at given rates, for benchmarks.
 
-Verification costs the same whatever the weights are, so the speed of a model can be measured before
-there are weights, and for any acceptance. The text means nothing.
+The cost of verification does not depend on the weights, so speed can be measured with random
+weights and at any acceptance rate. The generated text is meaningless.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from minillm.sampling.rules import DraftedToken, coins
 class Synthetic:
     """Accepts the draft at step i with probability `rates[i]`, if all before it are accepted.
 
-    Which drafts these are is a function of seed, sample index and position.
+    The decision is a function of seed, sample index and position.
     """
 
     def __init__(self, rates: Sequence[float]):
@@ -31,8 +31,8 @@ class Synthetic:
         drafted: Sequence[DraftedToken],
         model_dtype: torch.dtype,
     ) -> Tensor:
-        """The draft, or a token that is none: int64 [K]. Where no other token has a finite logit,
-        the draft stays."""
+        """The draft if accepted, otherwise a different token: int64 [K]. If no other token has a
+        finite logit, the draft is accepted."""
         device = samples.device
         tokens = torch.tensor([each.token for each in drafted]).to(device)
         rates = torch.tensor([self.rates[each.step] for each in drafted], dtype=torch.float64)

@@ -1,13 +1,13 @@
-"""How often drafts are right: what the log, metrics and benchmarks say of speculative decoding.
+"""Acceptance of drafted tokens: the statistics of speculative decoding in logs and metrics.
 
     vllm:spec_decode_...                      counts
     num_drafts                                rows with drafts
-    num_draft_tokens                          the drafts of all rows
-    num_accepted_tokens                       drafts that became delivered tokens
-    num_accepted_tokens_per_pos{position}     rows whose draft at this place did
+    num_draft_tokens                          drafted tokens of these rows
+    num_accepted_tokens                       drafted tokens that were accepted
+    num_accepted_tokens_per_pos{position}     rows whose draft at this position was accepted
 
-A row yields its accepted drafts and one token more, the last, which counts as sampled even where it
-was drafted, too. Tokens that follow a stop are cut and do not count as accepted.
+A row yields its accepted drafts and one sampled token. Tokens behind a stop token or stop string
+are discarded and do not count; the last token that remains counts as the sampled one.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,9 +21,9 @@ class Acceptance(NamedTuple):
 
     Attributes:
         num_drafts: rows with drafts.
-        num_draft_tokens: drafts of these rows.
-        num_accepted_tokens: of these, that became tokens of a sequence.
-        num_accepted_at: the same by place among the drafts of a row, the first place first.
+        num_draft_tokens: drafted tokens of these rows.
+        num_accepted_tokens: accepted drafted tokens.
+        num_accepted_at: accepted drafted tokens by draft position.
     """
 
     num_drafts: int
@@ -33,7 +33,7 @@ class Acceptance(NamedTuple):
 
     @classmethod
     def of(cls, counters: "Counters") -> "Acceptance":
-        """Since the engine started."""
+        """Totals since the engine started."""
         return cls(
             counters.num_drafts,
             counters.num_draft_tokens,
@@ -42,7 +42,7 @@ class Acceptance(NamedTuple):
         )
 
     def since(self, before: "Acceptance") -> "Acceptance":
-        """What was added after `before`."""
+        """The counts since `before`."""
         known = before.num_accepted_at + (0,) * len(self.num_accepted_at)
         return Acceptance(
             self.num_drafts - before.num_drafts,
@@ -53,16 +53,16 @@ class Acceptance(NamedTuple):
 
     @property
     def mean_length(self) -> float:
-        """Tokens that a row with drafts yields: 1 + accepted / drafts, and 1 without any drafts."""
+        """Mean acceptance length, 1 + accepted / drafts: mean tokens per row with drafts."""
         return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
 
     @property
     def rate(self) -> float | None:
-        """The share of drafted tokens that were accepted; None where nothing was drafted."""
+        """Share of drafted tokens that were accepted; None if there are none."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
     def rates_at(self) -> tuple[float, ...]:
-        """For each place, the share of rows with drafts in which the draft there was accepted, and
-        with it all before it: it never rises from place to place."""
+        """Acceptance rate by draft position: the share of rows with drafts in which this draft, and
+        so all before it, was accepted."""
         return tuple(count / max(self.num_drafts, 1) for count in self.num_accepted_at)

@@ -1,38 +1,44 @@
-"""Who is let in next, and whether there is room for it: seats, tokens of this step, blocks."""
+"""Admission: which requests can ever run, and whether the next waiting sequence may run now.
 
+A seat is one of the `max_num_seqs` places in the running set.
+"""
+
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 
+from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
+from minillm.errors import InvalidRequestError
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import ADMISSIONS, WINDOW, Policy
 from minillm.scheduling.record import Blocked, StepRecord
-from minillm.scheduling.request import Key, Sequence, Status
+from minillm.scheduling.request import Key, Request, Sequence, Status
 
-PATIENCE = 16  # steps
+MAX_REPEATED_REFUSALS = 16  # steps that reuse a refusal without another cache lookup
 
 
 @dataclass(slots=True)
 class Refusal:
-    """Who lacked blocks, and how things stood then."""
+    """A waiting sequence that lacked blocks, and the state in which it was refused."""
 
     blocked: Blocked
     sequence: Sequence
     oldest: Sequence | None
     num_free: int
-    patience: int
+    steps_left: int
 
 
 class Admission:
-    """Reads the books and changes none of them: `Scheduler` acts on what is decided here."""
+    """Decides which waiting sequences are admitted; `Scheduler` then changes queues and blocks."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Policy):
         self.config, self.blocks, self.policy = config, blocks, policy
-        self.headroom = 0  # blocks kept free for those who run
+        self.headroom = 0  # blocks kept free for the growth of running sequences
         if config.admission == "watermark":
             self.headroom = int(config.watermark * blocks.pool.num_blocks)
         self._target = ADMISSIONS[config.admission]
-        self._oldest: Sequence | None = None  # who was first by arrival at the last look
+        self._oldest: Sequence | None = None  # `waiting[0]` at the last call of `queue`
         self._refusal: Refusal | None = None
 
     def refusal(
@@ -54,26 +60,28 @@ class Admission:
         return self.last_refusal(waiting, running) if running else None
 
     def last_refusal(self, waiting: list[Sequence], running: list[Sequence]) -> Blocked | None:
-        """The last answer "no blocks", while hardly anything could have changed it. To look up
-        long prompts in vain in every step would delay those who run; a prefix that somebody else
-        has cached meanwhile is noticed after `PATIENCE` steps."""
+        """The last refusal for lack of blocks, if it most likely still holds; else None.
+
+        It saves the prefix cache lookup of long prompts in every step. A prefix that another
+        request has cached since is noticed after at most `MAX_REPEATED_REFUSALS` steps.
+        """
         last = self._refusal
         if (
             last is None
-            or last.patience == 0
+            or last.steps_left == 0
             or last.sequence.status is not Status.WAITING
             or last.oldest is not waiting[0]
             or last.num_free < self.blocks.pool.num_free
         ):
             return None
-        available = self.blocks.pool.num_free - self.pledged(running) - self.headroom
-        if available >= last.blocked.needed:  # a promise was given up
+        available = self.blocks.pool.num_free - self.num_reserved(running) - self.headroom
+        if available >= last.blocked.needed:  # blocks are no longer reserved
             return None
-        last.patience -= 1
+        last.steps_left -= 1
         return replace(last.blocked, available=available)
 
     def queue(self, waiting: list[Sequence]) -> list[Sequence]:
-        """Who is next; a policy that reads the cache orders the oldest ones anew."""
+        """Waiting sequences in order of admission, at most `WINDOW` for a `reads_cache` policy."""
         self._oldest = waiting[0]
         if not self.policy.reads_cache:
             return waiting
@@ -83,21 +91,24 @@ class Admission:
         cached = 0 if sequence.is_swapped else self.match(sequence).num_tokens
         return self.policy.key(sequence.request, sequence.arrival, cached)
 
-    def pledged(self, running: list[Sequence]) -> int:
-        """Free blocks that were promised to those who run."""
-        return sum(map(self.pledge, running))
+    def num_reserved(self, running: list[Sequence]) -> int:
+        """Free blocks that are reserved for running sequences."""
+        return sum(map(self.num_reserved_for, running))
 
-    def pledge(self, sequence: Sequence) -> int:
-        """Free blocks that a running sequence was promised when it was admitted."""
+    def num_reserved_for(self, sequence: Sequence) -> int:
+        """Free blocks that are reserved for one running sequence: its target less those it has."""
         return max(self.target(sequence) - len(sequence.table.blocks), 0)
 
     def target(self, sequence: Sequence) -> int:
-        """Blocks that a sequence must be able to have."""
+        """Blocks that the admission policy requires for a sequence."""
         return self._target(sequence, self.blocks.block_size)
 
     def match(self, sequence: Sequence) -> Match:
-        """Its cached start. The last token is computed in any case, because its logits choose the
-        next one; logprobs of a prompt need all of its logits, once."""
+        """The cached prefix of a sequence.
+
+        The last token is always computed, because the next token is sampled from its logits. With
+        `prompt_logprobs` the whole prompt is computed once.
+        """
         request = sequence.request
         wanted = request.params.prompt_logprobs is not None
         needs_all = wanted and sequence.furthest < len(request.prompt_token_ids)
@@ -107,7 +118,7 @@ class Admission:
     def decide(
         self, sequence: Sequence, seats: int, budget: int, available: int
     ) -> Match | Blocked:
-        """The prefix to begin with (an empty one for a swapped sequence), or what is missing."""
+        """The cached prefix of an admitted sequence (empty if it was swapped out), or a refusal."""
         self._refusal = None
         if sequence.num_seats > seats:
             return Blocked.of(sequence, "seats", sequence.num_seats, seats)
@@ -120,7 +131,7 @@ class Admission:
             match = self.match(sequence)
             needed = self.blocks.cost_of(match, target)
             if needed > available and match.partial is not None:
-                match = self.blocks.whole(match)  # its block and the copy do not fit both
+                match = self.blocks.whole(match)  # the partial block and its copy do not both fit
                 needed = self.blocks.cost_of(match, target)
             left = sequence.num_tokens - match.num_tokens
         if left > budget and not self.config.enable_chunked_prefill:
@@ -128,6 +139,57 @@ class Admission:
         if needed > available:
             blocked = Blocked.of(sequence, "blocks", needed, available)
             num_free = self.blocks.pool.num_free
-            self._refusal = Refusal(blocked, sequence, self._oldest, num_free, PATIENCE)
+            self._refusal = Refusal(
+                blocked, sequence, self._oldest, num_free, MAX_REPEATED_REFUSALS
+            )
             return blocked
         return match
+
+
+def key_of(sequence: Sequence) -> Key:
+    """The sort key: the smallest is scheduled first."""
+    return sequence.key
+
+
+def insert(queue: list[Sequence], sequence: Sequence) -> None:
+    """Insert a sequence in order."""
+    insort(queue, sequence, key=key_of)
+
+
+def remove(queue: list[Sequence], sequence: Sequence) -> None:
+    """Remove a sequence."""
+    place = bisect_left(queue, sequence.key, key=key_of)
+    if place >= len(queue) or queue[place] is not sequence:
+        raise AccountingError(f"Sequence {sequence.seq_id} is not in this queue.")
+    del queue[place]
+
+
+def check_fits(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None:
+    """Check that the request fits if it runs alone.
+
+    Raises:
+        InvalidRequestError: it does not; the message says what it needs and what there is.
+    """
+    n = request.params.n
+    if n > config.max_num_seqs:
+        raise InvalidRequestError(
+            f"n is {n}, but at most {config.max_num_seqs} sequences run at once; lower n or "
+            "raise max_num_seqs."
+        )
+    positions, size = request.max_computed, blocks.block_size
+    lengths = f"{len(request.prompt_token_ids)} prompt + {request.max_tokens} new tokens"
+    one = blocks.blocks_for(positions)
+    # The admission policy may need more blocks; if the pool is smaller, the request never runs.
+    needed = max(one, ADMISSIONS[config.admission](Sequence(-1, request, 0, 0, ()), size))
+    if needed > blocks.pool.num_blocks:
+        raise InvalidRequestError(
+            f"The request can never fit: {lengths}{f', n = {n},' * (needed > one)} need {needed} "
+            f"blocks of {size} positions, and the KV cache has {blocks.pool.num_blocks}; lower "
+            f"max_tokens{' or n' * (needed > one)}, or give the cache more memory."
+        )
+    if not config.enable_chunked_prefill and positions > config.max_num_batched_tokens:
+        raise InvalidRequestError(
+            f"The request can never fit: {lengths} may have to be computed in one step, which "
+            f"has {config.max_num_batched_tokens} tokens; raise max_num_batched_tokens or "
+            "set enable_chunked_prefill=True."
+        )

@@ -1,4 +1,4 @@
-"""What a scheduler may do in one step, checked where it is built."""
+"""The scheduler's configuration, validated when it is built."""
 
 from dataclasses import dataclass
 from numbers import Real
@@ -14,20 +14,23 @@ MAX_NUM_BATCHED_TOKENS = 2048
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits and choices of a scheduler; names are vLLM's where it has them.
+    """Limits and policies of a scheduler, named as in vLLM.
 
     Attributes:
-        max_num_seqs: sequences that hold blocks at once (the running set, not the step).
-        max_num_batched_tokens: tokens computed in one step.
-        long_prefill_token_threshold: tokens of one sequence in one step; 0 is no limit. With one,
-            prompts with a common beginning that come together may each compute a part of it:
-            in a step they share only what its chunks complete.
+        max_num_seqs: maximum number of running sequences, also of those without a row in a step.
+        max_num_batched_tokens: maximum number of tokens per step (the token budget).
+        long_prefill_token_threshold: maximum prefill tokens per sequence and step; 0 is no limit.
+            With a limit, requests that arrive together may each compute parts of a common prefix,
+            because blocks are shared only once a chunk completes them.
         enable_chunked_prefill: whether a prompt may be computed in several steps.
+        policy: order of the requests, one of `POLICIES`.
+        admission: blocks that a waiting sequence needs for admission, one of `ADMISSIONS`.
         watermark: share of the blocks that admission "watermark" keeps free.
-        num_stages: of a pipeline, which has as many plans in flight (`pipelined.py`).
+        preemption_mode: "recompute", or "swap" to host memory.
+        num_stages: pipeline stages, and so the maximum number of uncommitted plans.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
     max_num_seqs: int = 256
@@ -62,7 +65,7 @@ class SchedulerConfig:
             )
         if not (isinstance(self.watermark, Real) and 0 <= self.watermark < 1):
             raise ConfigError(f"watermark is {self.watermark!r}; it must be from 0 to below 1.")
-        for name, value, allowed in (  # the engine's names for them
+        for name, value, allowed in (  # as named in EngineArgs
             ("scheduling_policy", self.policy, tuple(POLICIES)),
             ("admission_policy", self.admission, tuple(ADMISSIONS)),
             ("preemption_mode", self.preemption_mode, PREEMPTION_MODES),
@@ -72,7 +75,7 @@ class SchedulerConfig:
 
 
 def scheduler_config(args: EngineArgs) -> SchedulerConfig:
-    """The scheduler's part of the arguments; ConfigError where they contradict each other."""
+    """The scheduler's part of the arguments; ConfigError if they contradict each other."""
     budget = args.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
     return SchedulerConfig(
         max_num_seqs=args.max_num_seqs or min(MAX_NUM_SEQS, budget),

@@ -1,17 +1,17 @@
-"""Data parallelism: one scheduler for each copy of the model, and joint steps of all of them.
+"""Data parallelism: one scheduler per model copy (replica), and joint steps of all copies.
 
     requests --+--> scheduler 0 --> plan of copy 0 --+
                |                                     +--> joint step: all copies at once
                +--> scheduler 1 --> plan of copy 1 --+
 
 Each copy has its own requests, blocks and prefix cache. A request goes to the copy with the least
-work, and stays there. A copy without work has an empty share of a joint step: where copies share
-their experts (`parallel/dispatch.py`), its ranks take part in the step's exchanges all the same, so
-no other waits for it for ever (issue B10 of the parallelism notes). Since one process plans for
-all, ranks need not ask each other whether there is work.
+load and stays there. A copy without work has an empty share of the joint step. With expert
+parallelism (`parallel/dispatch.py`) its ranks still take part in the step's collectives, so that
+the other ranks do not block. One process plans for all copies, so ranks need not synchronise to
+find out whether there is work.
 
-Sequences are numbered over all copies. In a joint plan and its record blocks are numbered so, too;
-each share has the numbers of its copy.
+seq_ids are unique over all copies. Block numbers are unique over all copies in a joint plan and its
+record, and local to the copy in its share.
 """
 
 from collections import ChainMap, deque
@@ -30,7 +30,7 @@ from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.scheduling.rows import Sampled
 from minillm.scheduling.scheduler import Scheduler
 
-WAITING_WEIGHT = 4  # a waiting sequence counts as so many running ones
+WAITING_WEIGHT = 4  # load of a waiting sequence, relative to a running one
 EVENTS = "added", "admitted", "preempted", "stalled", "void", "drafted", "forked", "ended"
 TIMES = "started", "planned", "computed", "delivered"
 
@@ -44,7 +44,7 @@ class Share(NamedTuple):
 
 
 class JointStep(NamedTuple):
-    """A joint plan, its record, and the shares of the schedulers that planned something."""
+    """A joint plan, its record, and the shares of the copies that have work."""
 
     plan: StepPlan
     record: StepRecord
@@ -52,7 +52,7 @@ class JointStep(NamedTuple):
 
 
 class DataParallelScheduler:
-    """Several schedulers with the interface of one. `config` and `blocks` are the limits of one."""
+    """The interface of `Scheduler` over several; `config` and `blocks` are those of the first."""
 
     def __init__(self, schedulers: Sequence[Scheduler]):
         self.schedulers = list(schedulers)
@@ -66,18 +66,18 @@ class DataParallelScheduler:
         self._num_steps = self._most_running = 0
         self._steps: deque[JointStep] = deque()  # uncommitted
         self._undelivered: list[JointStep] = []
-        self._owners: dict[int, Scheduler] = {}  # of the sequences in the last committed step
+        self._owners: dict[int, Scheduler] = {}  # by seq_id, for sequences of the last commit
 
-    # ---- what there is ---------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------
 
     @property
     def running(self) -> list[ScheduledSequence]:
-        """Of all copies."""
+        """Running sequences of all copies."""
         return [one for each in self.schedulers for one in each.running]
 
     @property
     def waiting(self) -> list[ScheduledSequence]:
-        """Of all copies."""
+        """Waiting sequences of all copies."""
         return [one for each in self.schedulers for one in each.waiting]
 
     @property
@@ -87,7 +87,7 @@ class DataParallelScheduler:
 
     @property
     def counters(self) -> Counters:
-        """Totals over all copies, and joint steps."""
+        """Totals over all copies; steps are joint steps."""
         total = Counters()
         for each in self.schedulers:
             for name in (one.name for one in fields(Counters)):
@@ -99,10 +99,10 @@ class DataParallelScheduler:
     # ---- requests --------------------------------------------------------------------------
 
     def add(self, request: Request) -> ScheduledSequence:
-        """Put a request in line at the copy with the least work.
+        """Add a request to the copy with the least load.
 
         Raises:
-            InvalidRequestError: it could never run, or its id is in use.
+            InvalidRequestError: its id is in use, or it does not fit even if it runs alone.
         """
         if any(each.knows(request.request_id) for each in self.schedulers):
             raise InvalidRequestError(
@@ -111,14 +111,14 @@ class DataParallelScheduler:
         return min(self.schedulers, key=load).add(request)
 
     def abort(self, request_id: str, reason: str = "abort", time: float | None = None) -> None:
-        """End all sequences of a request. Unknown or finished is fine."""
+        """Finish all sequences of a request; an unknown or finished request is ignored."""
         for each in self.schedulers:
             each.abort(request_id, reason, time)
 
     def finish(
         self, seq_id: int, reason: str = "stop", time: float | None = None, num_cut: int = 0
     ) -> None:
-        """End one sequence. Twice is fine: the record of its copy is corrected."""
+        """Finish a sequence; a finished one only gets its record corrected."""
         for each in self.schedulers:
             if seq_id in each.sequences:
                 return each.finish(seq_id, reason, time, num_cut)
@@ -127,7 +127,7 @@ class DataParallelScheduler:
         return None
 
     def restarted(self) -> "DataParallelScheduler":
-        """One with the same limits, that knows of no block and no request."""
+        """A new scheduler with the same limits and no requests, for use after an internal error."""
         made = DataParallelScheduler([each.restarted() for each in self.schedulers])
         first = self.schedulers[0].seq_ids
         for each in made.schedulers:
@@ -139,14 +139,14 @@ class DataParallelScheduler:
     # ---- one joint step: plan --------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Decide the next step of all copies."""
+        """Plan the next step of all copies."""
         if self._steps:
             raise AccountingError("The last plan was not committed.")
         plan = self._plan(lambda each: each.schedule() if each.has_work else None)
         return StepPlan(self._num_steps) if plan is None else plan
 
     def schedule_ahead(self) -> StepPlan | None:
-        """A step before the commit of the last one; None where no copy can plan."""
+        """Plan the next joint step before the last is committed; None if no copy can."""
         return self._plan(plan_ahead)
 
     def _plan(self, schedule: Callable[[Scheduler], StepPlan | None]) -> StepPlan | None:
@@ -177,7 +177,7 @@ class DataParallelScheduler:
         return joint
 
     def _join(self, joint: StepPlan, plan: StepPlan, index: int) -> None:
-        """Add a copy's plan, with numbers of blocks that no other copy has."""
+        """Add the plan of copy `index` to the joint plan, with block numbers unique over copies."""
         blocks = self.blocks
         device, host = index * blocks.pool.num_blocks, index * blocks.host.num_blocks
         joint.dropped += plan.dropped
@@ -188,7 +188,7 @@ class DataParallelScheduler:
         joint.swap_in += moved(plan.swap_in, host, device)
 
     def _tell_times(self) -> None:
-        """What the engine measured of joint steps belongs to the records of the shares, too."""
+        """Copy the times of joint steps to the records of their shares."""
         for step in self._undelivered:
             for share in step.shares:
                 copy_times(step.record, share.record)
@@ -197,7 +197,7 @@ class DataParallelScheduler:
     # ---- one joint step: commit ------------------------------------------------------------
 
     def distrust(self, plan: StepPlan, suspect: Collection[int]) -> None:
-        """Before the commit of a plan, of which some rows may have computed something wrong."""
+        """Before the commit, invalidate the blocks of failed rows (`suspect`: seq_ids)."""
         for share in self._oldest(plan).shares:
             share.scheduler.distrust(share.plan, suspect)
 
@@ -207,7 +207,7 @@ class DataParallelScheduler:
         sampled: Mapping[int, Sampled],
         num_drafted: Mapping[int, int] | None = None,
     ) -> list[ScheduledSequence]:
-        """The joint plan was carried out. Returns new forks of all copies."""
+        """Apply the result of the oldest joint plan; returns the forks of all copies."""
         step = self._oldest(plan)
         forks: list[ScheduledSequence] = []
         self._owners = {}
@@ -228,36 +228,36 @@ class DataParallelScheduler:
 
 
 def schedulers_of(scheduler: "Scheduler | DataParallelScheduler") -> list[Scheduler]:
-    """One for each copy of the model."""
+    """The schedulers of all model copies."""
     return scheduler.schedulers if isinstance(scheduler, DataParallelScheduler) else [scheduler]
 
 
 def end_all(scheduler: "Scheduler | DataParallelScheduler", reason: str, time: float) -> None:
-    """The engine was interrupted: write down the end of all sequences."""
+    """Record the end of all unfinished sequences, after the engine was interrupted."""
     for each in schedulers_of(scheduler):
         each.log.end_all(each.sequences.values(), reason, each.in_flight, time)
 
 
 def reset_prefix_cache(scheduler: "Scheduler | DataParallelScheduler") -> None:
-    """Forget all cached prefixes."""
+    """Empty the prefix cache of all copies."""
     for each in schedulers_of(scheduler):
         each.blocks.reset_prefix_cache()
 
 
 def load(scheduler: Scheduler) -> int:
-    """How much work a copy has."""
+    """The load of a copy: its seats taken and its waiting sequences, weighted."""
     return scheduler.num_seats + WAITING_WEIGHT * len(scheduler.waiting)
 
 
 def plan_ahead(scheduler: Scheduler) -> StepPlan | None:
-    """A copy's next plan while joint steps are in flight, of which it may have no part."""
+    """A copy's next plan while joint steps are in flight; the copy may have no share in them."""
     if scheduler.in_flight:
         return scheduler.schedule_ahead()
     return scheduler.schedule() if scheduler.has_work else None
 
 
 def add(total: object, more: object) -> object:
-    """Two numbers, or two lists of numbers by place."""
+    """Sum of two numbers, or of two lists element by element; the shorter is padded with 0."""
     if isinstance(total, list) and isinstance(more, list):
         short, long = sorted((total, more), key=len)
         return [a + b for a, b in zip(short, long, strict=False)] + long[len(short) :]
@@ -265,7 +265,7 @@ def add(total: object, more: object) -> object:
 
 
 def share_events(joint: StepRecord, record: StepRecord) -> None:
-    """Let a copy's record write its events into the joint one, now and later."""
+    """Add a copy's events to the joint record, and let both records share the event lists."""
     for name in EVENTS:
         events = getattr(joint, name)
         events += getattr(record, name)
@@ -275,16 +275,16 @@ def share_events(joint: StepRecord, record: StepRecord) -> None:
 
 
 def copy_times(joint: StepRecord, record: StepRecord) -> None:
-    """The times of a joint step are those of each share."""
+    """Copy the times of a joint step to the record of a share."""
     for name in TIMES:
         setattr(record, name, getattr(joint, name))
 
 
 def shifted(row: Row, first: int) -> Row:
-    """A row whose blocks are counted from another first one."""
+    """The row with `first` added to its block numbers."""
     return row._replace(blocks=tuple(block + first for block in row.blocks)) if row.blocks else row
 
 
 def moved(copies: Iterable[BlockCopy], source: int, target: int) -> list[BlockCopy]:
-    """Copies of blocks that are counted from other first ones."""
+    """The block copies with `source` and `target` added to their block numbers."""
     return [BlockCopy(one[0] + source, one[1] + target) for one in copies]

@@ -1,15 +1,15 @@
-"""Rows whose keys and values may be wrong, and the sequences that read them in the same step.
+"""Failed rows (for example NaN logits), and the sequences that read the blocks they wrote.
 
-A prompt's blocks are findable from the moment its row is scheduled, so another row of that plan, or
-of the plan behind it, may read what the row writes:
+A prompt's blocks are in the prefix cache as soon as its row is scheduled. Other rows of that plan
+and of the next one may therefore read what this row writes:
 
-    writer   [ block 0 ][ block 1 ][ ...           its row fails: it ends with an error
-    reader   [ block 0 ][ block 1 ][ own ...       its row is void: it is computed again
+    writer   [ block 0 ][ block 1 ][ ...           its row fails: the request ends with an error
+    reader   [ block 0 ][ block 1 ][ own ...       its row is void: discarded and recomputed
 
-A void row is neither delivered nor counted. Its sequence gives up its blocks once no plan uses them
-any more, and waits at its old place in line, as after a preemption. A chunk in the middle of a
-prompt has no logits, so NaN in it is noticed only at the end of the prompt: sequences that adopted
-its blocks in an earlier step are not void, and fail by their own logits.
+The tokens of a void row are discarded and not counted. Its sequence is requeued like a preempted
+one, once none of its rows is in flight. A prefill chunk before the last has no logits, so NaN in it
+is noticed only at the end of the prompt. Sequences that adopted such blocks in an earlier step are
+not void, and fail by their own logits.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -25,8 +25,10 @@ def distrust(
     in_flight: Mapping[int, Sequence],
     blocks: BlockManager,
 ) -> None:
-    """Before the commit of a plan with `rows`, of which those of `suspect` may be wrong: nothing
-    that they computed stays findable, and every sequence that reads it is void."""
+    """Invalidate what the sequences `suspect` computed in `rows`, before the plan is committed.
+
+    Their blocks leave the prefix cache, and every sequence in flight that adopted these is void.
+    """
     wrong: set[int] = set()
     for row in rows:
         if row.seq_id in suspect:

@@ -1,19 +1,18 @@
-"""How many tokens are drafted for each sequence of a step (speculative decoding).
+"""Speculative decoding: how many tokens are drafted for each row of a step.
 
     row without drafts    [ last token ]                       one logit, one new token
     row with k drafts     [ last token ][ d1 ] ... [ dk ]      k + 1 logits, 1 to k + 1 new tokens
 
-A plan names counts only: the executor proposes the tokens. Drafts take what a step leaves over,
-free blocks and tokens of the budget, so a draft never delays or preempts another sequence. Blocks
-beyond the accepted tokens are given back at the commit. So rejected tokens cost counting only:
-nothing is copied, and nothing of them is indexed, forked or swapped.
+A plan contains only the number of drafts; the executor proposes the tokens. Drafts use the budget
+and the free blocks that the other rows leave, so they never delay or preempt a sequence. The commit
+frees the blocks behind the accepted tokens. Rejected tokens need no block copy, and never enter the
+prefix cache.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minillm.cache.manager import BlockManager
-from minillm.scheduling.ahead import end_of
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.record import Drafted, StepRecord
@@ -24,12 +23,12 @@ from minillm.scheduling.rows import Sampled
 
 @dataclass
 class Drafts:
-    """The number of drafts of every row: at most `num_tokens`.
+    """Draft policy with a fixed number of drafts per row; `AdaptiveDrafts` overrides it.
 
     Attributes:
-        num_tokens: drafts of a row at most (k).
-        max_num_seqs: with more running sequences there are no drafts; None is no limit.
-        max_position: no token at this position or beyond is drafted: the context of a draft model.
+        num_tokens: maximum number of drafted tokens per row (k).
+        max_num_seqs: no drafts with more running sequences than this; None is no limit.
+        max_position: drafts are at positions below this: the context length of a draft model.
     """
 
     num_tokens: int
@@ -37,15 +36,15 @@ class Drafts:
     max_position: int | None = None
 
     def lengths(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
-        """How many drafts each of these decoding sequences shall have; at most `num_tokens`."""
+        """Number of drafts for each of these decoding sequences, at most `num_tokens`."""
         return [self.num_tokens] * len(sequences)
 
     def observe(self, sequence: ScheduledSequence, num_drafted: int, num_accepted: int) -> None:
-        """A row was verified; a policy that adapts learns from it."""
+        """Called for each verified row; an adaptive policy learns from it."""
 
     def watch(self, record: StepRecord) -> None:
-        """A plan is made, and this is its record: complete once it was delivered. A policy that
-        adapts learns from those before."""
+        """Called for each new plan, with its record, whose times are set once it is delivered. An
+        adaptive policy learns from earlier records."""
 
     def settle(
         self,
@@ -54,10 +53,12 @@ class Drafts:
         num_drafted: Mapping[int, int] | None,
         blocks: BlockManager,
     ) -> Drafted:
-        """A row was committed: blocks that hold nothing but rejected drafts are free again. `own`
-        are its new tokens, of which the last was not drafted, or has failed."""
+        """Free the blocks that hold only rejected drafts of a committed row.
+
+        `own` are its new tokens: the accepted drafts, then one sampled token (None if it failed).
+        """
         num_accepted = max(len(own) - max(own.count(None), 1), 0)
-        blocks.trim(sequence.table, sequence.num_certain)
+        blocks.trim(sequence.table, sequence.num_committed)
         kept, seq_id = len(sequence.table.blocks), sequence.seq_id
         if sequence.num_sent is not None:
             sequence.num_sent = min(sequence.num_sent, kept)
@@ -78,7 +79,7 @@ class Drafts:
         blocks: BlockManager,
         config: SchedulerConfig,
     ) -> None:
-        """Add drafts to the decode rows of a plan, from the tokens and blocks that are left."""
+        """Add drafts to the decode rows of a plan, within the remaining budget and free blocks."""
         if self.max_num_seqs is not None and num_running > self.max_num_seqs:
             return
         places = [i for i, row in enumerate(plan.rows) if can_draft(row, sequences[row.seq_id])]
@@ -94,15 +95,15 @@ class Drafts:
                 left -= count
 
     def _room(self, sequence: ScheduledSequence) -> int:
-        """Tokens that can be drafted before the last one there can be, which is never computed."""
-        room = end_of(sequence) - sequence.num_tokens - 1
+        """Maximum number of drafts: the row yields one token more, up to `max_tokens` in all."""
+        room = sequence.end - sequence.num_tokens - 1
         if self.max_position is not None:
             room = min(room, self.max_position - sequence.num_tokens)
         return room
 
 
 def can_draft(row: Row, sequence: ScheduledSequence) -> bool:
-    """Whether a row computes the last token of a sequence, and that token is known."""
+    """Whether this is a plain decode row of a running sequence whose last token is known."""
     decodes = row.num_tokens == 1 and row.num_logits == 1 and not row.num_forks
     generated = row.start >= len(sequence.request.prompt_token_ids)
     running = sequence.status is Status.RUNNING
@@ -110,10 +111,10 @@ def can_draft(row: Row, sequence: ScheduledSequence) -> bool:
 
 
 def with_drafts(row: Row, count: int, sequence: ScheduledSequence, blocks: BlockManager) -> Row:
-    """The same row with so many drafts, and blocks to write them in."""
+    """The row with `count` drafts, and blocks for them."""
     table = sequence.table
     before = len(table.blocks)
-    blocks.grow(table, row.start, row.start + 1 + count)  # its last block is its own already
+    blocks.grow(table, row.start, row.start + 1 + count)  # no copy-on-write
     sequence.num_sent = len(table.blocks)
     return row._replace(
         num_tokens=1 + count,

@@ -1,6 +1,6 @@
-"""What must be true between any two calls of the scheduler, checked by comparing all books.
+"""Consistency checks of the scheduler's state, for tests: run after every step.
 
-Tests call it after every step; it is linear in the number of blocks and sequences.
+The cost is linear in the number of blocks and sequences.
 """
 
 from itertools import pairwise
@@ -11,37 +11,41 @@ from minillm.scheduling.scheduler import Scheduler
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Block tables against pools, seats against the running set, lines against sequences.
+    """Check block tables, seats, and the order and contents of both queues.
 
     Raises:
-        AccountingError: they do not add up, which is a bug of `scheduling/` or of `cache/`.
+        AccountingError: they are inconsistent: a bug of `scheduling/` or `cache/`.
     """
     held = {**scheduler.sequences, **scheduler.in_flight}
     scheduler.blocks.check_invariants(sequence.table for sequence in held.values())
     running, waiting = scheduler.running, scheduler.waiting
     seats, most = sum(seq.num_seats for seq in running), scheduler.config.max_num_seqs
     if seats != scheduler.num_seats or seats > most:
-        raise AccountingError(f"{seats} of {most} seats taken, {scheduler.num_seats} booked.")
-    for line in (running, waiting):
-        if any(one.key >= other.key for one, other in pairwise(line)):
-            raise AccountingError("A line is out of order.")
-    lines = {sequence.seq_id: sequence for sequence in (*running, *waiting)}
-    if lines.keys() != scheduler.sequences.keys() or len(lines) != len(running) + len(waiting):
-        raise AccountingError("A sequence is in no line or in two.")
+        raise AccountingError(f"{seats} of {most} seats are taken; counted: {scheduler.num_seats}.")
+    for queue in (running, waiting):
+        if any(one.key >= other.key for one, other in pairwise(queue)):
+            raise AccountingError("A queue is not sorted by key.")
+    queued = {sequence.seq_id: sequence for sequence in (*running, *waiting)}
+    if queued.keys() != scheduler.sequences.keys() or len(queued) != len(running) + len(waiting):
+        raise AccountingError("A sequence is in neither queue, or in both.")
     for sequence in running:
         check_sequence(sequence, scheduler.blocks.block_size)
         if sequence.status is not Status.RUNNING or sequence.is_swapped:
-            raise AccountingError(f"Sequence {sequence.seq_id} is not really running.")
+            raise AccountingError(
+                f"Sequence {sequence.seq_id} is running without that status, or swapped out."
+            )
     for sequence in waiting:
         check_sequence(sequence, scheduler.blocks.block_size)
         if sequence.status is not Status.WAITING or sequence.table.blocks:
-            raise AccountingError(f"Sequence {sequence.seq_id} waits, but holds blocks.")
+            raise AccountingError(
+                f"Sequence {sequence.seq_id} is waiting without that status, or holds blocks."
+            )
 
 
 def check_sequence(sequence: Sequence, block_size: int) -> None:
-    """One sequence: something is left to compute, and what is computed has its blocks."""
+    """Check that a sequence has tokens left to compute, and blocks for all computed ones."""
     held = len(sequence.table.blocks) + len(sequence.table.host_blocks)
-    to_come = not sequence.num_in_flight  # a plan that runs may be the last
+    to_come = not sequence.num_in_flight  # a plan in flight may compute the last one
     if not 0 <= sequence.num_computed <= sequence.num_tokens - to_come:
         raise AccountingError(f"Sequence {sequence.seq_id} has nothing to compute.")
     if sequence.num_computed > held * block_size:

@@ -1,45 +1,56 @@
-"""Planning for a pipeline: several plans in flight, each with other sequences.
+"""Planning for pipeline parallelism: several plans in flight, with different sequences.
 
     stage 0    plan 1   plan 2   plan 3 .........
     stage 1             plan 1   plan 2   plan 3 ...
                                  commit 1 -> plan 3 may have the sequences of plan 1
 
-With p stages up to p plans are in flight. A sequence that samples is in one of them, because its
-next token is known at the commit only. The chunks of a prompt follow each other without waiting.
-The decoding sequences are dealt out to p plans, those first that have waited longest.
+With p stages, up to p plans are in flight. A sequence that samples is in at most one of them, since
+its next row needs the sampled token. The prefill chunks of one prompt may be in consecutive plans.
+A plan has decode rows for at most 1 / p of the running sequences, the longest waiting first.
 """
 
 from collections.abc import Collection, Iterator
 from itertools import chain
 
 from minillm.cache.manager import BlockManager
-from minillm.scheduling.ahead import Flights, has_room, is_predictable, look_ahead
+from minillm.scheduling.ahead import (
+    UncommittedPlans,
+    has_room,
+    is_predictable,
+    prepare_single_stage,
+)
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import Row
 from minillm.scheduling.request import Sequence, Status
 
 
-def look_beyond(
-    flights: Flights,
+def prepare_ahead(
+    uncommitted: UncommittedPlans,
     running: Collection[Sequence],
     blocks: BlockManager,
     config: SchedulerConfig,
     drafts: Drafts | None = None,
 ) -> bool:
-    """Whether a plan may be made before a commit: one with one stage (`ahead.py`), else several."""
+    """Whether the next plan may be made before the commit, for any number of stages."""
     if config.num_stages == 1:
-        return look_ahead(flights, running, blocks, config, drafts)
-    return look_past_stages(flights, running, blocks, config)
+        return prepare_single_stage(uncommitted, running, blocks, config, drafts)
+    return prepare_pipeline(uncommitted, running, blocks, config)
 
 
-def look_past_stages(
-    flights: Flights, running: Collection[Sequence], blocks: BlockManager, config: SchedulerConfig
+def prepare_pipeline(
+    uncommitted: UncommittedPlans,
+    running: Collection[Sequence],
+    blocks: BlockManager,
+    config: SchedulerConfig,
 ) -> bool:
-    """Whether one more plan may be made now; then those in flight count as carried out."""
-    if not 0 < len(flights.plans) < config.num_stages:
+    """Whether the next plan may be made while fewer than `num_stages` plans are in flight.
+
+    If so, prefilling sequences are advanced as if these plans were committed.
+    """
+    if not 0 < len(uncommitted.plans) < config.num_stages:
         return False
-    rows = list(rows_in_flight(flights))
+    rows = list(rows_in_flight(uncommitted))
     for row, sequence in rows:
         if row.num_logits or not is_predictable(row, sequence):
             sequence.awaits_commit = True
@@ -53,18 +64,18 @@ def look_past_stages(
     return False
 
 
-def rows_in_flight(flights: Flights) -> Iterator[tuple[Row, Sequence]]:
-    """Rows of running sequences, the oldest plan's first."""
-    for plan, _ in flights.plans:
+def rows_in_flight(uncommitted: UncommittedPlans) -> Iterator[tuple[Row, Sequence]]:
+    """Rows in flight of running sequences, those of the oldest plan first."""
+    for plan, _ in uncommitted.plans:
         for row in plan.rows:
-            sequence = flights.sequences.get(row.seq_id)
+            sequence = uncommitted.sequences.get(row.seq_id)
             if sequence is not None and sequence.status is Status.RUNNING:
                 yield row, sequence
 
 
-def in_turn(running: Collection[Sequence], config: SchedulerConfig) -> Iterator[Sequence]:
-    """Those that decode, then those with more to compute. With several stages those come first
-    whose last row is oldest; with one stage all have a row in every plan."""
+def scheduling_order(running: Collection[Sequence], config: SchedulerConfig) -> Iterator[Sequence]:
+    """Running sequences in the order in which a plan takes them: decode first, then prefill. With
+    several stages, each part is sorted by the age of the last row, the oldest first."""
     if config.num_stages > 1:
         running = sorted(running, key=lambda each: each.last_step)
     decoding = [each for each in running if each.num_uncomputed == 1]
@@ -73,5 +84,5 @@ def in_turn(running: Collection[Sequence], config: SchedulerConfig) -> Iterator[
 
 
 def most_decoding(num_running: int, config: SchedulerConfig) -> int:
-    """Decoding rows of a plan, at most: a share, so that other plans have some, too."""
+    """Maximum number of decode rows per plan: an equal share for each plan in flight."""
     return -(-num_running // config.num_stages)

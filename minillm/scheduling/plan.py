@@ -1,5 +1,8 @@
-"""What the scheduler decides, as plain data for the executor (`execution/wire.py`: as bytes).
-`record.py` has the same for people."""
+"""The scheduler's output: a `StepPlan` tells the executor what one step computes.
+
+It is plain data, which `execution/wire.py` encodes for other processes. `record.py` describes the
+same step for traces and metrics.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,12 +12,16 @@ from minillm.cache.manager import BlockCopy
 
 
 class Row(NamedTuple):
-    """Tokens of one sequence to compute now: positions `start` to `start + num_tokens`.
+    """The tokens of one sequence that a step computes: positions `start` to `start + num_tokens`.
 
-    Logits are computed at the last `num_logits` of them: none after a chunk that does not reach the
-    end of what is known, one as a rule, k + 1 to verify k drafted tokens. `num_forks` further
-    completions part from the sequence here, each with a token of its own from the last logits.
-    The block table is the first `num_kept` blocks of the last step, then `blocks`.
+    Logits are computed at the last `num_logits` positions: 1 if the row reaches the last known
+    token, k + 1 to verify k drafted tokens, 0 for a prefill chunk that ends earlier.
+
+    `num_forks` other completions of the request fork from the sequence after this row. Each samples
+    its first token from the row's last logits.
+
+    The row's block table is the first `num_kept` blocks of the sequence's previous row, followed by
+    `blocks`.
     """
 
     seq_id: int
@@ -27,21 +34,23 @@ class Row(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Tokens that are sampled: one at each of the logits, and one for each fork."""
+        """Tokens to sample: one per position with logits, and one per fork."""
         return self.num_logits + self.num_forks
 
     def end_after(self, num_accepted: int) -> int:
-        """Where the valid positions end once so many sampled tokens are accepted: positions of
-        rejected drafts are computed again, with other tokens."""
+        """The end of the valid positions if `num_accepted` of the sampled tokens are accepted.
+
+        Positions of rejected drafts are invalid and are computed again with other tokens.
+        """
         end = self.start + self.num_tokens
         return end if num_accepted >= self.num_logits else end - self.num_logits + num_accepted
 
 
 class NewSequence(NamedTuple):
-    """A sequence that the executor does not know: admitted, resumed or forked since the last step.
+    """A sequence that is new to the executor: admitted, resumed or forked since the last plan.
 
-    Its tokens so far, of which the first `num_prompt_tokens` are the prompt; which completion of
-    its request it is; and how to choose its tokens, as in `Request`.
+    `token_ids` are the prompt (`num_prompt_tokens`) and the tokens generated so far; `sample_index`
+    numbers the completions of a request. The other fields are those of `Request`.
     """
 
     seq_id: int
@@ -56,15 +65,22 @@ class NewSequence(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Per sequence it holds only what changed, so it is small and can be sent anywhere.
+    """One step: what changed since the last plan, and the rows to compute.
 
-    The order matters: forget `dropped`, copy `swap_out` (device, host), then `copies`, then
-    `swap_in` (host, device), then compute `rows`, of which those with one token come first. A
-    block that one of these frees may be the target of the next. A row may read blocks that a row
-    before it writes, and if it has one token only, it comes among the others for that. First of
-    all, experts move to placement number `rebalance`, unless it is 0, and stages of a pipeline that
-    choose no tokens add those that were `learned` since the last plan, by seq_id. A joint plan of
-    several copies of the model has the `shares` of each, which are sent (`data_parallel.py`).
+    The executor applies the attributes in the order in which they are listed here: a block that one
+    of them frees may be the target of the next.
+
+    Attributes:
+        rebalance: number of the expert placement to change to; 0 keeps the current one.
+        learned: tokens sampled since the last plan, by seq_id, for pipeline stages without sampler.
+        dropped: seq_ids of sequences to forget.
+        new: sequences that the executor does not know yet.
+        swap_out: block copies (device, host).
+        copies: block copies on the device (copy-on-write).
+        swap_in: block copies (host, device).
+        rows: rows to compute. Rows of one token come first. An exception are rows that read
+            blocks which another row of this plan writes: they come after it.
+        shares: with data parallelism, the plan of each model copy (`data_parallel.py`).
     """
 
     step: int

@@ -1,8 +1,9 @@
-"""Who is next, and when is there room: pure functions, for the researcher to add to.
+"""Scheduling and admission policies, as pure functions; add your own here.
 
-A policy gives every sequence a key, and smaller keys go first, into the running set and back into
-it; the last in this order is preempted first. The next in line is never passed over because it
-does not fit, so a policy that bounds how many later arrivals may overtake bounds the wait.
+A scheduling policy gives each request a key. Waiting sequences are admitted in ascending order of
+their keys; the running sequence with the largest key is preempted first. If the first waiting
+sequence does not fit, those behind it wait too. So a request waits only for the requests that the
+policy puts ahead of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,15 +13,16 @@ from types import MappingProxyType
 from minillm.scheduling.request import Key, Request, Sequence
 
 TOKENS_PER_PLACE = 16
-WINDOW = 128  # waiting sequences that are looked up in the prefix cache in one step
+WINDOW = 128  # waiting sequences whose cached tokens are looked up per step
 
 
 @dataclass(frozen=True)
 class Policy:
-    """`key(request, arrival, num_cached)` orders sequences; `arrival` counts requests.
+    """A scheduling policy: `key(request, arrival, num_cached)`, the smallest key first.
 
-    With `reads_cache` the first `WINDOW` by arrival are ordered anew in every step, by how many of
-    their tokens are cached then; otherwise `num_cached` is 0 and the key never changes.
+    `arrival` is the request's number in order of arrival. With `reads_cache` the keys of the first
+    `WINDOW` waiting sequences are computed in every step, with `num_cached` tokens in the prefix
+    cache. Otherwise `num_cached` is 0 and a key is computed once.
     """
 
     key: Callable[[Request, int, int], Key]
@@ -28,28 +30,28 @@ class Policy:
 
 
 def fcfs(request: Request, arrival: int, num_cached: int) -> Key:
-    """First come, first served. Nobody is overtaken."""
+    """First come, first served: no request is overtaken."""
     return (arrival,)
 
 
 def priority(request: Request, arrival: int, num_cached: int) -> Key:
-    """The lowest `priority` first. No bound: urgent requests can keep others out for ever."""
+    """The lowest `priority` first. Starvation is possible: any number of requests may overtake."""
     return (request.priority, arrival)
 
 
 def shortest_prefill_first(request: Request, arrival: int, num_cached: int) -> Key:
-    """Short prompts first: each 16 tokens of a prompt put it one place back.
+    """Short prompts first: a request moves back one place per 16 prompt tokens.
 
-    A prompt of L tokens is overtaken by fewer than L / 16 later arrivals.
+    Fewer than L / 16 later arrivals overtake a prompt of L tokens.
     """
     return (arrival + len(request.prompt_token_ids) / TOKENS_PER_PLACE, arrival)
 
 
 def longest_prefix_match(request: Request, arrival: int, num_cached: int) -> Key:
-    """Cached prompts first, before their blocks are evicted: each 16 cached tokens put a request
-    one place forward.
+    """Cached prompts first, before their blocks are evicted: a request moves forward one place per
+    16 cached tokens.
 
-    Overtaken by fewer than L / 16 later arrivals, with L the longest prompt.
+    With prompts of at most L tokens, fewer than L / 16 later arrivals overtake a request.
     """
     return (arrival - num_cached / TOKENS_PER_PLACE, arrival)
 
@@ -65,17 +67,17 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def watermark(sequence: Sequence, block_size: int) -> int:
-    """Blocks a sequence must be able to get before it is admitted: for the tokens it has, and one
-    for each completion that parts from it.
+    """Blocks for the tokens known so far, and one for each completion that will fork from it.
 
-    Its future is left to preemption, so many run at once; a few blocks are kept free for them.
+    Blocks for later tokens are not reserved: many sequences run at once, and some may be preempted.
+    Admission keeps the share `SchedulerConfig.watermark` of the pool free for their growth.
     """
     return -(-sequence.num_tokens // block_size) + sequence.num_forks
 
 
 def reserve_max(sequence: Sequence, block_size: int) -> int:
-    """Blocks for all tokens it may ever have: nobody is preempted, and most of the memory that is
-    set aside is never written."""
+    """Blocks for `max_tokens` new tokens of every completion: no sequence is preempted, but most of
+    the reserved blocks are never written."""
     request = sequence.request
     shared = len(request.prompt_token_ids) // block_size
     return shared + sequence.num_seats * (-(-request.max_computed // block_size) - shared)

@@ -1,7 +1,7 @@
-"""What a step did and why, for people: the raw material of traces, metrics and lessons.
+"""Step records: what each step did and why, for traces, metrics and the course.
 
-A plan tells the runner what changed; a record tells everybody else. Each event of a request is in
-exactly one record, so that whoever has all records can rebuild every block table, counter and time.
+Every event of a request is in exactly one record. All block tables, counters and times can be
+rebuilt from the complete sequence of records.
 """
 
 from collections.abc import Container, Iterable
@@ -15,11 +15,10 @@ from minillm.scheduling.request import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Why a sequence could not go on: the next waiting one, behind which all others wait, or a
-    running one that got no row.
+    """Why the first waiting sequence was not admitted, or a running one got no row.
 
-    `what` it lacks is "seats" (of `max_num_seqs`), "tokens" (of the step's budget) or "blocks":
-    for those who wait, none at all in a step in which those who run were short of them.
+    `what` it lacks: "seats" (of `max_num_seqs`), "tokens" (of the step's budget) or "blocks".
+    `available` blocks are 0 for a waiting sequence if running sequences lacked blocks in this step.
     """
 
     seq_id: int
@@ -30,7 +29,7 @@ class Blocked:
 
     @classmethod
     def of(cls, sequence: Sequence, what: str, needed: int, available: int) -> "Blocked":
-        """The same about a given sequence."""
+        """A `Blocked` for this sequence."""
         return cls(sequence.seq_id, sequence.request.request_id, what, needed, available)
 
     def __str__(self) -> str:
@@ -38,7 +37,7 @@ class Blocked:
 
 
 class Added(NamedTuple):
-    """A request came, and `seq_id` is its first sequence; `arrival` is on the engine's clock."""
+    """A request arrived; `seq_id` is its first sequence, `arrival` is on the engine's clock."""
 
     seq_id: int
     request_id: str
@@ -50,17 +49,16 @@ class Added(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """Who lost its blocks, for whom, and whether they went to host memory ("swap") or not
-    ("recompute")."""
+    """Sequence `seq_id` lost its blocks to `for_seq_id`; `mode` is "swap" or "recompute"."""
 
     seq_id: int
     for_seq_id: int
     mode: str
-    num_tokens: int  # that were computed so far
+    num_tokens: int  # committed positions that it lost
 
 
 class Forked(NamedTuple):
-    """Completion number `completion` of a request parted from the first, over the same blocks."""
+    """Completion `completion` of a request forked from sequence `parent_id`."""
 
     seq_id: int
     parent_id: int
@@ -68,9 +66,11 @@ class Forked(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """`num_drafted` tokens were proposed for a row, of which the first `num_accepted` became tokens
-    of the sequence, and a sampled one after them; it holds `num_blocks` blocks afterwards. What
-    follows a stop is not accepted."""
+    """A row with speculative decoding: `num_accepted` of `num_drafted` tokens were accepted.
+
+    Tokens behind a stop token or stop string do not count. Afterwards the block table has
+    `num_blocks` blocks.
+    """
 
     seq_id: int
     num_drafted: int
@@ -79,8 +79,8 @@ class Drafted(NamedTuple):
 
 
 class RankTime(NamedTuple):
-    """`seconds` that a rank took for a step, and those of them in which it was `communicating`: in
-    sums and gathers, or waiting for the stage before."""
+    """`seconds` that a rank took for a step; `communicating` of these were spent in collectives, or
+    waiting for the previous pipeline stage."""
 
     rank: int
     seconds: float
@@ -88,8 +88,11 @@ class RankTime(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A sequence ended, with `num_tokens` new tokens; `time` None means when the tokens of its step
-    were there. `in_vain` says that its row of this step came to nothing."""
+    """A sequence finished with `num_tokens` new tokens.
+
+    `in_vain`: it had a row in flight, whose tokens are discarded. `time` None: it finished when the
+    tokens of its step were computed.
+    """
 
     seq_id: int
     reason: str
@@ -100,26 +103,26 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step, with all that happened between the step before and the step after.
+    """One step, and the events up to the next one.
 
-    Times are in seconds on the clock of whoever drives the scheduler: the step `started`, was
-    `planned`, its tokens were `computed` (the model ran, and samples were drawn), and texts and
-    outputs were `delivered`. Token counts reconcile with the scheduler's counters.
+    The engine sets four times in seconds of its clock: the step `started`; its plan was `planned`;
+    its tokens were `computed` (forward pass and sampling); its outputs were `delivered`. Token
+    counts add up to the scheduler's counters.
 
     Attributes:
-        added: requests that came since the step before.
-        rows, copies, swap_out, swap_in: those of the plan.
-        admitted: sequences that got their first blocks, or blocks again.
-        preempted: sequences that lost theirs.
-        stalled: running sequences that got no row, and why.
-        blocked: the next waiting sequence and why it was not admitted; all others wait behind it.
-        void: sequences whose row came to nothing, because one that it reads from failed.
-        drafted: what became of the drafts of each row that may have had some.
-        forked, ended: what the sampled tokens, or aborts until the next step, led to.
+        added: requests that arrived since the last step.
+        rows, copies, swap_out, swap_in: as in the plan.
+        admitted: sequences that entered the running set, new or resumed.
+        preempted: sequences that lost their blocks.
+        stalled: running sequences without a row, and why.
+        blocked: the first waiting sequence that was not admitted, and why; those behind it wait.
+        void: sequences whose row was discarded, because it read blocks of a failed row.
+        drafted: rows with speculative decoding.
+        forked, ended: due to the sampled tokens, or to aborts before the next step.
         num_running, num_waiting, num_free_blocks: when the step was planned.
-        graph_rows, why_eager: rows of the CUDA graph that ran the step, or, where there are graphs,
-            why none could.
-        ranks: how long each rank took, where there are several.
+        graph_rows: rows of the CUDA graph that ran the step; 0 for eager mode.
+        why_eager: with CUDA graphs enabled, why the step ran in eager mode.
+        ranks: time of each rank, if there are several.
     """
 
     step: int
@@ -153,32 +156,32 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start. Tokens reused after a preemption are no prefix hits."""
+    """Totals since the start. Prefix hits of a preempted sequence do not count as cached tokens."""
 
     num_steps: int = 0
-    num_mixed_steps: int = 0  # with prefill and decode
+    num_mixed_steps: int = 0  # with prefill and decode rows
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_recomputed_tokens: int = 0
-    num_prompt_tokens: int = 0  # of admitted requests
-    num_cached_tokens: int = 0  # of these, found in the prefix cache
+    num_prompt_tokens: int = 0  # of requests, at their first admission
+    num_cached_tokens: int = 0  # of these, hits in the prefix cache
     num_preemptions_recompute: int = 0
     num_preemptions_swap: int = 0
     max_num_running: int = 0
     num_drafts: int = 0  # rows with drafts
-    num_draft_tokens: int = 0  # of these rows
-    num_accepted_tokens: int = 0  # of these, that became tokens of a sequence
-    num_accepted_at: list[int] = field(default_factory=list)  # by place among the drafts of a row
+    num_draft_tokens: int = 0  # drafted tokens of these rows
+    num_accepted_tokens: int = 0  # of these, accepted
+    num_accepted_at: list[int] = field(default_factory=list)  # by draft position in the row
 
     def add(self, record: StepRecord) -> None:
-        """A step was planned."""
+        """Add a planned step."""
         self.num_prefill_tokens += record.num_prefill_tokens
         self.num_decode_tokens += record.num_decode_tokens
         self.num_mixed_steps += bool(record.num_prefill_tokens and record.num_decode_tokens)
         self.max_num_running = max(self.max_num_running, record.num_running)
 
     def add_drafts(self, drafted: Drafted) -> None:
-        """A row with drafts was committed."""
+        """Add a committed row with drafts."""
         self.num_drafts += drafted.num_drafted > 0
         self.num_draft_tokens += drafted.num_drafted
         self.num_accepted_tokens += drafted.num_accepted
@@ -188,30 +191,31 @@ class Counters:
             at[place] += 1
 
     def cut_drafts(self, drafted: Drafted, num_cut: int) -> None:
-        """The last `num_cut` accepted tokens of a committed row follow a stop."""
+        """Uncount the last `num_cut` accepted tokens of a committed row: they are behind a stop."""
         self.num_accepted_tokens -= num_cut
         for place in range(drafted.num_accepted - num_cut, drafted.num_accepted):
             self.num_accepted_at[place] -= 1
 
 
 class Logbook:
-    """Sees to it that each event is in one record.
+    """Writes each event into exactly one record.
 
-    What happens after a step belongs to its record; a request that came after it, and whatever
-    became of it before the next step, belongs to the next. Where the next one was planned before
-    the tokens of this one were there, what these lead to belongs to the next, too, with its time.
+    After a step is planned, events go into its record until the next step is planned. Events of a
+    request that arrives in between go into the record of the next step. If step n + 1 is planned
+    before step n is committed, events of this commit go into record n + 1, with the `time` of step
+    n's tokens.
     """
 
     def __init__(self) -> None:
         self.record = StepRecord(0)
-        self.time: float | None = None  # of the tokens of an earlier step, that are committed now
-        self._added: dict[int, Added] = {}  # since the last step, by seq_id
-        self._gone: list[Ended] = []  # of these
-        # Rows with drafts since the last plan: their sequences, and the lists that they are in.
+        self.time: float | None = None  # of the tokens being committed, if of an earlier step
+        self._added: dict[int, Added] = {}  # requests since the last plan, by seq_id
+        self._gone: list[Ended] = []  # of these, finished ones
+        # seq_id -> sequence and `StepRecord.drafted`, for rows committed since the last plan.
         self._verified: dict[int, tuple[Sequence, list[Drafted]]] = {}
 
     def begin(self, plan: StepPlan) -> None:
-        """Open the record of a plan that is about to be filled; it sees the plan's own lists."""
+        """Open the record of an empty plan; the two share their lists."""
         self.record = StepRecord(
             plan.step,
             list(self._added.values()),
@@ -224,7 +228,7 @@ class Logbook:
         self._added, self._gone, self._verified, self.time = {}, [], {}, None
 
     def add(self, sequence: Sequence) -> None:
-        """A request came."""
+        """Record the arrival of a request."""
         request = sequence.request
         self._added[sequence.seq_id] = Added(
             sequence.seq_id,
@@ -237,7 +241,7 @@ class Logbook:
         )
 
     def end(self, sequence: Sequence, reason: str, in_vain: bool, time: float | None) -> None:
-        """A sequence ended, wherever it was."""
+        """Record that a sequence finished."""
         num_tokens = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
         ended = self._gone if sequence.seq_id in self._added else self.record.ended
         time = self.time if time is None else time
@@ -246,18 +250,18 @@ class Logbook:
     def end_all(
         self, sequences: Iterable[Sequence], reason: str, in_flight: Container[int], time: float
     ) -> None:
-        """The scheduler was interrupted anywhere, also here: end those that have not ended."""
+        """Record the end of all unfinished sequences, after an interrupt at any point."""
         done = {one.seq_id for one in (*self.record.ended, *self._gone)}
         for sequence in sequences:
             if sequence.seq_id not in done:
                 self.end(sequence, reason, sequence.seq_id in in_flight, time)
-        if self.record.ended is self._gone:  # in the middle of `begin`
+        if self.record.ended is self._gone:  # interrupted inside `begin`
             self._added, self._gone = {}, []
 
     def draft(
         self, record: StepRecord, sequence: Sequence, drafted: Drafted, counters: Counters
     ) -> None:
-        """A row with drafts was committed; `record` is that of its step."""
+        """Record a committed row with drafts; `record` is that of its step."""
         record.drafted.append(drafted)
         counters.add_drafts(drafted)
         sequence.num_draft_tokens += drafted.num_drafted
@@ -265,7 +269,7 @@ class Logbook:
         self._verified[sequence.seq_id] = sequence, record.drafted
 
     def cut(self, seq_id: int, num_cut: int, counters: Counters) -> None:
-        """The last `num_cut` tokens of a committed row follow a stop: none of them was accepted."""
+        """Count the last `num_cut` tokens of a committed row as rejected (behind a stop)."""
         if not num_cut:
             return
         sequence, rows = self._verified.pop(seq_id)
@@ -275,7 +279,7 @@ class Logbook:
         rows[place] = rows[place]._replace(num_accepted=rows[place].num_accepted - num_cut)
 
     def correct(self, seq_id: int, reason: str, num_cut: int = 0) -> None:
-        """Its text ended with the last token by count, or `num_cut` tokens before."""
+        """Correct the record of a finished sequence: its text stopped, `num_cut` tokens earlier."""
         ended = self.record.ended
         for place, one in enumerate(ended):
             if one.seq_id == seq_id:

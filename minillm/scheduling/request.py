@@ -1,4 +1,4 @@
-"""Requests, and the sequences they become: what the scheduler knows about each."""
+"""Requests and their sequences: the state that the scheduler keeps of each."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,20 +9,22 @@ from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockTable
 from minillm.scheduling.plan import NewSequence
 
-Key = tuple[float, ...]  # places a sequence in line
+Key = tuple[float, ...]  # sort key of the queues; the smallest is first
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it, already checked against the model.
+    """One prompt and its sampling parameters, validated for the model.
 
     Attributes:
-        max_tokens: new tokens, limited to the room there is; 0 only computes the prompt.
-        seed: of the random numbers; the same for all `params.n` completions.
-        priority: lower is more urgent; only the policy "priority" looks at it.
-        cache_salt: prompts with different salts never share a prefix.
-        stop_ids: ids that end a completion, masked until `params.min_tokens`.
-        bad_words_ids: `params.bad_words` as the tokenizer splits them.
+        max_tokens: maximum new tokens, at most what the context length allows; 0 only computes the
+            prompt.
+        seed: seed for sampling, the same for all `params.n` completions.
+        priority: lower is more urgent; used only by the policy "priority".
+        cache_salt: prompts with different salts never share cached blocks.
+        stop_ids: token ids that end a completion, masked until `params.min_tokens`.
+        bad_words_ids: `params.bad_words`, tokenized.
+        arrival: time in seconds, by `time.perf_counter`.
     """
 
     request_id: str
@@ -39,12 +41,12 @@ class Request:
 
     @property
     def max_computed(self) -> int:
-        """Positions that may have to be in the cache: all but that of the last new token."""
+        """Maximum KV cache positions: all tokens but the last new one, which is never computed."""
         return len(self.prompt_token_ids) + max(self.max_tokens - 1, 0)
 
 
 class Status(Enum):
-    """Where a sequence is. A waiting one may be new, preempted, or swapped out."""
+    """The state of a sequence. A waiting sequence is new or preempted (maybe swapped out)."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -52,16 +54,20 @@ class Status(Enum):
 
 
 class Sequence:
-    """One completion of a request: its tokens, its blocks, and how far it is computed.
+    """One completion of a request: its tokens, its block table, and how far it is computed.
 
         token_ids   | prompt ............... | generated ... |
         num_computed ------------------>|
-                     in the cache       | to be computed: one token when decoding, more in prefill
+                     in the KV cache    | uncomputed: 1 token in decode, more in prefill
 
-    There is no other difference between prefill and decode. Positions up to `num_certain` were
-    committed; a plan made ahead counts on more of them (`ahead.py`). Only certain positions are
-    indexed, forked, swapped and counted. Until its prompt is computed, the first sequence of a
-    request also stands for the `num_forks` others, which need a seat each.
+    This is the only difference between prefill and decode.
+
+    The first `num_committed` positions are in the KV cache. `num_computed` may be larger: it also
+    counts what uncommitted plans are expected to compute (`ahead.py`). Forks, swaps and the prefix
+    cache use generated tokens only once they are committed.
+
+    A request starts as one sequence. When its prompt is computed, the other `n - 1` completions
+    fork from it. Until then it takes their seats, too: `num_seats` is 1 + `num_forks`.
     """
 
     __slots__ = (
@@ -74,7 +80,7 @@ class Sequence:
         "key",
         "last_step",
         "num_accepted_tokens",
-        "num_certain",
+        "num_committed",
         "num_computed",
         "num_draft_tokens",
         "num_forks",
@@ -94,41 +100,43 @@ class Sequence:
 
     def __init__(self, seq_id: int, request: Request, index: int, arrival: int, key: Key):
         self.seq_id, self.request, self.index = seq_id, request, index
-        self.arrival = arrival  # how many requests came before
-        self.key = key  # its place in the order of the policy
+        self.arrival = arrival  # number of requests that came before
+        self.key = key  # from the scheduling policy; the smallest is first
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.end = self.num_prompt_tokens + request.max_tokens  # of its tokens, at most
+        self.end = self.num_prompt_tokens + request.max_tokens  # maximum `len(token_ids)`
         self.table = BlockTable(request.cache_salt)
         self.status = Status.WAITING
-        self.num_certain = 0  # positions that are in the cache for good
-        self.num_computed = 0  # these, and those that a running plan is expected to add
-        self.num_sent: int | None = None  # blocks of its table that the runner has; None: no row
+        self.num_committed = 0  # positions in the KV cache, by committed plans
+        self.num_computed = 0  # positions, also those of uncommitted plans
+        self.num_sent: int | None = None  # blocks known to the executor; None: unknown to it
         self.num_forks = request.params.n - 1 if index == 0 else 0
-        self.furthest = 0  # positions that have been computed at least once
-        self.num_in_flight = 0  # plans that have a row of it and are not committed
-        self.num_pending = 0  # tokens to come, whose positions the next plan may compute already
-        self.awaits_commit = False  # no plan is made ahead of the row that is running
-        self.last_step = 0  # the newest plan that has a row of it
-        self.is_void = False  # it reads what failed, and is computed again (`doubt.py`)
+        self.furthest = 0  # positions computed at least once, also before a preemption
+        self.num_in_flight = 0  # uncommitted plans with a row of it
+        self.num_pending = 0  # tokens that an uncommitted plan samples
+        self.awaits_commit = False  # its next row needs the commit of its last one
+        self.last_step = 0  # the newest plan with a row of it
+        self.is_void = False  # it read blocks of a failed row; recomputed (`doubt.py`)
         self.num_recomputed = 0
         self.num_preemptions = 0
-        self.num_draft_tokens = 0  # proposed for its rows, and of these
-        self.num_accepted_tokens = 0  # that are its tokens
-        self.report: PrefixReport | None = None  # of its first admission
+        self.num_draft_tokens = 0  # drafted tokens of its rows
+        self.num_accepted_tokens = 0  # drafted tokens that were accepted
+        self.report: PrefixReport | None = (
+            None  # prefix cache hits and misses at its first admission
+        )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far, and those that are on their way."""
+        """Known tokens, and pending ones of uncommitted plans."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose keys and values are missing."""
+        """Tokens whose keys and values are not computed."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     def advance(self, start: int, end: int) -> int:
-        """Positions were computed; returns how many of them for another time."""
+        """Commit positions `start` to `end`; returns how many of them were recomputed."""
         again = 0
         if start < self.furthest:
             again = min(end, self.furthest) - start
@@ -137,15 +145,15 @@ class Sequence:
         return again
 
     def restart(self, num_computed: int) -> None:
-        """So many positions are in the cache, for certain; nothing is counted on beyond them."""
-        self.num_certain = self.num_computed = num_computed
+        """Set the number of committed positions; uncommitted plans no longer count."""
+        self.num_committed = self.num_computed = num_computed
         self.num_pending, self.awaits_commit, self.is_void = 0, False, False
         if num_computed > self.furthest:
             self.furthest = num_computed
 
     @property
     def num_seats(self) -> int:
-        """Its share of `max_num_seqs`."""
+        """Seats it takes of `max_num_seqs`: its own, and one per completion not yet forked."""
         return 1 + self.num_forks
 
     @property
@@ -155,7 +163,7 @@ class Sequence:
 
 
 def described(sequence: Sequence) -> NewSequence:
-    """What an executor must know of a sequence."""
+    """What the executor needs to know of a sequence."""
     request = sequence.request
     return NewSequence(
         sequence.seq_id,

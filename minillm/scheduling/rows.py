@@ -1,4 +1,4 @@
-"""One row of a plan: what it takes from a sequence, why there is none, and what its tokens add."""
+"""Rows of a plan: how they are built and ordered, and how their sampled tokens are accepted."""
 
 from collections.abc import Collection
 
@@ -7,12 +7,15 @@ from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.record import Blocked
 from minillm.scheduling.request import Sequence, described
 
-Sampled = list[int | None]  # tokens of one row; None is a sample that failed
+Sampled = list[int | None]  # sampled tokens of one row; None: sampling failed
 
 
 def next_row(plan: StepPlan, sequence: Sequence, num_tokens: int, blocks: BlockManager) -> Row:
-    """The next `num_tokens` of a sequence, with blocks to write them in, and in the plan what the
-    row needs: the copy that comes first, and the sequence itself if the executor lacks it."""
+    """Build the row for the next `num_tokens` tokens of a sequence, and allocate its blocks.
+
+    Adds to the plan the copy-on-write that the row needs, and the sequence if it is new to the
+    executor.
+    """
     start, table = sequence.num_computed, sequence.table
     kept = sequence.num_sent
     copy = blocks.grow(table, start, start + num_tokens)
@@ -23,7 +26,7 @@ def next_row(plan: StepPlan, sequence: Sequence, num_tokens: int, blocks: BlockM
         plan.copies.append(copy)
         kept = min(kept, start // blocks.block_size)
     prompt = sequence.num_prompt_tokens
-    if start < prompt:  # the rows behind this one may read its blocks
+    if start < prompt:  # later rows of this plan may already share its full blocks
         end = min(start + num_tokens, prompt)
         blocks.index_blocks(table, sequence.token_ids, end, plan.step)
     sequence.num_sent = len(table.blocks)
@@ -34,16 +37,16 @@ def next_row(plan: StepPlan, sequence: Sequence, num_tokens: int, blocks: BlockM
 
 
 def put_in_order(rows: list[Row], readers: Collection[int]) -> None:
-    """Rows of one token first, but for `readers`, which come after the rows whose blocks they
-    read. A step of one-token rows only, as most are, is in order."""
+    """Sort rows of one token to the front, except `readers` (seq_ids), which must stay behind the
+    rows whose blocks they read. Most steps have only one-token rows and need no sorting."""
     if readers or any(row.num_tokens > 1 for row in rows):
         rows.sort(key=lambda row: row.num_tokens > 1 or row.seq_id in readers)
 
 
 def accept(sequence: Sequence, tokens: Sampled) -> bool:
-    """Add accepted tokens, as many as there is room for; returns whether a sample failed."""
+    """Append accepted tokens up to `max_tokens`; returns whether sampling failed."""
     room = sequence.end - len(sequence.token_ids)
-    if len(tokens) == 1 and room > 0 and tokens[0] is not None:  # nearly always
+    if len(tokens) == 1 and room > 0 and tokens[0] is not None:  # the usual case
         sequence.token_ids.append(tokens[0])
         return False
     accepted = [token for token in tokens[:room] if token is not None]
@@ -52,7 +55,7 @@ def accept(sequence: Sequence, tokens: Sampled) -> bool:
 
 
 def why_stalled(sequence: Sequence, budget: int, blocks: BlockManager) -> Blocked:
-    """What a running sequence lacks for a row."""
+    """Why a running sequence got no row: no tokens left in the budget, or no free blocks."""
     if not budget:
         return Blocked.of(sequence, "tokens", 1, 0)
     start = sequence.num_computed

@@ -1,13 +1,13 @@
-"""The scheduler: one token budget per step, spent on running sequences first, then on waiting ones.
+"""The scheduler: spends a token budget per step, first on running sequences, then on waiting ones.
 
               add                 admit                    last token, stop, abort
     request ------>  waiting  ------------->  running  ------------------------->  finished
                         ^                        |
-                        +------- preempt --------+      blocks given back, or moved to host memory
+                        +------- preempt --------+      blocks freed, or swapped to host memory
 
-There is no prefill phase and no decode phase: a step computes, for each sequence that it takes, the
-next tokens whose keys and values are missing. `schedule` plans by counts alone, `commit` tells what
-was sampled. What a plan holds stays held until its commit, whatever is aborted between.
+Prefill and decode are not separate phases: a step computes the next uncomputed tokens of each
+scheduled sequence. `schedule` plans a step from token counts; `commit` applies its sampled tokens.
+Blocks that a plan uses are freed at its commit or later, even if their request is aborted before.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,14 +17,12 @@ from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.errors import InvalidRequestError
-from minillm.scheduling.admission import Admission
-from minillm.scheduling.ahead import Flights
+from minillm.scheduling.admission import Admission, check_fits, insert, remove
+from minillm.scheduling.ahead import UncommittedPlans
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.doubt import distrust
 from minillm.scheduling.drafts import Drafts
-from minillm.scheduling.limits import check_fits
-from minillm.scheduling.line import enter, leave
-from minillm.scheduling.pipelined import in_turn, look_beyond, most_decoding
+from minillm.scheduling.pipelined import most_decoding, prepare_ahead, scheduling_order
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord
@@ -33,9 +31,9 @@ from minillm.scheduling.rows import Sampled, accept, next_row, put_in_order, why
 
 
 class Scheduler:
-    """Decides in every step who computes how many tokens, and in which blocks.
+    """Decides which sequences a step computes, how many tokens of each, and into which blocks.
 
-    `running` and `waiting` are sorted by the policy's keys. `record` explains the last step.
+    `running` and `waiting` are sorted by the policy's keys. `record` describes the last step.
     """
 
     def __init__(
@@ -49,33 +47,33 @@ class Scheduler:
         self.policy = policy or POLICIES[config.policy]
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.sequences: dict[int, Sequence] = {}  # all that are not finished, by seq_id
+        self.sequences: dict[int, Sequence] = {}  # unfinished, by seq_id
         self.log, self.counters = Logbook(), Counters()
         self.admission = Admission(config, blocks, self.policy)
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrivals, self.seq_ids = 0, count()
-        self.num_seats = 0  # taken by the running sequences and their forks to come
+        self.num_seats = 0  # taken of `max_num_seqs`, including those of future forks
         self._dropped: list[int] = []
-        self._readers: set[int] = set()  # those whose prefix is computed in the step being planned
-        self._flights = Flights()
-        self.in_flight = self._flights.sequences  # rows of plans that are not committed
+        self._readers: set[int] = set()  # seq_ids: the new plan computes their prefix
+        self._uncommitted = UncommittedPlans()
+        self.in_flight = self._uncommitted.sequences  # sequences of uncommitted plans
 
     @property
     def record(self) -> StepRecord:
-        """What the last step did and why."""
+        """The record of the last step."""
         return self.log.record
 
     # ---- requests ------------------------------------------------------------------------
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request of this id is not finished."""
+        """Whether an unfinished request has this id."""
         return request_id in self._requests
 
     def add(self, request: Request) -> Sequence:
-        """Put a request in line.
+        """Add a request to the waiting queue.
 
         Raises:
-            InvalidRequestError: it could never run, and the sentence says by how much.
+            InvalidRequestError: its id is in use, or it does not fit even if it runs alone.
         """
         if self.knows(request.request_id):
             raise InvalidRequestError(
@@ -86,23 +84,22 @@ class Scheduler:
         sequence = self._new_sequence(request, 0, self._num_arrivals, key)
         self._num_arrivals += 1
         self._requests[request.request_id] = [sequence]
-        enter(self.waiting, sequence)
+        insert(self.waiting, sequence)
         self.log.add(sequence)
         return sequence
 
     def abort(self, request_id: str, reason: str = "abort", time: float | None = None) -> None:
-        """End all sequences of a request, wherever they are. Unknown or finished is fine."""
+        """Finish all sequences of a request; an unknown or finished request is ignored."""
         for sequence in list(self._requests.get(request_id, ())):
             self.finish(sequence.seq_id, reason, time)
 
     def finish(
         self, seq_id: int, reason: str = "stop", time: float | None = None, num_cut: int = 0
     ) -> None:
-        """End one sequence: its text is complete, or it failed. Twice is fine.
+        """Finish a sequence that stopped or failed; a finished one only gets its record corrected.
 
-        Its blocks are free at once, or, if a plan that is not committed uses them, at the commit.
-        The rest is for the record: None is the time of the step's tokens, and the last `num_cut`
-        tokens come after the end of its text.
+        Its blocks are freed now, or when its last row in flight is committed. For the record,
+        `time` None is the time of the step's tokens; the last `num_cut` tokens are behind a stop.
         """
         self.log.cut(seq_id, num_cut, self.counters)
         sequence = self.sequences.get(seq_id)
@@ -116,7 +113,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._stop_running(sequence)
         else:
-            leave(self.waiting, sequence)
+            remove(self.waiting, sequence)
         sequence.status = Status.FINISHED
         if seq_id not in self.in_flight:
             self.blocks.release(sequence.table)
@@ -131,8 +128,9 @@ class Scheduler:
         return bool(self.sequences)
 
     def restarted(self) -> "Scheduler":
-        """One with the same limits, for when this one's books may be torn: it knows of no block
-        and no request. Numbers and counters go on, so that a trace tells the two apart."""
+        """A new scheduler with the same limits and no requests, for use after an internal error.
+
+        Counters, step numbers and sequence numbers continue, so they are unique in a trace."""
         scheduler = Scheduler(self.config, self.blocks.emptied(), self.policy, self.drafts)
         scheduler.log, scheduler.counters = self.log, self.counters
         scheduler.seq_ids, scheduler._num_arrivals = self.seq_ids, self._num_arrivals
@@ -141,22 +139,23 @@ class Scheduler:
     # ---- one step: plan ------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Decide the next step. Every plan must be committed before the next one is made."""
+        """Plan the next step. All earlier plans must be committed."""
         if self.in_flight:
             raise AccountingError("The last plan was not committed.")
-        self._flights.plans.clear()
+        self._uncommitted.plans.clear()
         return self._plan()
 
     def schedule_ahead(self) -> StepPlan | None:
-        """A step before a commit, where `ahead.py` or `pipelined.py` lets it be made."""
-        may = look_beyond(self._flights, self.running, self.blocks, self.config, self.drafts)
+        """Plan the next step before the last is committed; None if it must wait for the commit."""
+        may = prepare_ahead(self._uncommitted, self.running, self.blocks, self.config, self.drafts)
         return self._plan() if may else None
 
     def _plan(self) -> StepPlan:
+        """Make a plan: rows of running sequences, then of admitted ones, then drafts."""
         self.counters.num_steps += 1
         plan, self._dropped = StepPlan(self.counters.num_steps, dropped=self._dropped), []
         self.log.begin(plan)
-        self._flights.plans.append((plan, self.record))
+        self._uncommitted.plans.append((plan, self.record))
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
         if self.waiting:
             self.record.blocked = self._refusal(budget)
@@ -174,15 +173,15 @@ class Scheduler:
         return plan
 
     def _take_running(self, plan: StepPlan, budget: int) -> int:
-        """Rows for running sequences, decoding ones first; returns the budget that is left.
+        """Add rows for running sequences, decode rows first; returns the remaining budget.
 
-        `max_num_seqs` is at most the budget, so no arrival and no long prompt delays a decode."""
+        The budget is at least `max_num_seqs`, so it suffices for every decoding sequence."""
         most = most_decoding(len(self.running), self.config)
-        for sequence in in_turn(self.running, self.config):
+        for sequence in scheduling_order(self.running, self.config):
             if sequence.status is not Status.RUNNING or sequence.awaits_commit:
-                continue  # preempted for one before it, or not to be planned ahead
+                continue  # preempted in this plan, or waits for a commit
             if len(plan.rows) >= most and sequence.num_uncomputed == 1:
-                continue  # another plan's
+                continue  # left to another plan of the pipeline
             num_tokens = self._make_room(sequence, self._chunk(sequence, budget), plan)
             if num_tokens:
                 self._add_row(plan, sequence, num_tokens)
@@ -198,18 +197,16 @@ class Scheduler:
         return min(wanted, limit) if limit else wanted
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> int:
-        """Preempt from the end of the order until the blocks suffice; returns for how many tokens
-        they do.
+        """Preempt sequences, the last in policy order first, until `num_tokens` fit into blocks.
 
-        Only those behind `sequence` that are not in this step yet can be preempted. If that is
-        not enough it computes what there is room for, or waits, with its blocks, for those that
-        are in the step. So the first in the order advances, or everything that advances holds
-        what it needs.
+        Returns the number of tokens that fit: fewer than `num_tokens`, maybe 0, if no sequence
+        behind `sequence` can be preempted. Sequences with a row in flight or in this plan are not
+        preempted, so they advance: there is no deadlock.
         """
         start, pool = sequence.num_computed, self.blocks.pool
-        if not num_tokens or pool.num_free > num_tokens:  # a block per token and a copy: never more
+        if not num_tokens or pool.num_free > num_tokens:  # at most 1 block per token and 1 copy
             return num_tokens
-        # Counted anew each time: a victim that shared the last block spares the copy.
+        # Recounted after each preemption: the copy of a shared last block may become unnecessary.
         while self.blocks.num_needed(sequence.table, start, start + num_tokens) > pool.num_free:
             victim = self._victim(sequence)
             if victim is None:
@@ -218,6 +215,7 @@ class Scheduler:
         return num_tokens
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
+        """The last running sequence behind `sequence` that has no row in flight, or None."""
         for other in reversed(self.running):
             if other is sequence:
                 return None
@@ -226,41 +224,41 @@ class Scheduler:
         return None
 
     def _preempt(self, victim: Sequence, winner: Sequence, plan: StepPlan) -> None:
-        """Take a sequence's blocks away; it goes back in line with its old key."""
+        """Free or swap out a sequence's blocks, and requeue it with its old key."""
         self._stop_running(victim)
         mode = self.config.preemption_mode
         if mode == "swap" and not self.blocks.can_swap_out(victim.table):
             mode = "recompute"  # host memory is full
-        lost = Preemption(victim.seq_id, winner.seq_id, mode, victim.num_certain)
+        lost = Preemption(victim.seq_id, winner.seq_id, mode, victim.num_committed)
         self.record.preempted.append(lost)
         if mode == "swap":
             plan.swap_out += self.blocks.swap_out(victim.table)
             self.counters.num_preemptions_swap += 1
         else:
-            self._give_up_blocks(victim)
+            self._free_blocks(victim)
             self.counters.num_preemptions_recompute += 1
         victim.num_preemptions += 1
-        self._line_up(victim)
+        self._enqueue(victim)
 
-    def _give_up_blocks(self, sequence: Sequence) -> None:
+    def _free_blocks(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.table)
         sequence.restart(0)
 
-    def _line_up(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        enter(self.waiting, sequence)
+        insert(self.waiting, sequence)
 
     def _refusal(self, budget: int) -> Blocked | None:
-        """Why no waiting sequence can be admitted; a subclass may have reasons of its own."""
+        """Why no waiting sequence can be admitted, or None; subclasses may add reasons."""
         seats = self.config.max_num_seqs - self.num_seats
         return self.admission.refusal(self.waiting, self.running, seats, budget, self.record)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Move waiting sequences to `running` in order, until the next one does not fit."""
-        pledged = self.admission.pledged(self.running)
+        """Admit waiting sequences in order, until one does not fit."""
+        reserved = self.admission.num_reserved(self.running)
         for sequence in self.admission.queue(self.waiting):
             headroom = self.admission.headroom if self.running else 0
-            available = self.blocks.pool.num_free - pledged - headroom
+            available = self.blocks.pool.num_free - reserved - headroom
             seats = self.config.max_num_seqs - self.num_seats
             decision = self.admission.decide(sequence, seats, budget, available)
             if isinstance(decision, Blocked):
@@ -270,20 +268,20 @@ class Scheduler:
                 plan.swap_in += self.blocks.swap_in(sequence.table)
             else:
                 self._begin(sequence, decision)
-                if self.blocks.comes_with(plan.step, decision):
+                if self.blocks.is_written_by(plan.step, decision):
                     self._readers.add(sequence.seq_id)
             self._start_running(sequence)
             self._add_row(plan, sequence, self._chunk(sequence, budget))
             budget -= plan.rows[-1].num_tokens
-            pledged += self.admission.pledge(sequence)
+            reserved += self.admission.num_reserved_for(sequence)
         if not self.policy.reads_cache:
             del self.waiting[: len(self.record.admitted)]
         elif self.record.admitted:
             self.waiting = [seq for seq in self.waiting if seq.status is Status.WAITING]
 
     def _begin(self, sequence: Sequence, match: Match) -> None:
-        """Start a sequence from a prefix. Only the first time is that a hit: what a preempted
-        sequence finds again was computed for itself."""
+        """Start a sequence with its cached prefix. Cached tokens are counted at the first admission
+        only: after a preemption a sequence may find its own blocks."""
         if sequence.report is None:
             reads = sequence.request.params.prompt_logprobs is None
             sequence.report = self.blocks.report(
@@ -297,22 +295,22 @@ class Scheduler:
     def _start_running(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
         self.num_seats += sequence.num_seats
-        enter(self.running, sequence)
+        insert(self.running, sequence)
         self.record.admitted.append(sequence.seq_id)
 
     def _stop_running(self, sequence: Sequence) -> None:
-        leave(self.running, sequence)
+        remove(self.running, sequence)
         self.num_seats -= sequence.num_seats
         if sequence.num_sent is not None:
             self._dropped.append(sequence.seq_id)
             sequence.num_sent = None
 
     def _add_row(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
-        """Put the next `num_tokens` of a sequence into the plan."""
+        """Add a row for the next `num_tokens` tokens of a sequence."""
         row = next_row(plan, sequence, num_tokens, self.blocks)
         plan.rows.append(row)
-        self._flights.enter(sequence)
-        ends = num_tokens == row.num_logits == 1  # the one token that was missing
+        self._uncommitted.add_row(sequence)
+        ends = num_tokens == row.num_logits == 1  # decode: the one uncomputed token
         if ends and row.start >= sequence.num_prompt_tokens:
             self.log.record.num_decode_tokens += 1
         else:
@@ -321,7 +319,7 @@ class Scheduler:
     # ---- one step: commit ----------------------------------------------------------------
 
     def distrust(self, plan: StepPlan, suspect: Collection[int]) -> None:
-        """Before the commit of a plan, of which some rows may have computed something wrong."""
+        """Before the commit, invalidate the blocks of failed rows (`suspect`: seq_ids)."""
         distrust(plan.rows, suspect, self.in_flight, self.blocks)
 
     def commit(
@@ -330,21 +328,21 @@ class Scheduler:
         sampled: Mapping[int, Sampled],
         num_drafted: Mapping[int, int] | None = None,
     ) -> list[Sequence]:
-        """The plan was carried out: sequences grow by what was sampled. Returns new forks.
+        """Apply the result of the oldest plan; returns the sequences that forked.
 
-        `sampled` has, for each row with logits, the accepted tokens: one as a rule, up to
-        `num_logits` where some of `num_drafted` were verified, one for each completion where the
-        row forks. None is a sample that failed and ends its sequence. So does the last token by
-        count; what only text can decide comes through `finish`.
+        `sampled` has the tokens of each row with logits: usually one, 1 to `num_logits` if
+        `num_drafted` tokens were verified, one per completion if the row forks. None means that
+        sampling failed; this finishes the sequence, as `max_tokens` does. For all other reasons to
+        stop the engine calls `finish`.
         """
-        record = self._flights.land(plan)
+        record = self._uncommitted.pop(plan)
         self.blocks.settle(plan.step)
-        # What is written into the record of a later step has the time of this one.
-        self.log.time = record.computed if self._flights.plans else None
+        # If a later step is planned, its record gets this commit's events, with this time.
+        self.log.time = record.computed if self._uncommitted.plans else None
         forks: list[Sequence] = []
         for row in plan.rows:
-            sequence = self._flights.leave(row.seq_id)
-            if sequence.status is Status.FINISHED:  # while the plan ran
+            sequence = self._uncommitted.remove_row(row.seq_id)
+            if sequence.status is Status.FINISHED:  # aborted while the plan was in flight
                 if not sequence.num_in_flight:
                     self.blocks.release(sequence.table)
                 continue
@@ -352,8 +350,8 @@ class Scheduler:
                 record.void.append(row.seq_id)
                 if not sequence.num_in_flight:
                     self._stop_running(sequence)
-                    self._give_up_blocks(sequence)
-                    self._line_up(sequence)
+                    self._free_blocks(sequence)
+                    self._enqueue(sequence)
                 continue
             tokens = sampled[row.seq_id] if row.num_logits else []
             own, others = (tokens[:1], tokens[1:]) if row.num_forks else (tokens, ())
@@ -361,8 +359,8 @@ class Scheduler:
             if again:
                 record.num_recomputed_tokens += again
                 self.counters.num_recomputed_tokens += again
-            failed = accept(sequence, own)  # first: an accepted draft may complete a block
-            self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_certain)
+            failed = accept(sequence, own)  # before indexing: accepted drafts may fill a block
+            self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_committed)
             if row.num_logits > 1 and self.drafts is not None:
                 drafted = self.drafts.settle(sequence, own, num_drafted, self.blocks)
                 self.log.draft(record, sequence, drafted, self.counters)
@@ -374,21 +372,21 @@ class Scheduler:
         return forks
 
     def _end_by_count(self, sequence: Sequence, failed: bool) -> None:
-        """End a sequence whose sample failed, or that has all its tokens; one that samples nothing
-        (`max_tokens` 0) has them when its prompt is computed."""
+        """Finish a sequence if sampling failed, or if it has `max_tokens` new tokens and its whole
+        prompt is computed."""
         is_full = sequence.num_tokens >= sequence.end
-        if failed or (is_full and sequence.num_certain >= sequence.num_prompt_tokens):
+        if failed or (is_full and sequence.num_committed >= sequence.num_prompt_tokens):
             self.finish(sequence.seq_id, "error" if failed else "length")
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
-        """Another completion, over the blocks of the first until it writes. It takes a seat that
-        was kept for it."""
+        """Add another completion of the request. It shares the parent's blocks until it writes, and
+        takes a seat that the parent held for it."""
         parent.num_forks -= 1
         child = self._new_sequence(parent.request, index, parent.arrival, parent.key[:-1])
         child.table = self.blocks.fork(parent.table)
-        child.restart(parent.num_certain)
-        child.status, child.report = Status.RUNNING, parent.report  # later finds are no hits
-        enter(self.running, child)
+        child.restart(parent.num_committed)
+        child.status, child.report = Status.RUNNING, parent.report
+        insert(self.running, child)
         self._requests[parent.request.request_id].append(child)
         self.record.forked.append(Forked(child.seq_id, parent.seq_id, index))
         return child

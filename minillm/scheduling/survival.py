@@ -1,27 +1,31 @@
-"""How likely drafts are to be accepted: measured by place, for all requests and for each.
+"""Acceptance probabilities of drafted tokens by draft position, overall and per sequence.
 
-    place                          1      2      3      4
-    accepted if those before are  .86    .87    .89    .90     measured, old drafts count less
-    survival                      .86    .75    .67    .60     products: place and all before it
+    draft position                 1      2      3      4
+    acceptance rate               .86    .87    .89    .90     given that all before are accepted
+    survival                      .86    .75    .67    .60     product of the rates up to here
 
-A request has few drafts of its own, so its rates are drawn to those of all requests as if these had
-given it `WEIGHT` drafts. A place that was hardly tried is drawn to the place before it.
+Rates are measured, and older drafts weigh less. A sequence has few drafts of its own, so its rates
+are averaged with those of all sequences, which weigh as much as `SHARED_WEIGHT` drafts. In the same
+way the rate of a position with few samples is averaged with that of the position before it.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable
 
-WEIGHT = 12.0  # drafts of all requests that count in the rate of one
-FIRST_GUESS = 0.6  # of the first place, before anything is measured; it counts as `GUESSED` drafts
-GUESSED = 2.0
-KEEP_ALL, KEEP_ONE = 0.98, 0.96  # share of the older counts that stays at each draft
-LEVELS = (0.9, 0.8, 0.7, 0.55, 0.4, 0.25, 0.12, 0.04)
-EXACT = 8  # with more requests than this their curves are not all made anew in each step:
-TURNS = 2  # so many are
+SHARED_WEIGHT = 12.0  # drafts; weight of the overall rate in that of one sequence
+PRIOR_RATE = 0.6  # acceptance rate of position 1 before any measurement
+PRIOR_WEIGHT = 2.0  # drafts; weight of `PRIOR_RATE`, or of the position before
+KEEP_ALL, KEEP_ONE = 0.98, 0.96  # decay of the counts per draft: overall, and per sequence
+LEVELS = (0.9, 0.8, 0.7, 0.55, 0.4, 0.25, 0.12, 0.04)  # thresholds for survival
+MAX_EXACT = 8  # with more sequences only CURVES_PER_STEP curves are updated per step
+CURVES_PER_STEP = 2
 
 
 class Tally:
-    """Counts of drafts that were tried and accepted, by place; older ones count less."""
+    """Decaying counts by draft position: `tries` (verified drafts) and `hits` (accepted ones).
+
+    `asked` counts rows for which the proposer was called; `answered` those that got drafts.
+    """
 
     __slots__ = ("answered", "asked", "hits", "keep", "tries")
 
@@ -31,7 +35,7 @@ class Tally:
         self.asked = self.answered = 0.0
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
-        """A row was verified. What follows a rejected draft was not tried."""
+        """Add a verified row. Drafts behind a rejected one do not count as tried."""
         keep, tries, hits = self.keep, self.tries, self.hits
         self.asked = self.asked * keep + 1
         self.answered = self.answered * keep + (num_drafted > 0)
@@ -40,21 +44,21 @@ class Tally:
             hits[place] = hits[place] * keep + (place < num_accepted)
 
     def fade(self, share: float) -> None:
-        """Trust these counts less."""
+        """Multiply all counts by `share`, so that new samples weigh more."""
         self.tries = [each * share for each in self.tries]
         self.hits = [each * share for each in self.hits]
         self.asked, self.answered = self.asked * share, self.answered * share
 
 
 class Curve:
-    """What one request can expect of drafts.
+    """Predictions for one sequence.
 
     Attributes:
-        answered: probability that its proposer has any drafts.
-        survival: by place, the probability that a draft there is accepted if there are drafts.
-        counts, gains: for each of `LEVELS`, the expected drafts and accepted drafts of a step that
-            drafts the places whose survival is at least that.
-        nums: these places.
+        answered: probability that the proposer finds any drafts.
+        survival: probability that the draft is accepted, by position, if there are drafts.
+        nums: for each of `LEVELS`, the number of positions whose survival reaches this level.
+        counts, gains: for each of `LEVELS`, the expected number of drafts, and of accepted drafts,
+            if these positions are drafted.
     """
 
     __slots__ = ("answered", "counts", "gains", "nums", "survival")
@@ -74,7 +78,7 @@ class Curve:
 
 
 class Survival:
-    """Rates of all requests, and of each by its sequence."""
+    """Acceptance rates of all sequences together, and of each."""
 
     def __init__(self, num_places: int):
         self.num_places = num_places
@@ -84,7 +88,7 @@ class Survival:
         self._turn = 0
 
     def observe(self, seq_id: int, num_drafted: int, num_accepted: int) -> None:
-        """A row was verified."""
+        """Add a verified row."""
         self.all.add(num_drafted, num_accepted)
         own = self._own.get(seq_id)
         if own is None:
@@ -92,8 +96,8 @@ class Survival:
         own.add(num_drafted, num_accepted)
 
     def curves(self, seq_ids: list[int]) -> list[Curve]:
-        """What each of these sequences can expect."""
-        due = len(seq_ids) if len(seq_ids) <= EXACT else TURNS
+        """Predictions for each of these sequences."""
+        due = len(seq_ids) if len(seq_ids) <= MAX_EXACT else CURVES_PER_STEP
         rates = self._rates()
         for _ in range(due):
             self._turn = (self._turn + 1) % len(seq_ids)
@@ -106,31 +110,35 @@ class Survival:
         return [common if curve is None else curve for curve in found]
 
     def _rates(self) -> tuple[float, list[float]]:
-        """Of all requests: how often there are drafts, and the acceptance of each place."""
-        before, rates, tally = FIRST_GUESS, [], self.all
+        """Overall: how often the proposer finds drafts, and the acceptance rate by position."""
+        before, rates, tally = PRIOR_RATE, [], self.all
         for tries, hits in zip(tally.tries, tally.hits, strict=True):
-            before = (hits + GUESSED * before) / (tries + GUESSED)
+            before = (hits + PRIOR_WEIGHT * before) / (tries + PRIOR_WEIGHT)
             rates.append(before)
-        return (tally.answered + GUESSED) / (tally.asked + GUESSED), rates
+        return (tally.answered + PRIOR_WEIGHT) / (tally.asked + PRIOR_WEIGHT), rates
 
     def _curve(self, seq_id: int, answered: float, rates: list[float]) -> Curve:
         own = self._own.get(seq_id)
         if own is None:
             return Curve(answered, rates)
-        answered = (own.answered + WEIGHT * answered) / (own.asked + WEIGHT)
+        answered = (own.answered + SHARED_WEIGHT * answered) / (own.asked + SHARED_WEIGHT)
         pairs = zip(own.tries, own.hits, rates, strict=True)
         return Curve(
-            answered, [(hits + WEIGHT * rate) / (tries + WEIGHT) for tries, hits, rate in pairs]
+            answered,
+            [
+                (hits + SHARED_WEIGHT * rate) / (tries + SHARED_WEIGHT)
+                for tries, hits, rate in pairs
+            ],
         )
 
-    def doubt(self, share: float = 0.25) -> None:
-        """What was measured did not hold: let new drafts say more."""
+    def discount(self, share: float = 0.25) -> None:
+        """Reduce the weight of all measurements, because they predicted wrongly."""
         for tally in (self.all, *self._own.values()):
             tally.fade(share)
         self._curves.clear()
 
     def keep(self, seq_ids: Iterable[int]) -> None:
-        """Forget all other sequences."""
+        """Drop the state of all other sequences."""
         kept = set(seq_ids)
         self._own = {key: own for key, own in self._own.items() if key in kept}
         self._curves = {key: curve for key, curve in self._curves.items() if key in kept}

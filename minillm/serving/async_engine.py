@@ -20,35 +20,34 @@ from minillm.serving.step_thread import StepThread, Ticket
 from minillm.text.tokenizer import LONG_TEXT, Tokenizer
 from minillm.trace.recorder import Trace
 
-# Longer prompts, and texts of more than LONG_TEXT characters, are checked in a thread, for they
-# would hold up the event loop for more than a few milliseconds.
+# Longer prompts, and texts of more than LONG_TEXT characters, are checked in a tokeniser thread,
+# because they would block the event loop for more than a few milliseconds.
 LONG_PROMPT = 10_000  # token ids
 NUM_TOKENISERS = 2
 
 
 class AsyncLLMEngine:
-    """A model that serves many requests, each with its own stream of outputs.
+    """A model that serves many requests concurrently, each with its own stream of outputs.
 
         engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model="tiny"))
         async for output in engine.generate("def fib(n):", SamplingParams(), "request-1"):
-            output.outputs[0].text  # all of it so far
+            output.outputs[0].text  # the text so far
 
-    One thread advances all requests; event loops, one or several, only read. On a CPU let no other
-    thread of the process compute with torch: each would have threads of its own, and they would
-    wait for each other. Until its end the garbage collector looks at no object that there was at
-    the start (`gc.freeze`). Use it in an ``async with`` block, or call `shutdown`, to end it early.
+    One thread steps the engine; streams may be read in one event loop or several. On a CPU no other
+    thread of the process should run torch operations: torch starts a thread pool for each, and the
+    pools compete for the cores. Objects that exist at the start are excluded from garbage
+    collection (`gc.freeze`) until the engine stops. Use it in an ``async with`` block, or call
+    `shutdown`.
     """
 
     def __init__(self, args: AsyncEngineArgs):
         if not isinstance(args, AsyncEngineArgs):
-            raise ConfigError(
-                f"An AsyncLLMEngine is made of AsyncEngineArgs, not {type(args).__name__}."
-            )
+            raise ConfigError(f"AsyncLLMEngine takes AsyncEngineArgs, not {type(args).__name__}.")
         self.args = args
         self._steps = StepThread(partial(Engine, args), args.max_num_requests)
         self._engine = self._steps.engine
         self._tokenisers = ThreadPoolExecutor(NUM_TOKENISERS, "minillm-tokeniser")
-        # Also when the interpreter ends; the thread knows nothing of this object.
+        # Also runs at interpreter exit; the threads hold no reference to this object.
         self._end = weakref.finalize(self, stop, self._steps, self._tokenisers)
 
     @classmethod
@@ -63,39 +62,40 @@ class AsyncLLMEngine:
         request_id: str,
         priority: int = 0,
     ) -> RequestStream:
-        """Continue one prompt; the stream has the output so far (cumulative), again and again, or
-        with ``output_kind=RequestOutputKind.DELTA`` what is new, with ``FINAL_ONLY`` the last one.
+        """Generate from one prompt. The stream yields cumulative outputs; with `output_kind`
+        ``DELTA`` only the new part of each, with ``FINAL_ONLY`` only the last output.
 
-        While no output is awaited none is made: the next one holds what came meanwhile. A prompt is
-        what it is for `LLM.generate`; `sampling_params` None means the model's own defaults.
-        `request_id` is free again when its request has ended. `priority` is for the scheduling
-        policy "priority", the lowest first.
+        An output is made only while the consumer awaits one, with all tokens since the previous
+        output. Prompts are those of `LLM.generate`. `sampling_params` None means the model's
+        defaults. A `request_id` may be reused when its request has finished. `priority` needs
+        scheduling_policy="priority"; lower numbers are scheduled first.
 
-        The first step of the iteration raises InvalidRequestError for what cannot be served, and
-        any step EngineDeadError when the engine has stopped. Leaving the iteration aborts.
+        The first iteration raises InvalidRequestError if the request cannot be served, and any
+        iteration raises EngineDeadError if the engine has stopped. Leaving the loop aborts the
+        request.
         """
         begin = partial(self._begin, prompt, sampling_params, request_id, priority)
         return RequestStream(begin, self._steps)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """`SamplingParams()` with what the model's generation_config.json recommends."""
+        """`SamplingParams()` updated from the model's generation_config.json."""
         return SamplingParams(**self._engine.source.sampling_defaults)
 
     async def get_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None when its folder has none."""
+        """The model's tokenizer, or None if its folder has none."""
         return self._engine.tokenizer
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End one request or several: each stream yields a last output with finish_reason "abort".
+        """Abort one request or several; each stream yields a last output, finish_reason "abort".
 
-        Unknown and finished ones are fine. Their blocks are free once the step in flight has ended:
-        with `async_scheduling` there is one when this returns, otherwise none.
+        Unknown and finished ids are ignored. Blocks are freed at once, or with `async_scheduling`
+        when the step in flight has completed.
         """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await asyncio.wrap_future(self._steps.abort(ids))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, as before a measurement; True, as in vLLM."""
+        """Empty the prefix cache. Returns True, as in vLLM."""
         await asyncio.wrap_future(
             self._steps.call(lambda: reset_prefix_cache(self._engine.scheduler))
         )
@@ -103,29 +103,29 @@ class AsyncLLMEngine:
 
     @property
     def trace(self) -> Trace:
-        """The records of the last steps, as `LLM.trace`; it may be read while steps run."""
+        """Records of the latest steps, as `LLM.trace`; may be read while steps run."""
         return self._engine.trace
 
-    # ---- its own life --------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run, in the engine or outside."""
+        """Unfinished requests, in the engine or waiting outside."""
         return self._steps.num_unfinished
 
     @property
     def is_running(self) -> bool:
-        """Whether it still serves: it was not shut down, and nothing stopped it."""
+        """Whether the engine accepts calls: it was not shut down and no error stopped it."""
         return self._steps.death is None
 
     @property
     def errored(self) -> bool:
-        """Whether an error stopped it."""
+        """Whether an error stopped the engine."""
         return self._steps.failed
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """What every call is answered with; None while it serves."""
+        """The error that every call raises; None while the engine is running."""
         return self._steps.death
 
     async def check_health(self) -> None:
@@ -134,10 +134,10 @@ class AsyncLLMEngine:
             raise error
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests from now on, and wait until all others have ended.
+        """Refuse new requests, and wait until all others have finished.
 
-        After `timeout` seconds those that are left are aborted, each with a last output. Returns
-        whether none had to be. Call `shutdown` afterwards.
+        After `timeout` seconds the remaining requests are aborted, each with a last output. Returns
+        True if none was aborted. Call `shutdown` afterwards.
         """
         drained = asyncio.wrap_future(self._steps.drain())
         await asyncio.wait([drained], timeout=timeout)
@@ -148,8 +148,8 @@ class AsyncLLMEngine:
         return num_aborted == 0
 
     def shutdown(self) -> None:
-        """Stop now: whoever still waits gets EngineDeadError. Gives the memory back; twice is
-        fine."""
+        """Stop after the running step and free the memory; waiting calls raise EngineDeadError. May
+        be called twice."""
         self._end()
 
     async def __aenter__(self) -> "AsyncLLMEngine":
@@ -161,9 +161,9 @@ class AsyncLLMEngine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await asyncio.to_thread(self.shutdown)  # the step that runs is waited for
+        await asyncio.to_thread(self.shutdown)  # waits for the running step
 
-    # ---- a request begins ----------------------------------------------------------------
+    # ---- new requests --------------------------------------------------------------------
 
     def _begin(
         self,
@@ -172,12 +172,12 @@ class AsyncLLMEngine:
         request_id: str,
         priority: int,
     ) -> Ticket:
-        """Check a request and put it in line. Runs in the event loop that will read it."""
+        """Check a request and queue it. Runs in the event loop of its consumer."""
         if (error := self._steps.death) is not None:
             raise error
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(
-                f"request_id is {shown(request_id)}; it must be a string that is not empty."
+                f"request_id is {shown(request_id)}; it must be a non-empty string."
             )
         text, ids, salt = split_prompt(one_prompt(prompt))
         if sampling_params is None:
@@ -190,10 +190,10 @@ class AsyncLLMEngine:
             self._steps.enter(ticket)
             try:
                 self._tokenisers.submit(tokenise, self._steps, ticket, make)
-            except BaseException as error:  # it would hold up all who come after it
+            except BaseException as error:  # remove it, or it would block the queue
                 ticket.ended = True
                 self._steps.leave(ticket)
-                if isinstance(error, RuntimeError):  # shut down a moment ago, or no more threads
+                if isinstance(error, RuntimeError):  # just shut down, or no thread could start
                     raise self._steps.death or error from None
                 raise
         else:
@@ -203,14 +203,14 @@ class AsyncLLMEngine:
 
 
 def is_long(text: str | None, ids: Sequence[int] | None) -> bool:
-    """Whether making a request of it takes too long for an event loop."""
+    """Whether checking this prompt takes too long for an event loop."""
     if ids is not None:
         return len(ids) > LONG_PROMPT
     return len(text or "") > LONG_TEXT
 
 
 def tokenise(steps: StepThread, ticket: Ticket, make: Callable[[], Request]) -> None:
-    """Make the request of a ticket that is already in line. Runs in a tokeniser thread."""
+    """Create the request of a queued ticket. Runs in a tokeniser thread."""
     if ticket.ended:
         return
     try:
@@ -222,6 +222,6 @@ def tokenise(steps: StepThread, ticket: Ticket, make: Callable[[], Request]) -> 
 
 
 def stop(steps: StepThread, tokenisers: ThreadPoolExecutor) -> None:
-    """End the threads of an engine, maybe one that nobody refers to any more."""
+    """Stop the threads of an engine, which may be garbage already."""
     steps.stop()
     tokenisers.shutdown(wait=False, cancel_futures=True)

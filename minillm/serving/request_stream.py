@@ -1,4 +1,4 @@
-"""What `AsyncLLMEngine.generate` returns: the outputs of one request, as they come."""
+"""The stream of one request's outputs, which `AsyncLLMEngine.generate` returns."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,13 +9,13 @@ from minillm.serving.step_thread import StepThread, Ticket
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """Outputs of one request, as its `SamplingParams.output_kind` says; the last is `finished`.
+    """Asynchronous iterator over the outputs of one request; the last one is `finished`.
 
-    The request begins with the first step of the iteration. It is aborted when the iteration is
-    left for good: the reading task is cancelled, `aclose` is called, or the stream is no longer
-    referred to, as after a ``break`` out of ``async for out in engine.generate(...)``.
+    The request is submitted by the first iteration. It is aborted if its consumer leaves: the
+    reading task is cancelled, `aclose` is called, or the stream is no longer referenced, as after a
+    ``break`` out of ``async for out in engine.generate(...)``.
 
-    A class and no generator, because a generator that is left needs another task to be closed.
+    This is not an asynchronous generator, because an abandoned one needs another task to close it.
     """
 
     def __init__(self, begin: Callable[[], Ticket], steps: StepThread):
@@ -25,7 +25,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def __aiter__(self) -> "RequestStream":
         if self._over:
-            raise InvalidRequestError("This stream has ended; call generate for another one.")
+            raise InvalidRequestError("This stream has ended; call generate for a new one.")
         return self
 
     async def __anext__(self) -> RequestOutput:
@@ -34,14 +34,14 @@ class RequestStream(AsyncIterator[RequestOutput]):
             ticket = self._checked()
         if ticket.loop is not asyncio.get_running_loop():
             raise InvalidRequestError(
-                f"The stream of request {ticket.request_id!r} began in another event loop, which "
-                "must read it to its end."
+                f"The stream of request {ticket.request_id!r} began in another event loop; read it "
+                "to its end there."
             )
         if ticket.result is None:
             ticket.wanted, ticket.waiter = True, ticket.loop.create_future()
             try:
                 await ticket.waiter
-            except BaseException:  # cancelled, or thrown away in the middle
+            except BaseException:  # cancelled, or closed while waiting
                 self._leave()
                 raise
             finally:
@@ -55,14 +55,14 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return result
 
     def _checked(self) -> Ticket:
-        """The ticket of a stream that has one or may begin now."""
+        """The ticket of this stream; the first call submits the request."""
         if self._over:
             raise StopAsyncIteration
         ticket = self._ticket or self._start()
         if ticket.waiter is not None:
             raise InvalidRequestError(
-                f"The stream of request {ticket.request_id!r} is already being read; one task "
-                "reads a stream, and others call generate for their own."
+                f"The stream of request {ticket.request_id!r} is already being read; only one task "
+                "may read a stream, so call generate once per task."
             )
         return ticket
 
@@ -75,7 +75,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return self._ticket
 
     async def aclose(self) -> None:
-        """Abort the request if it is not finished. Twice is fine."""
+        """Abort the request if it is unfinished. May be called twice."""
         self._leave()
         if self._ticket is not None:
             self._ticket.wake()  # another task may be reading
@@ -89,5 +89,5 @@ class RequestStream(AsyncIterator[RequestOutput]):
                 self._steps.leave(ticket)
 
     def __del__(self) -> None:
-        # Maybe in another thread, or after the event loop: this only leaves a message.
+        # May run in any thread, and after the event loop is closed: `leave` only queues a command.
         self._leave()

@@ -1,4 +1,4 @@
-"""What a server logs about its engine while it serves, unless `disable_log_stats`."""
+"""Logs the statistics of an asynchronous engine, unless `disable_log_stats`."""
 
 import logging
 from dataclasses import replace
@@ -15,15 +15,15 @@ INTERVAL = 10.0  # seconds between two lines
 
 
 class StatLogger:
-    """One line of level INFO every `INTERVAL` seconds in which steps run, and one more, in vLLM's
-    words, where tokens were drafted."""
+    """Logs a line of level INFO every `INTERVAL` seconds while steps run, and vLLM's line about
+    speculative decoding if tokens were drafted."""
 
     def __init__(self, counters: Counters):
         self._since = perf_counter()
         self._before, self._accepted = replace(counters), Acceptance.of(counters)
 
     def after_step(self, scheduler: Scheduler | DataParallelScheduler) -> None:
-        """Log what was done since the last line, if it is time for the next one."""
+        """Log the statistics since the last line if `INTERVAL` seconds have passed."""
         now = perf_counter()
         seconds = now - self._since
         if seconds < INTERVAL:
@@ -69,5 +69,5 @@ def log_drafts(drafts: Acceptance, seconds: float) -> None:
 
 
 def num_preemptions(counters: Counters) -> int:
-    """Of both kinds."""
+    """Preemptions of both kinds."""
     return counters.num_preemptions_recompute + counters.num_preemptions_swap

@@ -1,13 +1,13 @@
-"""The one thread that steps an engine, and how event loops follow their requests.
+"""The thread that steps an engine, and its communication with event loops.
 
     event loops (any number)                                     step thread
     RequestStream -- enter, ready, leave, call -->  inbox  --> taken between two steps
                   <-- receive(output or error) ---  one call_soon_threadsafe per loop and step
 
-Nothing is shared but the tickets and the inbox. An output is made only for a consumer who waits for
-one, or when it is the last, and it holds all that is new since the one before: a slow consumer
-misses nothing, costs no memory and delays no other stream. Whatever ends the thread, every waiting
-consumer is told why.
+Only the tickets and the inbox are shared. An output is made when the consumer awaits one or the
+request has finished, with everything that is new since the previous output. So a slow consumer
+misses no token, needs no buffer, and does not delay other streams. When the thread ends, for any
+reason, every waiting consumer gets an error with the cause.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from typing import Any
 from minillm.api.sampling_params import RequestOutputKind
 from minillm.engine.loop import Engine
 from minillm.errors import EngineDeadError, InvalidRequestError, MinillmError, in_one_line
-from minillm.execution.executor import Mortal
+from minillm.execution.executor import RemoteExecutor
 from minillm.scheduling.request import Request
 from minillm.serving.stat_logger import StatLogger
 from minillm.serving.ticket import Result, Ticket, deliver, ticket_key
@@ -35,22 +35,22 @@ FORKED = (
     "This process was forked and has no engine thread; make the engine in the process using it."
 )
 DRAINED = "This engine was told to drain, so it takes no new requests; make a new one."
-MOST_SECONDS_TO_STOP = 30.0  # how long `stop` waits for the step that runs
-MOST_BURIALS = 3  # a second kill, or no memory, may interrupt one
-YOUNG_OBJECTS = 20_000  # that are made and not freed before the garbage collector looks at them
+STOP_TIMEOUT = 30.0  # seconds that `stop` waits for the running step
+MAX_CLEANUP_ATTEMPTS = 3  # another kill or a MemoryError may interrupt one
+GC_THRESHOLD = 20_000  # new objects between two collections of the youngest generation
 
 
-def relieve_collector() -> Callable[[], None]:
-    """Let the garbage collector skip all objects that there are now, and look less often at those
-    to come, until the returned function is called. A full collection of a quarter of a million
-    objects, most of them torch's, takes a tenth of a second, every hundred steps of 256 sequences.
+def reduce_garbage_collection() -> Callable[[], None]:
+    """Exclude all present objects from garbage collection, and collect new ones less often, until
+    the returned function is called. Without it a full collection of 250,000 objects, most of them
+    torch's, takes 0.1 s every hundred steps of 256 sequences.
     """
-    if gc.get_freeze_count():  # it was done before, by another engine or by the program
+    if gc.get_freeze_count():  # already done by another engine or by the program
         return lambda: None
     threshold, *others = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(max(threshold, YOUNG_OBJECTS) if threshold else 0, *others)
+    gc.set_threshold(max(threshold, GC_THRESHOLD) if threshold else 0, *others)
 
     def restore() -> None:
         gc.set_threshold(threshold, *others)
@@ -60,13 +60,14 @@ def relieve_collector() -> Callable[[], None]:
 
 
 class StepThread:
-    """Makes an engine and owns it: nobody else may touch it but by `call`.
+    """Creates an engine in a new thread and steps it there; other threads use the engine only by
+    `call`.
 
-    The engine is made in this thread too. Had another one ever computed with torch, OpenMP would
-    keep processors for both, take them for too few, and put its threads to sleep after every
-    operation: a step of the embedded model was five times slower so.
+    The engine is created in this thread, too, so that only one thread runs torch operations. If two
+    threads do, OpenMP has more threads than cores and puts them to sleep after every operation,
+    which made a step of the embedded model five times slower.
 
-    Public methods may be called from any thread; the others run in this one.
+    Public methods may be called from any thread; private methods run in this one.
     """
 
     engine: Engine
@@ -75,38 +76,38 @@ class StepThread:
         self.max_num_requests = max_num_requests
         self.arrivals = count()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # put() is safe in __del__
-        self._open: set[Ticket | Future] = set()  # all that wait for an answer of this thread
-        self._tickets: dict[str, Ticket] = {}  # by id, those that wait outside and those held
-        self._line: list[Ticket] = []  # outside, sorted by key
-        self._held: dict[str, Ticket] = {}  # in the engine
+        self._open: set[Ticket | Future] = set()  # everything that awaits a reply of this thread
+        self._tickets: dict[str, Ticket] = {}  # by request id: all of `_queue` and `_held`
+        self._queue: list[Ticket] = []  # waiting outside the engine, sorted by key
+        self._held: dict[str, Ticket] = {}  # in the engine, by request id
         self._drains: list[Future[None]] = []
         self._draining = self._stopping = False
-        self._ended = False  # there will be no more steps
+        self._ended = False  # no more steps will run
         self._stats: StatLogger | None = None
-        self._cause: BaseException | None = None  # of its end, if that was not `stop`
+        self._cause: BaseException | None = None  # the error that ended the thread, if any
         made: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(make_engine, made), name="minillm-steps", daemon=True
         )
         self._thread.start()
         try:
-            made.result()  # or the error that says why there is no engine
-        except BaseException:  # also Ctrl-C, while the thread goes on loading
+            made.result()  # raises the error of creating the engine
+        except BaseException:  # also Ctrl-C while the thread is still loading
             self._stopping = True
             self._inbox.put(lambda: None)
             raise
 
-    # ---- for any thread ------------------------------------------------------------------
+    # ---- called from any thread ----------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run, in the engine or outside."""
+        """Unfinished requests, in the engine or waiting outside."""
         tickets = [each for each in self._open.copy() if isinstance(each, Ticket)]
         return sum(not ticket.ended for ticket in tickets)
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why there will be no more steps, as a new error; None while there will."""
+        """A new error that says why no more steps will run; None while the thread runs."""
         if not self._ended and self._thread.is_alive():
             return None
         cause, why = self._cause, SHUT_DOWN if self._ended else FORKED
@@ -120,53 +121,54 @@ class StepThread:
 
     @property
     def failed(self) -> bool:
-        """Whether something else than `stop` ended it."""
+        """Whether the thread ended for another reason than `stop`."""
         return self._cause is not None or not (self._ended or self._thread.is_alive())
 
     def enter(self, ticket: Ticket) -> None:
-        """Put a request in line. Without a `request` it keeps its place until `ready`."""
+        """Queue a request. A ticket without a `request` keeps its place until `ready`."""
         self._send(partial(self._enter, ticket), ticket)
 
     def ready(self, ticket: Ticket, request: Request | Exception) -> None:
-        """What became of a long text: a request, or why there is none."""
+        """Give a queued ticket its request, or the error of creating it."""
         self._inbox.put(partial(self._ready, ticket, request))
 
     def leave(self, ticket: Ticket) -> None:
-        """The consumer is gone: end the request, deliver nothing. Safe in ``__del__``."""
+        """Abort the request of a consumer that has left, without an output. Safe in ``__del__``."""
         if not self._ended:
             self._inbox.put(partial(self._leave, ticket))
 
     def call(self, function: Callable[[], Any]) -> Future:
-        """Run a function between two steps; the future has its result or its error."""
+        """Run a function between two steps; the future gets its result or its error."""
         future: Future = Future()
         self._send(partial(self._call, function, future), future)
         return future
 
     def drain(self) -> "Future[None]":
-        """Take no new requests; the future is done when all others are."""
+        """Refuse new requests; the future is done when all others have finished."""
         future: Future[None] = Future()
         self._send(partial(self._drain, future), future)
         return future
 
     def abort(self, request_ids: Iterable[str] | None = None) -> "Future[int]":
-        """End requests, all for None, each with a last output; how many there were."""
+        """Abort requests (None: all), each with a last output; the result is their number."""
         return self.call(partial(self._abort, request_ids))
 
     def stop(self) -> None:
-        """End after the step that runs, and wait for that, but not for ever. Twice is fine."""
+        """End the thread after the running step, and wait up to `STOP_TIMEOUT` seconds for it. May
+        be called twice."""
         self._stopping = True
         self._inbox.put(lambda: None)
-        if threading.current_thread() is not self._thread:  # whose garbage the engine may be
-            self._thread.join(MOST_SECONDS_TO_STOP)
+        if threading.current_thread() is not self._thread:  # which may collect the engine object
+            self._thread.join(STOP_TIMEOUT)
 
     def _send(self, command: Callable[[], None], waiting: Ticket | Future) -> None:
-        # First into the set: the thread may die with a command in its hand.
+        # Added before the command is sent: the thread may end while it runs the command.
         self._open.add(waiting)
         self._inbox.put(command)
         if self._ended or not self._thread.is_alive():
-            self._bury()
+            self._fail_waiting()
 
-    # ---- the thread ----------------------------------------------------------------------
+    # ---- the step loop -------------------------------------------------------------------
 
     def _run(self, make_engine: Callable[[], Engine], made: "Future[None]") -> None:
         try:
@@ -175,28 +177,28 @@ class StepThread:
             self._ended = True
             made.set_exception(error)
             return
-        restore_collector = relieve_collector()
+        restore_garbage_collection = reduce_garbage_collection()
         if not self.engine.args.disable_log_stats:
             self._stats = StatLogger(self.engine.scheduler.counters)
-        if isinstance(self.engine.runner, Mortal):
+        if isinstance(self.engine.runner, RemoteExecutor):
             self.engine.runner.when_dead(self._fail)
         made.set_result(None)
         del make_engine, made
         try:
             self._serve()
-        except BaseException as error:  # also SystemExit, or no memory: nobody may wait for ever
+        except BaseException as error:  # also SystemExit and MemoryError: consumers must be told
             self._cause = error
         self._ended = True
-        for _ in range(MOST_BURIALS):
+        for _ in range(MAX_CLEANUP_ATTEMPTS):
             with suppress(BaseException):
-                self._bury()
+                self._fail_waiting()
                 break
-        with suppress(Exception):  # its books may be damaged
+        with suppress(Exception):  # the engine's state may be inconsistent
             self.engine.close()
-        restore_collector()
+        restore_garbage_collection()
 
     def _fail(self, error: MinillmError) -> None:
-        """End with this error, also while there is nothing to do. Any thread may call it."""
+        """End the thread with this error, even while it is idle. Any thread may call it."""
 
         def fail() -> None:
             raise error
@@ -221,7 +223,7 @@ class StepThread:
                 self._drains = []
 
     def _take_commands(self, wait: bool) -> None:
-        """All that have come, at least one if there is nothing else to do."""
+        """Run all queued commands; with `wait`, wait for the first one."""
         while True:
             try:
                 command = self._inbox.get(block=wait)
@@ -230,15 +232,15 @@ class StepThread:
             command()
             wait = False
 
-    def _bury(self) -> None:
-        """Tell everybody who waits that there will be no answer. Again and again is fine."""
+    def _fail_waiting(self) -> None:
+        """Fail everything that awaits a reply. May be called repeatedly."""
         for waiting in self._open.copy():
             error = self.death or EngineDeadError(SHUT_DOWN)
             if isinstance(waiting, Ticket):
                 with suppress(RuntimeError):  # its event loop is closed
                     waiting.loop.call_soon_threadsafe(waiting.receive, error)
             else:
-                with suppress(InvalidStateError):  # nobody waits any more
+                with suppress(InvalidStateError):  # cancelled
                     waiting.set_exception(error)
             self._open.discard(waiting)
 
@@ -246,17 +248,17 @@ class StepThread:
 
     def _enter(self, ticket: Ticket) -> None:
         if self._draining:
-            self._refuse(ticket, EngineDeadError(DRAINED))
+            self._finish(ticket, EngineDeadError(DRAINED))
         elif ticket.request_id in self._tickets:
-            self._refuse(
+            self._finish(
                 ticket,
                 InvalidRequestError(
-                    f"There is an unfinished request with the id {ticket.request_id!r} already."
+                    f"There is already an unfinished request with the id {ticket.request_id!r}."
                 ),
             )
         else:
             self._tickets[ticket.request_id] = ticket
-            insort(self._line, ticket, key=ticket_key)
+            insort(self._queue, ticket, key=ticket_key)
 
     def _ready(self, ticket: Ticket, request: Request | Exception) -> None:
         if not self._knows(ticket):
@@ -265,7 +267,7 @@ class StepThread:
             ticket.request = request
         else:
             self._forget(ticket)
-            self._refuse(ticket, request)
+            self._finish(ticket, request)
 
     def _leave(self, ticket: Ticket) -> None:
         if self._knows(ticket):
@@ -280,7 +282,7 @@ class StepThread:
             self.engine.abort(ticket.request_id)
             live = ticket.live
             self._forget(ticket)
-            self._refuse(ticket, ticket.never_begun() if live is None else ticket.output(live))
+            self._finish(ticket, ticket.aborted_output() if live is None else ticket.output(live))
         return len(tickets)
 
     def _drain(self, future: "Future[None]") -> None:
@@ -298,7 +300,7 @@ class StepThread:
             self._settle(future, result)
 
     def _settle(self, future: Future, result: object) -> None:
-        with suppress(InvalidStateError):  # cancelled: nobody waits any more
+        with suppress(InvalidStateError):  # cancelled
             future.set_result(result)
         self._open.discard(future)
 
@@ -310,15 +312,15 @@ class StepThread:
     def _forget(self, ticket: Ticket) -> None:
         del self._tickets[ticket.request_id]
         if self._held.pop(ticket.request_id, None) is None:
-            del self._line[bisect_left(self._line, ticket.key, key=ticket_key)]
+            del self._queue[bisect_left(self._queue, ticket.key, key=ticket_key)]
 
-    def _refuse(self, ticket: Ticket, result: Result) -> None:
-        """The last result of a request that is in no book."""
+    def _finish(self, ticket: Ticket, result: Result) -> None:
+        """Send the last result of a request that is not in `_tickets`."""
         self._post(ticket.loop, [(ticket, result)])
         self._open.discard(ticket)
 
     def _post(self, loop: asyncio.AbstractEventLoop, results: list[tuple[Ticket, Result]]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: `_drop_closed_loops` sees to it
+        with suppress(RuntimeError):  # the loop is closed: `_drop_closed_loops` drops its tickets
             loop.call_soon_threadsafe(deliver, results)
 
     def _drop_closed_loops(self) -> None:
@@ -327,25 +329,25 @@ class StepThread:
             self._leave(ticket)
 
     def _next(self) -> Ticket | None:
-        """Who may leave the line now. A text that is still tokenised keeps its place and lets
-        nobody pass."""
-        if not self._line or len(self._held) >= self.max_num_requests:
+        """The next ticket to admit, if any. A prompt that is still being tokenised blocks the
+        tickets after it."""
+        if not self._queue or len(self._held) >= self.max_num_requests:
             return None
-        return self._line[0] if self._line[0].request is not None else None
+        return self._queue[0] if self._queue[0].request is not None else None
 
     def _admit(self) -> None:
-        """Take from the line while there is room."""
+        """Add queued requests to the engine, up to `max_num_requests`."""
         while (ticket := self._next()) is not None and ticket.request is not None:
-            del self._line[0]
+            del self._queue[0]
             self._held[ticket.request_id] = ticket
             try:
                 ticket.live = self.engine.add(ticket.request)
             except InvalidRequestError as error:
                 self._forget(ticket)
-                self._refuse(ticket, error)
+                self._finish(ticket, error)
 
     def _publish(self) -> None:
-        """Outputs for whoever waits for one, and the last ones for all."""
+        """Send outputs to the consumers that await one, and the last outputs to all."""
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Result]]] = {}
         ended = []
         for ticket in self._held.values():

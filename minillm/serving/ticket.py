@@ -1,4 +1,4 @@
-"""A request on its way between the stream that reads it and the thread that steps the engine."""
+"""The state of a request that its stream and the step thread share."""
 
 import asyncio
 from collections.abc import Iterable
@@ -14,10 +14,11 @@ Result = RequestOutput | Exception
 
 
 class Ticket:
-    """One request between its stream and the step thread.
+    """One request, shared by its stream and the step thread.
 
-    The stream sets `wanted` while its consumer waits, and the thread clears it when it answers.
-    `receive` runs in the event loop; `live` and `seen` belong to the step thread.
+    The stream sets `wanted` while its consumer awaits an output; the step thread clears it when it
+    sends one. `receive` and `wake` run in the event loop; only the step thread uses `live` and
+    `seen`.
     """
 
     __slots__ = (
@@ -42,16 +43,16 @@ class Ticket:
         self.num_completions, self.kind, self.prompt = params.n, params.output_kind, prompt
         self.arrival = perf_counter()
         self.loop = asyncio.get_running_loop()
-        self.request: Request | None = None  # None while a long text is tokenised
-        self.live: LiveRequest | None = None  # None while it waits outside the engine
+        self.request: Request | None = None  # None while a long prompt is tokenised
+        self.live: LiveRequest | None = None  # None while the request waits outside the engine
         self.seen = 0  # `live.num_updates` at the latest output
         self.wanted = True
         self.waiter: asyncio.Future[None] | None = None
-        self.result: Result | None = None  # the one that the consumer has not taken
-        self.ended = False  # the last result came, or the consumer has left
+        self.result: Result | None = None  # received, and not yet taken by the consumer
+        self.ended = False  # the last result was received, or the consumer has left
 
     def receive(self, result: Result) -> None:
-        """The newest output, or the error that ends the stream. Runs in the event loop."""
+        """Take the newest output, or the error that ends the stream. Runs in the event loop."""
         if self.ended:
             return
         if isinstance(result, Exception):
@@ -59,21 +60,21 @@ class Ticket:
         else:
             self.ended = result.finished
             if self.kind is RequestOutputKind.DELTA and isinstance(self.result, RequestOutput):
-                result = joined(self.result, result)  # the consumer was woken, and has not looked
+                result = joined(self.result, result)  # the consumer has not taken the previous one
         self.result = result
         self.wake()
 
     def output(self, live: LiveRequest) -> RequestOutput:
-        """The next one. Runs in the step thread."""
+        """The next output. Runs in the step thread."""
         return live.output(self.kind is RequestOutputKind.DELTA)
 
     def wake(self) -> None:
-        """Let the consumer look. Runs in the event loop."""
+        """Wake the consumer. Runs in the event loop."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
-    def never_begun(self) -> RequestOutput:
-        """The output of a request that was aborted before the engine had it."""
+    def aborted_output(self) -> RequestOutput:
+        """The output of a request that was aborted while it waited outside the engine."""
         request, waited = self.request, perf_counter() - self.arrival
         return RequestOutput(
             request_id=self.request_id,
@@ -89,11 +90,11 @@ class Ticket:
 
 
 def ticket_key(ticket: Ticket) -> Key:
-    """Smaller keys go first."""
+    """The sort key of the queue; smaller keys first."""
     return ticket.key
 
 
 def deliver(results: Iterable[tuple[Ticket, Result]]) -> None:
-    """What one step has for one event loop, which runs this."""
+    """Deliver the results of one step to their tickets. Runs in their event loop."""
     for ticket, result in results:
         ticket.receive(result)

@@ -1,16 +1,17 @@
-"""Drafts from a small model of the same vocabulary.
+"""Speculative decoding with a draft model: a smaller model with the same vocabulary.
 
     target   ... t8 t9 | d1 d2 d3 d4          one pass over 5 tokens, which verifies 4 drafts
-    draft    [t8 t9] -> d1 -> d2 -> d3 -> d4   one pass over what it has not computed, then one
+    draft    [t8 t9] -> d1 -> d2 -> d3 -> d4   one pass over the tokens without KV, then one
                                                for each further draft
 
-It is one token behind as a rule: the one that the target sampled last. When all drafts are accepted
-it is two behind, because it never computed the last draft, which nothing followed. A sequence that
-is new, or had no drafts for a while, is computed from where `Shadow` says that it is not right.
+Usually the draft model has no KV for one token, the last that the target sampled. After a step that
+accepted all drafts it has none for two, because the last draft was never an input. For a sequence
+that is new, or had no drafts for some steps, it first computes all positions that `Shadow` does not
+list as valid.
 
-The draft model draws with the noise of the target: seed, sample index and position say what it is,
-and the largest of logits plus noise is chosen by both. So they agree more often than two separate
-draws would (Daliri, Musco, Suresh, 2024): always where the models do.
+By default the draft model samples with the same noise as the target, which is a function of seed,
+sample index and position: both take the argmax of logits plus noise. They agree more often than
+with independent noise (Daliri, Musco, Suresh, 2024), and always where the models do.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from minillm.speculative.shadow import Shadow
 
 
 class Chunk(NamedTuple):
-    """Positions `start` to `end` of a sequence, which the draft model computes now."""
+    """Positions `start` to `end` of a sequence, to be computed by the draft model."""
 
     row: DraftRow
     start: int
@@ -40,16 +41,16 @@ class Chunk(NamedTuple):
 
 
 class DraftModel:
-    """A proposer whose drafts are those of a model.
+    """A proposer that runs a draft model.
 
     Args:
         model: the draft model.
-        shadow: its cache, beside the target's.
-        tables: block tables of both; `DraftRow.place` says which.
-        max_num_tokens: tokens in one pass. A sequence that is not computed by then has no drafts in
-            this step.
-        coupled: whether it draws with the target's noise. If not, it draws with noise of its own,
-            and gives the law of each draft, for ``rejection_sample_method="standard"``.
+        shadow: its KV cache.
+        tables: block tables shared with the target; `DraftRow.place` is the row.
+        max_num_tokens: maximum tokens of one pass over missing positions. A sequence that still has
+            missing positions after it gets no drafts in this step.
+        coupled: whether to sample with the target's noise. If not, it samples with separate noise
+            and returns the distribution of each draft, for ``rejection_sample_method="standard"``.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class DraftModel:
         self.max_num_tokens, self.coupled = max_num_tokens, coupled
 
     def allocated(self) -> dict[str, int]:
-        """Bytes of weights and caches, under the names of the memory plan's parts."""
+        """Allocated bytes by part of the memory plan."""
         host = self.shadow.host
         return {
             "draft_weights": sum(
@@ -75,20 +76,20 @@ class DraftModel:
         }
 
     def follow(self, plan: StepPlan) -> None:
-        """Move the blocks of its cache as the target's move."""
+        """Apply the plan's block copies and swaps to the draft model's cache."""
         self.shadow.follow(plan)
 
     def forget(self, seq_id: int) -> None:
-        """The sequence is gone."""
+        """Remove a sequence."""
         self.shadow.forget(seq_id)
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
-        """Drafts of each row: as many as are wanted, or none where too much is not computed."""
+        """`num_drafts` drafts of each row, or none if positions are still missing."""
         chunks = self._chunks(rows)
         hidden = self._catch_up(chunks)
         ends = np.cumsum([chunk.end - chunk.start for chunk in chunks]) - 1
-        # Rows that want the most come first, so that those that have all theirs are at the end.
+        # Rows with the most drafts first: the rows still active at each depth are a prefix.
         ready = sorted(
             (i for i, chunk in enumerate(chunks) if chunk.end == len(chunk.row.token_ids)),
             key=lambda i: -chunks[i].row.num_drafts,
@@ -100,11 +101,11 @@ class DraftModel:
         return [found.get(row.new.seq_id, Draft([])) for row in rows]
 
     def _chunks(self, rows: Sequence[DraftRow]) -> list[Chunk]:
-        """What is not computed of each row, the shortest first, within the tokens of a pass."""
+        """Missing positions of each row, the shortest first, at most `max_num_tokens` in total."""
         computed = {row.new.seq_id: self._num_computed(row) for row in rows}
         left, chunks = self.max_num_tokens, []
         for row in sorted(rows, key=lambda row: len(row.token_ids) - computed[row.new.seq_id]):
-            start = self._num_computed(row)  # again: a row before it may compute the same blocks
+            start = self._num_computed(row)  # again: an earlier row may share its blocks
             end = min(len(row.token_ids), start + left)
             if start < end:
                 chunks.append(Chunk(row, start, end))
@@ -113,7 +114,7 @@ class DraftModel:
         return chunks
 
     def _num_computed(self, row: DraftRow) -> int:
-        """Right positions; never the last token's, whose logits are wanted."""
+        """Number of valid positions, except the last token's, whose logits are needed."""
         return min(self.shadow.num_computed(row.new.seq_id), len(row.token_ids) - 1)
 
     def _catch_up(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -129,10 +130,11 @@ class DraftModel:
         return self.model(batch, self.shadow.kv)
 
     def _draft(self, rows: Sequence[DraftRow], hidden: Tensor) -> dict[int, Draft]:
-        """Drafts of rows by seq_id, those that want the most first.
+        """Drafts by seq_id.
 
         Args:
-            hidden: [len(rows), d], of the last token of each.
+            rows: in descending order of `num_drafts`.
+            hidden: [len(rows), d], hidden state of each row's last token.
         """
         draws = Draws(rows, self.model.device, self.coupled)
         for depth in range(rows[0].num_drafts):

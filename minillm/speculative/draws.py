@@ -1,10 +1,10 @@
-"""How a draft model chooses: by the parameters of each request, with one noise or another.
+"""Sampling of a draft model, with the sampling parameters of each request.
 
-    coupled     argmax(logits / T + noise of the target)      no law is needed, and agreement likely
-    otherwise   argmax(logits / T + noise of drafts)          a draw from a law, which is kept
+    coupled     argmax(logits / T + noise of the target)    usually agrees; no distribution needed
+    otherwise   argmax(logits / T + separate noise)         the distribution is kept
 
-Temperature, min-p, top-k and top-p are the request's. Masks, biases and penalties are not applied:
-without them a draft is only less likely to be right.
+Temperature, min-p, top-k and top-p are the request's. Masks, biases and penalties are not applied;
+this only lowers the acceptance rate.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from torch import Tensor
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose, law
 from minillm.ops.transfers import upload
-from minillm.sampling.sampler import how_it_draws, signed
+from minillm.sampling.sampler import draw_params, signed
 from minillm.speculative.proposer import Draft, DraftRow
 
 
 class Draws:
-    """The drafts of some rows, drawn position by position.
+    """The drafts of several rows, sampled position by position.
 
-    Rows that want more drafts come before those that want fewer. `tokens` has the drafts of each
-    depth so far, int64 [B].
+    Rows are in descending order of `num_drafts`. `tokens` has the drafts of each depth so far,
+    int64 [B]; `laws` their distributions, [B, V].
     """
 
     def __init__(self, rows: Sequence[DraftRow], device: torch.device, coupled: bool):
@@ -34,7 +34,7 @@ class Draws:
         self.laws: list[Tensor] = []
 
     def draw(self, logits: Tensor) -> None:
-        """Choose one more token for each of the first B rows, from logits [B, V]."""
+        """Sample one more token for each of the first B rows, from logits [B, V]."""
         pack = self.pack.select(slice(len(logits)))
         pack = pack._replace(position=pack.position + len(self.tokens))
         if self.coupled:
@@ -53,7 +53,7 @@ class Draws:
         self.tokens.append(drawn[0])
 
     def drafts(self) -> list[Draft]:
-        """The drafts of each row; waits for the device."""
+        """The drafts of each row. Waits for the device."""
         found = [each.tolist() for each in self.tokens]
         drafts = []
         for i, row in enumerate(self.rows):
@@ -64,8 +64,8 @@ class Draws:
 
 
 def pack_of(rows: Sequence[DraftRow], device: torch.device) -> Pack:
-    """How each row draws the token behind its last one."""
-    drawn = [how_it_draws(row.new.params) for row in rows]
+    """Sampling parameters of the rows, at the position after their last token."""
+    drawn = [draw_params(row.new.params) for row in rows]
     floats = np.array([each.floats for each in drawn], dtype=np.float32).T
     top_k = np.array([each.top_k for each in drawn], dtype=np.int32)
     keys = [(signed(row.new.seed), row.new.sample_index, len(row.token_ids)) for row in rows]

@@ -1,10 +1,10 @@
-"""Drafts from the sequence itself: what followed the last tokens when they stood there before.
+"""N-gram proposer (prompt lookup): drafts are copied from earlier in the same sequence.
 
-    ... f o r   i   i n   r ... f o r   i          the last n tokens, found once more
-            `-----> i n   r                        what followed them there is the draft
+    ... f o r   i   i n   r ... f o r   i          the last n tokens occur earlier
+            `-----> i n   r                        the tokens that followed them are the draft
 
-Prompt lookup (Saxena, 2023): nothing is computed, and it pays where a text repeats itself, as when
-a program is edited or a document is summarised.
+It needs no model (Saxena, 2023) and helps where text repeats, such as code editing and
+summarisation.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from minillm.speculative.proposer import DraftRow
 
 
 class NGrams:
-    """Looks up n-grams of `shortest` to `longest` tokens, the longest first and of these the most
-    recent.
+    """Looks up n-grams of `shortest` to `longest` tokens: the longest match, and of several the
+    most recent.
 
-    For each length, a dictionary has where the n-gram ended last. It grows by one entry per token,
-    so that a step costs the same however long a sequence is.
+    Each length has a dictionary from n-gram to the end of its last occurrence. Each new token adds
+    one entry, so the cost of a step does not grow with the sequence.
     """
 
     def __init__(self, shortest: int, longest: int):
@@ -25,7 +25,7 @@ class NGrams:
         self._indexes: dict[int, Index] = {}
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """What followed the last tokens of each row the last time."""
+        """Drafts of each row; none if no n-gram matches."""
         return [self._propose(row) for row in rows]
 
     def _propose(self, row: DraftRow) -> list[int]:
@@ -35,20 +35,20 @@ class NGrams:
         return index.propose(row.token_ids, row.num_drafts)
 
     def forget(self, seq_id: int) -> None:
-        """The sequence is gone, or comes back as a new one."""
+        """Remove a sequence."""
         self._indexes.pop(seq_id, None)
 
 
 class Index:
-    """The n-grams of one sequence, all but the one at its end."""
+    """The n-grams of one sequence, except those at its end."""
 
     def __init__(self, lengths: Sequence[int]):
         self._ends: list[tuple[int, dict[tuple[int, ...], int]]] = [(n, {}) for n in lengths]
-        self._size = 0  # tokens that are indexed: n-grams that end before the last one
+        self._size = 0  # n-grams that end before this position are indexed
 
     def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """`count` tokens that followed the last n-gram, or none. Where fewer followed, the text
-        repeats with that period, and so does the draft."""
+        """`count` tokens that followed the last n-gram, or none. If fewer than `count` followed,
+        they are repeated."""
         total = len(token_ids)
         for length, ends in self._ends:
             for end in range(max(self._size, length), total):

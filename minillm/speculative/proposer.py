@@ -1,7 +1,8 @@
-"""What proposes drafts: the seam for n-grams, draft models, heads, or an object of a user.
+"""The proposer interface: n-grams, draft models, draft heads, or a user's own object.
 
-A proposer sees sequences and answers with tokens. It changes how many tokens a step yields, never
-which: `verify.py` keeps a draft only where it equals the token that is sampled at its position.
+A proposer gets sequences and returns draft tokens. By default, drafts change the number of tokens
+per step but not the tokens: `verify.py` accepts a draft only if it equals the token sampled at its
+position.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ from minillm.scheduling.plan import NewSequence, StepPlan
 
 
 class DraftRow(NamedTuple):
-    """One sequence that may have drafts.
+    """A sequence that needs drafts.
 
     Attributes:
-        new: its parameters, seed and sample index; `new.seq_id` names it until it is forgotten.
-        token_ids: its prompt and its tokens so far; not to be changed.
-        num_drafts: how many tokens are wanted at most.
+        new: its sampling parameters, seed and sample index; `new.seq_id` identifies it until
+            `forget`.
+        token_ids: prompt and output so far; read-only.
+        num_drafts: maximum number of drafts.
         place: its row in the runner's block tables.
     """
 
@@ -29,13 +31,13 @@ class DraftRow(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Drafts of one row, with what drew them.
+    """Drafts of one row, with the distributions they were drawn from.
 
     Attributes:
         token_ids: at most `num_drafts` ids.
-        law: float32 [len(token_ids), V], the probabilities that each was drawn from; None if the
-            proposer draws nothing, or draws with the noise of the target. Only
-            ``rejection_sample_method="standard"`` reads it.
+        law: float32 [len(token_ids), V], the distribution that each was drawn from; None if the
+            proposer does not sample, or samples with the noise of the target. Used only by
+            ``rejection_sample_method="standard"``.
     """
 
     token_ids: Sequence[int]
@@ -43,26 +45,24 @@ class Draft(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Guesses what sequences go on with. Only `propose` is needed.
+    """Proposes draft tokens. Only `propose` is required.
 
-    A proposer with a cache of its own also has ``follow(plan: StepPlan) -> None``, which is called
-    before the first row of each step is computed, and one with memory of sequences has
-    ``forget(seq_id: int) -> None``.
+    Optional methods: ``follow(plan: StepPlan) -> None`` is called before each forward pass, for
+    proposers with a KV cache; ``forget(seq_id: int) -> None`` when a sequence is removed.
     """
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Sequence[int] | Draft]:
-        """For each row at most `num_drafts` token ids that may follow `token_ids`, alone or as a
-        `Draft`; none is fine."""
+        """For each row up to `num_drafts` token ids, as a sequence or a `Draft`; may be empty."""
         ...
 
 
 class CachedProposer(Proposer, Protocol):
-    """A proposer that keeps something of each step."""
+    """A proposer that keeps state between steps."""
 
     def follow(self, plan: StepPlan) -> None:
-        """Blocks move as in `plan`, and rows of it are computed next."""
+        """Called before the forward pass of `plan`, to apply its block copies and swaps."""
         ...
 
     def forget(self, seq_id: int) -> None:
-        """The sequence is gone, or it comes back as a new one."""
+        """Remove a sequence. Its id may be used again for a new one."""
         ...

@@ -1,5 +1,5 @@
-"""What `speculative_config` builds: the scheduler's limits, the executor's proposer and rule, and
-what is known of a draft model."""
+"""Builds the parts of speculative decoding from `speculative_config`: the scheduler's limits, the
+executor's proposer and acceptance rule, and the description of the draft model."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class DraftSource:
     """A draft model before its weights are read, checked against the target.
 
     Attributes:
-        context: no token at this position or beyond is drafted.
+        context: positions below this can have drafts.
     """
 
     source: ModelSource
@@ -31,12 +31,12 @@ class DraftSource:
 
     @property
     def config(self) -> ModelConfig:
-        """Its shape."""
+        """Configuration of the draft model."""
         return self.source.config
 
 
 def speculation_of(args: EngineArgs) -> SpeculativeConfig | None:
-    """The checked `speculative_config`."""
+    """The validated `speculative_config`."""
     given = args.speculative_config
     return given if given is None else SpeculativeConfig.of(given)
 
@@ -47,7 +47,7 @@ def open_draft(
     """The draft model of these arguments, if there is one.
 
     Raises:
-        ConfigError: it cannot be opened, or it is no draft model for this target.
+        ConfigError: it cannot be opened, or does not match the target's vocabulary or context.
     """
     config = speculation_of(args)
     if config is None or config.model is None:
@@ -70,7 +70,7 @@ def open_draft(
 def draft_context(
     args: EngineArgs, config: SpeculativeConfig, source: ModelSource, target: ModelSource
 ) -> int:
-    """Positions that the draft model has, or may use."""
+    """Context length for drafting: the configured one, or the smaller of both models'."""
     own, longest = source.config.longest_context, args.max_model_len
     if longest is None:
         longest = target.config.longest_context
@@ -86,7 +86,7 @@ def draft_context(
 
 
 def has_tokens_of(source: ModelSource, tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer of a model, if it has one, has the same tokens as this one."""
+    """Whether a model's tokenizer has the same tokens as this one; True if it has none."""
     if source.folder is None:
         return True
     try:
@@ -96,21 +96,21 @@ def has_tokens_of(source: ModelSource, tokenizer: Tokenizer) -> bool:
 
 
 def build_drafts(config: SpeculativeConfig, draft: DraftSource | None = None) -> Drafts:
-    """How many drafts each row gets."""
+    """The policy for the number of drafts per row."""
     policy = AdaptiveDrafts if config.adapts else Drafts
     context = None if draft is None else draft.context
     return policy(config.most, config.disable_by_batch_size, context)
 
 
 def build_proposer(config: SpeculativeConfig) -> Proposer:
-    """What proposes them, if that is no model."""
+    """The proposer of a method without a draft model."""
     if config.method == "ngram":
         return NGrams(config.prompt_lookup_min or 1, config.prompt_lookup_max or 1)
     return config.method
 
 
 def build_rule(config: SpeculativeConfig) -> Rule | None:
-    """What decides on drafts; None compares them with samples, which changes no token."""
+    """The acceptance rule; None compares drafts with samples, which does not change the tokens."""
     if config.synthetic_acceptance_rates is not None:
         return Synthetic(config.synthetic_acceptance_rates)
     return Ratio() if config.rejection_sample_method == "standard" else None

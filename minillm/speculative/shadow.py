@@ -1,15 +1,15 @@
-"""The cache of a draft model: a shadow of the target's, with the same blocks in the same tables.
+"""The KV cache of a draft model. It uses the target's block tables and block numbers.
 
     block table    [ 7             ][ 3             ][ 9             ]
     target         [ ############# ][ ############# ][ ####          ]
     draft          [ ############# ][ #####         ][               ]
     filled           16               6                0
 
-A prefix that is found, a fork, a copy and a swap are the same for both caches. But the draft model
-computes a position only when it drafts behind it, and it also computes positions of drafts that are
-rejected. So each block has a mark: how many of its first positions have right keys and values. A
-mark goes with the contents of its block, and ends where the target writes: what the draft model
-computed from there on followed tokens that were drafts, or belongs to an earlier owner.
+Prefix cache hits, forks, copies and swaps apply to both caches. But the draft model computes a
+position only when it drafts after it, and it also computes positions of drafts that are rejected.
+So each block has a mark: the number of its first positions with valid KV. Copies and swaps carry
+the mark along. When the target writes a position, the mark is lowered to it, because the draft
+model's KV from there on belongs to drafts or to an earlier owner of the block.
 """
 
 from collections.abc import Sequence
@@ -25,18 +25,18 @@ from minillm.scheduling.plan import StepPlan
 
 @dataclass(slots=True)
 class Table:
-    """The blocks of a sequence; the first `num_full` are known to be right to their last position,
-    and are not looked at again."""
+    """The blocks of a sequence. The first `num_full` are known to be fully valid."""
 
     blocks: list[int] = field(default_factory=list)
     num_full: int = 0
 
 
 class Shadow:
-    """Keys and values of a draft model, and which of them are right.
+    """The KV of a draft model, and the number of valid positions per block.
 
     Attributes:
-        filled: int64 [blocks], the mark of each block of `kv`; `filled_on_host` of those of `host`.
+        filled: int64 [blocks], the mark of each block of `kv`.
+        filled_on_host: the same for the blocks of `host`.
     """
 
     def __init__(self, kv: KVCache, host: KVCache | None):
@@ -47,8 +47,8 @@ class Shadow:
         self._tables: dict[int, Table] = {}
 
     def follow(self, plan: StepPlan) -> None:
-        """Move blocks as the plan does, and end the marks where it writes. Sequences that it drops
-        are forgotten before."""
+        """Apply the plan's copies and swaps, and lower the marks to the positions it writes.
+        `forget` must be called first for the sequences it drops."""
         if self.host is not None and plan.swap_out:
             move(plan.swap_out, (self.kv, self.filled), (self.host, self.filled_on_host))
         if plan.copies:
@@ -61,11 +61,11 @@ class Shadow:
             self._end_marks(table, row.start, row.start + row.num_tokens)
 
     def forget(self, seq_id: int) -> None:
-        """The sequence is gone; its blocks, and their marks, may be others' as well."""
+        """Remove a sequence. The marks stay, because other sequences may share its blocks."""
         self._tables.pop(seq_id, None)
 
     def num_computed(self, seq_id: int) -> int:
-        """How many of the first positions of a sequence are right."""
+        """Number of leading positions of a sequence with valid KV."""
         size, table = self.kv.block_size, self._tables[seq_id]
         for block in table.blocks[table.num_full :]:
             if self.filled[block] < size:
@@ -74,14 +74,14 @@ class Shadow:
         return table.num_full * size
 
     def mark(self, seq_id: int, start: int, end: int) -> None:
-        """Positions `start` to `end` are right, as those before them are."""
+        """Mark positions `start` to `end` as valid. All earlier positions must be valid."""
         size, blocks = self.kv.block_size, self._tables[seq_id].blocks
         for place in range(start // size, -(-end // size)):
             block, right = blocks[place], min(end - place * size, size)
             self.filled[block] = max(self.filled[block], right)
 
     def _end_marks(self, table: Table, start: int, end: int) -> None:
-        """The target writes positions `start` to `end`."""
+        """Lower the marks because the target writes positions `start` to `end`."""
         size = self.kv.block_size
         first = start // size
         table.num_full = min(table.num_full, first)
@@ -94,7 +94,7 @@ class Shadow:
 def move(
     copies: Sequence[BlockCopy], source: tuple[KVCache, Numbers], target: tuple[KVCache, Numbers]
 ) -> None:
-    """Copy blocks and their marks from a cache to another, or within one."""
+    """Copy blocks and their marks between caches, or within one."""
     source[0].copy_blocks(copies, target[0])
     pairs = np.array(copies, dtype=np.int64)
     target[1][pairs[:, 1]] = source[1][pairs[:, 0]]

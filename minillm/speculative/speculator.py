@@ -1,4 +1,4 @@
-"""The executor's side of speculative decoding: rows of a plan get their drafts, or become plain."""
+"""The executor's side of speculative decoding: adds drafts to the rows of a plan."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from minillm.errors import in_one_line
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
 from minillm.speculative.proposer import Draft, DraftRow, Proposer
 
-LAW_ERROR = 1e-3  # a law of this much more or less than 1 is none
+LAW_ERROR = 1e-3  # maximum error of the sum of a distribution
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ class Drafted(Protocol):
 
 
 class Speculator:
-    """Asks a proposer, and trusts it with nothing: what it gives is checked, and if it fails there
-    is one warning and plain decoding from then on."""
+    """Calls a proposer and validates its drafts. If the proposer fails, one warning is logged and
+    decoding continues without drafts."""
 
     def __init__(self, proposer: Proposer, vocab_size: int):
         self.vocab_size = vocab_size
@@ -36,9 +36,9 @@ class Speculator:
         self._has_seen_law = False
 
     def draft(self, plan: StepPlan, states: Mapping[int, Drafted]) -> list[Row]:
-        """The rows of a plan, those that may have drafts with as many as were proposed. The tokens
-        are in `SequenceRow.drafts`."""
-        self.forget(plan.dropped)  # first: one that comes back may be among the new
+        """The rows of a plan, each with the number of drafts that were proposed. The draft tokens
+        are stored in `SequenceRow.drafts`."""
+        self.forget(plan.dropped)  # first: a dropped sequence may also be among the new ones
         self._call("follow", plan)
         asked = [row for row in plan.rows if row.num_logits > 1]
         if not asked:
@@ -64,23 +64,23 @@ class Speculator:
         ]
 
     def forget(self, seq_ids: Iterable[int]) -> None:
-        """These sequences are gone, or come back as new ones."""
+        """Remove these sequences."""
         for seq_id in seq_ids:
             self._call("forget", seq_id)
 
     def allocated(self) -> dict[str, int]:
-        """Bytes that the proposer took, by name; nothing where it does not say."""
+        """Bytes allocated by the proposer, by name; empty if it does not report them."""
         return getattr(self.proposer, "allocated", dict)()
 
     def _propose(self, wanted: Sequence[DraftRow]) -> list[tuple[list[int], Tensor | None]]:
-        """Valid drafts of each row, and their laws."""
+        """Validated drafts of each row, and their distributions."""
         nothing: list[tuple[list[int], Tensor | None]] = [([], None) for _ in wanted]
         given = self._call("propose", wanted)
         if given is None:
             return nothing
         try:
             if len(given) != len(wanted):
-                raise ValueError(f"it gave {len(given)} answers for {len(wanted)} sequences")
+                raise ValueError(f"it returned {len(given)} drafts for {len(wanted)} sequences")
             return [self._valid(each, row) for each, row in zip(given, wanted, strict=True)]
         except Exception as error:
             self._give_up(error)
@@ -94,19 +94,20 @@ class Speculator:
         for token in tokens:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"it gave token id {token}; the model has ids from 0 to {self.vocab_size - 1}"
+                    f"it returned token id {token}; ids are from 0 to {self.vocab_size - 1}"
                 )
         if law is not None:
             self._check_law(law, len(tokens))
         return tokens, law
 
     def _check_law(self, law: Tensor, num_tokens: int) -> None:
-        """The shape of each law is checked, and the numbers of the first: reading them takes time
-        on a GPU."""
+        """Check the shape of every distribution, but the values only of the first one: reading
+        values synchronises with a GPU."""
         due, given = [num_tokens, self.vocab_size], list(law.shape)
         if given[1:] != due[1:] or given[0] < due[0] or not law.is_floating_point():
             raise ValueError(
-                f"the law of its drafts is {given}, {law.dtype}; probabilities {due} are due"
+                f"the distribution of its drafts is {given}, {law.dtype}; probabilities {due} are "
+                "expected"
             )
         if num_tokens and not self._has_seen_law:
             self._has_seen_law = True
@@ -114,12 +115,12 @@ class Speculator:
             off = float((law.sum(dim=-1, dtype=torch.float64) - 1).abs().max())
             if not (least >= 0 and off < LAW_ERROR):
                 raise ValueError(
-                    f"the law of its drafts has a number {least:.6g} and a row whose sum is "
-                    f"{off:.6g} off 1; each row must be probabilities that sum to 1"
+                    f"the distribution of its drafts has a value {least:.6g} and a row whose sum "
+                    f"is {off:.6g} off 1; each row must be probabilities that sum to 1"
                 )
 
     def _call(self, name: str, argument: Any) -> Any:
-        """What this method of the proposer answers; None where it has none."""
+        """Call an optional method of the proposer; None if it is missing or fails."""
         method = getattr(self.proposer, name, None)
         if method is None:
             return None

@@ -1,13 +1,12 @@
-"""Render a chat with the Jinja template that came with a checkpoint, inside a sandbox.
+"""Renders a conversation with a checkpoint's Jinja chat template, in a sandbox.
 
-A template is a program written by whoever published the model, so it runs in Jinja's immutable
-sandbox: it sees the messages and the names of the special tokens, and cannot reach Python's
-internals. Its output, and what it may make by repetition or powers, end at ``MAX_RENDERED_CHARS``;
-that stops accidents, but a hostile template still finds ways to waste time and memory.
+A template is untrusted code from the publisher of the model. It runs in Jinja's immutable sandbox,
+with access to the messages and the special tokens, but not to Python's internals. Its output, and
+the results of repetition and powers, are limited to ``MAX_RENDERED_CHARS``. That prevents
+accidents; a hostile template can still waste time and memory.
 
-The names it can use (``raise_exception``, ``strftime_now``, ``tojson``, ``break`` and ``continue``,
-``{% generation %}``) are those of transformers, because published templates are written against
-transformers.
+The functions and tags of templates (``raise_exception``, ``strftime_now``, ``tojson``, ``break``,
+``continue``, ``{% generation %}``) are those of transformers, for which templates are written.
 """
 
 import json
@@ -27,14 +26,14 @@ from jinja2.utils import Namespace
 from minillm.errors import InvalidRequestError
 
 MAX_RENDERED_CHARS: Final = 8 * 1024 * 1024
-"""Longest text a template may produce, and longest list or number (in bits) of one product."""
+"""Maximum length of the rendered text, and of a list or number (in bits) made by one operator."""
 
 Message = Mapping[str, Any]
 """One turn: ``{"role": str, "content": str | [{"type": "text", "text": str}, ...]}``."""
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}`` marks what to train on; for inference its body is just text."""
+    """``{% generation %}`` marks text to train on; inference renders its body as it is."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -46,10 +45,10 @@ class _GenerationBlock(Extension):
 
 
 class _SafeNamespace(Namespace):
-    """``namespace()`` without underscore names, which are a known way out of the sandbox."""
+    """``namespace()`` without underscore names, which are a known sandbox escape."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # Like Jinja's own class: no named self, so that a template may store an attribute "self".
+        # No parameter named self, as in Jinja, so that a template can store an attribute "self".
         for name in dict(*args[1:], **kwargs):
             _refuse_underscore(name)
         Namespace.__init__(*args, **kwargs)
@@ -79,18 +78,18 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes <, >, & for HTML; a model was trained on the plain characters.
+    # Jinja's filter escapes <, >, & for HTML; models are trained on the plain characters.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                       sort_keys=sort_keys)  # fmt: skip
 
 
 def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    # A function and not the type itself: a type leads to its subclasses and methods.
+    # A function instead of the type, which would give access to its subclasses and methods.
     return dict(*args, **kwargs)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with a bound on the two operators that make much out of little."""
+    """The sandbox with a limit on the results of ``*`` and ``**``."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -110,7 +109,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _size(value: object) -> int:
-    """Bits of an integer, items of a sequence; 0 for what has a fixed size."""
+    """Bits of an integer, length of a sequence, 0 for other values."""
     if isinstance(value, int):
         return value.bit_length()
     return len(value) if isinstance(value, str | list | tuple) else 0
@@ -132,12 +131,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """One template; compiled when first used, so that a broken one does not stop ``generate``.
+    """A chat template; compiled at the first use, so that ``generate`` works with a broken one.
 
     Args:
         source: the Jinja text.
-        origin: the folder it came from, for error messages.
-        special_tokens: ``bos_token``, ``eos_token``, ... as the template may name them.
+        origin: the checkpoint folder, for error messages.
+        special_tokens: ``bos_token``, ``eos_token``, ... as variables of the template.
     """
 
     def __init__(self, source: str, origin: str, special_tokens: Mapping[str, str]) -> None:
@@ -157,7 +156,7 @@ class ChatTemplate:
             add_generation_prompt: end with the header of the assistant's turn.
 
         Raises:
-            InvalidRequestError: the messages are malformed, or the template refused or failed.
+            InvalidRequestError: the messages are malformed, or the template raised an error.
         """
         variables = {
             "messages": validate_messages(messages),
@@ -174,7 +173,7 @@ class ChatTemplate:
                 length += len(piece)
                 if length > MAX_RENDERED_CHARS:
                     break
-        except Exception as error:  # a template is a program: it can raise anything
+        except Exception as error:  # a template can raise any exception
             raise InvalidRequestError(self._failure(error)) from error
         if length > MAX_RENDERED_CHARS:
             raise InvalidRequestError(
@@ -191,11 +190,10 @@ class ChatTemplate:
 
 
 def validate_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return the messages as plain dictionaries of strings, with text parts joined by newlines.
+    """The messages as plain dictionaries of strings; text parts are joined by newlines.
 
     Raises:
-        InvalidRequestError: not a list, empty, or a message whose role, content or extra key is
-            not text.
+        InvalidRequestError: messages is not a list or empty, or a field of a message is not text.
     """
     if not isinstance(messages, list | tuple):
         raise InvalidRequestError(

@@ -1,22 +1,22 @@
-"""Turn generated ids into text as they come, showing only text that can no longer change.
+"""Incremental detokenization: returns text as soon as it can no longer change.
 
-Decoding one token alone is wrong twice: a character may be spread over several tokens, and many
-decoders treat the first token of a text specially (they drop its leading space). Decoding the whole
-output at every step is right but quadratic. So a short window of recent tokens is decoded, part of
-it context whose text is already out:
+Tokens cannot be decoded one by one: a character may span several tokens, and many decoders drop the
+leading space of the first token. Decoding the whole output in every step is correct but quadratic.
+So a short window of recent tokens is decoded, which begins with context whose text was already
+returned:
 
     prompt and output ... | context tokens | new tokens
                           |<-------- window ---------->|
     text of the window    |  shown           | pending |
 
-Only what may be part of an unfinished character waits:
+Only an incomplete character is held back:
 
-* A byte-level text that ends inside a character ends with one U+FFFD, for at most three bytes
-  ("maximal subpart" replacement, Unicode standard section 3.9). That one character waits.
-* ``<0xXX>`` byte tokens (SentencePiece byte fallback) wait until they form a character.
+* A byte-level text that ends inside a character decodes to one U+FFFD at the end, for at most three
+  bytes ("maximal subpart" replacement, Unicode standard section 3.9). It is held back.
+* ``<0xXX>`` byte tokens (SentencePiece byte fallback) are held back until they form a character.
 
-A byte-level tokenizer needs no window: its text is the bytes of its tokens, one after another, so
-that a table and a UTF-8 decoder do the same for a tenth of the time.
+A byte-level tokenizer needs no window: its text is the concatenation of its tokens' bytes, so a
+table and a UTF-8 decoder give the same text in a tenth of the time.
 """
 
 import codecs
@@ -25,25 +25,25 @@ from collections.abc import Container, Sequence
 from minillm.text.tokenizer import TokenBytes, Tokenizer
 
 _CONTEXT = 6
-"""Tokens kept as context: four are needed to cover an unfinished character, and one before it."""
+"""Tokens kept as context: at least four for an incomplete character, and one before it."""
 
 _REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """Text of one output, piece by piece; the pieces join to the text of the whole.
+    """Detokenizes one output piece by piece.
 
-    For prompt P and output G the pieces join to ``decode(P + G)`` without the part it shares with
-    ``decode(P)``: a character that the prompt left unfinished belongs to the output.
+    For prompt P and output G the pieces join to ``decode(P + G)`` without its common prefix with
+    ``decode(P)``. So a character that begins in the prompt belongs to the output.
 
-    One exception. A ``ByteFallback`` decoder turns a whole run of byte tokens into U+FFFD when any
-    byte of it is invalid. Waiting for the end of every run would delay each line of a Llama 2
-    model, whose newline is the token ``<0x0A>``. So characters are shown when they are complete
-    and stay if a later byte of the run is invalid; only the bytes since then become U+FFFD.
+    Exception: a ``ByteFallback`` decoder replaces a whole run of byte tokens by U+FFFD if any byte
+    in it is invalid. Waiting for the end of a run would delay each line of a Llama 2 model, whose
+    newline is the token ``<0x0A>``. So each complete character is returned at once, and if a later
+    byte of the run is invalid, only the bytes since then become U+FFFD.
 
     Args:
-        tokenizer: has the bytes of each token, or decodes the window.
-        prompt_token_ids: what precedes the output; only its end is looked at.
+        tokenizer: gives the bytes of each token, or decodes the window.
+        prompt_token_ids: the prompt; only its last tokens are used.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -71,7 +71,7 @@ class IncrementalDetokenizer:
         self._shown = self._decode()
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add generated ids (known to the tokenizer or not); return the newly stable text."""
+        """Add generated ids; return the text that can no longer change."""
         if self._stream is not None:
             return self._stream.push(token_ids)
         return "".join([self._push(token_id) for token_id in token_ids])
@@ -94,7 +94,7 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """Return what is left at the end of the output, an unfinished character as U+FFFD."""
+        """Return the text held back at the end of the output; an incomplete character is U+FFFD."""
         if self._stream is not None:
             return self._stream.flush()
         return self._flush()
@@ -108,11 +108,11 @@ class IncrementalDetokenizer:
     def _push_byte(self, byte: int) -> str:
         try:
             if not self._utf8.decode(bytes([byte])):
-                return ""  # the character is not complete
+                return ""  # the character is incomplete
         except UnicodeDecodeError:
-            self._utf8.reset()  # it never will be
+            self._utf8.reset()  # invalid
         new = self._flush()
-        # Another context, because the decoder would join the next byte to the ones just shown.
+        # A new context, because the decoder would join the next byte to the ones just returned.
         anchor, self._shown = self._tokenizer.anchor
         self._window = [*anchor]
         return new
@@ -123,7 +123,7 @@ class IncrementalDetokenizer:
         self._shown = text[: len(text) - pending]
 
     def _prompt_end(self, ids: Sequence[int]) -> list[int]:
-        """The last tokens that have text, beginning outside a run of byte tokens."""
+        """The last tokens that have text, starting outside a run of byte tokens."""
         end: list[int] = []
         for token_id in reversed(ids):
             if self._tokenizer.has_text(token_id, self._skip):
@@ -137,28 +137,28 @@ class IncrementalDetokenizer:
 
 
 class ByteStream:
-    """The same for a byte-level tokenizer.
+    """Detokenizes one output of a byte-level tokenizer.
 
     Args:
         table: the bytes of each token.
-        skipped: ids that have no text here.
-        prompt_end: the last tokens of the prompt, at least four of them if it has so many.
+        skipped: ids that are left out of the text.
+        prompt_end: the last tokens of the prompt: four or more, or all if there are fewer.
     """
 
     __slots__ = ("_drops", "_held", "_rest", "_skipped", "_table")
 
     def __init__(self, table: TokenBytes, skipped: Container[int], prompt_end: Sequence[int]):
         self._table, self._skipped = table, skipped
-        self._held = ""  # a U+FFFD at the end waits for the next text
+        self._held = ""  # a final U+FFFD is held back until the next text
         self._drops = 0
         self._rest = b"".join([table[token_id] for token_id in prompt_end])
         self._decode()
-        # Where the prompt ends inside a character, each U+FFFD that comes of it is the prompt's:
-        # two of ED A1, which begins a surrogate and so is no beginning at all.
+        # If the prompt ends inside a character, the U+FFFD of its bytes belong to the prompt: there
+        # may be several, such as two for ED A1, the invalid start of a surrogate.
         self._drops = len(self._rest.decode("utf-8", "replace"))
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add generated ids; return the newly stable text."""
+        """Add generated ids; return the text that can no longer change."""
         table, skipped = self._table, self._skipped
         self._rest += b"".join([table[each] for each in token_ids if each not in skipped])
         text = self._held + self._decode()
@@ -167,12 +167,12 @@ class ByteStream:
         return text[:-1] if waits else text
 
     def flush(self) -> str:
-        """Return what is left."""
+        """Return the text held back at the end of the output."""
         held, self._held = self._held, ""
         return held + self._decode(final=True)
 
     def _decode(self, final: bool = False) -> str:
-        """The whole characters, whose bytes are taken off, and U+FFFD for what never is one."""
+        """Decode and remove the complete characters; invalid bytes become U+FFFD."""
         text, used = codecs.utf_8_decode(self._rest, "replace", final)
         self._rest = self._rest[used:]
         if text and self._drops:

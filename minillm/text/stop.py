@@ -1,31 +1,31 @@
-"""Find stop strings in text that arrives in pieces, without making the stream lag.
+"""Finds stop strings in streamed text, holding back as little text as possible.
 
-Each stop string is followed by its own Knuth-Morris-Pratt automaton (Knuth, Morris, Pratt, "Fast
-pattern matching in strings", 1977): one number per string says how much of it the text now ends
-with. So the work per character is constant, the way the text was cut into tokens cannot matter,
-and exactly those characters are held back that may still turn out to be the start of a stop string.
+Each stop string has a Knuth-Morris-Pratt automaton (Knuth, Morris, Pratt, "Fast pattern matching in
+strings", 1977), whose state is the number of its characters that the text ends with. So the work
+per character is constant, the result does not depend on token boundaries, and only characters that
+may be the start of a stop string are held back.
 
     text so far   ........................|<- held ->|
-                  already returned         ends like the start of a stop string
+                  already returned         may be the start of a stop string
 """
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """The first completed stop string ends the text.
+    """Ends a text at the first completed stop string.
 
-    The match is the one whose last character comes first; of several that end at the same
-    character, the longest. That is vLLM's rule at one character per token, and, unlike
-    vLLM's, it does not depend on how the text was cut into tokens or on the order of ``stops``.
+    The match is the stop string that is completed first, and the longest one if several are
+    completed by the same character. This is vLLM's rule for tokens of one character. Unlike in
+    vLLM, the match does not depend on token boundaries or on the order of ``stops``.
 
     Args:
-        stops: non-empty strings (``SamplingParams`` refuses the empty one).
-        include_stop_str: whether the returned text keeps the stop string.
+        stops: non-empty strings.
+        include_stop_str: whether the returned text includes the stop string.
     """
 
     def __init__(self, stops: Sequence[str], include_stop_str: bool = False) -> None:
-        # Longest first: the first automaton that completes at a character is then the longest.
+        # Longest first, so that the first automaton that completes is the longest match.
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
@@ -33,20 +33,20 @@ class StopStrings:
         self._include = include_stop_str
         self._held = ""
         self.matched: str | None = None
-        """The stop string that ended the text, None so far."""
+        """The stop string that ended the text; None until then."""
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """Take the next piece of text and return what can be shown now.
+        """Add the next piece of text; return the text that can be shown now.
 
         Args:
-            text: any piece, also an empty one.
-            may_stop: False while ``min_tokens`` is not reached: a stop string completed inside this
-                piece is then ordinary text (one that completes later may still begin in it).
+            text: any piece; may be empty.
+            may_stop: False until ``min_tokens`` is reached: a stop string completed in this piece
+                is then ordinary text (one completed later may begin in it).
         """
         if self.matched is not None or not text or not self._stops:
             return "" if self.matched is not None else text
         if not any(self._states) and self._firsts.isdisjoint(text):
-            return text  # nothing has begun
+            return text  # no stop string begins here
         for position, char in enumerate(text):
             done = self._advance(char)
             if done is not None and may_stop:
@@ -58,12 +58,12 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """Return what was held back; the text ends here."""
+        """Return the text held back; the text ends here."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Move every automaton by one character; return the longest stop string now complete."""
+        """Advance every automaton by one character; return the longest completed stop string."""
         done = None
         for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             state = self._states[i]

@@ -1,14 +1,13 @@
-"""Text to token ids and back, by the files of a Hugging Face folder.
+"""Tokenizers of Hugging Face checkpoint folders: text to token ids and back.
 
-``tokenizer.json`` is the whole truth about how text becomes ids, the first token included: its
-post-processor says whether a beginning-of-sequence token is added. ``tokenizer_config.json`` adds
-names (which token is bos, which is eos), a few added tokens and the chat template. Its
-``add_bos_token`` and ``add_eos_token`` are ignored, as transformers 5 ignores them whenever there
-is a ``tokenizer.json``: they configured the slow tokenizers that no longer exist.
+``tokenizer.json`` alone defines how text becomes ids; its post-processor adds the
+beginning-of-sequence token, if any. ``tokenizer_config.json`` has the names of special tokens (bos,
+eos), some added tokens and the chat template. Its ``add_bos_token`` and ``add_eos_token`` are
+ignored, as in transformers 5 with a ``tokenizer.json``: they configured the old slow tokenizers.
 
-One difference is deliberate. For ``tokenizer_class: LlamaTokenizer`` transformers 5 replaces the
-normalizer of the file by its own, which drops the dummy space before a text that begins with a
-space, and (unless ``legacy``) after special tokens. The file as published is SentencePiece's rule.
+There is one deliberate difference. For ``tokenizer_class: LlamaTokenizer`` transformers 5 replaces
+the file's normalizer by its own, which drops the dummy space before a text that begins with a space
+and (unless ``legacy``) after special tokens. This module uses the file's, as SentencePiece does.
 """
 
 import json
@@ -25,7 +24,7 @@ from minillm.text.chat_template import ChatTemplate, Message
 
 
 def _byte_alphabet() -> Mapping[str, int]:
-    """The characters that stand for bytes in a byte-level vocabulary (Radford et al., GPT-2)."""
+    """The characters that represent bytes in a byte-level vocabulary (Radford et al., GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -35,12 +34,12 @@ def _byte_alphabet() -> Mapping[str, int]:
 
 BYTE_OF: Mapping[str, int] = _byte_alphabet()
 
-LONG_TEXT = 2_000  # characters, which take milliseconds
+LONG_TEXT = 2_000  # characters; tokenising more takes milliseconds
 
 
 class TokenBytes(dict[int, bytes]):
-    """UTF-8 bytes of each token of a byte-level tokenizer, looked up when first needed; none for
-    an id without an entry. A text is its tokens' bytes, one after another."""
+    """UTF-8 bytes of each token of a byte-level tokenizer, looked up at the first use; empty for
+    unknown ids. A text is the concatenation of its tokens' bytes."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         super().__init__()
@@ -48,7 +47,7 @@ class TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         piece = self._tokenizer.piece(token_id)
-        try:  # as the decoder does: one character beyond the alphabet, and all stay as they are
+        try:  # as in the decoder: with any character outside the alphabet, the token is plain text
             found = bytes([BYTE_OF[character] for character in piece])
         except KeyError:
             found = piece.encode()
@@ -57,13 +56,13 @@ class TokenBytes(dict[int, bytes]):
 
 
 class Tokenizer:
-    """A tokenizer of the ``tokenizers`` library with the rules of one checkpoint folder.
+    """A tokenizer of the ``tokenizers`` library with the settings of a checkpoint folder.
 
-    Immutable after construction, so one object may serve many threads.
+    Immutable after construction, so it may be shared by threads.
 
     Args:
-        backend: the loaded ``tokenizer.json``, with every added token already added.
-        origin: the folder, for error messages.
+        backend: the loaded ``tokenizer.json``, including all added tokens.
+        origin: the checkpoint folder, for error messages.
         special_tokens: ``{"bos_token": "<s>", ...}``.
         chat_template: Jinja source, or None.
     """
@@ -91,21 +90,21 @@ class Tokenizer:
         self.eos_token_id: int | None = self._named_id("eos_token")
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
-        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        """Ids of special tokens, which ``skip_special_tokens`` leaves out of the text."""
         self.byte_fallback: dict[int, int] = _byte_fallback(backend)
-        """Ids of the ``<0xXX>`` tokens, each with its byte; empty without a byte fallback."""
+        """The byte of each ``<0xXX>`` token; empty without byte fallback."""
         self.token_bytes: TokenBytes | None = None
-        """What ``decode`` joins, where that is bytes: a decoder that is ``ByteLevel`` alone."""
+        """The bytes of each token if the decoder is ``ByteLevel``, else None."""
         if backend.decoder is not None and _state(backend.decoder).get("type") == "ByteLevel":
             self.token_bytes = TokenBytes(self)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
-        """Load ``tokenizer.json`` and its neighbours from a local folder.
+        """Load ``tokenizer.json`` and the files beside it from a local folder.
 
         Raises:
-            ModelNotFoundError: no such folder, or no ``tokenizer.json`` in it.
-            CheckpointError: a file is there but damaged.
+            ModelNotFoundError: there is no such folder, or no ``tokenizer.json`` in it.
+            CheckpointError: a file is damaged.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -138,22 +137,22 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def same_tokens(self, other: "Tokenizer") -> bool:
-        """Whether each id is the same token in both."""
+        """Whether both vocabularies are the same."""
         mine, theirs = (each._backend.get_vocab(with_added_tokens=True) for each in (self, other))
         return mine == theirs
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``; the post-processor's own tokens only if asked for.
+        """The ids of ``text``, by default with the special tokens of the post-processor.
 
         Raises:
-            InvalidRequestError: not a string, or one with lone surrogates (not text).
+            InvalidRequestError: ``text`` is not a string, or has lone surrogates.
         """
         if isinstance(text, str) and len(text) > LONG_TEXT:
             return self._encode_long(text, add_special_tokens)
         return self._encoding(text, add_special_tokens).ids
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The same as a batch of one, during which other Python threads can run."""
+        """Encode as a batch of one, which releases the GIL."""
         try:
             batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except Exception as error:
@@ -167,24 +166,24 @@ class Tokenizer:
             raise InvalidRequestError(f"A prompt text must be a string, not {type(text).__name__}.")
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # TypeError for surrogates, plain Exception inside the library
+        except Exception as error:  # TypeError for surrogates, else a plain Exception
             raise InvalidRequestError(
                 f"The text cannot be tokenized: {_why(text, error)}."
             ) from error
 
     def first_token_bytes(self, text: str) -> int:
-        """Return how many UTF-8 bytes of `text` its first token covers.
+        """The number of UTF-8 bytes of `text` in its first token.
 
-        0 for a token the tokenizer put before it (bos, a dummy space). Exact also inside a
-        character, unless a normalizer rewrites that very character.
+        It is 0 for a token that the tokenizer adds (bos, a dummy space). It is exact for a part of
+        a character, too, unless a normalizer changes that character.
         """
         encoding = self._encoding(text, add_special_tokens=True)
         if not encoding.ids:
             return 0
         token_id, end = encoding.ids[0], encoding.offsets[0][1]
         piece = self._byte_piece(token_id)
-        # Offsets count characters and may leave out spaces, so the bytes themselves come first;
-        # they differ from the text's only by a dummy space before it, or by a normalizer.
+        # Offsets count characters and may leave out spaces, so the token's bytes are tried first.
+        # They differ from the text's only by a dummy space at the start, or by a normalizer.
         for own in (piece, piece.removeprefix(b" ")):
             if own and text.encode().startswith(own):
                 return len(own)
@@ -195,36 +194,37 @@ class Tokenizer:
         return min(covered, len(own if text.startswith(" ") else own.removeprefix(b" ")))
 
     def _byte_piece(self, token_id: int) -> bytes:
-        """The bytes of a token of a byte-level vocabulary or byte fallback, else nothing."""
+        """The bytes of a token of a byte-level vocabulary or of byte fallback, else empty."""
         if token_id in self.byte_fallback:
             return bytes([self.byte_fallback[token_id]])
         piece = self._backend.id_to_token(token_id) or ""
         if not _has_decoder(self._backend, "ByteLevel") or not BYTE_OF.keys() >= set(piece):
             return b""
-        added = token_id in self._backend.get_added_tokens_decoder()  # written as they are
+        added = token_id in self._backend.get_added_tokens_decoder()  # stored as plain text
         return b"" if added else bytes(BYTE_OF[character] for character in piece)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``; an id without an entry in the tokenizer has no text."""
+        """The text of ``ids``; unknown ids have no text."""
         known = [i for i in ids if 0 <= i < self.vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
     def piece(self, token_id: int) -> str:
-        """A token as the vocabulary writes it, ``""`` for an id without an entry."""
+        """A token as it is in the vocabulary; ``""`` for an unknown id."""
         known = 0 <= token_id < self.vocab_size
         return (self._backend.id_to_token(token_id) or "") if known else ""
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether ``decode`` sees this id at all: known, and not a skipped special token."""
+        """Whether the id is known and not a skipped special token."""
         if skip_special_tokens and token_id in self.special_ids:
             return False
         return 0 <= token_id < self.vocab_size and self._backend.id_to_token(token_id) is not None
 
     def token_text(self, token_id: int) -> str:
-        """Return what one token adds to a running text, ``""`` for an id without an entry.
+        """The text of one token inside a longer text; ``""`` for an unknown id.
 
         Unlike ``decode([token_id])`` this keeps the leading space that decoders drop at the start
-        of a text, so that the pieces of a prompt join to the prompt. Part of a character is U+FFFD.
+        of a text, so the texts of a prompt's tokens join to the prompt. Part of a character is
+        U+FFFD.
         """
         anchor, prefix = self.anchor
         text = self.decode([*anchor, token_id], skip_special_tokens=False)
@@ -232,7 +232,7 @@ class Tokenizer:
 
     @cached_property
     def anchor(self) -> tuple[list[int], str]:
-        """An ordinary token with visible text to decode others behind, and that text."""
+        """A token with visible ASCII text, after which other tokens are decoded, and its text."""
         for token_id in range(self.vocab_size):
             text = "" if token_id in self.special_ids else self.decode([token_id])
             if text.strip() and text.isascii() and token_id not in self.byte_fallback:
@@ -245,10 +245,11 @@ class Tokenizer:
         return self._template is not None
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Return the conversation as the checkpoint's chat template writes it.
+        """Render a conversation with the checkpoint's chat template.
 
         Raises:
-            InvalidRequestError: no template, malformed messages, or the template refused them.
+            InvalidRequestError: there is no template, messages are malformed, or the template
+                raised an error.
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -259,7 +260,7 @@ class Tokenizer:
 
 
 def _line(error: Exception) -> str:
-    text = (isinstance(error, OSError) and error.strerror) or str(error)  # no number, no path
+    text = (isinstance(error, OSError) and error.strerror) or str(error)  # without errno and path
     return " ".join(text.split())[:200].rstrip(".")
 
 
@@ -272,7 +273,7 @@ def _why(text: str, error: Exception) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in ``file``, or {} if there is no such file."""
+    """The JSON object in ``file``, or {} if there is no such file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -287,14 +288,14 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """A token is written as a string or as ``{"content": string, ...flags}``."""
+    """The text of a token given as a string or as ``{"content": string, ...flags}``."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Return the named special tokens (``bos_token``, ...) and the unnamed ones."""
-    # special_tokens_map.json is the older file; it counts where the newer table is missing.
+    """The named special tokens (``bos_token``, ...) and the unnamed ones."""
+    # special_tokens_map.json is an older file, used if the newer table is missing.
     older = (
         {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json")
     )
@@ -302,7 +303,7 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str
     named = {key: text for key, value in merged.items()
              if key.endswith("_token") and (text := _content(value))}  # fmt: skip
     extra = merged.get("extra_special_tokens") or merged.get("additional_special_tokens") or []
-    if isinstance(extra, dict):  # {"image_token": "<image>"}: names of the model's own
+    if isinstance(extra, dict):  # model-specific names, such as {"image_token": "<image>"}
         named.update({key: text for key, value in extra.items() if (text := _content(value))})
         extra = []
     if not isinstance(extra, list):
@@ -313,7 +314,7 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str
 def _table_of_added_tokens(
     folder: Path, config: dict[str, Any], special: list[str]
 ) -> list[tokenizers.AddedToken]:
-    """Return the tokens of ``added_tokens_decoder`` (or of the older file) in the order of ids."""
+    """The tokens of ``added_tokens_decoder`` (or of the older file), ordered by id."""
     table = config.get("added_tokens_decoder")
     older = _read_json(folder / "added_tokens.json") if table is None else {}
     try:
@@ -331,11 +332,11 @@ def _add_missing_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: dict[str, Any],
     named: dict[str, str], unnamed: list[str],
 ) -> None:  # fmt: skip
-    """Add what the neighbouring files name and ``tokenizer.json`` lacks (their ids are new)."""
+    """Add the tokens of the other files that ``tokenizer.json`` lacks; they get new ids."""
     table = _table_of_added_tokens(folder, config, [*named.values(), *unnamed])
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in table if repr(token) not in known])
-    # A token with a name becomes special; another one that is there already keeps its flags.
+    # Named tokens become special; unnamed tokens that are known already keep their flags.
     added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     missing = [t for t in named.values() if not added.get(t)] + [
         t for t in unnamed if t not in added
@@ -344,7 +345,7 @@ def _add_missing_tokens(
 
 
 def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the default template: its own file first, then the configuration."""
+    """The default template: from its own file, else from the configuration."""
     file = folder / "chat_template.jinja"
     try:
         return file.read_text(encoding="utf-8")

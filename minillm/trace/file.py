@@ -1,7 +1,7 @@
-"""A trace as JSON lines: what engine it was, then one line per step.
+"""Trace files in JSON lines: a header with the engine's settings, then one line per step.
 
-Fields that are empty or zero are left out, tuples are lists, so a step of one sequence takes about
-200 bytes. Every value is checked when a file is read: it may come from anywhere.
+Empty and zero fields are left out, and tuples are lists, so a step of one sequence takes about 200
+bytes. Files are untrusted: every value is checked when one is read.
 """
 
 import json
@@ -28,14 +28,14 @@ from minillm.scheduling.record import (
 from minillm.trace.recorder import Trace, TraceSettings
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, SequenceState
 
-VERSION = 4  # 3 had no `ranks`; 2 had no `drafted`, nor the counts of it in a state
+VERSION = 4  # 3 had no `ranks`; 2 also had no `drafted` and no draft counts in a state
 READABLE = (2, 3, VERSION)
-MOST = 2**31  # of tokens, sequences, steps
-MOST_BLOCKS = 2**24
-MOST_OF_A_NUMBER = 1e15  # seconds, say
-CLOCKS_DIFFER = 1e-3  # seconds
-DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # in what is read
-# How each list of a record is made again from a list of lists.
+MAX_COUNT = 2**31  # tokens, sequences, steps
+MAX_BLOCKS = 2**24
+MAX_NUMBER = 1e15  # times in seconds, priorities
+CLOCK_TOLERANCE = 1e-3  # seconds
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # of damaged files
+# The constructor of each kind of event.
 EVENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "added": Added,
@@ -55,7 +55,7 @@ NUMBERS = tuple(field.name for field in fields(StepRecord) if field.type in (int
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Write a trace. A file that exists is replaced when the new one is whole, not before."""
+    """Write a trace. An existing file is replaced only when the new one is complete."""
     replay, records = trace.snapshot()
     header = {
         "minillm_trace": VERSION,
@@ -63,7 +63,7 @@ def save_trace(trace: Trace, path: Path) -> None:
         "num_dropped": trace.num_dropped,
         "before": [state_line(state) for state in replay.sequences.values()],
     }
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # keep a symbolic link
     part = path.with_name(f"{path.name}.part") if path.is_file() else path
     with part.open("w", encoding="utf-8") as file:
         for line in (header, *map(record_line, records)):
@@ -73,7 +73,7 @@ def save_trace(trace: Trace, path: Path) -> None:
 
 
 def record_line(record: StepRecord) -> dict[str, Any]:
-    """One step, without what is empty."""
+    """The JSON object of a step, without empty and zero fields."""
     line: dict[str, Any] = {name: getattr(record, name) for name in NUMBERS}
     for name in EVENTS:
         values = getattr(record, name)
@@ -85,8 +85,8 @@ def record_line(record: StepRecord) -> dict[str, Any]:
 
 
 def state_line(state: SequenceState) -> dict[str, Any]:
-    """A sequence that began before the first record; the first completion of its request may have
-    ended meanwhile, but still counts the others."""
+    """The JSON object of a sequence that began before the first record. `first` has the counts of
+    its request's first completion, which may have ended already."""
     line = {f.name: getattr(state, f.name) for f in fields(state)}
     first = state.first
     return line | {"first": first and [first.seq_id, first.num_completions, first.num_open]}
@@ -96,7 +96,7 @@ def load_trace(path: Path) -> Trace:
     """Read a trace.
 
     Raises:
-        TraceFileError: the file cannot be read, or is no trace; the message names the line.
+        TraceFileError: the file cannot be read, or is not a trace; the message names the line.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -109,13 +109,13 @@ def load_trace(path: Path) -> Trace:
     replay, _ = trace.snapshot()
     for place, line in enumerate(lines[1:], 2):
         try:
-            record = read_record(json.loads(line), trace.settings.num_blocks or MOST_BLOCKS)
+            record = read_record(json.loads(line), trace.settings.num_blocks or MAX_BLOCKS)
             if record.step <= last:
                 raise ValueError(f"step {record.step} comes after step {last}")
-            check_story(record, replay)
+            check_order(record, replay)
             last = record.step
         except DAMAGE as error:
-            why = "no whole JSON" if isinstance(error, json.JSONDecodeError) else error
+            why = "incomplete JSON" if isinstance(error, json.JSONDecodeError) else error
             raise TraceFileError(
                 f"{path}, line {place}, is not a step of a trace ({why}); "
                 "was the file cut off or edited?"
@@ -125,7 +125,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def read_header(line: str, path: Path) -> Trace:
-    """The first line; the trace has room for all that follow."""
+    """Create the trace from the first line, with unlimited capacity."""
     try:
         header = json.loads(line)
         version = header.pop("minillm_trace")
@@ -137,7 +137,7 @@ def read_header(line: str, path: Path) -> Trace:
             )
         trace = Trace(read_settings(header), capacity=2**62)
         trace.num_dropped = number(num_dropped)
-        trace.restore(read_states(before, trace.settings.num_blocks or MOST_BLOCKS))
+        trace.restore(read_states(before, trace.settings.num_blocks or MAX_BLOCKS))
     except DAMAGE as error:
         if isinstance(error, TraceFileError):
             raise
@@ -148,7 +148,7 @@ def read_header(line: str, path: Path) -> Trace:
 
 
 def read_settings(header: dict[str, Any]) -> TraceSettings:
-    """Only names that exist, and only values of their kinds."""
+    """The settings of the header, with names and types checked."""
     settings = TraceSettings(**header)
     for each in fields(TraceSettings):
         value = getattr(settings, each.name)
@@ -160,13 +160,13 @@ def read_settings(header: dict[str, Any]) -> TraceSettings:
             number(value)
         else:
             counts(value)
-    if settings.num_blocks > MOST_BLOCKS:
-        raise ValueError("num_blocks")
+    if settings.num_blocks > MAX_BLOCKS:
+        raise ValueError("num_blocks is too large")
     return settings
 
 
 def read_record(line: dict[str, Any], num_blocks: int) -> StepRecord:
-    """A step from its line; every block must exist."""
+    """The record of a line, checked; blocks must be below `num_blocks`."""
     record = StepRecord(number(line.pop("step")))
     for name, value in line.items():
         if name in NUMBERS:
@@ -181,14 +181,14 @@ def read_record(line: dict[str, Any], num_blocks: int) -> StepRecord:
         elif name in EVENTS:
             setattr(record, name, [EVENTS[name](*each) for each in value])
         else:
-            raise ValueError(f"{shown(name)} is no field of a step")
+            raise ValueError(f"{shown(name)} is not a field of a step")
     check_events(record)
     check_blocks((block for row in record.rows for block in row.blocks), num_blocks)
     return record
 
 
 def check_events(record: StepRecord) -> None:
-    """Identifiers are counts, names are texts: what replays and draws them relies on it."""
+    """Check the types of a record's events, on which replay and drawings rely."""
     for added in record.added:
         check_added(added)
     for row in record.rows:
@@ -200,8 +200,8 @@ def check_events(record: StepRecord) -> None:
     check_drafts(record)
     for time in record.ranks:
         counts(time.rank)
-        if not 0 <= number(time.communicating) <= number(time.seconds) + CLOCKS_DIFFER:
-            raise ValueError(f"rank {time.rank} communicates longer than it takes")
+        if not 0 <= number(time.communicating) <= number(time.seconds) + CLOCK_TOLERANCE:
+            raise ValueError(f"rank {time.rank} communicates longer than its step takes")
     for preemption in record.preempted:
         counts(preemption.seq_id, preemption.for_seq_id, preemption.num_tokens)
         text(preemption.mode)
@@ -220,17 +220,17 @@ def check_events(record: StepRecord) -> None:
 
 
 def check_drafts(record: StepRecord) -> None:
-    """No more drafts than a row has logits for, and no more accepted than there were."""
+    """Check that a row has logits for its drafts, and that no more are accepted than drafted."""
     most = {row.seq_id: row.num_logits - 1 for row in record.rows}
     if len({one.seq_id for one in record.drafted}) < len(record.drafted):
         raise ValueError("a sequence has drafts twice")
     for one in record.drafted:
         if not one.num_accepted <= one.num_drafted <= most.get(one.seq_id, -1):
-            raise ValueError(f"{one.num_accepted} of {one.num_drafted} drafts")
+            raise ValueError(f"{one.num_accepted} of {one.num_drafted} drafts are accepted")
 
 
 def check_added(added: Added) -> None:
-    """The same for how a request came."""
+    """Check the types of an arrival."""
     text(added.request_id)
     number(added.arrival)
     number(added.priority)
@@ -238,17 +238,17 @@ def check_added(added: Added) -> None:
 
 
 def check_blocks(blocks: Iterable[int], num_blocks: int) -> None:
-    """Every block must exist."""
+    """Check that block numbers are below `num_blocks`."""
     most = max(blocks, default=0)
     if most >= num_blocks:
         raise ValueError(f"there is no block {most}")
 
 
-def check_story(record: StepRecord, replay: Replay) -> None:
-    """A step must be one that can follow those before, which were applied."""
+def check_order(record: StepRecord, replay: Replay) -> None:
+    """Check that a step can follow the steps applied to `replay`, and apply it."""
     come = [each.seq_id for each in record.added] + [each.seq_id for each in record.forked]
     if len(set(come)) < len(come) or not replay.sequences.keys().isdisjoint(come):
-        raise ValueError("a sequence comes twice")
+        raise ValueError("a sequence arrives twice")
     gone = [each.seq_id for each in record.ended]
     if len(set(gone)) < len(gone):
         raise ValueError("a sequence ends twice")
@@ -256,7 +256,7 @@ def check_story(record: StepRecord, replay: Replay) -> None:
 
 
 def read_states(before: Iterable[dict[str, Any]], num_blocks: int) -> list[SequenceState]:
-    """The sequences that ran when the first step was recorded."""
+    """The sequences that were unfinished before the first recorded step, checked."""
     states: dict[int, SequenceState] = {}
     firsts: dict[int, SequenceState] = {}
     for line in sorted(before, key=lambda line: number(line["index"])):
@@ -267,7 +267,7 @@ def read_states(before: Iterable[dict[str, Any]], num_blocks: int) -> list[Seque
             state.added = Added(*added)
             check_added(state.added)
         if state.seq_id in states:
-            raise ValueError("a sequence comes twice")
+            raise ValueError("a sequence is listed twice")
         states[state.seq_id] = state
         if first is None:
             firsts[state.seq_id] = state
@@ -281,7 +281,7 @@ def read_states(before: Iterable[dict[str, Any]], num_blocks: int) -> list[Seque
 
 
 def check_state(state: SequenceState, num_blocks: int) -> None:
-    """What replays it computes with these."""
+    """Check the types of a state, on which replay relies."""
     for each in fields(state):
         value = getattr(state, each.name)
         if each.type is int:
@@ -289,29 +289,29 @@ def check_state(state: SequenceState, num_blocks: int) -> None:
         elif each.type == float | None and value is not None:
             number(value)
     if not isinstance(state.blocks, list) or not isinstance(state.end, str | None):
-        raise ValueError("blocks or end")
+        raise ValueError("blocks is not a list, or end is not a text")
     counts(*state.blocks)
     check_blocks(state.blocks, num_blocks)
     if state.where not in (WAITING, PREEMPTED, SWAPPED, RUNNING):
-        raise ValueError("where")
+        raise ValueError(f"where is {shown(state.where)}")
 
 
 def counts(*values: Any) -> None:
-    """Whole numbers from 0, small enough for what is made of them."""
+    """Check that values are whole numbers from 0 to `MAX_COUNT` - 1."""
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
-            raise ValueError(f"{shown(value)} is not a count below {MOST:,}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_COUNT:
+            raise ValueError(f"{shown(value)} is not a count below {MAX_COUNT:,}")
 
 
 def number(value: Any) -> Any:
-    """A number as it is; anything else is an error."""
+    """`value` if it is a number below `MAX_NUMBER`; anything else is an error."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not -MOST_OF_A_NUMBER < value < MOST_OF_A_NUMBER:  # NaN is not
+    if not is_number or not -MAX_NUMBER < value < MAX_NUMBER:  # also refuses NaN
         raise ValueError(f"{shown(value)} is not a number")
     return value
 
 
 def text(value: Any) -> None:
-    """A text; anything else is an error."""
+    """Check that a value is a string."""
     if not isinstance(value, str):
         raise ValueError(f"{shown(value)} is not a text")

@@ -1,8 +1,8 @@
-"""`llm.trace`: the records of the last steps, for reading, saving and drawing.
+"""`llm.trace`: the records of the latest steps, for reading, saving and drawing.
 
-Recording is always on: a record is made of lists that the plan has anyway, so that it costs next to
-nothing, and old ones fall off, so that memory is bounded. Beside the records stands the state
-before the first of them: the requests that ran then, and about 170 bytes for each block they held.
+Recording is always on. It costs almost no time, because a record refers to lists of the step plan,
+and little memory, because old records are dropped. The trace also keeps the state before the first
+record: the unfinished requests, with about 170 bytes for each block that they hold.
 """
 
 import copy
@@ -25,14 +25,14 @@ from minillm.trace.replay import (
 )
 
 CAPACITY = 35_000_000  # bytes: 3,300 steps of 64 sequences, 28,000 steps of one
-# Bytes of a record without events, of a row or another event, and of a block that a row names.
+# Bytes of a record without events, of a row or another event, and of a block number in a row.
 RECORD_BYTES, ROW_BYTES, BLOCK_BYTES = 1100, 150, 8
 
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """What engine was recorded. `clock` and `wall` are one moment on the engine's clock and in
-    seconds since 1970; a simulation has no model and no date."""
+    """The settings of the recorded engine. `clock` and `wall` are the same moment, on the engine's
+    clock and in seconds since 1970. A simulation has no model and no date."""
 
     model: str | None = None
     dtype: str | None = None
@@ -51,30 +51,31 @@ class TraceSettings:
 
 
 class Trace(Sequence[StepRecord]):
-    """A list of the last step records, the newest last.
+    """A sequence of the latest step records, the newest last.
 
     >>> llm.trace[-1].blocked                      # why is the next request waiting?
     >>> print(llm.trace.table(last=20))            # a text table
     >>> llm.trace.save("run.jsonl")                # then: minillm trace view run.jsonl
     >>> llm.trace.requests()                       # times and counts of finished requests
 
-    All records but the last take at most `capacity` bytes. `num_dropped` older steps fell off; who
-    ran at that time is still known. It may be read in one thread while another one records.
+    Records, without the newest one, take at most `capacity` bytes. `num_dropped` older records were
+    dropped; their effect on unfinished requests is kept. A trace may be read in one thread while
+    another thread records.
     """
 
     def __init__(self, settings: TraceSettings | None = None, capacity: int = CAPACITY):
         self.settings = settings or TraceSettings()
         self.num_dropped = 0
         self._capacity = capacity
-        self._num_bytes = 0  # of all records but the last, which may still grow,
-        self._sizes: deque[int] = deque()  # and of each of them
+        self._num_bytes = 0  # of all records without the newest, which may still grow
+        self._sizes: deque[int] = deque()  # of each of these records
         self._records: deque[StepRecord] = deque()
-        self._before = Replay()  # the state before the first record, but for `_hidden`
-        self._hidden: StepRecord | None = None  # the last one, cleared but maybe not complete
+        self._before = Replay()  # the state before the first record, without `_hidden`
+        self._hidden: StepRecord | None = None  # the newest record at `clear`; may be incomplete
         self._lock = threading.Lock()
 
     def append(self, record: StepRecord) -> None:
-        """Add the record of a step; the one that is the last already is not added twice."""
+        """Add the record of a step, unless it is already the newest."""
         with self._lock:
             latest = self._records[-1] if self._records else self._hidden
             if record.step < 1 or latest is record:
@@ -88,11 +89,11 @@ class Trace(Sequence[StepRecord]):
                 self._drop()
 
     def clear(self) -> None:
-        """Forget all steps so far, as before a measurement."""
+        """Remove all records so far."""
         with self._lock:
             while len(self._records) > 1:
                 self._drop()
-            if self._records:  # a step may be running, and aborts until the next belong to this one
+            if self._records:  # its step may be running, and aborts are added to it until the next
                 self._forget_hidden()
                 self._hidden = self._records.popleft()
                 self._num_bytes = 0
@@ -107,7 +108,7 @@ class Trace(Sequence[StepRecord]):
     def _forget(self, record: StepRecord) -> None:
         try:
             self._before.apply(record)
-        except BaseException:  # Ctrl-C in the middle: the engine ends all requests, too
+        except BaseException:  # Ctrl-C: the engine ends all requests, too
             self._before = Replay()
             raise
 
@@ -118,7 +119,7 @@ class Trace(Sequence[StepRecord]):
         self._forget(oldest)
 
     def restore(self, states: list[SequenceState]) -> None:
-        """Say who was there before the first record, for a trace that is read from a file."""
+        """Set the state before the first record, for a trace that is read from a file."""
         self._before = Replay(states)
 
     def snapshot(self) -> tuple[Replay, list[StepRecord]]:
@@ -130,31 +131,31 @@ class Trace(Sequence[StepRecord]):
             return before, list(self._records)
 
     def requests(self) -> list[RequestSummary]:
-        """Requests that ended in the recorded steps: the numbers of their metrics."""
+        """Metrics of the requests that finished in the recorded steps."""
         return finished_requests(*self.snapshot())
 
     def token_times(self) -> dict[str, list[float]]:
-        """When each new token of each completion was there, in the recorded steps; a completion
-        is named by its request, with " #1" and so on behind the first."""
+        """The time of each new token in the recorded steps, by completion. Names are request ids,
+        with " #1", " #2", ... for further completions."""
         return token_times(*self.snapshot())
 
     # ---- forms -------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write JSON lines: the settings, then one line per step."""
+        """Write a JSON lines file: the settings, then one line per step."""
         from minillm.trace.file import save_trace
 
         save_trace(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read what `save` wrote; TraceFileError says what is wrong with a file."""
+        """Read a file written by `save`; raises TraceFileError if the file is invalid."""
         from minillm.trace.file import load_trace
 
         return load_trace(Path(path))
 
     def table(self, last: int | None = 40) -> str:
-        """The last steps as text, one line each; None takes all."""
+        """The last steps as text, one line each; None: all steps."""
         return drawing("table").step_table(self, last)
 
     def chrome_events(self) -> list[dict[str, Any]]:
@@ -162,23 +163,23 @@ class Trace(Sequence[StepRecord]):
         return drawing("chrome").chrome_events(self)
 
     def save_chrome(self, path: str | Path) -> None:
-        """Write the events as a JSON file that Perfetto opens."""
+        """Write a JSON file for Perfetto."""
         drawing("chrome").save_chrome(self, Path(path))
 
     def html(self) -> str:
-        """One self-contained page: requests and blocks over the steps, with every record."""
+        """A self-contained HTML page: requests and blocks over the steps, with every record."""
         return drawing("page").page(self._timeline(), self.settings.model or "trace")
 
     def save_html(self, path: str | Path) -> None:
-        """Write the page."""
+        """Write the HTML page."""
         Path(path).write_text(self.html(), "utf-8")
 
     def figure(self, **options: Any) -> Any:
-        """The same drawing as a matplotlib figure; options: `lab/drawings/figure.py`."""
+        """A matplotlib figure; options are those of `lab/drawings/figure.py`."""
         return drawing("figure").figure(self._timeline(), **options)
 
     def widget(self, **options: Any) -> Any:
-        """The page as a notebook widget; options are those of `lab/drawings/figure.py`."""
+        """The HTML page as a notebook widget; options are those of `lab/drawings/figure.py`."""
         return drawing("figure").widget(self._timeline(), **options)
 
     def _timeline(self) -> Any:
@@ -206,12 +207,12 @@ class Trace(Sequence[StepRecord]):
 
 
 def drawing(module: str) -> Any:
-    """A module of `lab/drawings/`, imported when a drawing is asked for: recording needs none."""
+    """A module of `lab/drawings/`, imported when a drawing is requested."""
     return import_module(f"minillm.lab.drawings.{module}")
 
 
 def size_of(record: StepRecord) -> int:
-    """Bytes that a record keeps in memory, rounded up; block tables are most of a long prompt's."""
+    """Upper estimate of the memory of a record in bytes; for long prompts mostly block tables."""
     moves = len(record.copies) + len(record.swap_out) + len(record.swap_in)
     others = len(record.admitted) + len(record.preempted) + len(record.stalled) + len(record.void)
     others += len(record.drafted) + len(record.ranks)

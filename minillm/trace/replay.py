@@ -1,7 +1,7 @@
-"""Who holds what, rebuilt from records alone: every block table, and the times of every request.
+"""Replays a trace: rebuilds every block table and the times of every request from the records.
 
-A trace keeps only what changed. Playing it again, record by record, gives the state after each
-step; tests compare it with the scheduler's own books.
+A record has only the changes of its step. Applying the records one by one gives the state after
+each step; tests compare it with the scheduler's state.
 """
 
 from collections.abc import Iterable
@@ -11,21 +11,20 @@ from typing import NamedTuple
 from minillm.scheduling.plan import Row
 from minillm.scheduling.record import Added, Drafted, Ended, StepRecord
 
-# Where a sequence is: in line for the first time; in line after a preemption, with its blocks lost
-# or in host memory; or running.
+# The states of a sequence: waiting for its first admission; waiting after a preemption, with its
+# blocks freed or swapped out; running.
 WAITING, PREEMPTED, SWAPPED, RUNNING = "waiting", "preempted", "swapped", "running"
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """One completion as far as the records tell.
+    """The state of one completion, from the records.
 
-    `added` is its request's; None where that came before the first record. `first` is the first
-    completion of its request, None for that itself; there `num_completions` counts all that there
-    are so far, and `num_open` those that have not ended.
-    `furthest` counts positions that were computed at least once, `num_cached` those of the prompt
-    that were found in the prefix cache. Times are on the engine's clock. A step with accepted
-    drafts adds several of the `num_tokens`, which all have its time.
+    `added` is the arrival of its request; None if that was before the first record. `first` is the
+    first completion of its request, or None for the first itself, where `num_completions` counts
+    the completions so far and `num_open` the unfinished ones. `furthest` is the number of positions
+    computed at least once, `num_cached` the number of prompt tokens from the prefix cache. Times
+    are on the engine's clock. A step with accepted drafts adds several tokens with the same time.
     """
 
     seq_id: int
@@ -53,54 +52,53 @@ class SequenceState:
 
     @property
     def request_id(self) -> str:
-        """Its request's id, where that is known."""
+        """The id of its request, or "sequence N" if unknown."""
         return self.added.request_id if self.added else f"sequence {self.seq_id}"
 
     @property
     def name(self) -> str:
-        """For people: the request's id, with a number for all completions but the first."""
+        """The request's id, with " #1", " #2", ... for further completions."""
         return f"{self.request_id} #{self.index}" if self.index else self.request_id
 
     def is_decode(self, row: Row) -> bool:
-        """Whether a row computes the one token that was sampled last, and maybe drafts after it,
-        and samples what follows."""
+        """Whether a row is a decode row: the latest token, and drafts if any, with all logits."""
         prompt = self.added.num_prompt_tokens if self.added else 0
         return row.num_tokens == row.num_logits and row.start >= prompt
 
 
 class ReplayedRow(NamedTuple):
-    """A row, and what it came to: `end` is where its valid positions end, `num_again` of them were
-    computed before; it has `num_new` tokens, without those of forks: the last was sampled after
-    `num_accepted` of `num_drafted` drafts. A row `in_vain` has none."""
+    """A row and its results. Positions up to `end` are valid, and `num_recomputed` of them were
+    computed before. `num_new` tokens were sampled (without forks), including `num_accepted` of
+    `num_drafted` drafts; none if the row's results were discarded."""
 
     state: SequenceState
     row: Row
     end: int
-    num_again: int
+    num_recomputed: int
     num_new: int
     num_drafted: int
     num_accepted: int
 
     @classmethod
     def of(
-        cls, state: SequenceState, row: Row, drafted: Drafted | None, in_vain: bool
+        cls, state: SequenceState, row: Row, drafted: Drafted | None, discarded: bool
     ) -> "ReplayedRow":
-        """Before its positions count as computed."""
+        """The results of a row; call it before the row's positions are counted as computed."""
         start, num_new, num_drafted, num_accepted = row.start, row.num_logits, 0, 0
         end = start + row.num_tokens
-        if num_new > 1:  # as a rule there are no drafts, and this is done for each row of a step
+        if num_new > 1:  # most rows have no drafts; this runs for every row of a step
             num_drafted, num_accepted = (0, 0) if drafted is None else drafted[1:3]
             num_new = min(num_new, 1 + num_accepted)
             end = row.end_after(num_new)
-        again = max(min(end, state.furthest) - start, 0) if start < state.furthest else 0
-        new = 0 if in_vain else num_new
-        return cls(state, row, end, again, new, num_drafted, num_accepted)
+        recomputed = max(min(end, state.furthest) - start, 0) if start < state.furthest else 0
+        new = 0 if discarded else num_new
+        return cls(state, row, end, recomputed, new, num_drafted, num_accepted)
 
 
 @dataclass(slots=True)
 class ReplayedStep:
-    """What a record did: rows, sequences that came by forking or ended, tokens that turn out to
-    have failed (of this record or the one before), and blocks that changed hands."""
+    """The changes of a step: its rows, forked and ended sequences, tokens that failed (of this step
+    or the previous one), and blocks whose holders changed."""
 
     rows: list[ReplayedRow] = field(default_factory=list)
     failed: list[tuple[SequenceState, int]] = field(default_factory=list)
@@ -110,8 +108,7 @@ class ReplayedStep:
 
 
 class Replay:
-    """The sequences that are not finished, after the records that were applied, and for each block
-    in use who holds it."""
+    """The unfinished sequences after the applied records, and the holders of each block in use."""
 
     def __init__(self, states: Iterable[SequenceState] = ()) -> None:
         self.sequences = {state.seq_id: state for state in states}
@@ -121,7 +118,7 @@ class Replay:
                 self.holders.setdefault(block, []).append(state.seq_id)
 
     def apply(self, record: StepRecord) -> ReplayedStep:
-        """Advance by one step."""
+        """Apply the record of the next step; returns its changes."""
         step = ReplayedStep()
         for added in record.added:
             self.sequences[added.seq_id] = SequenceState(added.seq_id, added)
@@ -133,22 +130,22 @@ class Replay:
         starts = {row.seq_id: row.start for row in record.rows}
         for seq_id in record.admitted:
             self._admit(self.of(seq_id), starts.get(seq_id, 0), record.planned)
-        in_vain = {one.seq_id for one in record.ended if one.in_vain} | set(record.void)
+        discarded = {one.seq_id for one in record.ended if one.in_vain} | set(record.void)
         drafts = {drafted.seq_id: drafted for drafted in record.drafted}
         for row in record.rows:
             state = self.of(row.seq_id)
             state.where = RUNNING
             if row.blocks or row.num_kept < len(state.blocks):
                 self._hold(state, row.num_kept, row.blocks, step)
-            vain = row.seq_id in in_vain
-            done = ReplayedRow.of(state, row, drafts.get(row.seq_id), vain)
+            valid = row.seq_id not in discarded
+            done = ReplayedRow.of(state, row, drafts.get(row.seq_id), not valid)
             step.rows.append(done)
-            if not vain:
+            if valid:
                 self._compute(done, record.computed)
-        for drafted in record.drafted:  # blocks of rejected drafts are free again
+        for drafted in record.drafted:  # blocks of rejected drafts are freed
             self._hold(self.of(drafted.seq_id), drafted.num_blocks, (), step)
         for seq_id in record.void:
-            self._begin_again(self.of(seq_id), step)
+            self._restart(self.of(seq_id), step)
         for seq_id, parent_id, index in record.forked:
             step.forked.append(self._fork(self.of(parent_id), seq_id, index, step))
         step.ended += [self._end(self.of(one.seq_id), one, record, step) for one in record.ended]
@@ -157,8 +154,8 @@ class Replay:
     def _hold(
         self, state: SequenceState, kept: int, blocks: Iterable[int], step: ReplayedStep
     ) -> None:
-        """Its table is the first `kept` blocks, then these."""
-        gone, come = state.blocks[kept:], list(blocks)  # a table may be longer than is known of it
+        """Set a block table to its first `kept` blocks followed by `blocks`."""
+        gone, come = state.blocks[kept:], list(blocks)
         for block in gone:
             self.holders[block].remove(state.seq_id)
         state.blocks[kept:] = come
@@ -166,12 +163,12 @@ class Replay:
             self.holders.setdefault(block, []).append(state.seq_id)
         step.blocks.update(gone, come)
 
-    def _begin_again(self, state: SequenceState, step: ReplayedStep) -> None:
+    def _restart(self, state: SequenceState, step: ReplayedStep) -> None:
         state.where, state.num_computed = PREEMPTED, 0
         self._hold(state, 0, (), step)
 
     def of(self, seq_id: int) -> SequenceState:
-        """The state of a sequence, a new one where its beginning was not recorded."""
+        """The state of a sequence; a new one if its arrival was not recorded."""
         return self.sequences.setdefault(seq_id, SequenceState(seq_id))
 
     def _admit(self, state: SequenceState, start: int, time: float) -> None:
@@ -182,7 +179,7 @@ class Replay:
 
     def _compute(self, done: ReplayedRow, time: float) -> None:
         state = done.state
-        state.num_recomputed += done.num_again
+        state.num_recomputed += done.num_recomputed
         state.num_computed, state.furthest = done.end, max(state.furthest, done.end)
         state.num_draft_tokens += done.num_drafted
         state.num_accepted_tokens += done.num_accepted
@@ -223,7 +220,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """A finished request in the words of `RequestMetrics`, from records alone."""
+    """The metrics of a finished request as in `RequestMetrics`, computed from records."""
 
     request_id: str
     num_prompt_tokens: int
@@ -241,10 +238,10 @@ class RequestSummary:
 
 
 def summarize(states: list[SequenceState], added: Added) -> RequestSummary:
-    """All completions of one request."""
+    """The summary of a request from the states of all its completions."""
     states = sorted(states, key=lambda state: state.index)
     ended = max(state.ended or 0.0 for state in states)
-    begun = ended if states[0].scheduled is None else states[0].scheduled  # 0.0 is a time, too
+    begun = ended if states[0].scheduled is None else states[0].scheduled  # 0.0 is a valid time
     firsts = [state.first_token for state in states if state.first_token is not None]
     lasts = [state.last_token for state in states if state.last_token is not None]
     steps = max(state.num_tokens for state in states) - 1
@@ -266,9 +263,9 @@ def summarize(states: list[SequenceState], added: Added) -> RequestSummary:
 
 
 def finished_requests(replay: Replay, records: Iterable[StepRecord]) -> list[RequestSummary]:
-    """Every request whose beginning is known and whose completions all ended in these records, in
-    the order of their ends."""
-    ended: dict[int, list[SequenceState]] = {}  # by the first completion
+    """Summaries of the requests whose arrival is known and whose completions all ended in these
+    records, in the order of their ends."""
+    ended: dict[int, list[SequenceState]] = {}  # by the seq_id of the first completion
     summaries = []
     for record in records:
         done = {}
@@ -285,8 +282,8 @@ def finished_requests(replay: Replay, records: Iterable[StepRecord]) -> list[Req
 
 
 def token_times(replay: Replay, records: Iterable[StepRecord]) -> dict[str, list[float]]:
-    """The time of every new token of these records, by completion; those that failed, came to
-    nothing or follow a stop are left out. Tokens of one step have the same time."""
+    """The time of every new token in these records, by completion, without failed and discarded
+    tokens. Tokens of the same step have the same time."""
     times: dict[str, list[float]] = {}
     for record in records:
         step = replay.apply(record)

@@ -76,7 +76,7 @@ def test_an_assignment_is_answered_with_the_way_to_change_a_copy():
     with pytest.raises(InvalidRequestError) as caught:
         params.max_tokens = 5  # type: ignore[misc]
     assert isinstance(caught.value, AttributeError)
-    [call] = re.findall(r"use (dataclasses\.replace\(.*?\)),", str(caught.value))
+    [call] = re.findall(r"use (dataclasses\.replace\(.*?\)) to make", str(caught.value))
     assert eval(call).max_tokens == 5  # the message's own advice, followed
     assert params.max_tokens == 7
     with pytest.raises(AttributeError, match=r"no argument 'max_token'. Did you mean 'max_tokens'"):
@@ -134,7 +134,7 @@ BAD = [
     ("stop_token_ids", 7, "must be a list"),
     ("bad_words", "word", "must be a list"),
     ("bad_words", ["a"] * 129, "at most 128"),
-    ("allowed_token_ids", [], "must allow a token"),
+    ("allowed_token_ids", [], "needs at least one id"),
     ("allowed_token_ids", ["a"], "must be an integer"),
     ("logit_bias", [1], "map token ids"),
     ("logit_bias", {1: 101}, "-100 to 100"),

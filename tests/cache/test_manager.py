@@ -49,7 +49,7 @@ def test_a_table_grows_at_its_end_and_only_when_a_block_is_full() -> None:
 
 def test_growing_beyond_the_pool_is_an_error_of_the_books() -> None:
     blocks, table = manager(2), BlockTable()
-    with pytest.raises(AccountingError, match="3 blocks were asked for; 2 are free"):
+    with pytest.raises(AccountingError, match="3 blocks were requested, but 2 are free"):
         blocks.grow(table, 0, 9)
     blocks.check_invariants([table])
 
@@ -219,11 +219,11 @@ def test_a_block_that_is_still_to_be_written_is_shared_and_not_copied(cache: str
     other = [*TEXT[:6], 99, 98, 97]
     match = blocks.match(other, 8, "")
     assert (match.blocks, match.num_tokens, match.partial) == ([0], 4, None)
-    assert blocks.comes_with(3, match)
+    assert blocks.is_written_by(3, match)
     blocks.settle(2)
-    assert blocks.comes_with(3, blocks.match(TEXT, 20, ""))
+    assert blocks.is_written_by(3, blocks.match(TEXT, 20, ""))
     blocks.settle(3)
-    assert not blocks.comes_with(3, blocks.match(TEXT, 20, ""))
+    assert not blocks.is_written_by(3, blocks.match(TEXT, 20, ""))
     assert blocks.match(other, 8, "").num_tokens == (6 if cache == "radix" else 4)
 
 
@@ -333,7 +333,7 @@ def test_a_block_at_two_places_is_caught() -> None:
     first = computed(blocks, TEXT[:8])
     second = BlockTable(blocks=[1, 0])
     blocks.pool.share([0, 1])
-    with pytest.raises(AccountingError, match="Block 1 is shared at places 1 and 0"):
+    with pytest.raises(AccountingError, match="Block 1 is shared at table positions 1 and 0"):
         blocks.check_invariants([first, second])
 
 
@@ -341,5 +341,5 @@ def test_a_lost_host_block_is_caught() -> None:
     blocks = manager(8, None, host=2)
     table = computed(blocks, TEXT[:4])
     blocks.swap_out(table)
-    with pytest.raises(AccountingError, match="Block 0: 1 references, 0 held"):
+    with pytest.raises(AccountingError, match="Block 0 has reference count 1, but is in 0 tables"):
         blocks.check_invariants([])

@@ -155,7 +155,7 @@ MISTAKES = [
     (["generate", "--temperature", "nan"], "temperature is nan"),
     (["generate", "--top-p", "0"], "--top-p is 0.0"),
     (["generate", "--temperature", "1", "--n", "1000"], "n is 1000"),
-    (["generate", "--n", "2"], "greedy completions are all the same"),
+    (["generate", "--n", "2"], "greedy completions are identical"),
     (["generate", "--dtype", "int3"], "dtype is 'int3'; it must be one of"),
     (["generate", "--device", "tpu"], "device is 'tpu'"),
     (["generate", "--prompt", "a", "b"], "not allowed with argument"),
@@ -441,7 +441,7 @@ def test_without_a_prompt_the_embedded_model_gets_one(
     monkeypatch.setattr(checkpoint, "ASSETS", base.parent)
     shown = cli(*arguments(Path(base.name)))
     assert shown.code == 0
-    assert "no prompt given, so here is one: def fib(n):" in shown.err
+    assert "no prompt given; using the default prompt: def fib(n):" in shown.err
     assert shown.out == greedy(base, "def fib(n):").outputs[0].text + "\n"
 
 
@@ -472,7 +472,7 @@ def test_chat_remembers_until_reset(chatty: Path, cli: Any) -> None:
     assert first != second
     assert shown.code == 0
     assert shown.out == f"{first}\n{second}\n{first}\n"
-    assert "The conversation is forgotten." in shown.err
+    assert "The conversation was reset." in shown.err
     assert "context " in shown.err
 
 
@@ -635,7 +635,7 @@ def test_info_of_everything(base: Path, cli: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checkpoint, "ASSETS", base.parent)
     shown = cli("info")
     assert {base.name, *(f"preset:{name}" for name in PRESETS)} <= set(shown.out.split())
-    assert row(shown.out, "reads").startswith("89.6 GB/s")
+    assert row(shown.out, "bandwidth").startswith("89.6 GB/s")
 
 
 # ---- plan --------------------------------------------------------------------------------
@@ -662,7 +662,7 @@ def test_each_hint_of_a_plan_that_does_not_fit_makes_it_fit(cli: Any) -> None:
     argv = ["plan", "preset:qwen3-8b", "--memory", "24GB", "--dtype", "float32"]
     for length in ([], ["--max-model-len", "8192"]):
         shown = cli(*argv, *length)
-        hints = shown.out.partition("would do:\n")[2].splitlines()
+        hints = shown.out.partition("any one of:\n")[2].splitlines()
         assert hints
         for hint in hints:
             again = json.loads(cli(*argv, *length, *hint.split(), "--json").out)
@@ -714,7 +714,7 @@ def test_a_loaded_plan_shows_what_was_allocated(base: Path, cli: Any) -> None:
     assert re.search(r"weights +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown.out)
     said = " ".join(shown.out.split())
     assert f"sequences of up to {data['loaded']['settings']['max_model_len']:,}." in said
-    unknown = "what the activations took is not known" in said
+    unknown = "the memory of activations is not measured" in said
     assert unknown != ("activations" in data["allocated"])
     stored = sum(t.nbytes for t in load_file(base / "model.safetensors").values())
     planned, allocated = data["loaded"], data["allocated"]
@@ -763,13 +763,13 @@ def test_the_demonstration_writes_and_says_how_fast(base: Path, cli: Any) -> Non
         output = llm.generate([demo.PROMPT], demo.WRITING)[0]
     assert f"{demo.PROMPT}{output.outputs[0].text}\n" in shown.out
     assert re.search(r"TTFT .* TPOT .* tokens/s", shown.out)
-    assert "1 GB/s, measured just now (Round CPU" in row(shown.out, "this machine reads")
+    assert "1 GB/s, measured just now (Round CPU" in row(shown.out, "memory bandwidth")
     share = re.search(r"([█░]{40}|[#-]{40}) (\d+)% of the bound", shown.out)
     assert share
     bound, ran = (float(row(shown.out, label).split()[0].replace(",", ""))
-                  for label in ("so at best", "it ran at"))  # fmt: skip
+                  for label in ("upper bound", "measured"))  # fmt: skip
     assert int(share[2]) == pytest.approx(100 * ran / bound, abs=1.5)
-    assert row(shown.out, "16 together").endswith("16 times as many")  # by that clock
+    assert row(shown.out, "batch 16").endswith("16 times batch 1")  # by that clock
     named = re.findall(r"\n  \S*minillm (\w+) ", shown.out)
     assert named == ["generate", "info", "plan", "trace", "bench"]
     assert "make lab" in shown.out
@@ -789,7 +789,7 @@ def test_a_disturbed_demonstration_says_so_first_and_blames_nobody_else(
     text = demo.explanation(cost, machine, 0.003)
     assert text.startswith("Other programs are running") == disturbed
     assert ("read more slowly than the memory" in text) != disturbed
-    assert "memory is the bound; in a batch" in text
+    assert "memory-bound; in a batch" in text
     assert demo.share(0.003) == "0.3%"
 
 

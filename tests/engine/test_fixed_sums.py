@@ -91,7 +91,7 @@ def test_inputs_that_8_does_not_divide_are_one_sum():
     model = decoder(intermediate_size=100)
     fixed = make_deterministic(model, cache(model))
     assert isinstance(fixed, FixedDecoder)
-    assert "8 parts of 100 inputs" in fixed.obstacle
+    assert "100 inputs cannot be split into 8 equal parts" in fixed.obstacle
     methods = [model.layers[0].attention.o_proj.method, model.layers[0].mlp.down_proj.method]
     assert [each.parts for each in methods] == [8, 1]
 

@@ -213,7 +213,7 @@ def test_a_handle_that_somebody_keeps_is_found(monkeypatch):
 
 def test_a_dead_engine_ends_the_run(monkeypatch):
     monkeypatch.setattr(Counters, "add", lambda self, record: record.rows.clear())
-    with pytest.raises(EngineDeadError, match="Nothing can run"):
+    with pytest.raises(EngineDeadError, match="No row can be scheduled"):
         EngineSoak(Load("small", 8, "hash", "recompute")).run()
 
 

@@ -139,7 +139,7 @@ def test_the_cost_of_a_running_sequence_is_what_another_one_adds(time: float, wo
     """A fixed cost of 100 is no sequence's: (2,600 - 500) / 600 is above 3, 1,600 / 600 below."""
     (_, line) = statement([Series("decode", "running", (400, 1_000), (500.0, time))])
     cost = (time - 500) / 600
-    assert line.startswith(f"decode: {cost:.2f} microseconds for each further running sequence")
+    assert line.startswith(f"decode: {cost:.2f} microseconds for each additional running sequence")
     assert word in line
 
 
@@ -209,7 +209,7 @@ def test_the_trace_benchmark_says_what_recording_costs(tmp_path: Path) -> None:
         f"At most {max(one['share'] for one in result['recording']):.2%} of a step" in done.stdout
     )
     assert {form["name"] for form in result["forms"]} == {
-        "JSON lines, saved", "JSON lines, read", "page (minillm trace view)", "Chrome events",
+        "JSON lines, saved", "JSON lines, loaded", "page (minillm trace view)", "Chrome events",
     }  # fmt: skip
     assert all(form["bytes"] > 1_000 for form in result["forms"])
 
@@ -246,8 +246,8 @@ def test_neighbours_are_compared_and_the_extremes_named() -> None:
     assert untiled[0] == "a, float32: every row by itself."
     assert deterministic.statement([two, one]) == [
         "a, float32: tiles of 16 rows.",
-        "A step takes from 2.00 (a, float32, decode, 1) to 3.00 (a, float32, prefill, 9) "
-        "times as long.",
+        "A deterministic step takes from 2.00 (a, float32, decode, 1) to 3.00 (a, float32, "
+        "prefill, 9) times as long.",
     ]
 
 

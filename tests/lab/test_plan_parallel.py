@@ -46,7 +46,7 @@ def test_70b_on_four_h100(plan):
     assert "on 4 x NVIDIA H100 SXM: predictions" in out
     assert "32.9 GiB on each GPU" in out
     assert "445,952 tokens of 80 KiB" in out
-    assert "161 in a step; of one sequence 16 KiB each" in out
+    assert "161 in a step; at batch 1, 16 KiB each" in out
     table = [line.split() for line in out.splitlines() if re.match(r"  \d  ", line)]
     assert [(row[0], row[1]) for row in table] == [
         ("1", "-"),
@@ -156,7 +156,7 @@ def test_a_context_that_does_not_fit_is_said_with_one_that_does(plan):
     _, out, _ = plan(L70, "-tp", 2, "--gpu", "h100", "--max-model-len", 7120)
     assert "One sequence of" not in out
     _, out, _ = plan(L70, "-tp", 1, "--gpu", "h100")
-    assert "does not fit: nothing is left" in out
+    assert "does not fit: no memory is left" in out
 
 
 MISTAKES = [
@@ -168,11 +168,11 @@ MISTAKES = [
     ([L70, "-tp", "4", "--gpu", "h100", "--link", "nvlnk"], "Did you mean 'nvlink'?"),
     ([L70, "-tp", "4", "--gpu", "h100", "--link", ""], "Known are nvlink, pcie, infiniband."),
     ([L70, "-tp", "4", "--gpu", "h1000"], "is not in the datasheet"),
-    ([L70, "-tp", "4"], "name the GPU, such as --hardware h100"),
-    ([L70, "-tp", "4", "--memory", "80GB"], "name the GPU, such as --hardware h100"),
-    ([L70, "--link", "pcie", "--gpu", "h100"], "--link and -ep belong to -tp and -pp"),
-    ([L70, "-ep", "--gpu", "h100"], "--link and -ep belong to -tp and -pp"),
-    ([L70, "-tp", "4", "-ep", "--gpu", "h100"], "has no experts to spread"),
+    ([L70, "-tp", "4"], "add one, such as --hardware h100"),
+    ([L70, "-tp", "4", "--memory", "80GB"], "add one, such as --hardware h100"),
+    ([L70, "--link", "pcie", "--gpu", "h100"], "--link and -ep need -tp or -pp"),
+    ([L70, "-ep", "--gpu", "h100"], "--link and -ep need -tp or -pp"),
+    ([L70, "-tp", "4", "-ep", "--gpu", "h100"], "has no experts; leave"),
     ([L70, "-tp", "4", "--gpu", "h100", "--load"], "leave out --load"),
     ([L70, "-tp", "4", "--gpu", "h100", "--speculate", "ngram"], "leave out --load"),
     (

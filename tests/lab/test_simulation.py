@@ -375,11 +375,11 @@ def test_token_times_leave_out_what_failed(model):
     ("arguments", "says"),
     [
         ({"prompt": 0, "new": 1}, "0 prompt tokens"),
-        ({"prompt": 3, "new": 0}, "writes 0 new"),
-        ({"prompt": 3, "new": 5, "max_tokens": 4}, "may write 4"),
-        ({"prompt": 3, "new": 1, "arrival": -1.0}, "not in the future"),
-        ({"prompt": 3, "new": 1, "arrival": float("nan")}, "not in the future"),
-        ({"prompt": 3, "new": 1, "name": "taken"}, "'taken' already"),
+        ({"prompt": 3, "new": 0}, "0 new tokens and"),
+        ({"prompt": 3, "new": 5, "max_tokens": 4}, "max_tokens 4; each"),
+        ({"prompt": 3, "new": 1, "arrival": -1.0}, "arrival is -1.0; it must be from 0.0"),
+        ({"prompt": 3, "new": 1, "arrival": float("nan")}, "arrival is nan; it must be from 0.0"),
+        ({"prompt": 3, "new": 1, "name": "taken"}, "already a request 'taken'"),
         ({"prompt": "a text", "new": 1}, "prompt is 'a text'; it must be a number of tokens"),
         ({"prompt": 3, "new": 2.5}, "new is 2.5; it must be a number of tokens"),
         ({"prompt": 3, "new": [4, -1]}, r"new is \[4, -1\]; .* whole numbers from 0"),
@@ -409,7 +409,7 @@ def test_what_makes_no_sense_is_refused(arguments, says):
         ({"policy": "fifo"}, "policy is 'fifo'; it must be one of fcfs"),
         ({"policy": None}, "policy is None; it must be a name or a Policy"),
         ({"scheduler": int}, "it must be Scheduler or a class derived from it"),
-        ({"speculation": (0.5,)}, r"speculation is \(0.5,\); it must be SimulatedDrafts"),
+        ({"speculation": (0.5,)}, r"speculation is \(0.5,\); it must be a SimulatedDrafts"),
         ({"scheduler": None}, "scheduler is None; it must be Scheduler"),
         ({"seconds": 0.1}, r"seconds is 0.1; .* such as every_step\(0.1\)"),
     ],
@@ -443,7 +443,7 @@ def test_what_can_never_fit_is_refused_when_it_is_added():
 def test_a_law_that_is_no_time_is_refused(seconds):
     sim = Simulation(8, 4, seconds=every_step(seconds))
     sim.add(1, 1)
-    with pytest.raises(ConfigError, match="Step 1 takes"):
+    with pytest.raises(ConfigError, match="seconds for step 1; it must"):
         sim.run()
 
 

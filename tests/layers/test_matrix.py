@@ -161,7 +161,7 @@ def test_a_part_of_another_shape_is_refused():
     layer = Linear("b.", 4, {"o_proj": 5})
     layer.create(F32, "cpu")
     (place,) = layer.checkpoint_tensors()
-    with pytest.raises(CheckpointError, match=r"b.o_proj.weight gave \[1, 4\] .* \[5, 4\]"):
+    with pytest.raises(CheckpointError, match=r"b.o_proj.weight has shape \[1, 4\]; \[5, 4\]"):
         place.load(torch.ones(1, 4))
 
 

@@ -36,7 +36,7 @@ PUBLISHED = {
     "smollm2-135m": 134_515_008,
 }
 
-# Fields that no family reads, and the only value of those that would ask for something else.
+# Fields that no family reads, with the value that changes nothing in the model.
 UNREAD: dict[str, Any] = {
     "attention_dropout": 0.0,
     "ep_size": 1,
@@ -51,12 +51,12 @@ ABOUT_TRAINING_OR_TEXT = {
     *("bos_token_id", "eos_token_id", "num_nextn_predict_layers"),
     *("aux_loss_alpha", "router_aux_loss_coef", "seq_aux"),
 }
-GROUPS = {"n_group", "topk_group"}  # of greedy routing, which has one group
-WINDOWS = {"sliding_window", "max_window_layers"}  # when use_sliding_window is false
+GROUPS = {"n_group", "topk_group"}  # not used by greedy routing
+WINDOWS = {"sliding_window", "max_window_layers"}  # not used when use_sliding_window is false
 
 
 class Watched(dict[str, Any]):
-    """A ``config.json`` that remembers which of its fields were read."""
+    """A ``config.json`` that records which of its fields were read."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         super().__init__(data)
@@ -78,7 +78,7 @@ def published(name: str) -> dict[str, Any]:
 
 
 def ignored_fields(data: dict[str, Any]) -> Iterator[str]:
-    """Fields that the families pass over although they may describe the architecture."""
+    """Fields that the family does not read and that may describe the architecture."""
     watched = Watched(data)
     parse_config(watched)
     known = {"type", "rope_type", *(field.name for field in fields(RopeConfig))}

@@ -186,7 +186,7 @@ def test_sizes_that_are_not_whole_vectors_are_not_taken():
     shape = LayerShape(64, 4, 2, 16, 96, False, 1e-5, 1e-5, 0.25)
     assert shape.fits
     assert not replace(shape, head_dim=528).fits
-    with pytest.raises(ValueError, match="ask `fits` first"):
+    with pytest.raises(ValueError, match="check `fits` first"):
         Layers([], replace(shape, head_dim=8), torch.empty(0), torch.empty(0))
 
 

@@ -127,7 +127,7 @@ def test_what_a_killed_builder_left_is_removed_and_a_working_one_is_left_alone(s
     for folder in (killed, working):
         folder.mkdir()
         (folder / "one.o").write_text("")
-    ago = time.time() - c_library.LEFT_BEHIND
+    ago = time.time() - c_library.STALE_SECONDS
     os.utime(killed, (ago - 60, ago - 60))
     os.utime(working, (ago + 60, ago + 60))
     path = find_or_build("F32", folder=tmp_path)
@@ -199,7 +199,7 @@ def test_a_compiler_with_another_openmp(monkeypatch, tmp_path, reason, runtime):
     monkeypatch.setenv("CC", str(write_compiler(tmp_path / "clang", text)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert reason() == (
-        f"the C compiler brings {runtime} beside torch's OpenMP; install GCC or set CC"
+        f"the C compiler links {runtime}, but torch uses GNU OpenMP; install GCC or set CC"
     )
     assert not list((tmp_path / "home/minillm").iterdir())
 

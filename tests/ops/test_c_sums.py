@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused(dtype):
     for parts in (0, 3, 16):
         with pytest.raises(ValueError, match="there can be 1, 2, 4 or 8"):
             cpu_sums.panel_sums(torch.zeros(2, 256, dtype=dtype), panels, 70, parts)
-    with pytest.raises(ValueError, match="260 inputs in 8 parts"):
+    with pytest.raises(ValueError, match="260 inputs cannot be split into 8 parts"):
         cpu_sums.panel_sums(torch.zeros(2, 260, dtype=dtype), panels, 70, 8)
     for x in (torch.zeros(2, 512, dtype=dtype), torch.zeros(2, 256, dtype=torch.float16)):
         with pytest.raises(ValueError, match="does not fit panels"):

@@ -401,11 +401,11 @@ def test_the_trace_of_copies_replays(folder):
     ("more", "said"),
     [
         ({"data_parallel_size": 4}, "4, which does not divide 6 experts .* 2, 3, 6"),
-        ({"tensor_parallel_size": 2}, "do not go together in this version"),
-        ({"pipeline_parallel_size": 2}, "do not go together in this version"),
+        ({"tensor_parallel_size": 2}, "this version does not support both"),
+        ({"pipeline_parallel_size": 2}, "this version does not support both"),
         ({"deterministic": True}, "leave out deterministic or enable_expert_parallel"),
         ({"data_parallel_size": 0}, "data_parallel_size is 0"),
-        ({"data_parallel_size": 1}, "set one to 2 or more"),
+        ({"data_parallel_size": 1}, "set one of them to 2 or more"),
     ],
 )
 def test_what_does_not_go_with_copies_is_refused(folder, more, said):

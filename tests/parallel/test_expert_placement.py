@@ -309,7 +309,7 @@ EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 @pytest.mark.parametrize(
     ("fields", "error", "what"),
     [
-        ({"enable_eplb": True}, ConfigError, "only enable_expert_parallel=True gives"),
+        ({"enable_eplb": True}, ConfigError, "set enable_expert_parallel=True, too"),
         ({"enable_eplb": 1} | EXPERTS, ConfigError, "enable_eplb is 1; it must be a bool"),
         ({"eplb_config": {}} | EXPERTS, ConfigError, "set enable_eplb=True, or leave"),
         ({"eplb_config": 3}, ConfigError, "eplb_config is 3; it must be a dictionary"),
@@ -320,7 +320,7 @@ EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
         (
             {"enable_eplb": True, "deterministic": True} | EXPERTS,
             UnsupportedFeatureError,
-            "does not go with deterministic",
+            "cannot be used with deterministic",
         ),
     ],
 )

@@ -59,5 +59,5 @@ def test_a_file_in_which_a_rank_communicates_longer_than_it_takes(folder, tmp_pa
     line = json.loads(first)
     line["ranks"][1][2] = line["ranks"][1][1] + 5
     path.write_text("\n".join([head, json.dumps(line), *rest]) + "\n", "utf-8")
-    with pytest.raises(TraceFileError, match="rank 1 communicates longer than it takes"):
+    with pytest.raises(TraceFileError, match="rank 1 communicates longer than its step takes"):
         Trace.load(path)

@@ -593,7 +593,7 @@ def test_several_logits_of_a_row_are_drawn_at_their_positions():
         one = dataclasses.replace(kept_request(0, []), position=position)
         assert sample(logits[place : place + 1], [one]).token_ids == [int(tokens[place])]
     sampler.set_row(1, kept_request(2, []))
-    with pytest.raises(ValueError, match="more logits than it has drafts"):
+    with pytest.raises(ValueError, match="needs at least k - 1 drafts"):
         sampler.choose(logits, (1, 1, 1, 0), [4, 5, 6, 4])
 
 

@@ -571,7 +571,7 @@ class World:
                 if num_drafts(row):
                     self.drafts.verified(row, drafted.get(row.seq_id, 0), told[row.seq_id])
                 self._account(row, name, samples.get(row.seq_id, []), told.get(row.seq_id, []))
-        record = self.scheduler._flights.plans[0][1]
+        record = self.scheduler._uncommitted.plans[0][1]
         self.scheduler.commit(plan, told, drafted)
         self.drafts.check(self.scheduler.counters, record)
         for row in plan.rows:
@@ -635,7 +635,7 @@ class World:
         free = [block for block in range(pool.num_blocks) if pool.is_free(block)]
         cached = [block for block in free if block in index]
         order = free_order(self.manager)
-        late = set(self.manager.coming.values()) - self._broken.keys()
+        late = set(self.manager.unwritten.values()) - self._broken.keys()
         require(not late, "books", "still coming from", late)
         require(sorted(order) == free, "books", "the free list is not the free blocks")
         require(len(free) == pool.num_free, "books", "free blocks")
@@ -934,7 +934,7 @@ class World:
         for sequence in self.scheduler.sequences.values():
             if sequence.seq_id in self.scheduler.in_flight:
                 continue  # a plan that is under way writes more
-            certain, blocks = sequence.num_certain, sequence.table.blocks
+            certain, blocks = sequence.num_committed, sequence.table.blocks
             require(sequence.num_computed == certain, "drafts", "counted on", sequence.seq_id)
             held = len(blocks or sequence.table.host_blocks)
             needed = blocks_for(certain, size)

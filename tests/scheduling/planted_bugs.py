@@ -152,7 +152,7 @@ def replace_policy(patch: Patch, policy: Policy) -> None:
 
 @bug("reserved blocks are given to arrivals", r"Broken: limits: reserved, but preempted")
 def no_pledge(patch: Patch) -> None:
-    patch.setattr(Admission, "pledge", lambda self, sequence: 0)
+    patch.setattr(Admission, "num_reserved_for", lambda self, sequence: 0)
 
 
 @bug("a preempted sequence keeps its place", r"AccountingError.*computed more than it holds")
@@ -248,7 +248,10 @@ def abort_frees_at_once(patch: Patch) -> None:
     patch.setattr(Scheduler, "finish", at_once)
 
 
-@bug("only the last block is freed", r"AccountingError: Block \d+: 1 references, 0 held")
+@bug(
+    "only the last block is freed",
+    r"AccountingError: Block \d+ has reference count 1, but is in 0 tables",
+)
 def last_block_only(patch: Patch) -> None:
     def release(self: BlockManager, table: BlockTable) -> None:
         self.pool.release(table.blocks[-1:])
@@ -499,7 +502,7 @@ HASHED, TREE = CROWDED | {"prefix_cache": "hash"}, CROWDED | {"prefix_cache": "r
 
 @bug("a short reader comes before its writer", r"Broken: unwritten: .*reads it", 60, **HASHED)
 def readers_first(patch: Patch) -> None:
-    patch.setattr(BlockManager, "comes_with", lambda self, step, match: False)
+    patch.setattr(BlockManager, "is_written_by", lambda self, step, match: False)
 
 
 @bug("a block is copied before it is written", r"Broken: (oracle|unwritten)", 60, **TREE)

@@ -56,14 +56,14 @@ def changed(owner: Any, name: str, old: str, new: str) -> Callable[[Patch], None
 
 # ---- what is rejected is not cut -----------------------------------------------------------------
 
-INDEXED = "self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_certain)"
+INDEXED = "self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_committed)"
 bug("blocks are indexed before rejected tokens are cut", r"Broken: (drafts|index|oracle)")(
     changed(
         Scheduler,
         "commit",
         INDEXED,
         "self.blocks.index_blocks(sequence.table, [*sequence.token_ids, *[0] * 9], "
-        "max(row.start + row.num_tokens, sequence.num_certain))",
+        "max(row.start + row.num_tokens, sequence.num_committed))",
     )
 )
 bug("vLLM: blocks are indexed before accepted tokens are appended", r"Broken: (drafts|index)")(

@@ -17,7 +17,7 @@ from minillm.api.sampling_params import SamplingParams
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.scheduling import ahead
-from minillm.scheduling.ahead import Flights
+from minillm.scheduling.ahead import UncommittedPlans
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import StepPlan
@@ -203,15 +203,15 @@ def test_histories_that_shrink(world: type[World], monkeypatch: pytest.MonkeyPat
 
 
 def blocks_are_free_while_a_plan_writes(patch: pytest.MonkeyPatch) -> None:
-    leave = Flights.leave
+    leave = UncommittedPlans.remove_row
 
-    def left(self: Flights, seq_id: int) -> Sequence:
+    def left(self: UncommittedPlans, seq_id: int) -> Sequence:
         sequence = self.sequences[seq_id]
         sequence.num_in_flight = 1
         sequence = leave(self, seq_id)
         return self.sequences.setdefault(seq_id, sequence) if len(self.plans) else sequence
 
-    patch.setattr(Flights, "leave", left)
+    patch.setattr(UncommittedPlans, "remove_row", left)
 
 
 def memory_is_not_counted(patch: pytest.MonkeyPatch) -> None:
@@ -410,7 +410,7 @@ def test_accepted_tokens_are_appended_and_rejected_positions_are_not_certain(num
     scheduler.commit(plan, {sequence.seq_id: accepted})
     assert sequence.token_ids == [0, 1, 2, 7, *accepted]
     # Position 3 holds the token 7; each accepted token but the last was a draft, and is computed.
-    assert sequence.num_certain == sequence.num_computed == 3 + num_accepted
+    assert sequence.num_committed == sequence.num_computed == 3 + num_accepted
     assert len(scheduler.blocks.index) == (3 + num_accepted) // 4
     check_invariants(scheduler)
     found = scheduler.blocks.match([0, 1, 2, 7, *accepted, 99], 99, "")

@@ -135,7 +135,7 @@ def a_token_that_is_not_known(patch: pytest.MonkeyPatch) -> None:
             sequence.num_pending = row.num_logits
         return 0 < len(flights.plans) < config.num_stages and bool(running)
 
-    patch.setattr(scheduler_file, "look_beyond", look)
+    patch.setattr(scheduler_file, "prepare_ahead", look)
 
 
 def memory_is_not_counted(patch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,9 @@ def memory_is_not_counted(patch: pytest.MonkeyPatch) -> None:
 def the_first_always_go_first(patch: pytest.MonkeyPatch) -> None:
     one = SchedulerConfig()
     patch.setattr(
-        scheduler_file, "in_turn", lambda running, config: pipelined.in_turn(running, one)
+        scheduler_file,
+        "scheduling_order",
+        lambda running, config: pipelined.scheduling_order(running, one),
     )
     patch.setattr(pipelined, "has_room", lambda *_: False)
 
@@ -246,7 +248,7 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
     scheduler = scheduler_of(4)
     scheduler.add(request("a", 64, 2))
     assert run(scheduler, 1) == [[{0}, {0}, {0}, {0}]]
-    assert scheduler.sequences[0].num_certain == 16
+    assert scheduler.sequences[0].num_committed == 16
 
 
 def test_all_have_their_turns_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager
-from minillm.scheduling.admission import PATIENCE
+from minillm.scheduling.admission import MAX_REPEATED_REFUSALS
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import (
     POLICIES,
@@ -170,13 +170,13 @@ def test_who_lacks_blocks_is_looked_at_again_after_a_while(policy: str) -> None:
         name, tokens = str(index), prompt(length, 100 * index)
         scheduler.add(Request(name, tokens, SamplingParams(), max_tokens))
     seen = []
-    for _ in range(2 * PATIENCE + 6):
+    for _ in range(2 * MAX_REPEATED_REFUSALS + 6):
         looked.clear()
         plan = scheduler.schedule()
         scheduler.commit(plan, {row.seq_id: [0] * row.num_samples for row in plan.rows})
         assert scheduler.record.blocked.what == "blocks"
         seen.append(bool(looked))
-    often = range(1, len(seen), PATIENCE + 1)  # the oldest is another in step 1
+    often = range(1, len(seen), MAX_REPEATED_REFUSALS + 1)  # the oldest is another in step 1
     assert [step for step, look in enumerate(seen) if look] == [0, *often]
 
 

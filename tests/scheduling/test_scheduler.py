@@ -811,7 +811,7 @@ def test_the_watermark_does_not_keep_the_only_request_out() -> None:
 
 
 def test_chunks_to_come_are_not_promised_to_somebody_else() -> None:
-    """The first prompt needs 5 blocks and has 2 after its first chunk: 3 stay pledged to it."""
+    """The first prompt needs 5 blocks and has 2 after its first chunk: 3 stay reserved for it."""
     engine = scheduler(7, max_num_batched_tokens=8)
     engine.add(request("a", length=20, max_tokens=1))
     engine.add(request("b", length=12, max_tokens=1))
@@ -899,7 +899,7 @@ def test_a_refusal_that_is_repeated_tells_todays_numbers(admission: str) -> None
     for _ in range(14):
         plan = planned(engine)
         blocked = engine.record.blocked
-        promised = engine.admission.pledged(engine.running)
+        promised = engine.admission.num_reserved(engine.running)
         assert blocked.available == engine.record.num_free_blocks - promised
         seen.append(blocked.available)
         engine.commit(plan, made_up(plan))

@@ -67,7 +67,7 @@ async def idle(engine: AsyncLLMEngine) -> None:
     """Nothing is left of any request."""
     await in_thread(engine, lambda: assert_idle(engine._engine))
     steps = engine._steps
-    assert (steps._tickets, steps._line, steps._held) == ({}, [], {})
+    assert (steps._tickets, steps._queue, steps._held) == ({}, [], {})
     assert engine.num_unfinished == 0
 
 

@@ -91,17 +91,17 @@ def from_outside(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
     inject(engine)
 
 
-def and_at_the_first_burial(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
-    """Killed again while it tells the first one."""
-    bury, calls = StepThread._bury, []
+def and_in_the_first_cleanup(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
+    """A second kill while the waiting calls are told of the first."""
+    fail_waiting, calls = StepThread._fail_waiting, []
 
     def killed(steps: StepThread) -> None:
         calls.append(1)
         if len(calls) == 1:
             raise SystemExit("again")
-        bury(steps)
+        fail_waiting(steps)
 
-    patch.setattr(StepThread, "_bury", killed)
+    patch.setattr(StepThread, "_fail_waiting", killed)
     in_the_step(engine, patch)
 
 
@@ -118,7 +118,7 @@ KILLS: dict[str, tuple[Kill, str]] = {
     "command": (in_a_command, "The engine's thread ended: MemoryError: planted"),
     "between": (between_steps, "The engine's thread ended: SystemExit: planted"),
     "injected": (from_outside, "The engine's thread ended: SystemExit"),
-    "twice": (and_at_the_first_burial, "The engine's thread ended: MemoryError: planted"),
+    "twice": (and_in_the_first_cleanup, "The engine's thread ended: MemoryError: planted"),
     "not closed": (and_cannot_be_closed, "The engine's thread ended: MemoryError: planted"),
 }
 

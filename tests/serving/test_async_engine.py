@@ -457,13 +457,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a dict": ({"prompt": {"text": "a"}}, "A prompt dict has"),
     "a surrogate": ({"prompt": "\ud800"}, "surrogate"),
     "parameters": ({"sampling_params": {"n": 1}}, r"is a dict; it must be a SamplingParams\.$"),
-    "an id that is none": ({"request_id": 5}, "request_id is 5; it must be a string"),
+    "an id that is none": ({"request_id": 5}, "request_id is 5; it must be a non-empty string"),
     "an empty id": ({"request_id": ""}, "request_id is ''"),
     "a priority": (
         {"priority": 3},
         "priority=3 has no effect with scheduling_policy='fcfs'; make the engine",
     ),
-    "a used id": ({"request_id": "good"}, "unfinished request with the id 'good' already"),
+    "a used id": ({"request_id": "good"}, "already an unfinished request with the id 'good'"),
     "a far token": ({"sampling_params": SamplingParams(allowed_token_ids=[10**6])}, "1000000"),
 }
 
@@ -911,7 +911,7 @@ def test_arguments_are_those_of_an_engine_and_one_more(folder):
             AsyncEngineArgs(folder, max_num_requests=wrong)
     with pytest.raises(ConfigError, match="block_size is 0"):
         AsyncEngineArgs(folder, block_size=0)
-    with pytest.raises(ConfigError, match="made of AsyncEngineArgs, not EngineArgs"):
+    with pytest.raises(ConfigError, match="takes AsyncEngineArgs, not EngineArgs"):
         AsyncLLMEngine.from_engine_args(EngineArgs(folder))
 
 

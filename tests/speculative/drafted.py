@@ -42,7 +42,7 @@ def check_marks(llm: LLM) -> int:
     """Compare what is marked with a pass over the tokens; returns how many positions that were."""
     draft, total = draft_of(llm), 0
     for sequence in llm.engine.scheduler.running:
-        count = min(num_marked(llm, sequence), sequence.num_certain)  # drafts lie behind them
+        count = min(num_marked(llm, sequence), sequence.num_committed)  # drafts lie behind them
         if not count:
             continue
         alone = ForwardPass(draft.model)

@@ -214,8 +214,11 @@ def test_greedy_tokens_are_those_of_plain_decoding(folder):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda laws: laws[:, :7], r"is \[3, 7\], torch.float32; probabilities \[3, 8\] are due"),
-        (lambda laws: laws[:2], r"is \[2, 8\], .*; probabilities \[3, 8\] are due"),
+        (
+            lambda laws: laws[:, :7],
+            r"is \[3, 7\], torch.float32; probabilities \[3, 8\] are expected",
+        ),
+        (lambda laws: laws[:2], r"is \[2, 8\], .*; probabilities \[3, 8\] are expected"),
         (lambda laws: laws > 0, r"torch.bool; probabilities"),
         (lambda laws: laws.log(), r"must be probabilities that sum to 1"),
         (lambda laws: laws * 1.01, r"a row whose sum is 0.01 off 1"),

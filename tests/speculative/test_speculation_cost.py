@@ -124,10 +124,10 @@ def test_json_has_the_numbers_of_the_model(run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--acceptance", "0.5"], "belong to --speculate"),
-        (["--speculate", "ngram", "--acceptance", "0.5,x"], "from 0 to 1; 'x' is none"),
-        (["--speculate", "ngram", "--answered", "2"], "from 0 to 1; '2' is none"),
-        (["--speculate", "preset:llama-3.1-8b"], "has the vocabulary of its target"),
+        (["--acceptance", "0.5"], "need --speculate; add it"),
+        (["--speculate", "ngram", "--acceptance", "0.5,x"], "from 0 to 1, not 'x'"),
+        (["--speculate", "ngram", "--answered", "2"], "from 0 to 1, not '2'"),
+        (["--speculate", "preset:llama-3.1-8b"], "must have the vocabulary of its target"),
     ],
 )
 def test_a_wrong_option_gets_one_sentence(run, options, message):
@@ -139,4 +139,4 @@ def test_a_wrong_option_gets_one_sentence(run, options, message):
 def test_a_memory_has_no_speed(run):
     code, _, err = run("plan", "preset:qwen3-8b", "--memory", "24GiB", "--speculate", "ngram")
     assert code != 0
-    assert "name a --hardware" in err
+    assert "add --hardware NAME" in err

@@ -4,10 +4,10 @@ on the same tensors (`tests/execution/test_graphs.py`)."""
 import random
 
 import pytest
-from tests.execution.test_graphs import PROMPTS, Again, poison, run
 
 from minillm.scheduling.drafts import Drafts
 from tests.engine.small import assert_idle, make, num_ahead, tokens, write_model
+from tests.execution.test_graphs import PROMPTS, Again, poison, run
 
 
 class Guesses:

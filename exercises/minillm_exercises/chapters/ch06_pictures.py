@@ -5,7 +5,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from minillm.lab.drawings.figure import MOST_ROWS, draw_gantt
+from minillm.lab.drawings.figure import MAX_ROWS, draw_gantt
 from minillm.lab.drawings.timeline import timeline
 from minillm.scheduling.record import StepRecord
 from minillm.trace.recorder import Trace
@@ -25,7 +25,7 @@ def draw_schedules(traces: Mapping[str, Trace], seats: int, least: int) -> None:
     fig, axes = figure("step", "request", rows=len(traces), size=size)
     for ax, (name, trace) in zip(axes, traces.items(), strict=True):
         ax.grid(visible=False)
-        draw_gantt(ax, timeline(trace), MOST_ROWS)
+        draw_gantt(ax, timeline(trace), MAX_ROWS)
         ax.axvline(least, color="black", linestyle="--", linewidth=1.2)
         ax.annotate("bound", (least, -0.6), (3, -3), textcoords="offset points", va="top",
                     fontsize=9)  # fmt: skip

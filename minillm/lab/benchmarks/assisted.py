@@ -1,5 +1,5 @@
-"""transformers' speculative decoding beside ours: its plain `generate`, prompt lookup and assisted
-generation, one sequence, greedy, over the same checkpoint and prompts."""
+"""Speculative decoding of transformers, for comparison: plain `generate`, prompt lookup decoding
+and assisted generation at batch 1, greedy, with the same checkpoint and prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -15,7 +15,7 @@ NUM_DRAFTS = 4
 
 
 class Assisted:
-    """The models of transformers, opened once."""
+    """The target and draft models in transformers, loaded once."""
 
     def __init__(self, model: str, draft: str | None, dtype: str):
         try:
@@ -45,7 +45,8 @@ class Assisted:
 
     @torch.inference_mode()
     def seconds(self, prompt: Sequence[int], new_tokens: int, variant: str) -> float:
-        """Of the new tokens but the first, whose time, that of the prompt, is taken off."""
+        """Decode time of all new tokens except the first: the time of a run with one new token,
+        which is the prefill, is subtracted."""
         ids = torch.tensor([list(prompt)])
 
         def run(count: int, **options: Any) -> float:
@@ -77,8 +78,8 @@ def measure_assisted(
     repeats: int,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Rates of transformers, and the ratio of each variant to its own plain decoding in the same
-    repeat, for one prompt of each workload."""
+    """Throughput of each variant, and its ratio to transformers' plain decoding in the same repeat,
+    for one prompt of each workload."""
     peer = Assisted(model, draft, dtype)
     results = []
     for workload, prompt in prompts.items():

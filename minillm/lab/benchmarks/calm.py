@@ -1,4 +1,6 @@
-"""Measure again what other programs disturbed: chosen by what they did, not by how long it took."""
+"""Repeats measurements that other programs disturbed.
+
+Runs are selected by the processor use of other programs, never by their own duration."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,20 +11,20 @@ from minillm.lab.benchmarks.others import DISTURBED, watching
 
 T = TypeVar("T")
 TRIES = 3
-PATIENCE = 1.0  # seconds before another try: what disturbs lasts
-LEAST_SECONDS = 0.25  # of a measurement, for others to be seen
+PATIENCE = 1.0  # seconds before another try
+LEAST_SECONDS = 0.25  # shortest measurement in which other programs can be detected
 
 
 @dataclass(frozen=True)
 class Calm(Generic[T]):
-    """What was measured, and the share of the processors that others used meanwhile."""
+    """A measured value, and the fraction of the processors that other programs used meanwhile."""
 
     value: T
     others: float
 
 
 def calmly(run: Callable[[], T]) -> Calm[T]:
-    """The first undisturbed run, or the least disturbed of `TRIES`."""
+    """The first undisturbed run, or the least disturbed of `TRIES` runs."""
     found: list[Calm[T]] = []
     for number in range(TRIES):
         if number:
@@ -36,6 +38,6 @@ def calmly(run: Callable[[], T]) -> Calm[T]:
 
 
 def calmest(rounds: Sequence[Calm[T]]) -> list[Calm[T]]:
-    """The undisturbed rounds, or, where there is none, the least disturbed one."""
+    """The undisturbed rounds; if there are none, the least disturbed round."""
     calm = [each for each in rounds if each.others <= DISTURBED]
     return calm or [min(rounds, key=lambda each: each.others)]

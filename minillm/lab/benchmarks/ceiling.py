@@ -1,9 +1,9 @@
-"""The ceilings of this machine in this minute: what the shares of a comparison are shares of.
+"""Measures the machine's ceilings (memory bandwidth and FLOP/s), the 100% of a comparison.
 
-The read bandwidth is the largest that any way of reading reaches here: plain reductions, or the
-product of one row with a packed weight, as oneDNN does it and as our own C functions do. Which of
-them it is differs between processors, so all are tried, and the result says which one it was. The
-rate of operations is that of torch's own product or of ours with many rows, whichever is faster.
+The bandwidth is the highest that any read pattern reaches: reductions, or the product of one row
+with a packed weight by oneDNN or by minillm's C functions. The fastest pattern depends on the
+processor, so all are tried and the result names it. The FLOP/s are those of torch's matrix product
+or of minillm's, whichever is faster.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 ONEDNN, OWN, SUMS = "oneDNN's packed product", "our packed product", "minillm.lab.ceilings"
 PRODUCTS = (ONEDNN, OWN)
-SECONDS = 0.4  # for each way to read: on a shared host a quiet moment must be among them
-SHAPE = (32_768, 4096)  # of a bf16 weight that no cache holds: 256 MiB
-MANY = (2048, 1024, 4096)  # rows, inputs and outputs of a product that operations bound
+SECONDS = 0.4  # for each read pattern; long enough to include a quiet moment of a shared host
+SHAPE = (32_768, 4096)  # a bf16 weight of 256 MiB, larger than any cache
+MANY = (2048, 1024, 4096)  # rows, inputs and outputs of a compute-bound product
 
-Read = tuple[Callable[[], object], int]  # an action, and the bytes that it reads
+Read = tuple[Callable[[], object], int]  # a function, and the bytes that it reads
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Bytes/s of each way to read, and operations/s in bf16 and float32."""
+    """Bytes/s of each read pattern, and operations/s in bf16 and float32."""
 
     ways: Mapping[str, float]
     flops: float
     flops_fp32: float
-    others: float = 0.0  # share of the processors that other programs used meanwhile
+    others: float = 0.0  # fraction of the processors that other programs used meanwhile
     machine: str = ""
     packed: Mapping[str, float] = field(init=False)
 
@@ -42,17 +42,17 @@ class Ceiling:
 
     @property
     def bandwidth(self) -> float:
-        """Of the fastest way."""
+        """Bytes/s of the fastest read pattern."""
         return max(self.ways.values())
 
     @property
     def way(self) -> str:
-        """Which way is the fastest."""
+        """Name of the fastest read pattern."""
         return max(self.ways, key=lambda name: self.ways[name])
 
     @property
     def packed_bandwidth(self) -> float:
-        """Of the faster product of one row with a packed bf16 weight; 0 where there is none."""
+        """Bytes/s of the faster product of one row with a packed bf16 weight; 0 without one."""
         return max(self.packed.values(), default=0.0)
 
     def rate(self, dtype: str) -> float:
@@ -60,13 +60,13 @@ class Ceiling:
         return self.flops_fp32 if dtype == "float32" else self.flops
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The ceilings as JSON data."""
         more = {"bandwidth": self.bandwidth, "packed_bandwidth": self.packed_bandwidth}
         return more | {"way": self.way} | asdict(self)
 
 
 def best_of(first: Ceiling, second: Ceiling) -> Ceiling:
-    """The higher of each: what slows a reading down is never the machine's limit."""
+    """The higher value of each: a disturbance can only lower a measured rate."""
     names = first.ways.keys() | second.ways.keys()
     return Ceiling(
         {name: max(one.ways.get(name, 0.0) for one in (first, second)) for name in sorted(names)},
@@ -78,7 +78,7 @@ def best_of(first: Ceiling, second: Ceiling) -> Ceiling:
 
 
 def measure_ceiling(device: str, threads: int, refresh: bool = True) -> Ceiling:
-    """About four seconds of measuring, with as many threads as the engines have."""
+    """Measure for about four seconds, with the number of threads of the engines."""
     import torch
 
     torch.set_num_threads(threads)
@@ -93,7 +93,7 @@ def measure_ceiling(device: str, threads: int, refresh: bool = True) -> Ceiling:
 
 
 def ways_to_read() -> dict[str, Read]:
-    """Ways to read a buffer that no cache holds, beyond those of `ceilings.measure`."""
+    """Further read patterns over a buffer larger than any cache, besides `ceilings.measure`'s."""
     import torch
 
     weight = torch.ones(SHAPE, dtype=torch.bfloat16)
@@ -106,7 +106,7 @@ def ways_to_read() -> dict[str, Read]:
 
 
 def our_rate() -> float:
-    """Operations/s of our own product with many rows; 0 where there is none."""
+    """Operations/s of minillm's matrix product with many rows; 0 if there is none."""
     import torch
 
     count, inputs, outputs = MANY
@@ -118,7 +118,7 @@ def our_rate() -> float:
 
 
 def our_product(x: "torch.Tensor", weight: "torch.Tensor") -> dict[str, Read]:
-    """The product of our C functions, on processors for which there is one."""
+    """The matrix product of minillm's C functions, on processors that support it."""
     import torch
 
     from minillm.ops import cpu

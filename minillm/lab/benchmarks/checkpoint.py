@@ -1,8 +1,8 @@
-"""A preset as a Hugging Face folder with random bf16 weights, so that every engine of a comparison
-reads the same bytes from the same place.
+"""Writes a preset as a Hugging Face folder with random bf16 weights, so that all engines of a
+comparison load the same checkpoint.
 
-Only plain decoders are written: what all engines here can run. The tokenizer is made up: one token
-per byte, and fillers up to the size of the vocabulary, so that every id has a text.
+Only plain decoders are supported, which all engines can run. The tokenizer has one token per byte
+and filler tokens up to the size of the vocabulary, so that every id has a text.
 """
 
 import json
@@ -27,17 +27,17 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     }
 )
 END = "<|endoftext|>"
-COMPLETE = "complete"  # a file that is written last
+COMPLETE = "complete"  # written last: marks a complete folder
 
 
 def cache_folder() -> Path:
-    """Where checkpoints, exports and logs of benchmarks are kept: ``~/.cache/minillm/bench``."""
+    """The folder of checkpoints, exports and logs: ``~/.cache/minillm/bench``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "minillm" / "bench"
 
 
 def checkpoint_of(name: str, dtype: str = "bfloat16") -> Path:
-    """The folder of a preset, written when it is needed for the first time."""
+    """The folder of a preset, written at the first use."""
     config = preset(name)
     check_writable(name, config)
     folder = cache_folder() / f"{name}-{dtype}"
@@ -54,17 +54,17 @@ def checkpoint_of(name: str, dtype: str = "bfloat16") -> Path:
 
 
 def check_writable(name: str, config: ModelConfig) -> None:
-    """Refuse what is no plain decoder."""
+    """Reject models that are not plain decoders."""
     plain = config.mla is None and config.moe is None and config.rope.rope_type == "default"
     if config.family not in ARCHITECTURES or not plain:
         raise UnsupportedFeatureError(
-            f"preset:{name} cannot be written as a checkpoint for other engines; compare with a "
-            "folder of yours, or leave out --vs."
+            f"preset:{name} cannot be written as a checkpoint for other engines; give the folder "
+            "of a checkpoint, or leave out --vs."
         )
 
 
 def write_checkpoint(config: ModelConfig, folder: Path, dtype: str = "bfloat16") -> None:
-    """config.json, generation_config.json, model.safetensors and a tokenizer."""
+    """Write config.json, generation_config.json, model.safetensors and a tokenizer."""
     from safetensors.torch import save_file
 
     from minillm.models.decoder import Decoder
@@ -83,7 +83,7 @@ def write_checkpoint(config: ModelConfig, folder: Path, dtype: str = "bfloat16")
 
 
 def huggingface_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The fields that the four families share, with RoPE under its new and its old name."""
+    """The config.json of the four families; RoPE's theta is under its new and its old name."""
     windows = set(config.sliding_windows)
     return {
         "architectures": [ARCHITECTURES[config.family]],
@@ -113,7 +113,7 @@ def huggingface_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def write_tokenizer(config: ModelConfig, folder: Path) -> None:
-    """One token per byte, fillers, and the end token as the last id."""
+    """Write a tokenizer: one token per byte, filler tokens, and the end token as the last id."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -136,5 +136,5 @@ def write_tokenizer(config: ModelConfig, folder: Path) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """One JSON file, to be read by people too."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -1,8 +1,7 @@
-"""What a sum and a gather of two ranks take: microseconds, by kind of communicator and by size.
+"""Latency of all-reduce (sum) and all-gather over two ranks, by communicator and message size.
 
-The ranks are processes with one thread each. They call without a pause, so that none waits for the
-other to arrive; a number is the median of many calls, as rank 0 sees them. Threads (the kind for
-tests) are not measured.
+The ranks are processes with one thread each that call without a pause. A figure is the median of
+many calls on rank 0, in microseconds. The thread communicator, which is for tests, is not measured.
 """
 
 import argparse
@@ -27,20 +26,20 @@ from minillm.parallel.shared_memory import SharedGroup, SharedMemoryCommunicator
 from minillm.plan.machine import cpu_name
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.collectives                     gloo, and shared memory
+  python -m minillm.lab.benchmarks.collectives                     gloo and shared memory
   python -m minillm.lab.benchmarks.collectives --calls 1000 --json FILE
-  python -m minillm.lab.benchmarks.collectives --calls 3           does it run at all?
+  python -m minillm.lab.benchmarks.collectives --calls 3           check that it runs
 """
 RANKS = 2
 CALLS = ("sum", "gather")
 SIZES = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22)  # bytes
-SECONDS = 1.0  # at most, for one number
+SECONDS = 1.0  # limit for one figure
 TIMEOUT = 300.0
 Rows = list[dict[str, str | int | float]]
 
 
 def measure(kind: str, calls: int) -> Rows:
-    """Start the ranks, and return what rank 0 has measured.
+    """Start the ranks, and return the measurements of rank 0.
 
     Raises:
         MinillmError: a rank failed; UnsupportedFeatureError where memory cannot be shared.
@@ -79,7 +78,7 @@ def measure(kind: str, calls: int) -> Rows:
 
 
 def be_rank(kind: str, rank: int, place: int, calls: int) -> None:
-    """Measure, and print JSON: a process of its own."""
+    """Run one rank in this process; rank 0 prints the measurements as JSON."""
     torch.set_num_threads(1)
     communicator: Communicator
     if kind == "gloo":
@@ -96,12 +95,12 @@ def be_rank(kind: str, rank: int, place: int, calls: int) -> None:
     if rank == 0:
         sys.stdout.write(json.dumps(rows))
         sys.stdout.flush()
-    communicator.sum(torch.zeros(1))  # nobody closes what another one still uses
+    communicator.sum(torch.zeros(1))  # a barrier: no rank closes while another is still measuring
     communicator.close()
 
 
 def microseconds(communicator: Communicator, name: str, part: torch.Tensor, calls: int) -> float:
-    """The median of some calls. All ranks make as many, which rank 0 decides."""
+    """The median of some calls, in microseconds; rank 0 decides the number of calls."""
     call = getattr(communicator, name)
     begin = perf_counter()
     for _ in range(3):
@@ -117,9 +116,9 @@ def microseconds(communicator: Communicator, name: str, part: torch.Tensor, call
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then print the table and JSON."""
+    """Measure, and print the table and JSON."""
     parser = benchmark_parser("collectives", __doc__, EXAMPLES)
-    parser.add_argument("--calls", type=int, default=500, help="of which the median is taken")
+    parser.add_argument("--calls", type=int, default=500, help="calls per median (500)")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.rank:
@@ -128,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     terminal, reason = Terminal(), why_not()
     rows = measure("gloo", chosen.calls) + ([] if reason else measure("shared", chosen.calls))
-    terminal.heading(f"Two ranks: microseconds on {cpu_name()}")
+    terminal.heading(f"Two ranks: microseconds per call on {cpu_name()}")
     shown = [
         [str(row["kind"]), str(row["dtype"]), f"{int(row['bytes']) // 1024:,}"]
         + [f"{row[call]:,.1f}" for call in CALLS]

@@ -1,8 +1,7 @@
-"""`minillm bench decode|prefill|offline`: this engine, alone or beside others, over the bound.
+"""`minillm bench decode|prefill|offline`: minillm and other engines against the roofline bound.
 
-What must happen at least is counted by `minillm.plan.cost` (bytes of weights and cache,
-operations of products), how fast it could happen is measured before and after (`ceiling.py`), and
-how it is measured fairly is in `contest.py`.
+`plan/cost.py` counts the bytes and operations of a step, `ceiling.py` measures the machine's rates
+before and after, and `contest.py` runs the engines in turn.
 """
 
 import platform
@@ -22,18 +21,18 @@ from minillm.lab.benchmarks.engine_process import OWN, EngineProcess, MissingPee
 from minillm.lab.benchmarks.lengths import LENGTHS
 from minillm.plan.cost import StepCost, kv_bytes_per_token, step_cost
 
-BUDGET = 2048  # tokens of a step, or all prompts of the batch: no engine cuts them up
-SLACK = 160  # tokens of cache beyond the sequences: a block of the engine with the largest ones
+BUDGET = 2048  # tokens of a step, or all prompts of the batch: prompts are not chunked
+SLACK = 160  # spare KV-cache tokens per sequence: one block of the engine with the largest blocks
 OFFLINE_SEED = 9
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked for."""
+    """The comparison to run."""
 
     what: str  # "decode", "prefill" or "offline"
-    name: str  # of the model, as it was given
-    model: str  # what the engines open: a folder, or a preset where only ours takes part
+    name: str  # the model as it was given
+    model: str  # what the engines load: a folder, or a preset if minillm runs alone
     config: ModelConfig
     cases: tuple[Case, ...]
     repeats: int
@@ -43,26 +42,26 @@ class Work:
     device: str = "cpu"
     timeout: float = 900.0
     requests: int = 0
-    lengths: str = "lognormal"  # of the offline requests
-    extra: int = 0  # further repeats, where others disturbed some
-    fresh: bool = True  # measure the ceilings now; else those known of this machine are enough
+    lengths: str = "lognormal"  # distribution of the lengths of offline requests
+    extra: int = 0  # additional repeats to replace disturbed ones
+    fresh: bool = True  # measure the ceilings now instead of using stored ones
 
 
 Start = Callable[[str, Work, Path], Any]
 
 
 def start_process(name: str, work: Work, log: Path) -> EngineProcess:
-    """The engine in its own environment."""
+    """Start an engine in its own environment."""
     return EngineProcess.start(name, work.threads, log, work.timeout)
 
 
 def options(work: Work) -> dict[str, Any]:
-    """What every engine is told when it loads the model."""
+    """The options with which every engine loads the model."""
     longest = max(case.context + case.new_tokens for case in work.cases)
     batch = max(case.batch for case in work.cases)
     prompts = max(case.batch * case.context for case in work.cases)
     num_tokens = batch * (longest + SLACK)
-    if work.what == "offline":  # steps as every engine likes them, room for the requests there are
+    if work.what == "offline":  # each engine's own step size, and a KV cache for all requests
         ids, lengths = offline_requests(work, work.cases[0])
         prompts, sums = 0, sorted(len(each) + n for each, n in zip(ids, lengths, strict=True))
         num_tokens = sum(sums[-batch:]) + batch * SLACK
@@ -83,7 +82,7 @@ def options(work: Work) -> dict[str, Any]:
 def contest_of(
     work: Work, say: Callable[[str], Any], start: Start = start_process
 ) -> Iterator[Contest]:
-    """The engines that are there, with the model loaded; they end with the block."""
+    """The installed engines, with the model loaded; they are closed at the end of the block."""
     contestants, skipped = [], {}
     contest = Contest([], work.config.vocab_size, say)
     try:
@@ -105,7 +104,7 @@ def contest_of(
 def measure(
     work: Work, say: Callable[[str], Any] = lambda what: None, start: Start = start_process
 ) -> dict[str, Any]:
-    """Everything about this work as plain data; see `as_json`."""
+    """Run the comparison; returns JSON data."""
     say("measuring the ceilings")
     before = measure_ceiling(work.device, work.threads, work.fresh)
     scores: list[Score] = []
@@ -138,7 +137,7 @@ def measure(
 
 
 def cost_of(work: Work, case: Case) -> StepCost:
-    """What a step must do at least: a decode step in the middle, or the step of the prompts."""
+    """Bytes and operations of the decode step in the middle of a run, or of the prefill."""
     if work.what == "prefill":
         lengths = [case.context] * case.batch
         return step_cost(work.config, lengths, lengths, dtype=work.dtype)
@@ -147,7 +146,7 @@ def cost_of(work: Work, case: Case) -> StepCost:
 
 
 def step_seconds(work: Work, run: Run) -> float:
-    """Of one decode step, or of all prompts."""
+    """Seconds of one decode step, or of the prefill of all prompts."""
     return run.prefill_seconds if work.what == "prefill" else run.decode_seconds / run.steps
 
 
@@ -159,7 +158,7 @@ def rate(work: Work, case: Case, run: Run) -> float:
 
 
 def result(work: Work, score: Score, ceiling: Ceiling) -> dict[str, Any]:
-    """One engine at one case: every repeat, and the share of the bound of the median."""
+    """JSON data of one engine at one case: all repeats, and the median over the bound."""
     case, cost = score.case, cost_of(work, score.case)
     times = [step_seconds(work, run) for run in score.runs]
     memory, compute = cost.total_bytes / ceiling.bandwidth, cost.flops / ceiling.rate(work.dtype)
@@ -182,7 +181,7 @@ def result(work: Work, score: Score, ceiling: Ceiling) -> dict[str, Any]:
 
 
 def offline(work: Work, contest: Contest) -> list[dict[str, Any]]:
-    """Requests of mixed lengths, all at once, through the whole of each engine."""
+    """Offline throughput: requests of mixed lengths, all submitted at once."""
     (case,) = work.cases
     prompts, lengths = offline_requests(work, case)
     runs = contest.play_offline(prompts, lengths, work.repeats, work.extra)
@@ -204,7 +203,7 @@ def offline(work: Work, contest: Contest) -> list[dict[str, Any]]:
 
 
 def offline_requests(work: Work, case: Case) -> tuple[list[list[int]], list[int]]:
-    """Prompts and lengths of answers: `case` has the most that either may have."""
+    """Prompts and output lengths; `case` holds their maximum lengths."""
     rng = random.Random(OFFLINE_SEED)
     draw = LENGTHS[work.lengths]
     prompts, lengths = draw(work.requests, OFFLINE_SEED, case.context, case.new_tokens)
@@ -213,7 +212,7 @@ def offline_requests(work: Work, case: Case) -> tuple[list[list[int]], list[int]
 
 
 def statement(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """This engine beside the best of the others, case by case, medians."""
+    """minillm against the best peer, for each case, by medians."""
     lines = []
     for own in results:
         if own["engine"] != OWN:
@@ -229,8 +228,8 @@ def statement(results: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(f"{where}: {ratio:.2f} times the best peer, {best['engine']}.")
         if own.get("outside_model") is not None:
             lines.append(
-                f"{own['outside_model']:.1%} of the time of {OWN} went outside the model: "
-                "scheduling, books and texts."
+                f"{own['outside_model']:.1%} of {OWN}'s time was host overhead outside the model: "
+                "scheduling, bookkeeping and detokenization."
             )
     return lines
 

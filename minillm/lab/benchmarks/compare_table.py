@@ -1,4 +1,4 @@
-"""What `minillm bench` shows of a comparison."""
+"""The table that `minillm bench decode|prefill|offline` prints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from minillm.lab.benchmarks.others import DISTURBED, disturbance
 
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:
-    """A heading, the table, and what it says."""
+    """Print a heading, the table, and the conclusions."""
     terminal.heading(
         f"{found['benchmark']}: {found['model']}, {found['dtype']}, {found['threads']} threads, "
         f"{found['machine']}"
@@ -21,7 +21,7 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
 
 
 def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """A row per case and engine."""
+    """Header and rows: one row per case and engine."""
     prefill, rows, shown = found["benchmark"] == "prefill", [], ""
     for one in found["results"]:
         name = f"B={one['batch']} ctx {one['context']}"
@@ -44,7 +44,7 @@ def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def offline_table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """A row per engine."""
+    """Header and rows: one row per engine."""
     rows = [
         [
             one["engine"],
@@ -58,18 +58,18 @@ def offline_table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
 
 
 def in_brief(values: Mapping[str, float]) -> str:
-    """``98 101 104``: least, median, most."""
+    """Minimum, median and maximum: ``98 101 104``."""
     return " ".join(digits(values[name]) for name in ("min", "median", "max"))
 
 
 def remarks(found: Mapping[str, Any]) -> list[str]:
-    """The ceilings, who took part, who did not, and whether others disturbed."""
+    """Lines about the ceilings, the engines, skipped engines, and disturbance."""
     lines = []
     for when, one in found["ceiling"].items():
         ways = ", ".join(f"{name} {amount(rate, 'B/s')}" for name, rate in one["ways"].items())
-        disturbed = f" (others used {one['others']:.0%})" * (one["others"] > DISTURBED)
+        disturbed = f" (other programs used {one['others']:.0%})" * (one["others"] > DISTURBED)
         rate = amount(one["flops"], "FLOP/s")
-        lines.append(f"Ceilings {when}{disturbed}: {rate} in bf16; reading: {ways}.")
+        lines.append(f"Ceilings {when}{disturbed}: {rate} in bf16; bandwidth: {ways}.")
     for name, facts in found["engines"].items():
         export = facts.get("export_seconds")
         lines.append(

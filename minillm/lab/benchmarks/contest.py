@@ -1,15 +1,13 @@
-"""Several engines at the same work, in turn.
+"""Runs several engines on the same workload, in turn.
 
-Every engine runs a case once to warm up, and then once per repeat: within a repeat one engine
-after the other has the machine to itself, each repeat beginning with another one, so that a bad
-minute of a shared machine falls on all of them. Prompts are random token ids, the same for all;
-greedy, the end-of-sequence token ignored, no prefix cache.
+Every engine runs a case once to warm up, and then once per repeat. Within a repeat the engines run
+one after the other, each alone on the machine; every repeat starts with a different engine, so that
+disturbances of a shared machine affect all engines. Prompts are the same random token ids for all;
+decoding is greedy, ignores the end token, and uses no prefix cache.
 
-**What counts as decoding.** The clock starts when every sequence of the batch has its first token
-and stops when the first of them is complete: in between every step brings one token to each, so a
-prompt of any length costs nothing, whether an engine computes all prompts in its first step or in
-several. That is (time of prompt + n tokens) - (time of prompt + 1 token) taken in one run instead
-of two, whose difference would have the noise of two prompts. **Prefill** is the time until the
+**Decode time** starts when every sequence of the batch has its first token and stops when the first
+sequence is complete. Every step in between yields one token per sequence, so prefill is excluded,
+whether an engine computes all prompts in one step or in several. **Prefill time** ends when the
 last sequence has its first token.
 """
 
@@ -22,13 +20,13 @@ from typing import Any, Protocol, TypeVar
 from minillm.lab.benchmarks.engine_process import EngineFailedError
 from minillm.lab.benchmarks.others import DISTURBED, watching
 
-WARM_UP = 8  # requests of the offline work
+WARM_UP = 8  # warm-up requests of the offline workload
 Row = Sequence[float]  # seconds, new tokens, sequences started, sequences complete
 
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` prompts of `context` tokens, continued by `new_tokens` each."""
+    """`batch` prompts of `context` tokens, with `new_tokens` output tokens each."""
 
     batch: int
     context: int
@@ -40,8 +38,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one engine: until all have their first token, and then `steps` decode steps that
-    brought `tokens`. `others` is the share of the processors that other programs used."""
+    """One run of one engine: prefill time, and `steps` decode steps that yielded `tokens`. `others`
+    is the fraction of the processors that other programs used."""
 
     prefill_seconds: float
     decode_seconds: float
@@ -52,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """One run of mixed requests; only this engine tells which part was not the model."""
+    """One offline run; only minillm reports the fraction of the time outside the model."""
 
     seconds: float
     tokens: int
@@ -65,7 +63,7 @@ AnyRun = TypeVar("AnyRun", Run, OfflineRun)
 
 @dataclass
 class Score:
-    """All runs of one engine at one case."""
+    """All counted runs of one engine at one case."""
 
     engine: str
     case: Case
@@ -73,7 +71,7 @@ class Score:
 
 
 class Contestant(Protocol):
-    """What takes part: an `EngineProcess`, or a stand-in of the tests."""
+    """The interface of an engine in a contest: an `EngineProcess`, or a fake in tests."""
 
     name: str
     group: int
@@ -82,29 +80,29 @@ class Contestant(Protocol):
         """Answer a request, or raise EngineFailedError."""
 
     def pause(self) -> None:
-        """Use no processor from now on."""
+        """Stop using the processor."""
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue after `pause`."""
 
     def close(self) -> None:
         """End."""
 
 
 def decode_run(rows: Sequence[Row], case: Case, others: float = 0.0) -> Run:
-    """The two parts of a run. Raises EngineFailedError where the rows do not add up."""
+    """Split a run into prefill and decode; raises EngineFailedError for inconsistent rows."""
     total = sum(int(row[1]) for row in rows)
     if total != case.batch * case.new_tokens:
         raise EngineFailedError(
-            f"{total} tokens came where {case.batch} x {case.new_tokens} were asked for."
+            f"The engine returned {total} tokens instead of {case.batch} x {case.new_tokens}."
         )
     first = next(place for place, row in enumerate(rows) if row[2] == case.batch)
     last = next(place for place, row in enumerate(rows) if row[3] > 0)
     start = rows[first][0]
     if case.new_tokens > 1 and last <= first:
         raise EngineFailedError(
-            f"a sequence was complete before all had begun, so there is no step in which all "
-            f"{case.batch} decode; ask for more new tokens."
+            f"The first sequence was complete before the last one had started, so no step decodes "
+            f"all {case.batch}; use more new tokens."
         )
     return Run(
         prefill_seconds=start,
@@ -116,13 +114,13 @@ def decode_run(rows: Sequence[Row], case: Case, others: float = 0.0) -> Run:
 
 
 def prompts_of(case: Case, vocab_size: int, seed: int) -> list[list[int]]:
-    """Random prompts. The last id is left out: it may be a special one."""
+    """Random prompts, without the last id, which may be a special token."""
     rng = random.Random(f"{seed} {case}")
     return [rng.choices(range(max(1, vocab_size - 1)), k=case.context) for _ in range(case.batch)]
 
 
 class Contest:
-    """Runs cases; an engine that fails is out, with a sentence in `failed`."""
+    """Runs cases; an engine that fails is removed, and `failed` holds its error message."""
 
     def __init__(
         self,
@@ -136,7 +134,7 @@ class Contest:
         self._vocab_size, self._say = vocab_size, say
 
     def open(self, options: Mapping[str, Any]) -> None:
-        """Load the model in one engine after the other."""
+        """Load the model in each engine, one after the other."""
         for one in list(self.active):
             self._say(f"{one.name} loads the model")
             answer = self._ask(one, {"do": "open", **options})
@@ -144,7 +142,8 @@ class Contest:
                 self.facts[one.name] = answer[0]
 
     def _ask(self, one: Contestant, request: Mapping[str, Any]) -> tuple[Any, float] | None:
-        """The answer of one engine that has the machine to itself, and what others used of it."""
+        """Run one request while all other engines are paused; returns the answer and the fraction
+        of the processors that other programs used."""
         one.resume()
         try:
             with watching([one.group]) as watch:
@@ -161,12 +160,12 @@ class Contest:
         one.close()
 
     def turns(self, number: int) -> list[Contestant]:
-        """The order of a repeat: each begins with another engine."""
+        """The order of the engines in a repeat, rotated by one for each repeat."""
         start = number % len(self.active) if self.active else 0
         return self.active[start:] + self.active[:start]
 
     def play(self, case: Case, repeats: int, extra: int = 0) -> list[Score]:
-        """One case, `repeats` times."""
+        """Run one case `repeats` times."""
 
         def request(number: int) -> dict[str, Any]:
             prompts = prompts_of(case, self._vocab_size, number)
@@ -181,7 +180,7 @@ class Contest:
     def play_offline(
         self, prompts: list[list[int]], lengths: list[int], repeats: int, extra: int = 0
     ) -> dict[str, list[OfflineRun]]:
-        """All requests at once, `repeats` times; a few of them warm up."""
+        """Run all requests at once, `repeats` times, after a warm-up with a few of them."""
 
         def request(number: int) -> dict[str, Any]:
             some = slice(None, WARM_UP if number < 0 else None)
@@ -190,7 +189,9 @@ class Contest:
         def read(answer: Any, others: float) -> OfflineRun:
             run = OfflineRun(**answer, others=others)
             if run.tokens not in (sum(lengths), sum(lengths[:WARM_UP])):
-                raise EngineFailedError(f"{run.tokens} tokens came where {sum(lengths)} were due.")
+                raise EngineFailedError(
+                    f"The engine returned {run.tokens} tokens instead of {sum(lengths)}."
+                )
             return run
 
         return self._collect(f"{len(prompts)} requests", request, read, repeats, extra)
@@ -203,8 +204,8 @@ class Contest:
         repeats: int,
         extra: int,
     ) -> dict[str, list[AnyRun]]:
-        """`repeats` undisturbed runs of every engine, or what there is after `extra` more; those
-        of an engine that failed on the way do not count."""
+        """Collect `repeats` undisturbed runs of every engine, with up to `extra` more repeats to
+        replace disturbed runs. Engines that fail are left out."""
         runs: dict[str, list[AnyRun]] = {one.name: [] for one in self.active}
         for number in range(-1, repeats + extra):  # the first warms up
             calm = (len(undisturbed(runs[one.name])) >= repeats for one in self.active)
@@ -220,7 +221,7 @@ class Contest:
     def _run(
         self, one: Contestant, request: Mapping[str, Any], read: Callable[[Any, float], AnyRun]
     ) -> AnyRun | None:
-        """One run of one engine; None where it failed, and then it is out."""
+        """One run of one engine; an engine that fails is removed, and None is returned."""
         answer = self._ask(one, request)
         if answer is None:
             return None
@@ -228,33 +229,33 @@ class Contest:
             return read(*answer)
         except EngineFailedError as error:
             self._drop(one, f"{one.name}: {error}")
-        except (TypeError, ValueError, LookupError, StopIteration):  # whatever a worker may say
-            self._drop(one, f"{one.name} answered {str(answer[0])[:60]!r}, which makes no sense.")
+        except (TypeError, ValueError, LookupError, StopIteration):  # malformed answer
+            self._drop(one, f"{one.name} returned an invalid answer: {str(answer[0])[:60]!r}.")
         return None
 
     def close(self) -> None:
-        """End all engines."""
+        """Close all engines."""
         for one in self.active:
             one.close()
 
 
 def turn_name(number: int) -> str:
-    """What a repeat is called while it runs."""
+    """The name of a repeat in progress messages."""
     return "warm-up" if number < 0 else f"run {number + 1}"
 
 
 def undisturbed(runs: Sequence[AnyRun]) -> list[AnyRun]:
-    """Those during which other programs were quiet."""
+    """The runs during which other programs used little of the processors."""
     return [run for run in runs if run.others <= DISTURBED]
 
 
 def calmest(runs: Sequence[AnyRun], count: int) -> list[AnyRun]:
-    """The `count` least disturbed runs, in the order in which they were made. Chosen by what
-    others did, never by how long they took."""
+    """The `count` least disturbed runs, in their original order; selected by the processor use of
+    other programs, never by their own duration."""
     order = sorted(range(len(runs)), key=lambda place: (max(runs[place].others, DISTURBED), place))
     return [runs[place] for place in sorted(order[:count])]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Least, median and most."""
+    """Minimum, median and maximum."""
     return {"min": min(values), "median": median(values), "max": max(values)}

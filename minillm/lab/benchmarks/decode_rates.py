@@ -1,10 +1,11 @@
-"""The five rates of `lab/decode_law.py`, each measured apart from the steps they are to explain.
+"""Measures the five rates of the step-time model of `lab/decode_law.py`, independently of the steps
+that the model predicts.
 
-* Products: matrices with the model's inner sizes and together as large as the model (or 256 MiB),
-  but not its own, at one row and at the largest batch.
-* Pages: decode attention alone, 16 sequences of 1,024 positions in shuffled blocks.
-* Overhead: decode steps of a twin, an engine whose model has as many layers, heads and words, and
-  next to no weights, behind 32 tokens; alone and at the largest batch.
+* Products: matrices with the model's inner sizes and its total size (at most 256 MiB), with random
+  weights, at one row and at the largest batch.
+* Pages: decode attention alone, batch 16, context 1,024, in shuffled blocks.
+* Overhead: decode steps of a twin, an engine whose model has as many layers, heads and vocabulary
+  entries but almost no weights, at context 32, batch 1 and the largest batch.
 """
 
 import json
@@ -37,26 +38,26 @@ from minillm.ops.batch import Batch
 from minillm.plan.cost import step_cost
 from minillm.plan.parameters import all_products
 
-MOST_BYTES = 2**28  # of weights in a probe: no cache keeps them, and it takes milliseconds
+MOST_BYTES = 2**28  # weights of a probe: larger than any cache, read in milliseconds
 PAGE_BYTES = 2**28
-SEQUENCES, POSITIONS = 16, 1024  # of the probe of attention
+SEQUENCES, POSITIONS = 16, 1024  # batch and context of the attention probe
 TWIN_SIZE = 32
 TWIN_CONTEXT = 32
-CALLS = 5  # of each probe in a round
+CALLS = 5  # calls of each probe in a round
 TWIN_STEPS = 8
 
 
 def check_explainable(name: str, config: ModelConfig) -> None:
-    """The probes are made for dense decoders."""
+    """Reject models for which there are no probes: only dense decoders are supported."""
     if config.mla is not None or config.moe is not None or config.family not in ARCHITECTURES:
         raise UnsupportedFeatureError(
             f"'minillm bench scale' explains dense decoders of the families "
-            f"{', '.join(ARCHITECTURES)} only; {name} is none."
+            f"{', '.join(ARCHITECTURES)} only; {name} is not one of them."
         )
 
 
 class DecodeProbes:
-    """What is measured once per round; the rates are medians over all rounds."""
+    """All probes, run once per round; the rates are medians over the rounds."""
 
     def __init__(self, config: ModelConfig, dtype: str, batch: int, tokenizer: str | None = None):
         self.config, self.dtype, self.batch = config, dtype, batch
@@ -66,11 +67,11 @@ class DecodeProbes:
         self.rounds: list[Calm[dict[str, list[float]]]] = []
 
     def run(self) -> None:
-        """One round."""
+        """Run one round."""
         self.rounds.append(calmly(self._round))
 
     def _round(self) -> dict[str, list[float]]:
-        """Seconds of every probe, several times."""
+        """Several timings of every probe, in seconds."""
         found: dict[str, list[float]] = {"stream": [], "matrix": []}
         for _ in range(CALLS):
             found["stream"].append(self._products.seconds(1))
@@ -82,7 +83,7 @@ class DecodeProbes:
         return found
 
     def rates(self) -> DecodeRates:
-        """Medians, as rates. What the twin's own few weights took is not overhead."""
+        """The rates, from medians. The predicted time of the twin's weights is not overhead."""
         calm = [each.value for each in calmest(self.rounds)]
         middle = {
             name: median(seconds for found in calm for seconds in found[name]) for name in calm[0]
@@ -102,7 +103,7 @@ class DecodeProbes:
         return products + cost.kv_read_bytes / pages
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._twin.close()
 
 
@@ -110,8 +111,8 @@ class DecodeProbes:
 
 
 class Products:
-    """A long matrix for each inner size of a model, in the proportions of the model: few calls, so
-    that what a call costs does not count."""
+    """One long matrix for each inner size of a model, in the model's proportions. There are few
+    calls, so the overhead of a call is negligible."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, batch: int):
         shapes = matrix_shapes(config, MOST_BYTES // dtype.itemsize)
@@ -130,17 +131,17 @@ class Products:
         pack(self._linears)
 
     def flops(self, rows: int) -> int:
-        """Operations of all products at so many rows."""
+        """Operations of all products with `rows` rows."""
         return 2 * rows * self._parameters
 
     @torch.inference_mode()
     def seconds(self, rows: int) -> float:
-        """Of all products once."""
+        """Seconds of all products, once."""
         return clocked(lambda: [each(self._inputs[rows, each]) for each in self._linears])
 
 
 def pack(linears: list[Linear]) -> None:
-    """As `pack_weights` does with a model's."""
+    """Pack the weights as `pack_weights` packs those of a model."""
     panels = [each for each in linears if cpu.takes_panels(each.values())]
     if panels:
         into_panels([*panels])
@@ -150,8 +151,8 @@ def pack(linears: list[Linear]) -> None:
 
 
 def matrix_shapes(config: ModelConfig, most: int) -> list[tuple[int, int]]:
-    """(inner size, outputs) of one matrix for each inner size: the model's, one below the other,
-    shortened in proportion where that is more than `most` parameters."""
+    """(inner size, outputs) of one matrix per inner size: the model's matrices stacked, scaled down
+    in proportion if they have more than `most` parameters."""
     outputs: Counter[int] = Counter({config.hidden_size: config.vocab_size})
     for product in all_products(config):
         outputs[product.inputs] += product.outputs
@@ -163,7 +164,7 @@ def matrix_shapes(config: ModelConfig, most: int) -> list[tuple[int, int]]:
 
 
 class Pages:
-    """Attention of one token per sequence, layer after layer, over a cache of its own."""
+    """Decode attention of all layers, over its own KV cache."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         spec = cache_spec(config)
@@ -182,7 +183,7 @@ class Pages:
 
     @torch.inference_mode()
     def seconds(self) -> float:
-        """Of all layers once."""
+        """Seconds of all layers, once."""
         attend, query, batch, scale = self._kv.attend, self._query, self._batch, self._scale
         return clocked(
             lambda: [attend(layer, query, batch, scale, None) for layer in range(self._layers)]
@@ -190,7 +191,7 @@ class Pages:
 
 
 def decode_batch(tables: torch.Tensor) -> Batch:
-    """The last token of as many sequences as there are tables, which are full."""
+    """A decode batch: the last token of each sequence whose full block table is given."""
     count = len(tables)
     last = torch.full((count,), tables.shape[1] * CPU_BLOCK_SIZE - 1)
     return Batch(
@@ -209,7 +210,7 @@ def decode_batch(tables: torch.Tensor) -> Batch:
 
 
 def twin_config(config: ModelConfig) -> ModelConfig:
-    """As many layers, heads and words, and inner sizes that weigh nothing."""
+    """A config with the same layers, heads and vocabulary, and minimal inner sizes."""
     return replace(
         config,
         hidden_size=TWIN_SIZE,
@@ -220,7 +221,7 @@ def twin_config(config: ModelConfig) -> ModelConfig:
 
 
 def twin_of(config: ModelConfig, dtype: str, batch: int, tokenizer: str | None) -> DecodeSteps:
-    """An engine of the twin, ready to be timed; it makes text where the model does."""
+    """An engine of the twin, ready to be timed; it detokenizes if the model has a tokenizer."""
     with TemporaryDirectory() as folder:
         fields = huggingface_config(twin_config(config), dtype)
         (Path(folder) / "config.json").write_text(json.dumps(fields))

@@ -1,10 +1,10 @@
-"""Decode steps of the real engine behind long contexts that nobody had to compute.
+"""Times decode steps of the real engine at long contexts, without computing the prompts.
 
-What keys and values say does not change how long attention takes; where they lie does. So prompts
-are "computed" by a stand-in for the model that returns zeros, in one step of the real scheduler and
-runner, over a cache that was filled with random numbers once, and whose free blocks were shuffled,
-as those of a pool are that has been used for a while. From then on the model is the real one, and a
-step is `Engine.step`: planning, preparing, all layers, logits, choosing tokens, the books.
+The values in the KV cache do not affect the time of attention; the order of its blocks does. The
+cache is therefore filled with random numbers once and its free blocks are shuffled, as in a pool
+that has been in use. A stand-in model that returns zeros "computes" the prompts in one step of the
+real scheduler and runner. The timed steps use the real model: they are calls of `Engine.step`, with
+scheduling, input preparation, all layers, logits, sampling and bookkeeping.
 """
 
 import random
@@ -27,17 +27,17 @@ from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
 from minillm.scheduling.data_parallel import schedulers_of
 
-NOT_TIMED = 3  # tokens of a sequence around those that are timed: two before, one to come
+NOT_TIMED = 3  # tokens of a sequence that are not timed: two before the timed ones, one after
 SEED = 12
 
 
 class StepsFailedError(MinillmError, RuntimeError):
-    """The engine did something else than to decode one token of each sequence."""
+    """A step did not decode exactly one token of each sequence."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step: whole, and in the model (layers and logits) and in choosing tokens."""
+    """Seconds of one step: in total, in the model (layers and logits), and in sampling."""
 
     seconds: float
     model: float
@@ -45,31 +45,33 @@ class Step:
 
     @property
     def host(self) -> float:
-        """The rest: scheduling, preparing inputs, books and outputs."""
+        """Host overhead: scheduling, input preparation, bookkeeping and outputs."""
         return self.seconds - self.model - self.sampling
 
 
 class HollowModel:
-    """Zeros instead of hidden states, at no cost; logits are the model's own."""
+    """A stand-in model: returns zeros as hidden states; logits are computed by the real model."""
 
     def __init__(self, model: Decoder):
         self._zeros = torch.zeros_like(model.norm.weight)[None]  # [1, d]
         self.logits = model.logits
 
     def __call__(self, batch: Batch, kv: AttentionBackend) -> Tensor:
-        """[N, d], one row of memory."""
+        """Zeros [N, d], a view of one row."""
         return self._zeros.expand(len(batch.input_ids), -1)
 
 
 class DecodeSteps:
-    """An engine on a CPU whose decode steps are timed; its cache is filled here."""
+    """An engine on a CPU with a filled KV cache, whose decode steps are timed."""
 
     def __init__(self, args: EngineArgs, detokenize: bool = True):
         self.engine = Engine(args)
         self._detokenize = detokenize
         runner, pool = runner_of(self.engine.runner), self.engine.scheduler.blocks.pool
         if not isinstance(runner.model, Decoder):
-            raise StepsFailedError("A deterministic engine has no decode steps of one token each.")
+            raise StepsFailedError(
+                "Decode steps of a deterministic engine cannot be timed; leave out deterministic."
+            )
         self._model = runner.model
         fill_with_numbers(runner.kv.key)
         fill_with_numbers(runner.kv.value)
@@ -78,8 +80,8 @@ class DecodeSteps:
         pool.release(blocks)
 
     def run(self, batch: int, context: int, count: int) -> list[Step]:
-        """`count` steps of `batch` sequences; in the last one attention meets `context` - 2
-        positions of each."""
+        """Time `count` steps of `batch` sequences; the last step attends to `context` - 2 positions
+        of each."""
         engine = self.engine
         params = SamplingParams(
             temperature=0.0,
@@ -102,13 +104,13 @@ class DecodeSteps:
                 engine.abort(name)
 
     def _step(self, batch: int) -> float:
-        """Seconds of one step of all sequences."""
+        """Seconds of one step; checks that every sequence got one token."""
         start = perf_counter()
         touched = self.engine.step()
         seconds = perf_counter() - start
         if len(touched) != batch or any(live.finished for live in touched):
             raise StepsFailedError(
-                f"{len(touched)} of {batch} sequences were in a step, or some had ended in it."
+                f"A step had {len(touched)} of {batch} sequences, or finished some of them."
             )
         return seconds
 
@@ -118,7 +120,7 @@ class DecodeSteps:
 
     @contextmanager
     def _hollow(self, budget: int) -> Iterator[None]:
-        """All prompts fit into one step, and cost nothing."""
+        """For the block, use the stand-in model and a token budget that fits all prompts."""
         (scheduler,), runner = schedulers_of(self.engine.scheduler), runner_of(self.engine.runner)
         config = scheduler.config
         large = replace(config, max_num_batched_tokens=max(budget, config.max_num_batched_tokens))
@@ -132,13 +134,13 @@ class DecodeSteps:
             runner.model = self._model
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.engine.close()
 
 
 def fill_with_numbers(cache: Tensor) -> None:
-    """Random numbers everywhere: memory that was never written is one page of zeros, which stays in
-    the processor's cache however often it is mapped."""
+    """Fill with random numbers. Memory that was never written maps to a single page of zeros, which
+    the CPU's cache would hold."""
     generator = torch.Generator().manual_seed(SEED)
     block = torch.randn(cache.shape[2:], generator=generator)
     cache.copy_(block.to(cache.dtype))
@@ -146,7 +148,7 @@ def fill_with_numbers(cache: Tensor) -> None:
 
 @contextmanager
 def parts_timed(runner: Runner) -> Iterator[dict[str, float]]:
-    """Adds up the seconds in the model and in choosing tokens; afterwards all is as before."""
+    """For the block, accumulate the seconds in the model and in sampling."""
     parts = {"model": 0.0, "sampling": 0.0}
     watched: list[tuple[Any, str, str]] = [
         (runner.model, "forward", "model"),
@@ -166,7 +168,7 @@ def parts_timed(runner: Runner) -> Iterator[dict[str, float]]:
 
 
 def timed(run: Callable, parts: dict[str, float], name: str) -> Callable:
-    """The same function, which adds its seconds to a part."""
+    """Wrap a function so that it adds its seconds to `parts[name]`."""
 
     def run_and_add(*args: Any, **more: Any) -> Any:
         start = perf_counter()

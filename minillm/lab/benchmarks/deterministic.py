@@ -1,8 +1,8 @@
-"""What deterministic mode costs: milliseconds per step with the mode off and on.
+"""Cost of deterministic mode: milliseconds per step with the mode off and on.
 
-Two engines of the same model with random weights take turns, step by step, so that whatever else
-the machine does meets both. A number is the median of its steps; beside the ratio stands the range
-in which the middle half of the ratios of neighbouring steps lies.
+Two engines with the same random weights alternate, step by step, so that disturbances affect both.
+A time is the median over its steps. The ratio of the medians comes with the interquartile range of
+the ratios of neighbouring steps.
 """
 
 import gc
@@ -29,14 +29,14 @@ from minillm.models.deterministic import TiledDecoder
 from minillm.plan.machine import cpu_name
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.deterministic                 two models, float32 and bfloat16
-  python -m minillm.lab.benchmarks.deterministic --model DIR     a model's config, random weights
+  python -m minillm.lab.benchmarks.deterministic              two models, float32 and bfloat16
+  python -m minillm.lab.benchmarks.deterministic --model DIR  a model's config, random weights
   python -m minillm.lab.benchmarks.deterministic --dtype float32 --json FILE
-  python -m minillm.lab.benchmarks.deterministic --quick         small sizes: does it run at all?
+  python -m minillm.lab.benchmarks.deterministic --quick      small sizes, to check that it runs
 """
 MADE_UP = "moe+mla"
 MODELS = ("preset:smollm2-135m", MADE_UP)
-# A small relative of DeepSeek-V2: no preset with experts or MLA fits an ordinary machine.
+# A small model with DeepSeek-V2's architecture; the presets with experts or MLA are too large.
 MADE_UP_CONFIG: Mapping[str, Any] = MappingProxyType(
     {
         "model_type": "deepseek_v2",
@@ -69,10 +69,10 @@ MADE_UP_CONFIG: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, and how often."""
+    """Sizes and repetitions of the measurement."""
 
-    batches: tuple[int, ...] = (1, 16, 64)  # sequences that decode
-    context: int = 128  # tokens before them
+    batches: tuple[int, ...] = (1, 16, 64)  # batch sizes of decode steps
+    context: int = 128  # prompt length of decode steps
     prefill: int = 512
     steps: int = 15
     prefills: int = 5
@@ -83,7 +83,7 @@ QUICK = Sizes((1, 3), 8, 20, 3, 2)
 
 @dataclass(frozen=True)
 class Cost:
-    """One step, measured often: seconds with the mode off and on, in pairs of neighbours."""
+    """Seconds of one kind of step with the mode off and on, in pairs of neighbouring steps."""
 
     model: str
     dtype: str
@@ -94,18 +94,18 @@ class Cost:
 
     @property
     def ratio(self) -> float:
-        """Of the medians."""
+        """Ratio of the medians, on over off."""
         return median(self.on) / median(self.off)
 
     @property
     def middle_half(self) -> tuple[float, float]:
-        """Between the quartiles of the ratios of neighbours."""
+        """First and third quartile of the ratios of neighbouring steps."""
         low, _, high = quantiles(b / a for a, b in zip(self.off, self.on, strict=True))
         return low, high
 
 
 def open_engine(model: str, dtype: str, deterministic: bool, sizes: Sizes) -> LLM:
-    """An engine without prefix cache, so that the same prompt is computed again and again."""
+    """An engine without a prefix cache, so that every prompt is computed."""
     longest = max(sizes.context + sizes.steps + 16, sizes.prefill + 1)
     return LLM(
         model,
@@ -122,7 +122,7 @@ def open_engine(model: str, dtype: str, deterministic: bool, sizes: Sizes) -> LL
 
 
 def add(llm: LLM, name: str, length: int, max_tokens: int) -> None:
-    """A greedy request of so many tokens."""
+    """Add a greedy request with a prompt of `length` tokens."""
     width = llm.engine.source.config.vocab_size
     ids = [(7919 * place + len(name)) % width for place in range(length)]
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -130,7 +130,7 @@ def add(llm: LLM, name: str, length: int, max_tokens: int) -> None:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds, while the garbage collector waits."""
+    """Seconds of `action`, with garbage collection off."""
     gc.disable()
     start = perf_counter()
     action()
@@ -140,7 +140,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def decode_times(engines: Sequence[LLM], batch: int, sizes: Sizes) -> list[list[float]]:
-    """Steps in which `batch` sequences get one token each; the first two only warm up."""
+    """Times of decode steps of `batch` sequences, after two warm-up steps."""
     names = [f"{batch}-{place}" for place in range(batch)]
     for llm in engines:
         for name in names:
@@ -155,7 +155,7 @@ def decode_times(engines: Sequence[LLM], batch: int, sizes: Sizes) -> list[list[
 
 
 def prefill_times(engines: Sequence[LLM], sizes: Sizes) -> list[list[float]]:
-    """Steps that compute one prompt; the first only warms up."""
+    """Times of prefill steps of one prompt, after one warm-up step."""
     times = []
     for turn in range(sizes.prefills + 1):
         for llm in engines:
@@ -165,7 +165,7 @@ def prefill_times(engines: Sequence[LLM], sizes: Sizes) -> list[list[float]]:
 
 
 def measure(model: str, path: str, dtype: str, sizes: Sizes, terminal: Terminal) -> Iterator[Cost]:
-    """All costs of one model in one dtype."""
+    """Measure all steps of one model in one dtype."""
     with terminal.progress(f"{model} in {dtype}: opening"):
         engines = [open_engine(path, dtype, mode, sizes) for mode in (False, True)]
     tiled = runner_of(engines[1].engine.runner).model
@@ -182,7 +182,7 @@ def measure(model: str, path: str, dtype: str, sizes: Sizes, terminal: Terminal)
 
 
 def table(costs: Sequence[Cost]) -> list[list[str]]:
-    """Rows of text: model, dtype, step, milliseconds off and on, ratio, its spread."""
+    """Rows: model and dtype, step, milliseconds off and on, ratio, quartiles of the ratio."""
     rows, shown = [], ""
     for cost in costs:
         name = f"{cost.model}, {cost.dtype}"
@@ -195,7 +195,7 @@ def table(costs: Sequence[Cost]) -> list[list[str]]:
 
 
 def statement(costs: Sequence[Cost]) -> list[str]:
-    """Which tiles were used, if any, and the cheapest and dearest step."""
+    """The tile sizes of matrix products, and the smallest and largest ratio."""
     tiles = {(cost.model, cost.dtype): cost.tiles for cost in costs}
     lines = [
         f"{model}, {dtype}: tiles of {' or '.join(map(str, sizes))} rows."
@@ -205,11 +205,11 @@ def statement(costs: Sequence[Cost]) -> list[str]:
     ]
     extremes = [chosen(costs, key=lambda cost: cost.ratio) for chosen in (min, max)]
     least, most = (f"{x.ratio:.2f} ({x.model}, {x.dtype}, {x.step})" for x in extremes)
-    return [*lines, f"A step takes from {least} to {most} times as long."]
+    return [*lines, f"A deterministic step takes from {least} to {most} times as long."]
 
 
 def as_json(costs: Sequence[Cost]) -> dict[str, object]:
-    """Everything measured and everything said."""
+    """All measurements and conclusions as JSON data."""
     return {
         "benchmark": "deterministic",
         "machine": cpu_name(),
@@ -224,11 +224,11 @@ def as_json(costs: Sequence[Cost]) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then print the table, what it says, and JSON."""
+    """Measure, and print the table, the conclusions and JSON."""
     parser = benchmark_parser("deterministic", __doc__, EXAMPLES)
     parser.add_argument("--model", action="append", metavar="NAME", help="may be repeated")
     parser.add_argument("--dtype", action="append", metavar="NAME", help="may be repeated")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     chosen, terminal = parser.parse_args(arguments), Terminal()
     sizes = QUICK if chosen.quick else Sizes()
     costs: list[Cost] = []
@@ -238,8 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for dtype in chosen.dtype or ("float32", "bfloat16"):
                 path = folder if model == MADE_UP else model
                 costs += measure(model, path, dtype, sizes, terminal)
-    terminal.heading("One step: milliseconds with deterministic mode off and on")
-    terminal.table(["", "step", "off", "on", "ratio", "middle half"], table(costs))
+    terminal.heading("Milliseconds per step with deterministic mode off and on")
+    terminal.table(["", "step", "off", "on", "ratio", "quartiles"], table(costs))
     for line in statement(costs):
         terminal.paragraph(line)
     write_result(as_json(costs), chosen.json, terminal)

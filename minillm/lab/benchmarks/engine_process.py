@@ -1,7 +1,7 @@
-"""An engine in a process of its own, asked one JSON line at a time (see peers/protocol.py).
+"""Runs an engine in a separate process, with one JSON line per request (see peers/protocol.py).
 
-While another engine is measured, this one's processes are stopped (SIGSTOP): several engines spin
-while they wait, and a processor that spins is not there for the one that is being measured.
+While another engine is measured, this one's processes are stopped (SIGSTOP), because some engines
+spin while they wait and would take processor time from the engine under test.
 """
 
 import json
@@ -24,21 +24,21 @@ ROOT = PACKAGE.parents[2]
 RUN = PACKAGE / "peers" / "run.py"
 OWN = "minillm"
 PEERS = ("transformers", "vllm", "openvino")
-END_SECONDS = 5.0  # for a process to leave by itself
+END_SECONDS = 5.0  # time for a process to exit by itself
 
 
 class EngineFailedError(MinillmError, RuntimeError):
-    """An engine did not answer, or answered that it failed."""
+    """An engine gave no valid answer, or reported an error."""
 
 
 class MissingPeerError(EngineFailedError):
-    """An engine's environment is not there."""
+    """An engine's environment is not installed."""
 
 
 def python_of(name: str, root: Path = ROOT) -> str:
-    """The interpreter of an engine's environment; MissingPeerError where there is none.
+    """The interpreter of an engine's environment; raises MissingPeerError if there is none.
 
-    transformers is part of the development environment, and runs in this one.
+    transformers is part of the development environment and uses the current interpreter.
     """
     if name == OWN or (name == "transformers" and find_spec(name)):
         return sys.executable
@@ -46,11 +46,11 @@ def python_of(name: str, root: Path = ROOT) -> str:
     for place in ("bin/python", "Scripts/python.exe"):
         if (folder / name / place).exists():
             return str(folder / name / place)
-    raise MissingPeerError(f"{name} is skipped: it is not installed here; 'make peers' does that.")
+    raise MissingPeerError(f"{name} is skipped: it is not installed; run 'make peers'.")
 
 
 def environment(name: str, threads: int) -> dict[str, str]:
-    """What every engine's process gets: so many threads, and no look at the network."""
+    """Environment variables of every engine's process: number of threads, offline hub."""
     variables = dict(os.environ) | {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
@@ -63,7 +63,7 @@ def environment(name: str, threads: int) -> dict[str, str]:
 
 
 class EngineProcess:
-    """One engine; `ask` raises EngineFailedError with a sentence, after which it is ended."""
+    """An engine's process; `ask` ends the process and raises EngineFailedError on any failure."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class EngineProcess:
 
     @classmethod
     def start(cls, name: str, threads: int, log: Path, timeout: float) -> "EngineProcess":
-        """The engine called `name`, in its own environment."""
+        """Start the engine `name` in its own environment."""
         command = [python_of(name), str(RUN), name]
         return cls(name, command, environment(name, threads), log, timeout)
 
     @property
     def group(self) -> int:
-        """Its process group, which is that of its own children, too."""
+        """The process group of the engine and its children."""
         return self._process.pid
 
     def _read(self) -> None:
@@ -105,11 +105,11 @@ class EngineProcess:
         self._lines.put(b"")  # the end
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """The answer to one request."""
+        """Send a request, and return the answer."""
         stdin = self._process.stdin
         if stdin is None or stdin.closed:
             raise self._failed("has ended")
-        with suppress(OSError):  # it has ended, and may have said something before
+        with suppress(OSError):  # the process has ended; it may have written an answer before
             stdin.write(json.dumps(request).encode() + b"\n")
             stdin.flush()
         try:
@@ -125,22 +125,22 @@ class EngineProcess:
             error = str(answer["error"])
         except (ValueError, TypeError, KeyError):
             shown = line[:60].decode(errors="replace").strip()
-            raise self._failed(f"answered {shown!r}, which is no answer") from None
+            raise self._failed(f"answered {shown!r}, which is not valid") from None
         raise self._failed(f"failed: {error}", read_log=False)
 
     def _failed(self, what: str, read_log: bool = True) -> EngineFailedError:
-        """End the process, and say what happened."""
+        """End the process, and return the error with the last line of its log."""
         self.close(patient=False)
         said = last_line(self.log) if read_log else ""
-        tail = f"; its last words: {said}" if said else ""
-        return EngineFailedError(f"{self.name} {what}{tail} (all of them: {self.log}).")
+        tail = f"; last line of its log: {said}" if said else ""
+        return EngineFailedError(f"{self.name} {what}{tail} (log: {self.log}).")
 
     def pause(self) -> None:
-        """Keep it from using a processor."""
+        """Stop the processes (SIGSTOP)."""
         self._signal("SIGSTOP")
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Continue the processes (SIGCONT)."""
         self._signal("SIGCONT")
 
     def _signal(self, name: str) -> None:
@@ -149,7 +149,7 @@ class EngineProcess:
                 os.killpg(self.group, getattr(signal, name))
 
     def close(self, patient: bool = True) -> None:
-        """End it and whatever it started. Closing twice is fine."""
+        """End the process and its children. May be called twice."""
         self.resume()
         if self._process.stdin is not None:
             with suppress(OSError):
@@ -161,7 +161,7 @@ class EngineProcess:
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process that leads its own group, and the group."""
+    """Kill a process and its process group."""
     with suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
@@ -171,7 +171,7 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The last non-empty line of a log."""
     try:
         lines = log.read_text("utf-8", errors="replace").split("\n")
     except OSError:

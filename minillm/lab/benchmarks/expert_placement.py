@@ -1,8 +1,8 @@
-"""How evenly tokens lie on ranks before and after experts are placed by load (`enable_eplb`).
+"""Load balance of experts over ranks, before and after experts are placed by load (`enable_eplb`).
 
-Tokens choose at random and prefer some experts, by Zipf's law of exponent 0.8. Choices of some
-steps are counted, experts are placed by them, and the rows of each rank are counted in the steps
-that follow.
+Tokens choose random experts with Zipf-distributed popularity (exponent 0.8). The choices of some
+steps are counted, experts are placed by these counts, and the rows of each rank are counted in the
+following steps.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ from minillm.parallel.placement import Placement, first_placement, place
 EXPERTS, PER_TOKEN, RANKS, EXPONENT = 256, 8, 8, 0.8  # as many experts as DeepSeek-V3
 SPARES = (0, 8, 16)
 BATCHES = (8, 64, 512)
-STEPS = 200  # that are counted, and as many that are measured
+STEPS = 200  # steps that are counted, and as many that are measured
 
 
 def measure(num_steps: int = STEPS) -> list[dict[str, Any]]:
-    """Mean over largest number of rows of a rank in a step: for each batch and number of redundant
-    experts, before and after the placement."""
+    """The balance (mean over largest number of rows of a rank) for each batch and number of
+    redundant experts, before and after the placement."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(EXPERTS, generator=generator)
     popularity = -EXPONENT * torch.log(1.0 + order)
@@ -43,7 +43,8 @@ def measure(num_steps: int = STEPS) -> list[dict[str, Any]]:
 
 
 def balance(placement: Placement, steps: Tensor) -> float:
-    """The mean over steps [steps, batch, k] of mean over largest number of rows of a rank."""
+    """Mean over steps [steps, batch, k] of the balance: mean over largest number of rows of a
+    rank."""
     found = 0.0
     for chosen in steps.tolist():
         rows = [0] * len(placement.slots)
@@ -55,15 +56,16 @@ def balance(placement: Placement, steps: Tensor) -> float:
 
 
 def show(rows: list[dict[str, Any]], terminal: Terminal) -> None:
-    """A line for each batch."""
-    terminal.heading("Experts placed by load: mean over largest number of rows of a rank")
+    """Print a row for each batch."""
+    terminal.heading("Experts placed by load: mean / largest number of rows of a rank")
     table = []
     for batch in BATCHES:
         mine = [row for row in rows if row["batch"] == batch]
         table.append([str(batch), f"{mine[0]['before']:.2f}", *(f"{r['after']:.2f}" for r in mine)])
-    columns = ["tokens", "in their order", *(f"by load, {spares} spares" for spares in SPARES)]
+    columns = ["tokens", "in index order", *(f"by load, {spares} spares" for spares in SPARES)]
     terminal.table(columns, table)
     terminal.paragraph(
-        f"{EXPERTS} experts on {RANKS} ranks, {PER_TOKEN} for each token, popular by Zipf's law of "
-        f"exponent {EXPONENT:g}. Rows were counted in the steps that follow a placement."
+        f"{EXPERTS} experts on {RANKS} ranks, {PER_TOKEN} for each token; popularity follows a "
+        f"Zipf distribution with exponent {EXPONENT:g}. Rows were counted in the steps after the "
+        "placement. 1 is perfect balance."
     )

@@ -1,17 +1,17 @@
-"""How long the requests of the offline benchmark are, in tokens."""
+"""Prompt and output lengths of the offline benchmark, in tokens."""
 
 import random
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-Lengths = tuple[list[int], list[int]]  # of prompts, of answers
+Lengths = tuple[list[int], list[int]]  # of prompts, of outputs
 LEAST = 8
 LEAST_UNIFORM = 100
 
 
 def lognormal_lengths(count: int, seed: int, most_prompt: int, most_new: int) -> Lengths:
-    """Medians of 160 and 96 tokens with sigmas of 0.8 and 0.7, much as chats have them, cut off at
-    both ends."""
+    """Log-normal lengths, similar to chats: medians of 160 and 96 tokens, sigmas of 0.8 and 0.7,
+    clipped at both ends."""
     rng = random.Random(seed)
 
     def draw(middle: int, sigma: float, most: int) -> int:
@@ -22,8 +22,8 @@ def lognormal_lengths(count: int, seed: int, most_prompt: int, most_new: int) ->
 
 
 def uniform_lengths(count: int, seed: int, most_prompt: int, most_new: int) -> Lengths:
-    """From 100 up, all alike: with 256 requests of up to 1024 tokens in and out the workload that
-    nano-vllm measures itself with."""
+    """Uniform lengths from 100 up. With 256 requests of up to 1024 prompt and output tokens, this
+    is nano-vllm's benchmark workload."""
     rng = random.Random(seed)
     draws = [
         [rng.randint(min(LEAST_UNIFORM, most), most) for _ in range(count)]

@@ -1,7 +1,7 @@
-"""How much of the processors other programs used during a measurement.
+"""Detects how much of the processors other programs used during a measurement.
 
-A disturbed run says nothing about an engine: with OpenMP one thread that waits for a processor
-makes all others wait for it. So such runs are marked, and taken again.
+Disturbed runs are marked and repeated: with OpenMP, one thread that waits for a processor delays
+all threads.
 """
 
 import os
@@ -13,33 +13,33 @@ from time import perf_counter
 from typing import Any
 
 PROC = Path("/proc")
-DISTURBED = 0.1  # of all processors
-LEAST_TICKS = 10  # a shorter time cannot be told from a rounding
+DISTURBED = 0.1  # fraction of all processors
+LEAST_TICKS = 10  # shorter times are within the rounding of ticks
 IDLE_FIELDS = (3, 4)  # idle, iowait in /proc/stat
 
 
 def disturbance(results: Iterable[Mapping[str, Any]], effect: str = "") -> list[str]:
-    """A sentence where others used more than they may while one of the results was measured."""
+    """A warning if other programs disturbed the measurement of one of the results."""
     worst = max((one["others"] for one in results), default=0.0)
     if worst <= DISTURBED:
         return []
     return [
         f"Other programs used up to {worst:.0%} of the processors meanwhile{effect}; run it again "
-        "on a quiet machine."
+        "on an idle machine."
     ]
 
 
 @dataclass
 class Watch:
-    """The share of all processors that others had, once the block is left; 0 where the kernel does
-    not tell. Time that a hypervisor gave to other machines counts."""
+    """The fraction of all processors that other programs used, set at the end of the block; 0 if
+    the kernel does not report it. Time that the hypervisor gave to other machines is included."""
 
     share: float = field(default=0.0)
 
 
 @contextmanager
 def watching(groups: Iterable[int], proc: Path = PROC) -> Iterator[Watch]:
-    """Watch while this process and those of some process groups work."""
+    """Watch a block in which this process and those of `groups` work."""
     watch, groups = Watch(), frozenset(groups)
     busy, own, start = busy_ticks(proc), own_ticks(groups, proc), perf_counter()
     yield watch
@@ -50,7 +50,7 @@ def watching(groups: Iterable[int], proc: Path = PROC) -> Iterator[Watch]:
 
 
 def busy_ticks(proc: Path) -> int:
-    """Ticks of all processors in which something ran."""
+    """Busy ticks, summed over all processors."""
     try:
         fields = (proc / "stat").read_text().split("\n")[0].split()[1:9]
     except OSError:
@@ -64,7 +64,7 @@ def own_ticks(groups: frozenset[int], proc: Path) -> int:
     for file in proc.glob("[0-9]*/stat"):
         try:
             fields = file.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if int(fields[2]) in groups or file.parent.name == str(os.getpid()):
             total += int(fields[11]) + int(fields[12])

@@ -1,10 +1,10 @@
-"""What an engine costs beside its model: microseconds of the whole process per row and step.
+"""Host overhead of the engine without its model: microseconds per row and step.
 
-The engine is the real one, with the embedded tokenizer, but the runner costs nothing: its tokens
-are looked up by a hash. So what is left is planning, committing, texts, output objects and
-streams. Three ways of asking are measured: `LLM.generate`; 256 streams whose consumers take every
-output, as behind a model that leaves them the time; and the same streams where steps follow each
-other at once, so that an output often holds several tokens.
+The engine is the real one, with the embedded tokenizer, but the runner is replaced by a lookup of
+tokens by a hash. What remains is scheduling, committing, detokenization, output objects and
+streams. Three interfaces are measured: `LLM.generate`; 256 streams whose consumers receive every
+output before the next step, as with a slow model; and the same streams with steps back to back, so
+that an output often holds several tokens.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.step_thread import StepThread
 from minillm.text.tokenizer import Tokenizer
 
-PROMPT = 16  # tokens of a request
-TARGET = 12.0  # microseconds per row and step, streams included
+PROMPT = 16  # prompt tokens of a request
+TARGET = 12.0  # microseconds per row and step, including streams
 HEADER = ("", "wall", "processor", "tokens an output", "parts: schedule", "run", "commit",
           "texts", "outputs", "streams")  # fmt: skip
 PARTS = ("schedule", "run", "commit", "texts", "outputs", "streams")
@@ -41,7 +41,7 @@ PARTS = ("schedule", "run", "commit", "texts", "outputs", "streams")
 
 @dataclass(frozen=True)
 class Load:
-    """How many requests at once, of how many new tokens, and how often."""
+    """Number of concurrent requests, output tokens of each, and repeats."""
 
     rows: int = 256
     new_tokens: int = 128
@@ -53,8 +53,8 @@ QUICK_LOAD = Load(8, 12, 2)
 
 @dataclass
 class Cost:
-    """One way of asking: microseconds per row and step, `wall` and of the processor, their parts,
-    and how many tokens an output brings."""
+    """Microseconds per row and step for one interface: wall-clock time, processor time and its
+    parts; and the mean number of tokens per output."""
 
     name: str
     wall: float
@@ -64,24 +64,24 @@ class Cost:
 
 
 class FreeRunner:
-    """Instead of a runner: the next token is looked up by a hash. With a `loop` a step begins when
-    that event loop has done all it had to do."""
+    """A runner without a model: the next token is looked up by a hash. With a `loop`, a step starts
+    when that event loop has run all its pending callbacks."""
 
     def __init__(self, corpus: list[int]):
         self._corpus = corpus
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.began: tuple[float, float] | None = None  # the first step without a prompt
-        self.num_rows = 0  # computed since then
-        self.wall = self.processor = 0.0  # seconds between then and `stop`
+        self.began: tuple[float, float] | None = None  # start of the first pure decode step
+        self.num_rows = 0  # rows computed since then
+        self.wall = self.processor = 0.0  # seconds from then to `stop`
 
     def stop(self) -> None:
-        """All outputs are there."""
+        """Stop the clocks, after all outputs have arrived."""
         if self.began is not None:
             self.wall = perf_counter() - self.began[0]
             self.processor = process_time() - self.began[1]
 
     def launch(self, plan: StepPlan) -> Flight:
-        """All tokens of a step."""
+        """Return the tokens of a step at once."""
         if self.loop is not None:
             settle(self.loop)
         if self.began is None and all(row.num_tokens == 1 for row in plan.rows):
@@ -96,27 +96,27 @@ class FreeRunner:
         return Flight(result)
 
     def reset(self) -> None:
-        """It knows nothing of sequences."""
+        """Nothing to reset: there is no state per sequence."""
 
     def close(self) -> None:
-        """It has nothing."""
+        """Nothing to close."""
 
 
 def settle(loop: asyncio.AbstractEventLoop) -> None:
-    """Wait until an event loop has run what lies before it and what that wakes."""
+    """Wait until an event loop has run its pending callbacks and those that they schedule."""
     done = threading.Event()
     loop.call_soon_threadsafe(lambda: loop.call_soon(done.set))
     done.wait()
 
 
 class Clock:
-    """Seconds by part."""
+    """Accumulates seconds by part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
     def around(self, function: Callable[..., Any], name: str, outer: str = "") -> Callable:
-        """The function, whose time counts for `name` and no longer for `outer`."""
+        """Wrap a function so that its time counts for `name` instead of `outer`."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             start = thread_time()
@@ -131,11 +131,11 @@ class Clock:
         return timed
 
 
-# ---- ways of asking ---------------------------------------------------------------------------
+# ---- interfaces -------------------------------------------------------------------------------
 
 
 def arguments(load: Load) -> dict[str, Any]:
-    """Room for all requests at once."""
+    """Engine arguments with capacity for all requests at once."""
     return {
         "model": "tiny",
         "max_num_seqs": load.rows,
@@ -148,22 +148,22 @@ def arguments(load: Load) -> dict[str, Any]:
 
 
 def requests(load: Load, corpus: list[int]) -> list[dict[str, Any]]:
-    """Different prompts."""
+    """A different prompt for each request."""
     return [{"prompt_token_ids": [*corpus[i : i + PROMPT]]} for i in range(load.rows)]
 
 
 def corpus_of(tokenizer: Tokenizer | None) -> list[int]:
-    """Token ids of a text: of this file."""
+    """Token ids of this source file."""
     return tokenizer.encode(Path(__file__).read_text("utf-8")) if tokenizer else []
 
 
 def params_of(load: Load) -> SamplingParams:
-    """Greedy, and as long as planned."""
+    """Greedy sampling with a fixed output length."""
     return SamplingParams(temperature=0, max_tokens=load.new_tokens, ignore_eos=True)
 
 
 def offline(load: Load) -> tuple[FreeRunner, float]:
-    """`LLM.generate`: one output per request."""
+    """Measure `LLM.generate`, with one output per request."""
     with LLM(**arguments(load)) as llm:
         corpus = corpus_of(llm.tokenizer)
         runner = FreeRunner(corpus)
@@ -174,7 +174,7 @@ def offline(load: Load) -> tuple[FreeRunner, float]:
 
 
 def streams(load: Load, paced: bool) -> tuple[FreeRunner, float]:
-    """`AsyncLLMEngine.generate`, a consumer for each request."""
+    """Measure `AsyncLLMEngine.generate`, with one consumer per request."""
     args = AsyncEngineArgs(**arguments(load), max_num_requests=load.rows)
     engine = AsyncLLMEngine.from_engine_args(args)
     try:
@@ -184,7 +184,7 @@ def streams(load: Load, paced: bool) -> tuple[FreeRunner, float]:
 
 
 async def read_all(engine: AsyncLLMEngine, load: Load, paced: bool) -> tuple[FreeRunner, float]:
-    """All streams at once; also how many tokens an output brought."""
+    """Read all streams concurrently; also returns the mean number of tokens per output."""
     corpus = corpus_of(await engine.get_tokenizer())
     runner = FreeRunner(corpus)
     runner.loop = asyncio.get_running_loop() if paced else None
@@ -206,8 +206,8 @@ async def read_all(engine: AsyncLLMEngine, load: Load, paced: bool) -> tuple[Fre
 WAYS: Mapping[str, Callable[[Load], tuple[FreeRunner, float]]] = MappingProxyType(
     {
         "LLM.generate": offline,
-        "streams that keep up": partial(streams, paced=True),
-        "streams that do not wait": partial(streams, paced=False),
+        "streams, paced": partial(streams, paced=True),
+        "streams, back to back": partial(streams, paced=False),
     }
 )
 
@@ -216,8 +216,8 @@ WAYS: Mapping[str, Callable[[Load], tuple[FreeRunner, float]]] = MappingProxyTyp
 
 
 def measure(name: str, load: Load) -> Cost:
-    """The fastest of several runs, for other programs only add to a time, and the parts of one
-    more, which the clocks make a little longer."""
+    """The fastest of several runs, because disturbances only add time, and the parts from one more
+    run, which the clocks slow down slightly."""
     gc.collect()
     runs = [WAYS[name](load) for _ in range(load.repeats)]
     wall = min(runner.wall / runner.num_rows for runner, _ in runs) * 1e6
@@ -226,8 +226,8 @@ def measure(name: str, load: Load) -> Cost:
 
 
 def parts(name: str, load: Load) -> dict[str, float]:
-    """Microseconds of the processor per row and step, by part; all but the last one are of the
-    thread that steps."""
+    """Processor microseconds per row and step, by part; all parts but the last run in the thread
+    that steps the engine."""
     clock = Clock()
     timed: list[tuple[Any, str, str, str]] = [
         (Scheduler, "schedule", "schedule", ""),
@@ -246,7 +246,7 @@ def parts(name: str, load: Load) -> dict[str, float]:
 
 
 def statement(costs: Sequence[Cost]) -> list[str]:
-    """Within the target or not."""
+    """Whether each interface meets the target."""
     return [
         f"{one.name}: {one.wall:.1f} microseconds per row and step, "
         f"{'within' if one.wall <= TARGET else 'above'} the target of {TARGET:g}."
@@ -255,7 +255,7 @@ def statement(costs: Sequence[Cost]) -> list[str]:
 
 
 def table(costs: Sequence[Cost]) -> list[list[str]]:
-    """One row for each way of asking."""
+    """One row for each interface."""
     return [
         [one.name, f"{one.wall:.1f}", f"{one.processor:.1f}", f"{one.tokens_per_output:.1f}"]
         + [f"{one.parts[part]:.1f}" for part in PARTS]

@@ -1,8 +1,8 @@
-"""``minillm bench parallel``: what parallelism costs here, and what it may bring elsewhere.
+"""``minillm bench parallel``: cost of parallelism on this machine, and predictions for GPUs.
 
-Four tables: sums and gathers of two ranks beside the model "latency + bytes / bandwidth" that fits
-them best; steps of one rank beside those of several; how evenly experts of a skewed router lie on
-ranks; and predictions for models that no laptop holds, which are named so.
+Four tables: all-reduce and all-gather of two ranks with a fitted "latency + bytes / bandwidth"
+model; step times of one rank and of several; load balance of experts with a skewed router; and
+predictions, labelled as such, for models that need several GPUs.
 """
 
 import sys
@@ -17,18 +17,18 @@ from minillm.lab.parallel_layout import Layout
 from minillm.parallel.shared_memory import why_not
 
 EXAMPLES = """examples:
-  minillm bench parallel                       sums, steps, experts, predictions
-  minillm bench parallel --quick               small sizes: does it run at all?
+  minillm bench parallel                       all four tables
+  minillm bench parallel --quick               small sizes, to check that it runs
 """
 CALLS, QUICK_CALLS = 300, 3
-SHOWN = (4, 8)  # devices of the predictions that are printed; the JSON has all
+SHOWN = (4, 8)  # numbers of devices in the printed predictions; the JSON has all
 Rows = list[dict[str, Any]]
 Key = tuple[str, str, str, Layout]
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Latency and seconds per byte of (bytes, seconds), by least squares of relative errors: the
-    smallest messages count as much as the largest."""
+    """Fit latency and seconds per byte to (bytes, seconds), by least squares of relative errors, so
+    that small messages count as much as large ones."""
     # Weighted by 1 / seconds: minimise the sum of (a / t + b x / t - 1) squared.
     rows = [(1 / seconds, size / seconds) for size, seconds in points]
     aa = sum(one * one for one, _ in rows)
@@ -40,7 +40,7 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def fit_sums(rows: Rows) -> list[dict[str, Any]]:
-    """For each kind and dtype the latency, the bandwidth, and the largest ratio to the model."""
+    """For each communicator and dtype: latency, bandwidth, and ratios of measurement to model."""
     found = []
     for kind, dtype in dict.fromkeys((row["kind"], row["dtype"]) for row in rows):
         mine = [row for row in rows if (row["kind"], row["dtype"]) == (kind, dtype)]
@@ -55,8 +55,8 @@ def fit_sums(rows: Rows) -> list[dict[str, Any]]:
 
 
 def show_collectives(rows: Rows, fits: list[dict[str, Any]], terminal: Terminal) -> None:
-    """Measured and modelled, and what the model is."""
-    terminal.heading("Sums of two ranks: measured, and by latency + bytes / bandwidth")
+    """Print the measured times and the fitted models."""
+    terminal.heading("All-reduce of two ranks: measured, and fitted latency + bytes / bandwidth")
     sizes = list(dict.fromkeys(int(row["bytes"]) for row in rows))
     columns = ["microseconds", *(f"{size // 1024:,} KB" for size in sizes), "ratio to model"]
     table = []
@@ -74,7 +74,7 @@ def show_collectives(rows: Rows, fits: list[dict[str, Any]], terminal: Terminal)
 
 
 def predicted(found: Mapping[Key, Prediction]) -> Rows:
-    """Plain numbers of every prediction that fits its devices."""
+    """JSON data of every prediction that fits into the memory of its devices."""
     return [
         {
             "model": model, "hardware": hardware, "link": link, "devices": layout.tensor,
@@ -94,8 +94,8 @@ def predicted(found: Mapping[Key, Prediction]) -> Rows:
 
 
 def show_predictions(rows: Rows, terminal: Terminal) -> None:
-    """Tokens per second of 1 and of 64 sequences."""
-    terminal.heading("Predictions, from datasheets and published times of links")
+    """Print tokens per second at batch 1 and batch 64."""
+    terminal.heading("Predictions, from datasheets and published latencies of links")
     table = [
         [
             row["model"].removeprefix("preset:"), row["hardware"], row["link"],
@@ -105,27 +105,27 @@ def show_predictions(rows: Rows, terminal: Terminal) -> None:
         for row in rows
         if row["devices"] in SHOWN
     ]  # fmt: skip
-    terminal.table(["model", "GPU", "link", "GPUs", "1 sequence", "64 sequences"], table)
+    terminal.table(["model", "GPU", "link", "GPUs", "batch 1", "batch 64"], table)
     terminal.paragraph(
-        "Tokens per second, and the share of communication. EP: whole experts on each GPU; DP: an "
-        "attention of its own on each. Nothing of this table was measured."
+        "Tokens per second, and in brackets the fraction of time spent on communication. EP: "
+        "expert parallelism; DP: data-parallel attention. Nothing in this table was measured."
     )
 
 
 def rate(row: dict[str, Any], batch: int) -> str:
-    """Tokens per second and the share of communication; a dash where there is no room."""
+    """Tokens per second and fraction of communication; a dash if the batch does not fit."""
     if batch not in row["tokens_per_second"]:
         return "-"
     return f"{row['tokens_per_second'][batch]:,.0f} ({row['communication'][batch]:.0%})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then print the tables and JSON."""
+    """Measure, and print the tables and JSON."""
     parser = benchmark_parser("parallel", __doc__, EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     chosen, terminal = parser.parse_args(arguments), Terminal()
     calls = QUICK_CALLS if chosen.quick else CALLS
-    with terminal.progress("sums and gathers"):
+    with terminal.progress("Measuring all-reduce and all-gather"):
         rows = collectives.measure("gloo", calls)
         rows += [] if why_not() else collectives.measure("shared", calls)
     fits = fit_sums(rows)

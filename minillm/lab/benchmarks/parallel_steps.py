@@ -1,8 +1,7 @@
-"""What ranks that are processes gain or cost on this machine: a step of one rank with all
-processors, and of several ranks that share them.
+"""Step times of one rank with all processors, and of several ranks that share the processors.
 
-The engines have the same random weights and take turns, so that whatever else the machine does
-meets all. A number is the median of its turns; the ratio is that of neighbours.
+The engines have the same random weights and run in turn, so that disturbances affect all. A time is
+the median over its turns; a ratio compares neighbouring turns.
 """
 
 import gc
@@ -26,20 +25,20 @@ from minillm.parallel import groups
 from minillm.plan import machine
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.parallel_steps                two ranks, shared memory and gloo
+  python -m minillm.lab.benchmarks.parallel_steps          two ranks, shared memory and gloo
   python -m minillm.lab.benchmarks.parallel_steps --ranks 4 --batch 1 --batch 16
-  python -m minillm.lab.benchmarks.parallel_steps --quick        a small model: does it run at all?
+  python -m minillm.lab.benchmarks.parallel_steps --quick  small sizes, to check that it runs
 """
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 MODEL, QUICK_MODEL = "preset:qwen3-0.6b", "tiny"
 WARM_UP = 3  # steps that are not timed
-TURNS = 7  # of all engines, for each batch size
+TURNS = 7  # turns of each engine, for each batch size
 PREFILLS = 3
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured: decode steps of each batch size, and prompts of one length."""
+    """Sizes and repetitions: decode steps of each batch size, and prompts of one length."""
 
     ranks: int = 2
     batches: tuple[int, ...] = (1, 8)
@@ -50,7 +49,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Steps:
-    """Seconds of the steps of one kind: with one rank, and with several."""
+    """Seconds of one kind of step, with one rank and with several."""
 
     step: str
     group: str
@@ -59,20 +58,20 @@ class Steps:
 
     @property
     def speed(self) -> float:
-        """How many times as fast as one rank."""
+        """Speed-up over one rank."""
         return median(a / b for a, b in zip(self.one, self.several, strict=True))
 
     @property
     def middle_half(self) -> tuple[float, float]:
-        """Between the quartiles of the same."""
+        """First and third quartile of the speed-up."""
         low, _, high = quantiles(a / b for a, b in zip(self.one, self.several, strict=True))
         return low, high
 
 
 def kinds_of_ranks(ranks: int, has_experts: bool) -> dict[str, dict[str, Any]]:
-    """How ranks can work together here: what it is called, and the engine's arguments. "tp" shares
-    each layer, with sums over shared memory or gloo; "pp" has stages; "dp" has copies with own
-    requests; "ep" has whole experts, and "dp, ep" copies that share them."""
+    """Kinds of parallelism by name, with the engine's arguments: "tp" splits each layer, with
+    all-reduce over shared memory or gloo; "pp" has pipeline stages; "dp" has copies of the model;
+    "ep" distributes whole experts; "dp, ep" has copies that share the experts."""
     shared = {"tensor_parallel_size": ranks}
     found = {"tp, memory": shared, "tp, gloo": shared, "pp": {"pipeline_parallel_size": ranks}}
     found["dp"] = {"data_parallel_size": ranks}
@@ -87,7 +86,7 @@ def kinds_of_ranks(ranks: int, has_experts: bool) -> dict[str, dict[str, Any]]:
 def open_engine(
     model: str, dtype: str, sizes: Sizes, kind: str = "", fields: Mapping[str, Any] = NO_FIELDS
 ) -> LLM:
-    """An engine without prefix cache, so that the same prompt is computed again and again."""
+    """An engine without a prefix cache, so that every prompt is computed."""
     has_memory = groups.shared_memory_works() and "gloo" not in kind
     with patch.object(groups, "shared_memory_works", lambda: has_memory):
         return LLM(
@@ -105,7 +104,7 @@ def open_engine(
 
 
 def add(llm: LLM, name: str, length: int, max_tokens: int) -> None:
-    """A greedy request of so many tokens."""
+    """Add a greedy request with a prompt of `length` tokens."""
     width = llm.engine.source.config.vocab_size
     ids = [(7919 * place + len(name)) % width for place in range(length)]
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -113,7 +112,7 @@ def add(llm: LLM, name: str, length: int, max_tokens: int) -> None:
 
 
 def timed(llm: LLM) -> float:
-    """Seconds of a step, while the garbage collector waits."""
+    """Seconds of a step, with garbage collection off."""
     gc.disable()
     start = perf_counter()
     llm.engine.step()
@@ -123,7 +122,7 @@ def timed(llm: LLM) -> float:
 
 
 def decode_times(engines: Sequence[LLM], batch: int, sizes: Sizes) -> list[list[float]]:
-    """Seconds until `batch` sequences have one token more, in turns of all engines."""
+    """Seconds per decode step of `batch` sequences, for each engine and turn."""
     return [
         [decode_turn(llm, f"{batch}-{turn}", batch, sizes) for llm in engines]
         for turn in range(TURNS)
@@ -131,8 +130,9 @@ def decode_times(engines: Sequence[LLM], batch: int, sizes: Sizes) -> list[list[
 
 
 def decode_turn(llm: LLM, name: str, batch: int, sizes: Sizes) -> float:
-    """The mean of some steps. Tokens are counted, because a step of a pipeline has only a part of
-    the sequences; and nothing is left in flight, which would run during another engine's turn."""
+    """Mean seconds per token of each sequence. Tokens are counted, because a step of a pipeline
+    advances only a part of the sequences. At the end nothing is in flight, so that nothing runs
+    during another engine's turn."""
     for place in range(batch):
         add(llm, f"{name}-{place}", sizes.context, sizes.steps + WARM_UP * 8)
     for _ in range(WARM_UP):
@@ -147,12 +147,12 @@ def decode_turn(llm: LLM, name: str, batch: int, sizes: Sizes) -> float:
 
 
 def num_tokens(llm: LLM) -> int:
-    """Of all sequences that run."""
+    """Number of tokens of all running sequences."""
     return sum(len(each.token_ids) for each in llm.engine.scheduler.sequences.values())
 
 
 def prefill_times(engines: Sequence[LLM], sizes: Sizes) -> list[list[float]]:
-    """Steps that compute one prompt; the first only warms up."""
+    """Seconds of prefill steps of one prompt, after one warm-up step."""
     times = []
     for turn in range(PREFILLS + 1):
         for llm in engines:
@@ -162,7 +162,7 @@ def prefill_times(engines: Sequence[LLM], sizes: Sizes) -> list[list[float]]:
 
 
 def measure(model: str, dtype: str, sizes: Sizes, terminal: Terminal) -> list[Steps]:
-    """All kinds of steps."""
+    """Measure all kinds of steps."""
     found: list[Steps] = []
     engines: list[LLM] = []
     try:
@@ -188,7 +188,7 @@ def measure(model: str, dtype: str, sizes: Sizes, terminal: Terminal) -> list[St
 
 
 def table(steps: Sequence[Steps]) -> list[list[str]]:
-    """Rows of text: step, group, milliseconds with one and with several ranks, speed, spread."""
+    """Rows: step, parallelism, milliseconds with one and several ranks, speed-up, quartiles."""
     rows = []
     for each in steps:
         low, high = each.middle_half
@@ -199,7 +199,7 @@ def table(steps: Sequence[Steps]) -> list[list[str]]:
 
 
 def as_json(model: str, dtype: str, sizes: Sizes, steps: Sequence[Steps]) -> dict[str, Any]:
-    """Everything measured."""
+    """All measurements as JSON data."""
     return {
         "benchmark": "parallel_steps",
         "machine": machine.cpu_name(),
@@ -215,26 +215,26 @@ def as_json(model: str, dtype: str, sizes: Sizes, steps: Sequence[Steps]) -> dic
 
 
 def quick(ranks: int = 2) -> tuple[str, Sizes]:
-    """A model and sizes that only show that everything runs."""
+    """A small model and sizes, to check that the benchmark runs."""
     return QUICK_MODEL, Sizes(ranks, (1,), context=16, steps=4, prefill=32)
 
 
 def show(model: str, sizes: Sizes, steps: Sequence[Steps], terminal: Terminal) -> None:
     """Print the table."""
-    terminal.heading(f"{model}: milliseconds of a step, one rank and {sizes.ranks} ranks")
-    columns = ["step", "by", "1 rank", f"{sizes.ranks} ranks", "speed", "middle half"]
+    terminal.heading(f"{model}: milliseconds per step, one rank and {sizes.ranks} ranks")
+    columns = ["step", "parallelism", "1 rank", f"{sizes.ranks} ranks", "speed-up", "quartiles"]
     terminal.table(columns, table(steps))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then print the table and JSON."""
+    """Measure, and print the table and JSON."""
     parser = benchmark_parser("parallel_steps", __doc__, EXAMPLES)
     parser.add_argument("--model", metavar="NAME", default=MODEL, help=f"shape ({MODEL})")
     parser.add_argument("--dtype", metavar="NAME", default="auto")
     parser.add_argument("--ranks", metavar="N", type=int, default=2)
     parser.add_argument("--batch", metavar="N", type=int, action="append", help="may be repeated")
     parser.add_argument("--steps", metavar="N", type=int, default=Sizes.steps)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     chosen, terminal = parser.parse_args(arguments), Terminal()
     batches = tuple(chosen.batch or Sizes.batches)
     sizes = Sizes(chosen.ranks, batches, steps=chosen.steps)

@@ -1,4 +1,4 @@
-"""What all benchmarks have in common: their options, and JSON at the end."""
+"""Options and JSON output shared by all benchmarks."""
 
 import argparse
 import json
@@ -16,12 +16,12 @@ def benchmark_parser(name: str, description: str | None, examples: str) -> argpa
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON into FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON to FILE")
     return parser
 
 
 def write_result(result: dict[str, Any], file: Path | None, terminal: Terminal) -> None:
-    """JSON into a file, or as the last line."""
+    """Write JSON to a file, or print it as the last line."""
     text = json.dumps(result)
     if file is None:
         terminal.line(text)

@@ -1,9 +1,9 @@
-"""`minillm bench scale`: how long a decode step takes against batch and context, and why.
+"""`minillm bench scale`: measured and predicted decode step time by batch and context.
 
-Every round measures the rates of `lab/decode_law.py` and then every case, so that a bad minute of a
-shared machine falls on both; what other programs disturbed is measured again, and figures are
-medians over the rounds that were calm. A case is explained by counts (`cost.step_cost`) and those
-rates, none of which was fitted to it.
+Every round measures the rates of `lab/decode_law.py` and then every case, so that disturbances
+affect both. Disturbed measurements are repeated, and figures are medians over the undisturbed
+rounds. The prediction of a case uses counts (`cost.step_cost`) and these rates; no rate is fitted
+to the cases.
 """
 
 import platform
@@ -28,11 +28,11 @@ from minillm.lab.decode_law import DecodeRates, decode_time
 from minillm.plan import machine
 from minillm.plan.cost import StepCost, memory_plan, step_cost
 
-TOLERANCE = 0.25  # of a measured time: what counts as explained
-AIM, AIM_BATCH = 0.05, 64  # share of the host in a step, and of how many sequences
-USED = 0.8  # of the free memory, at most
+TOLERANCE = 0.25  # largest relative error of a prediction that explains a case
+AIM, AIM_BATCH = 0.05, 64  # target for the fraction of host overhead, and its batch size
+USED = 0.8  # largest fraction of the free memory to use
 BUDGET = 2048  # tokens of a step
-SLACK = 1.02  # of the cache: the scheduler keeps a hundredth free when it lets somebody in
+SLACK = 1.02  # extra KV cache: the scheduler keeps 1% free when it admits a request
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class ScaleCase:
 
 @dataclass(frozen=True)
 class ScaleWork:
-    """What is asked for. `steps` are timed in each case and round, the last of them with `context`
-    tokens."""
+    """The benchmark to run. `steps` decode steps are timed in each case and round, the last one at
+    `context` tokens."""
 
     name: str
     config: ModelConfig
@@ -62,35 +62,35 @@ class ScaleWork:
 
     @property
     def batch(self) -> int:
-        """The largest."""
+        """The largest batch."""
         return max(case.batch for case in self.cases)
 
     def cost(self, case: ScaleCase) -> StepCost:
-        """Counts of the step in the middle of those that are timed."""
+        """Counts of the middle one of the timed steps."""
         length = case.context - NOT_TIMED + 1 - self.steps // 2
         return step_cost(self.config, [1] * case.batch, [length] * case.batch, dtype=self.dtype)
 
 
 @dataclass
 class Measured:
-    """The steps of one case, round after round."""
+    """The measured steps of one case, by round."""
 
     case: ScaleCase
     rounds: list[Calm[list[Step]]] = field(default_factory=list)
 
     @property
     def steps(self) -> list[Step]:
-        """Those of calm rounds."""
+        """The steps of the undisturbed rounds."""
         return [step for each in calmest(self.rounds) for step in each.value]
 
 
 def cases_of(batches: Sequence[int], contexts: Sequence[int]) -> tuple[ScaleCase, ...]:
-    """Every batch behind every context."""
+    """Every batch at every context."""
     return tuple(ScaleCase(batch, context) for context in contexts for batch in batches)
 
 
 def tokens_that_fit(work: ScaleWork) -> int:
-    """Tokens of KV cache for which there is memory now."""
+    """Number of KV-cache tokens that fit into the free memory."""
     plan = memory_plan(
         work.config,
         machine.available_memory_bytes(),
@@ -105,12 +105,12 @@ def tokens_that_fit(work: ScaleWork) -> int:
 
 
 def tokens_of(case: ScaleCase) -> int:
-    """Tokens of cache that a case takes, in whole blocks."""
+    """KV-cache tokens of a case, in whole blocks."""
     return case.batch * -(-case.context // CPU_BLOCK_SIZE) * CPU_BLOCK_SIZE
 
 
 def open_engine(work: ScaleWork, cases: Sequence[ScaleCase]) -> DecodeSteps:
-    """The engine with room for the largest of the cases."""
+    """An engine with a KV cache for the largest case."""
     num_tokens = int(max(map(tokens_of, cases)) * SLACK)
     return DecodeSteps(
         EngineArgs(
@@ -129,12 +129,12 @@ def open_engine(work: ScaleWork, cases: Sequence[ScaleCase]) -> DecodeSteps:
 
 
 def measure(work: ScaleWork, say: Callable[[str], Any] = lambda what: None) -> dict[str, Any]:
-    """Everything as plain data; see `as_json`."""
+    """Run the benchmark; returns JSON data, see `as_json`."""
     check_explainable(work.name, work.config)
     torch.set_num_threads(work.threads)
     say("measuring the ceilings")
     before = measure_ceiling("cpu", work.threads, work.fresh)
-    say("loading the model, and filling the cache")
+    say("loading the model and filling the KV cache")
     folder = None if work.name.startswith("preset:") else work.name
     probes = DecodeProbes(work.config, work.dtype, work.batch, folder)
     room = tokens_that_fit(work)
@@ -154,7 +154,7 @@ def measure(work: ScaleWork, say: Callable[[str], Any] = lambda what: None) -> d
 def play(
     work: ScaleWork, measured: Sequence[Measured], probes: DecodeProbes, say: Callable[[str], Any]
 ) -> None:
-    """All rounds."""
+    """Run all rounds."""
     engine = open_engine(work, [one.case for one in measured])
     try:
         for number in range(work.repeats):
@@ -168,7 +168,7 @@ def play(
 
 
 def run_case(engine: DecodeSteps, case: ScaleCase, count: int) -> list[Step]:
-    """The steps of one case, as often as it takes to see whether others disturb."""
+    """Time the steps of one case, repeated until disturbances can be detected."""
     steps: list[Step] = []
     end = perf_counter() + LEAST_SECONDS
     while not steps or perf_counter() < end:
@@ -176,7 +176,7 @@ def run_case(engine: DecodeSteps, case: ScaleCase, count: int) -> list[Step]:
     return steps
 
 
-# ---- what it says -----------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------
 
 
 def as_json(
@@ -186,7 +186,7 @@ def as_json(
     ceiling: Ceiling,
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Everything measured, predicted and said."""
+    """All measurements, predictions and conclusions as JSON data."""
     results = [] if rates is None else [result(work, one, rates, ceiling) for one in measured]
     found = {
         "benchmark": "scale",
@@ -208,7 +208,7 @@ def as_json(
 
 
 def result(work: ScaleWork, one: Measured, rates: DecodeRates, ceiling: Ceiling) -> dict[str, Any]:
-    """One case: measured, its parts, predicted, and the bound."""
+    """One case: measured time and its parts, predicted time, and bound."""
     cost, seconds = work.cost(one.case), spread([step.seconds for step in one.steps])
     predicted = decode_time(cost, rates)
     memory, compute = cost.total_bytes / ceiling.bandwidth, cost.flops / ceiling.rate(work.dtype)
@@ -229,7 +229,7 @@ def result(work: ScaleWork, one: Measured, rates: DecodeRates, ceiling: Ceiling)
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How well the law explains, and what the host's share is."""
+    """The accuracy of the predictions, and the fraction of host overhead."""
     if not results:
         return {"explained": 0, "worst_ratio": None, "host": None}
     explained = sum(abs(one["ratio"] - 1) <= TOLERANCE for one in results)

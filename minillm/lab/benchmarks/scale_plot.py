@@ -1,7 +1,7 @@
-"""The picture of `minillm bench scale`: measured, predicted, and the bound, in two panels.
+"""Plots `minillm bench scale`: measured time, predicted time and bound, in two panels.
 
-Every line has a marker of its own beside its colour (Okabe and Ito's), and its name at its end, so
-that it survives a grey printer.
+Every line has its own colour (Okabe and Ito), its own marker and a label at its end, so that the
+plot is readable in greyscale.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,22 +25,22 @@ STYLE: Mapping[str, Any] = {
 
 
 def check_plot(name: str) -> None:
-    """Refuse what cannot be drawn, before minutes have passed."""
+    """Reject a file name or a missing matplotlib before the benchmark starts."""
     if Path(name).suffix not in FORMATS:
         raise ConfigError(f"--plot is {name!r}; its name must end in {', '.join(FORMATS)}.")
     need("matplotlib.pyplot", "--plot needs matplotlib")
 
 
 def draw(found: Mapping[str, Any], name: str) -> None:
-    """Draw what was measured into a file."""
+    """Plot the measurements to a file."""
     plt = need("matplotlib.pyplot", "--plot needs matplotlib")
     with plt.rc_context(dict(STYLE)):
         figure, (left, right) = plt.subplots(1, 2, figsize=SIZE, sharey=True, layout="constrained")
         draw_panel(left, found["results"], "batch", "context")
         draw_panel(right, found["results"], "context", "batch")
         left.set_ylabel("time of a decode step [ms]")
-        left.set_xlabel("sequences decoded together (a line per context)")
-        right.set_xlabel("context of each sequence [tokens] (a line per batch)")
+        left.set_xlabel("batch (one line per context)")
+        right.set_xlabel("context [tokens] (one line per batch)")
         explain_lines(figure)
         figure.suptitle(title(found))
         figure.savefig(name, dpi=110)
@@ -48,7 +48,7 @@ def draw(found: Mapping[str, Any], name: str) -> None:
 
 
 def title(found: Mapping[str, Any]) -> str:
-    """What was measured, and where."""
+    """The title: model, dtype, threads, machine, and accuracy of the predictions."""
     return (
         f"{found['model'].removeprefix('preset:')}, {found['dtype']}, {found['threads']} threads "
         f"of {found['machine']}: {found['explained']} of {len(found['results'])} steps within "
@@ -57,8 +57,8 @@ def title(found: Mapping[str, Any]) -> str:
 
 
 def draw_panel(ax: "Axes", results: Sequence[Mapping[str, Any]], over: str, each: str) -> None:
-    """One line per value of `each`, over the values of `over`, and the bounds of the outer ones:
-    those between would lie on other lines."""
+    """One line per value of `each`, over the values of `over`, and the bounds of the outer lines;
+    the other bounds would overlap with lines."""
     values = sorted({one[each] for one in results})
     for number, value in enumerate(values):
         rows = sorted((one for one in results if one[each] == value), key=lambda one: one[over])
@@ -79,7 +79,7 @@ def draw_panel(ax: "Axes", results: Sequence[Mapping[str, Any]], over: str, each
 
 
 def finish_axes(ax: "Axes", values: Sequence[int]) -> None:
-    """Both axes by powers, with the sizes that were measured as ticks."""
+    """Logarithmic axes, with the measured sizes as ticks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     ax.set_xscale("log", base=2)
@@ -93,15 +93,15 @@ def finish_axes(ax: "Axes", values: Sequence[int]) -> None:
 
 
 def explain_lines(figure: Any) -> None:
-    """What the three kinds of ink are."""
+    """Add the legend: measured, predicted, bound."""
     from matplotlib.lines import Line2D
 
     handles = [
         Line2D([], [], color="#444444", marker="o", markerfacecolor="white", linestyle="",
                label="measured (median)"),
         Line2D([], [], color="#444444", linestyle="-",
-               label="predicted: counts times rates that were measured apart"),
+               label="predicted: from counts and separately measured rates"),
         Line2D([], [], color="#444444", linestyle="--", linewidth=1.0,
-               label="bound of the outer lines: all bytes at the machine's fastest read"),
+               label="bound of the outer lines: all bytes at the memory bandwidth"),
     ]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=3)

@@ -1,4 +1,4 @@
-"""What `minillm bench scale` shows: a table, and in sentences how well the law explains it."""
+"""The table that `minillm bench scale` prints, and the accuracy of its step-time model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ HEADER = ("", "step", "predicted", "ratio", "products", "pages", "overhead", "of
 
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:
-    """A heading, the table, and what it says."""
+    """Print a heading, the table, and the conclusions."""
     terminal.heading(
         f"scale: decode steps of {found['model']}, {found['dtype']}, {found['threads']} threads, "
         f"{found['machine']}"
@@ -22,7 +22,7 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
 
 
 def table(found: Mapping[str, Any]) -> list[list[str]]:
-    """A row per case."""
+    """One row per case."""
     return [
         [
             f"B={one['batch']} ctx {one['context']}",
@@ -38,7 +38,7 @@ def table(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def statement(found: Mapping[str, Any]) -> list[str]:
-    """The rates, what they explain, the host's share, and what was left out."""
+    """Lines about the rates, accuracy, host overhead, and cases that were left out."""
     lines = []
     if found["rates"] is not None:
         lines += [rates_line(found["rates"]), explained_line(found), host_line(found["host"])]
@@ -46,30 +46,30 @@ def statement(found: Mapping[str, Any]) -> list[str]:
 
 
 def rates_line(rates: Mapping[str, float]) -> str:
-    """The five rates."""
+    """The five measured rates."""
     return (
-        f"Rates, measured apart: weights {amount(rates['stream'], 'B/s')} at one row, products "
+        f"Separately measured rates: weights {amount(rates['stream'], 'B/s')} at one row, products "
         f"{amount(rates['matrix'], 'FLOP/s')} at the largest batch, pages "
-        f"{amount(rates['pages'], 'B/s')}, overhead {seconds(rates['step_seconds'])} a step and "
-        f"{seconds(rates['row_seconds'])} a sequence."
+        f"{amount(rates['pages'], 'B/s')}, overhead {seconds(rates['step_seconds'])} per step and "
+        f"{seconds(rates['row_seconds'])} per sequence."
     )
 
 
 def explained_line(found: Mapping[str, Any]) -> str:
-    """How many cases are explained."""
+    """How many cases are predicted within the tolerance."""
     return (
         f"{found['explained']} of {len(found['results'])} steps are explained within "
-        f"{found['tolerance']:.0%}; the worst prediction is {found['worst_ratio']:.2f} times what "
-        "was measured."
+        f"{found['tolerance']:.0%}; the worst prediction is {found['worst_ratio']:.2f} times the "
+        "measured time."
     )
 
 
 def host_line(host: Mapping[str, Any]) -> str:
-    """The share of what is not the model."""
+    """The fraction of host overhead in a step."""
     aim = ""
     if host["aim"] is not None:
-        aim = f" (aim: under {host['aim']:.0%}{', missed' * (host['share'] >= host['aim'])})"
+        aim = f" (target: under {host['aim']:.0%}{', missed' * (host['share'] >= host['aim'])})"
     return (
-        f"Of a step of B={host['batch']} ctx {host['context']}, {seconds(host['seconds'])} or "
-        f"{host['share']:.1%}{aim} goes to scheduling, preparing inputs, books and outputs."
+        f"Host overhead at B={host['batch']} ctx {host['context']}: {seconds(host['seconds'])} or "
+        f"{host['share']:.1%} of a step{aim}, for scheduling, inputs, bookkeeping and outputs."
     )

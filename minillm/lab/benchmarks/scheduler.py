@@ -1,9 +1,9 @@
-"""What deciding costs: microseconds per scheduling step, and per lookup in the prefix cache; and
-what all of an engine costs beside its model (`api/outputs.py`).
+"""Scheduler overhead: microseconds per scheduling step and per prefix-cache lookup; and host
+overhead of the whole engine (`outputs.py`).
 
-No model runs, and sampled tokens are made up, so that nothing is measured but the scheduler and the
-cache. How a time grows matters more than the time: a machine that is twice as fast hides a square
-for one doubling only. So each time stands beside its growth: x, where it goes as size ** x.
+No model runs and tokens are made up, so only the scheduler and the prefix cache are measured. Each
+time comes with its growth, the exponent x of time = c * size ** x, which shows superlinear costs
+independently of the machine's speed.
 """
 
 import gc
@@ -32,26 +32,26 @@ from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.scheduler                    the table, and JSON as the last line
-  python -m minillm.lab.benchmarks.scheduler --json FILE        JSON into a file instead
-  python -m minillm.lab.benchmarks.scheduler --quick            small sizes: does it run at all?
+  python -m minillm.lab.benchmarks.scheduler                    tables, and JSON as the last line
+  python -m minillm.lab.benchmarks.scheduler --json FILE        tables, and JSON in FILE
+  python -m minillm.lab.benchmarks.scheduler --quick            small sizes, to check that it runs
 """
 BLOCK_SIZE = 16
-PROMPT = 128  # tokens of a request
+PROMPT = 128  # prompt tokens of a request
 VOCABULARY = 50_000
-# Growth up to here is called linear: a square is 2, while larger books also leave the processor's
-# caches and wake Python's garbage collector, which no clock can tell from a logarithm.
+# Largest exponent that counts as linear. Quadratic growth is 2; larger data structures also leave
+# the CPU's caches and trigger garbage collection, which looks like a logarithmic factor.
 LINEAR = 1.25
-AIM = 3.0  # microseconds of a step for each further running sequence
+AIM = 3.0  # target: microseconds per step for each additional running sequence
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, and how often."""
+    """Sizes and repetitions of the measurement."""
 
     running: tuple[int, ...] = (1, 64, 256, 1024)
     waiting: tuple[int, ...] = (100, 1_000, 10_000)
-    running_beside_line: int = 256  # while `waiting` varies
+    running_beside_line: int = 256  # running sequences while `waiting` varies
     blocks: tuple[int, ...] = (8, 64, 512, 2_048)  # 128 to 32,768 tokens
     siblings: int = 1_000
     steps: int = 16  # one block of growth
@@ -63,7 +63,7 @@ QUICK = Sizes((1, 8), (10, 100), 8, (2, 4, 16), 50, 4, 3)
 
 @dataclass(frozen=True)
 class Series:
-    """Medians of one time over several sizes; `item` is what the sizes count."""
+    """Median times over several sizes; `item` names what the sizes count."""
 
     name: str
     item: str
@@ -75,18 +75,18 @@ class Series:
         return [time / size for size, time in zip(self.sizes, self.microseconds, strict=True)]
 
     def marginal(self) -> float:
-        """Microseconds for each further item, between the two largest sizes."""
+        """Microseconds for each additional item, between the two largest sizes."""
         (low, high), (before, after) = self.sizes[-2:], self.microseconds[-2:]
         return (after - before) / (high - low)
 
     def growth(self) -> list[float]:
-        """The exponent x of time = c * size ** x between each size and the next one."""
+        """The exponent x of time = c * size ** x between each size and the next."""
         points = list(zip(self.sizes, self.microseconds, strict=True))
         return [math.log(t / s) / math.log(n / m) for (m, s), (n, t) in pairwise(points)]
 
 
 class Task(NamedTuple):
-    """A series to be measured: `measure(size)` gives microseconds."""
+    """A series to measure; `measure(size)` returns microseconds."""
 
     name: str
     item: str
@@ -94,7 +94,7 @@ class Task(NamedTuple):
     measure: Callable[[int], float]
 
     def run(self, terminal: Terminal) -> Series:
-        """Measure all sizes."""
+        """Measure every size."""
         with terminal.progress(f"Measuring {self.name}"):
             times = tuple(map(self.measure, self.sizes))
         return Series(self.name, self.item, self.sizes, times)
@@ -106,7 +106,7 @@ class Task(NamedTuple):
 def median_time(action: Callable[[], object], repeats: int, calls: int) -> float:
     """Microseconds per call: the median over `repeats` of the mean over `calls`.
 
-    It is the process's own time, which other programs on the machine disturb less.
+    This is processor time, which other programs disturb less than wall-clock time.
     """
     gc.collect()
     times = []
@@ -119,7 +119,7 @@ def median_time(action: Callable[[], object], repeats: int, calls: int) -> float
 
 
 def settled_time(action: Callable[[], object], repeats: int) -> float:
-    """The same for what can be repeated at will: a sample takes at least 2 milliseconds."""
+    """`median_time` with enough calls per sample to take at least 2 milliseconds."""
     once = median_time(action, 3, 1)
     return median_time(action, repeats, max(1, min(round(2_000 / once), 2_000)))
 
@@ -128,15 +128,15 @@ def settled_time(action: Callable[[], object], repeats: int) -> float:
 
 
 def commit(scheduler: Scheduler) -> None:
-    """One step with made-up tokens."""
+    """Schedule and commit one step with made-up tokens."""
     plan = scheduler.schedule()
     scheduler.commit(plan, {row.seq_id: [1] for row in plan.rows if row.num_samples})
 
 
 class Workload:
-    """A scheduler with all seats taken by decoding sequences, and as many in line as one likes.
+    """A scheduler at its limit of running sequences, which all decode, with a waiting queue.
 
-    Lengths of prompts differ, so that in each step one in 16 sequences gets a new block.
+    Prompt lengths differ, so that in each step one in 16 sequences needs a new block.
     """
 
     def __init__(self, num_running: int, policy: str):
@@ -158,7 +158,7 @@ class Workload:
             commit(self.scheduler)
 
     def make(self, count: int) -> list[Request]:
-        """More requests; a quarter of the prompts begin alike."""
+        """Create requests; a quarter of the prompts share a prefix."""
         requests = []
         for number in range(self._num_requests, self._num_requests + count):
             alike = 64 if number % 4 == 0 else 0
@@ -170,38 +170,38 @@ class Workload:
         return requests
 
     def line_up(self, num_waiting: int, num_to_come: int) -> None:
-        """A line of waiting requests, and those that will arrive in later steps."""
+        """Fill the waiting queue, and create the requests that arrive in later steps."""
         for request in self.make(num_waiting):
             self.scheduler.add(request)
         self._to_come = self.make(num_to_come)
 
     def step(self) -> None:
-        """Everybody decodes one token."""
+        """Every sequence decodes one token."""
         commit(self.scheduler)
 
     def step_with_change(self) -> None:
-        """One sequence ends and the next in line is admitted; a new request arrives."""
+        """One sequence ends, a waiting request is admitted, and a new request arrives."""
         self.scheduler.finish(self.scheduler.running[0].seq_id)
         self.scheduler.add(self._to_come.pop())
         commit(self.scheduler)
 
 
 def decode_time(num_running: int, sizes: Sizes) -> float:
-    """A step in which nothing happens but decode."""
+    """Time of a step in which all sequences decode and nothing else happens."""
     load = Workload(num_running, "fcfs")
     return median_time(load.step, sizes.repeats, sizes.steps)
 
 
 def change_time(num_running: int, num_waiting: int, policy: str, sizes: Sizes) -> float:
-    """A step with a line of waiting requests, of which one is admitted."""
+    """Time of a step with a waiting queue, of which one request is admitted."""
     load = Workload(num_running, policy)
     load.line_up(num_waiting, sizes.repeats * sizes.steps)
     return median_time(load.step_with_change, sizes.repeats, sizes.steps)
 
 
 def blocked_line(num_shared: int) -> Scheduler:
-    """A few sequences decode in all the blocks there are, and a full window of requests waits for
-    blocks; the prompts of all have the same first `num_shared` blocks."""
+    """A few sequences occupy all blocks, and a full window of requests waits for blocks; all
+    prompts share their first `num_shared` blocks."""
     shared, num_own = text(num_shared), 20 * BLOCK_SIZE + 1
     config = SchedulerConfig(policy="longest_prefix_match")
     blocks = BlockManager(num_shared + 64, BLOCK_SIZE, "hash")
@@ -215,22 +215,22 @@ def blocked_line(num_shared: int) -> Scheduler:
 
 
 def lookups_time(num_blocks: int, sizes: Sizes) -> float:
-    """A step with a window of cached prompts in line, of which none can be admitted."""
+    """Time of a step with a window of waiting cached prompts, none of which can be admitted."""
     scheduler = blocked_line(num_blocks)
     return median_time(lambda: commit(scheduler), sizes.repeats, 1)
 
 
 def step_series(sizes: Sizes) -> Iterator[Task]:
-    """Over the number of running sequences, over the number of waiting ones, and what a policy
-    that reads the cache pays for long prompts."""
+    """Series over the number of running sequences, over the number of waiting requests, and over
+    the prompt length for a policy that looks up the prefix cache."""
     yield Task("decode", "running", sizes.running, partial(decode_time, sizes=sizes))
-    line, seats = sizes.waiting[-1], sizes.running_beside_line
+    line, max_num_seqs = sizes.waiting[-1], sizes.running_beside_line
     for name in POLICIES:
         beside_line = partial(change_time, num_waiting=line, policy=name, sizes=sizes)
         yield Task(f"{name}, {line:,} waiting", "running", sizes.running, beside_line)
     for name in POLICIES:
-        in_line = partial(change_time, seats, policy=name, sizes=sizes)
-        yield Task(f"{name}, {seats} running", "waiting", sizes.waiting, in_line)
+        in_line = partial(change_time, max_num_seqs, policy=name, sizes=sizes)
+        yield Task(f"{name}, {max_num_seqs} running", "waiting", sizes.waiting, in_line)
     lookups = f"longest_prefix_match, {WINDOW} prompts blocked"
     yield Task(lookups, "blocks", sizes.blocks[:-1], partial(lookups_time, sizes=sizes))
 
@@ -239,12 +239,12 @@ def step_series(sizes: Sizes) -> Iterator[Task]:
 
 
 def text(num_blocks: int) -> list[int]:
-    """Random token ids for so many blocks, the same every time."""
+    """Random token ids of `num_blocks` blocks, with a fixed seed."""
     return random.Random(num_blocks).choices(range(VOCABULARY), k=num_blocks * BLOCK_SIZE)
 
 
 def filled(kind: str, tokens: Sequence[int], siblings: int = 0) -> PrefixIndex:
-    """An index that knows a text, and `siblings` others that differ from it in the last block."""
+    """An index that holds a text, and `siblings` others that differ in the last block."""
     index = make_index(kind, BLOCK_SIZE)
     cursor = before = index.start("")
     for block in range(len(tokens) // BLOCK_SIZE):
@@ -258,14 +258,14 @@ def filled(kind: str, tokens: Sequence[int], siblings: int = 0) -> PrefixIndex:
 
 
 def hit_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
-    """All of a prompt is found."""
+    """Time of a lookup that finds the whole prompt."""
     tokens = text(num_blocks)
     index = filled(kind, tokens)
     return settled_time(lambda: index.match(tokens, len(tokens), ""), sizes.repeats)
 
 
 def miss_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
-    """Nothing is found: the first block differs."""
+    """Time of a lookup that finds nothing, because the first block differs."""
     tokens = text(num_blocks)
     index = filled(kind, tokens)
     other = [VOCABULARY, *tokens[1:]]
@@ -273,14 +273,15 @@ def miss_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
 
 
 def sibling_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
-    """All but the last token is found, and many blocks begin like the last one."""
+    """Time of a lookup that finds all but the last token, among many blocks that begin like the
+    last one."""
     tokens = text(num_blocks)
     index = filled(kind, tokens, sizes.siblings)
     return settled_time(lambda: index.match(tokens, len(tokens) - 1, ""), sizes.repeats)
 
 
 def insert_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
-    """The blocks of a new prompt become findable, and the history of misses takes note."""
+    """Time to insert the blocks of a new prompt, including the record of misses."""
     tokens, times = text(num_blocks), []
     for _ in range(sizes.repeats):
         blocks = BlockManager(num_blocks, BLOCK_SIZE, kind)
@@ -292,7 +293,7 @@ def insert_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
 
 
 def prefix_series(sizes: Sizes) -> Iterator[Task]:
-    """Lookups and insertions in both indices, over the length of a prompt in blocks."""
+    """Series of lookups and insertions in both indices, over the prompt length in blocks."""
     cases = [
         (f"{kind}: {what}", kind, action)
         for kind in ("hash", "radix")
@@ -303,11 +304,11 @@ def prefix_series(sizes: Sizes) -> Iterator[Task]:
         yield Task(name, "blocks", sizes.blocks, partial(action, kind, sizes))
 
 
-# ---- what it says -----------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------
 
 
 def statement(series: Sequence[Series]) -> list[str]:
-    """What the numbers say: about growth first, then about the cost of a running sequence."""
+    """Conclusions about growth, and about the cost of an additional running sequence."""
     steps = [
         (growth, f"{one.name}, from {low:,} to {high:,} {one.item}")
         for one in series
@@ -321,13 +322,13 @@ def statement(series: Sequence[Series]) -> list[str]:
     for one in series:
         if one.item == "running":
             cost, word = one.marginal(), "within" if one.marginal() <= AIM else "above"
-            each = "microseconds for each further running sequence"
-            lines.append(f"{one.name}: {cost:.2f} {each}, {word} the aim of {AIM:g}.")
+            each = "microseconds for each additional running sequence"
+            lines.append(f"{one.name}: {cost:.2f} {each}, {word} the target of {AIM:g}.")
     return lines
 
 
 def table(series: Sequence[Series]) -> list[list[str]]:
-    """Rows of text: name, size, time, time per item, growth since the row before."""
+    """Rows: name, size, time, time per item, growth since the previous row."""
     rows = []
     for one in series:
         growth = ["", *(f"{exponent:.2f}" for exponent in one.growth())]
@@ -345,7 +346,7 @@ def table(series: Sequence[Series]) -> list[list[str]]:
 
 
 def as_json(series: Sequence[Series], costs: Sequence[outputs.Cost]) -> dict[str, object]:
-    """Everything measured and everything said."""
+    """All measurements and conclusions as JSON data."""
     return {
         "benchmark": "scheduler",
         "machine": cpu_name(),
@@ -360,9 +361,9 @@ def as_json(series: Sequence[Series], costs: Sequence[outputs.Cost]) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then print the tables, what they say, and JSON."""
+    """Measure, and print the tables, the conclusions and JSON."""
     parser = benchmark_parser("scheduler", __doc__, EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     chosen, terminal = parser.parse_args(arguments), Terminal()
     sizes = QUICK if chosen.quick else Sizes()
     load = outputs.QUICK_LOAD if chosen.quick else outputs.Load()
@@ -377,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.table(header, table(steps))
     terminal.heading("One prompt in the prefix cache")
     terminal.table(header, table(prefixes))
-    terminal.heading(f"All but the model: microseconds per row and step, {load.rows} rows")
+    terminal.heading(f"Host overhead: microseconds per row and step, {load.rows} rows")
     terminal.table([*outputs.HEADER], outputs.table(costs))
     result = as_json([*steps, *prefixes], costs)
     for line in (*statement([*steps, *prefixes]), *outputs.statement(costs)):

@@ -1,11 +1,11 @@
-"""Thousands of short requests through a pool of blocks that is far too small: does anything leak?
+"""Leak test: thousands of short requests through a pool of blocks that is far too small.
 
-The pool has 30% of the blocks that the running requests would fill, so they preempt each other all
-the time. At each quarter of a run the engine is left to become idle: then nothing may be left of
-any request, and after the first quarter memory may not grow.
+The pool has 30% of the blocks that the running requests would need, so preemptions are frequent.
+After each quarter of a run the engine becomes idle: no state of any request may remain, and memory
+may not grow after the first quarter.
 
-There are two kinds of runs: the embedded model behind the whole engine, and the scheduler alone
-over an oracle (`soak_oracle.py`), where every token is checked.
+There are two kinds of runs: the whole engine with the embedded model, and the scheduler alone with
+an oracle instead of a model (`soak_oracle.py`), where every token is checked.
 """
 
 import gc
@@ -31,12 +31,12 @@ from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.soak                 2,000 requests on tiny, 18,000 on the oracle
-  python -m minillm.lab.benchmarks.soak --json FILE     JSON into a file instead of the last line
-  python -m minillm.lab.benchmarks.soak --tiny 0        the oracle only
+  python -m minillm.lab.benchmarks.soak              2,000 requests on tiny, 18,000 on the oracle
+  python -m minillm.lab.benchmarks.soak --json FILE  JSON in FILE, not as the last line
+  python -m minillm.lab.benchmarks.soak --tiny 0     the oracle only
 """
-MOST_OBJECTS = 2_000  # Python may have so many more at the end than after the first quarter
-MOST_BYTES = 16 * 2**20  # and the process with a model so much more memory
+MOST_OBJECTS = 2_000  # allowed growth of Python objects after the first quarter
+MOST_BYTES = 16 * 2**20  # allowed growth of memory after the first quarter, with a model
 LEAST_PREEMPTIONS = 1_000
 
 
@@ -44,7 +44,7 @@ LEAST_PREEMPTIONS = 1_000
 
 
 class EngineSoak(Soak):
-    """The embedded model behind `Engine`, with its text. Tokens are not checked here."""
+    """A soak of `Engine` with the embedded model and text. Tokens are not checked."""
 
     vocabulary = 4096
 
@@ -57,27 +57,27 @@ class EngineSoak(Soak):
                 block_size=load.block_size,
                 num_gpu_blocks_override=load.num_blocks,
                 max_model_len=load.longest_prompt + load.longest_output + 1,
-                max_num_seqs=load.seats,
+                max_num_seqs=load.max_num_seqs,
                 max_num_batched_tokens=load.budget,
                 prefix_cache=load.prefix_cache,
                 swap_space=0.01 if load.preemption == "swap" else 0,
             )
         )
-        # Full after a few steps: the memory of a run is to be flat from its first quarter on.
+        # A trace that is full after a few steps, so that memory is flat after the first quarter.
         self.engine.trace = Trace(self.engine.trace.settings, capacity=200)
         tokenizer = self.engine.tokenizer
-        if tokenizer is not None and tokenizer.token_bytes is not None:  # filled as tokens come
+        if tokenizer is not None and tokenizer.token_bytes is not None:  # fill the lazy cache
             for token_id in range(self.engine.source.config.vocab_size):
                 tokenizer.token_bytes[token_id]
         self.handles: weakref.WeakSet[LiveRequest] = weakref.WeakSet()
 
     @property
     def scheduler(self) -> Scheduler:
-        """Whose books are checked."""
+        """The scheduler whose state is checked."""
         return schedulers_of(self.engine.scheduler)[0]
 
     def add(self, job: Job) -> None:
-        """Put a request in line; one that shall fail has no token left to choose from."""
+        """Add a request; one that is meant to fail excludes every token."""
         end = self.engine.eos_token_ids[0]
         params = SamplingParams(
             n=job.n,
@@ -92,11 +92,11 @@ class EngineSoak(Soak):
         self.handles.add(self.engine.add(request))
 
     def abort(self, name: str) -> None:
-        """End a request now."""
+        """Abort a request."""
         self.engine.abort(name)
 
     def step(self) -> None:
-        """Advance, and look at what ended."""
+        """Run a step, and check the requests that ended."""
         for live in self.engine.step():
             if live.finished:
                 output, job = live.output(), live.request
@@ -110,18 +110,19 @@ class EngineSoak(Soak):
                 self.end(job.request_id, "failed" if "error" in reasons else "finished")
 
     def check_idle(self) -> None:
-        """No handle is left either."""
+        """Also checks that no request handle remains."""
         super().check_idle()
         gc.collect()
         require(not self.engine.has_work, "the engine has work")
         require(not self.handles, len(self.handles), "handles are left")
 
 
-# ---- what is run, and what it says ------------------------------------------------------------
+# ---- runs and results -------------------------------------------------------------------------
 
 
 def loads(tiny: int, oracle: int, seed: int) -> list[tuple[type[Soak], Load]]:
-    """Both ways to preempt and both prefix caches, half of the requests each."""
+    """Two runs of each kind, with half of the requests each: both prefix caches and both
+    preemption modes."""
     kinds = (("hash", "recompute"), ("radix", "swap"))
     return [
         (soak, Load(f"{name}: {cache}, {mode}", requests // 2, cache, mode, seed=seed))
@@ -132,8 +133,8 @@ def loads(tiny: int, oracle: int, seed: int) -> list[tuple[type[Soak], Load]]:
 
 
 def check(result: Result, with_model: bool) -> None:
-    """Memory is flat, and the pool was too small."""
-    require(result.num_preemptions or result.requests < 100, "nobody was preempted")
+    """Check that memory is flat and that the pool was too small."""
+    require(result.num_preemptions or result.requests < 100, "no request was preempted")
     grown = result.objects[-1] - result.objects[0]
     require(grown <= MOST_OBJECTS, "objects:", result.objects)
     grown = result.rss[-1] - result.rss[0]
@@ -145,12 +146,12 @@ def table(results: Sequence[Result]) -> list[list[str]]:
     outcomes = ("finished", "aborted", "failed")
     counters = {
         "steps": "num_steps",
-        "with prefill and decode": "num_mixed_steps",
+        "mixed steps": "num_mixed_steps",
         "preempted, to recompute": "num_preemptions_recompute",
         "preempted, swapped": "num_preemptions_swap",
         "tokens recomputed": "num_recomputed_tokens",
         "prompt tokens": "num_prompt_tokens",
-        "of them cached": "num_cached_tokens",
+        "cached prompt tokens": "num_cached_tokens",
         "blocks copied": "num_copies",
         "cached blocks revived": "num_revived",
         "cached blocks evicted": "num_evicted",
@@ -171,13 +172,14 @@ def table(results: Sequence[Result]) -> list[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all, then print the table, what it says, and JSON."""
+    """Run all soaks, and print the table, the conclusion and JSON."""
     parser = benchmark_parser("soak", __doc__, EXAMPLES)
     parser.add_argument("--tiny", type=int, default=2_000, metavar="N", help="requests on tiny")
-    parser.add_argument("--oracle", type=int, default=18_000, metavar="N", help="on the oracle")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
+    parser.add_argument("--oracle", type=int, default=18_000, metavar="N",
+                        help="requests on the oracle")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="random seed (0)")
     chosen, terminal = parser.parse_args(arguments), Terminal()
-    torch.set_num_threads(1)  # for so small a model a second thread is only waited for
+    torch.set_num_threads(1)  # a second thread only adds waiting for so small a model
     results = []
     for soak, load in loads(chosen.tiny, chosen.oracle, chosen.seed):
         with terminal.progress(f"{load.name}, {load.requests:,} requests"):
@@ -185,9 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(results[-1], soak is EngineSoak)
     preemptions = sum(result.num_preemptions for result in results)
     require(results[-1].requests < 1_000 or preemptions >= LEAST_PREEMPTIONS, preemptions)
-    terminal.heading("Soak: every request is accounted for, and nothing is left of any")
+    terminal.heading("Soak: every request ended, and no state remains")
     terminal.table(["", *(result.name for result in results)], table(results))
-    terminal.paragraph(f"{preemptions:,} preemptions; every token of the oracle's was right.")
+    terminal.paragraph(f"{preemptions:,} preemptions; every token of the oracle was correct.")
     report = {"benchmark": "soak", "machine": cpu_name(), "python": platform.python_version()}
     result = {**report, "runs": [asdict(result) for result in results]}
     write_result(result, chosen.json, terminal)

@@ -1,9 +1,9 @@
-"""What a soak serves and how it counts, and the run of it in which every token is checked.
+"""The requests and checks of the soak test, and the soak with an oracle, which checks every token.
 
-Requests come with shared beginnings, several completions and two cache salts; some are aborted at
-a random moment, and some fail. The pool of blocks is far too small for those that may run at once.
-The oracle is a device without a model: its next token is a hash of all it reads through the block
-table, so that any block that is mixed up, copied too late or given away too early changes a token.
+Requests have shared prefixes, several completions and two cache salts; some are aborted at a random
+moment, and some fail. The pool of blocks is far too small for the running requests. The oracle is a
+device without a model: its next token is a hash of everything it reads through the block table.
+Any block that is confused, copied too late or freed too early changes a token.
 """
 
 import gc
@@ -27,14 +27,14 @@ from minillm.scheduling.request import Request
 from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.scheduling.scheduler import Scheduler
 
-POOL_SHARE = 0.3  # of the blocks that the running requests would fill at their ends
+POOL_SHARE = 0.3  # pool size, as a fraction of the blocks that all running requests need
 QUARTERS = 4
-VOCABULARY = 11  # of the oracle: small, so that beginnings are shared by chance, too
-STOP = 0  # this token ends some requests early
+VOCABULARY = 11  # token ids of the oracle; few, so that some prefixes are shared by chance
+STOP = 0  # a stop token that ends some requests early
 
 
 class Broken(RuntimeError):
-    """A promise of the engine was broken."""
+    """A check of the soak test failed."""
 
 
 def require(condition: object, *facts: object) -> None:
@@ -44,7 +44,7 @@ def require(condition: object, *facts: object) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
+    """Resident memory of this process; 0 if the system does not report it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -54,13 +54,13 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """What one run is asked to serve."""
+    """The configuration of one run."""
 
     name: str
     requests: int
     prefix_cache: str
     preemption: str
-    seats: int = 24
+    max_num_seqs: int = 24
     budget: int = 64
     block_size: int = 4
     longest_prompt: int = 28
@@ -71,14 +71,14 @@ class Load:
 
     @property
     def num_blocks(self) -> int:
-        """The pool: a share of what `seats` average sequences hold when they end."""
+        """Pool size: a fraction of the blocks of `max_num_seqs` average complete sequences."""
         mean = (self.longest_prompt + self.longest_output) / 2
-        return round(POOL_SHARE * self.seats * mean / self.block_size)
+        return round(POOL_SHARE * self.max_num_seqs * mean / self.block_size)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One request to come."""
+    """One request that will be added."""
 
     name: str
     prompt: tuple[int, ...]
@@ -90,7 +90,7 @@ class Job:
 
 
 def draw(load: Load, number: int, rng: random.Random, vocabulary: int) -> Job:
-    """Request `number`: one of a few beginnings, then anything."""
+    """Generate request `number`: one of a few prefixes, followed by random tokens."""
     head = random.Random(rng.randrange(6)).choices(range(1, vocabulary), k=rng.randrange(17))
     tail = rng.choices(range(1, vocabulary), k=rng.randint(1, load.longest_prompt - len(head)))
     return Job(
@@ -106,7 +106,7 @@ def draw(load: Load, number: int, rng: random.Random, vocabulary: int) -> Job:
 
 @dataclass
 class Result:
-    """What came of a run; `objects` and `rss` are one number per quarter, when all was idle."""
+    """The result of a run; `objects` and `rss` hold one figure per quarter, when idle."""
 
     name: str
     requests: int
@@ -121,12 +121,12 @@ class Result:
 
     @property
     def num_preemptions(self) -> int:
-        """Of both kinds."""
+        """Preemptions of both kinds."""
         return self.counters["num_preemptions_recompute"] + self.counters["num_preemptions_swap"]
 
 
 class Soak(ABC):
-    """Adds requests, aborts some, and steps, until all have ended; counts how they ended."""
+    """Adds requests, aborts some, and steps until all have ended; counts how they ended."""
 
     vocabulary = VOCABULARY
 
@@ -139,12 +139,12 @@ class Soak(ABC):
         self.result = Result(load.name, load.requests, load.num_blocks, demand)
 
     def run(self) -> Result:
-        """All requests, a quarter at a time."""
+        """Run all requests, a quarter at a time."""
         start, added = perf_counter(), 0
         for quarter in range(1, QUARTERS + 1):
             end = self.load.requests * quarter // QUARTERS
             while added < end or self.live:
-                while added < end and len(self.live) < 3 * self.load.seats:
+                while added < end and len(self.live) < 3 * self.load.max_num_seqs:
                     job = draw(self.load, added, self.rng, self.vocabulary)
                     self.add(job)
                     self.live.append(job.name)
@@ -168,14 +168,14 @@ class Soak(ABC):
         return result
 
     def end(self, name: str, outcome: str) -> None:
-        """A request has ended; it does so once."""
+        """Record the end of a request, which must happen exactly once."""
         self.live.remove(name)
         self.outcomes[outcome] += 1
         if outcome == "aborted":
             self.abort(name)
 
     def check_idle(self) -> None:
-        """Nothing is left of any request."""
+        """Check that no state of any request remains."""
         scheduler = self.scheduler
         check_invariants(scheduler)
         pools = (scheduler.blocks.pool, scheduler.blocks.host)
@@ -186,36 +186,36 @@ class Soak(ABC):
     @property
     @abstractmethod
     def scheduler(self) -> Scheduler:
-        """Whose books are checked."""
+        """The scheduler whose state is checked."""
 
     @abstractmethod
     def add(self, job: Job) -> None:
-        """Put a request in line."""
+        """Add a request to the waiting queue."""
 
     @abstractmethod
     def abort(self, name: str) -> None:
-        """End a request now."""
+        """Abort a request."""
 
     @abstractmethod
     def step(self) -> None:
-        """Advance, and `end` what ended."""
+        """Run a step, and call `end` for every request that ended."""
 
 
 # ---- the scheduler alone, over an oracle ------------------------------------------------------
 
 
 def next_value(before: int, token: int) -> int:
-    """What a position holds: it stands for keys and values, so it depends on all before it."""
+    """The value of a position, in place of keys and values; depends on all positions before it."""
     return hash((before, token))
 
 
 def next_token(values: Sequence[int], seed: int, index: int) -> int:
-    """What the model and the sampler would choose after reading all of this."""
+    """The token that the oracle returns after reading `values`."""
     return hash((seed, index, *values)) % VOCABULARY
 
 
 def expected(request: Request, index: int, count: int) -> list[int]:
-    """The first new tokens of a completion, from its prompt alone."""
+    """The first output tokens of a completion, computed from its prompt alone."""
     values, before, tokens = [], crc32(request.cache_salt.encode()), []
     for token in request.prompt_token_ids:
         values.append(before := next_value(before, token))
@@ -226,17 +226,17 @@ def expected(request: Request, index: int, count: int) -> list[int]:
 
 
 class Memory:
-    """Device and host memory of made-up values, and the rows that a runner keeps."""
+    """Device and host memory with made-up values, and the rows of a runner."""
 
     def __init__(self, blocks: BlockManager):
         self.size = blocks.block_size
         self.device = [[0] * self.size for _ in range(blocks.pool.num_blocks)]
         self.host = [[0] * self.size for _ in range(blocks.host.num_blocks)]
         self.rows: dict[int, tuple[NewSequence, list[int], list[int]]] = {}
-        self.salts: dict[int, int] = {}  # by sequence: no plan tells of them
+        self.salts: dict[int, int] = {}  # by sequence; plans do not contain salts
 
     def execute(self, plan: StepPlan) -> dict[int, list[int | None]]:
-        """Carry out a plan in the order that its docstring asks for."""
+        """Execute a plan in the order that the docstring of `StepPlan` specifies."""
         for seq_id in plan.dropped:
             del self.rows[seq_id]
         for new in plan.new:
@@ -272,7 +272,7 @@ class Memory:
 
 
 def move(copies: Sequence[BlockCopy], source: list[list[int]], target: list[list[int]]) -> None:
-    """All are read before any is written."""
+    """Copy blocks; all sources are read before any target is written."""
     contents = [list(source[copy.source]) for copy in copies]
     for copy, values in zip(copies, contents, strict=True):
         target[copy.target] = values
@@ -280,7 +280,7 @@ def move(copies: Sequence[BlockCopy], source: list[list[int]], target: list[list
 
 @dataclass
 class OracleRequest:
-    """A request on the oracle: its sequences and tokens by completion, and how many still run."""
+    """A request on the oracle: sequences and tokens by completion, and the number still running."""
 
     job: Job
     request: Request
@@ -290,25 +290,25 @@ class OracleRequest:
 
 
 class OracleSoak(Soak):
-    """The scheduler, the block manager and made-up memory."""
+    """A soak of the scheduler and the block manager, with made-up memory."""
 
     def __init__(self, load: Load):
         super().__init__(load)
         host = load.num_blocks if load.preemption == "swap" else 0
         blocks = BlockManager(load.num_blocks, load.block_size, load.prefix_cache, host)
         config = SchedulerConfig(
-            load.seats, load.budget, watermark=0.0, preemption_mode=load.preemption
+            load.max_num_seqs, load.budget, watermark=0.0, preemption_mode=load.preemption
         )
         self._scheduler, self.memory = Scheduler(config, blocks), Memory(blocks)
         self.requests: dict[str, OracleRequest] = {}
 
     @property
     def scheduler(self) -> Scheduler:
-        """Whose books are checked."""
+        """The scheduler whose state is checked."""
         return self._scheduler
 
     def add(self, job: Job) -> None:
-        """Put a request in line."""
+        """Add a request to the waiting queue."""
         request = Request(
             job.name,
             job.prompt,
@@ -322,12 +322,12 @@ class OracleSoak(Soak):
         self.requests[job.name] = OracleRequest(job, request, {0: first}, tokens, job.n)
 
     def abort(self, name: str) -> None:
-        """End a request now; what it has so far is right."""
+        """Abort a request, and check its tokens so far."""
         self.scheduler.abort(name)
         self._check(self.requests.pop(name))
 
     def step(self) -> None:
-        """Plan, run, maybe abort, commit."""
+        """Schedule, execute, abort a request at random, and commit."""
         scheduler = self.scheduler
         plan = scheduler.schedule()
         require(plan.rows, "nothing can run:", scheduler.record)
@@ -364,7 +364,7 @@ class OracleSoak(Soak):
             self.end(live.job.name, "finished")
 
     def _check(self, live: OracleRequest, whole: bool = False) -> None:
-        """Exactly its tokens, and, of a finished request, all of them."""
+        """Check that the tokens are correct and, for a finished request, complete."""
         for index, tokens in enumerate(live.tokens):
             right = expected(live.request, index, live.job.max_tokens)
             if live.job.stops and STOP in right:
@@ -374,7 +374,7 @@ class OracleSoak(Soak):
             self.new_tokens += len(tokens)
 
     def check_idle(self) -> None:
-        """No row either, beyond those that the next plan will drop."""
+        """Also checks that no row remains, except those that the next plan will drop."""
         super().check_idle()
         require(not self.requests, "requests are left:", self.requests)
-        require(len(self.memory.rows) <= self.load.seats, "rows are left:", self.memory.rows)
+        require(len(self.memory.rows) <= self.load.max_num_seqs, "rows are left:", self.memory.rows)

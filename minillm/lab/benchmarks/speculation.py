@@ -1,17 +1,17 @@
-"""`minillm bench speculation`: tokens per second with and without drafts, in turn.
+"""`minillm bench speculation`: tokens per second with and without speculative decoding.
 
-All variants are engines of this process over the same checkpoint. Within a repeat one after the
-other runs the same prompts, each repeat beginning with another one, and a ratio is that of two runs
-of the same repeat. The clock starts when every sequence has its first token and stops when all are
-complete. Prompts are
+All variants are engines of this process over the same checkpoint. In a repeat, every variant runs
+the same prompts, starting with a different variant each time; a ratio compares two runs of the same
+repeat. Timing starts when every sequence has its first token and stops when all are complete.
+Workloads:
 
     held-out    code that the embedded models were not trained on, greedy
     sampled     the same at temperature 1
-    copy        a function, and the beginning of it once more: a text that repeats itself
-    random      random tokens with synthetic acceptance, where weights mean nothing
+    copy        a function followed by its beginning: text that repeats itself
+    random      random tokens with synthetic acceptance, for random weights
 
-The acceptance of the first three is measured. With "synthetic" drafts are accepted by chance with
-the rates that were asked for, whatever they are: only the time of such a run means something.
+The acceptance of the first three is measured. Synthetic acceptance accepts drafts at random with
+given rates, whatever their tokens: such a run measures time only.
 """
 
 import random
@@ -42,20 +42,20 @@ SEED = 16
 
 
 class RandomDrafts:
-    """A proposer that is never right but by chance: what drafts cost at worst."""
+    """A proposer of random tokens: the worst case, drafts that are almost never accepted."""
 
     def __init__(self, vocab_size: int):
         self._random, self._vocab_size = random.Random(SEED), vocab_size
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """As many random tokens as are wanted."""
+        """Propose random tokens, as many as each row asks for."""
         pick = self._random.randrange
         return [[pick(self._vocab_size) for _ in range(row.num_drafts)] for row in rows]
 
 
 @dataclass(frozen=True)
 class SpeculationWork:
-    """What is measured: `variants` are speculative_configs by name, None for plain decoding."""
+    """The benchmark to run; `variants` maps names to speculative configs (None: plain decoding)."""
 
     model: str
     variants: Mapping[str, Mapping[str, Any] | None]
@@ -86,7 +86,7 @@ class Run:
 
 
 def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]:
-    """All batches of all workloads."""
+    """Measure all batches of all workloads."""
     torch.set_num_threads(work.threads)
     engines = {}
     for name, config in work.variants.items():
@@ -119,7 +119,8 @@ def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]
 
 
 def peers_of(work: SpeculationWork, llm: LLM, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """What transformers gains by its own drafts, on the first prompt of each greedy workload."""
+    """Speed-ups of transformers' speculative decoding, on the first prompt of each greedy
+    workload."""
     if not work.vs_transformers:
         return []
     greedy = [name for name in work.workloads if params_of(name, 1).greedy]
@@ -129,7 +130,7 @@ def peers_of(work: SpeculationWork, llm: LLM, say: Callable[[str], None]) -> lis
 
 
 def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
-    """An engine of this variant, without a prefix cache: each run computes its prompts."""
+    """The engine of a variant, without a prefix cache, so that every run computes its prompts."""
     return LLM(
         work.model,
         dtype=work.dtype,
@@ -150,7 +151,7 @@ def in_turn(
     name: str,
     say: Callable[[str], None],
 ) -> dict[str, list[Run]]:
-    """Runs of each variant, after one that is not counted."""
+    """Run the variants in turn, after one warm-up run of each."""
     runs: dict[str, list[Run]] = {variant: [] for variant in engines}
     order = list(engines)
     for number in range(repeats + 1):
@@ -164,7 +165,7 @@ def in_turn(
 
 
 def timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Run:
-    """One run: until all have their first token, and then against the clock."""
+    """One run, timed from the moment when every sequence has its first token."""
     engine = llm.engine
     lives = [
         engine.add(engine.make_request(f"s{number}", None, ids, params))
@@ -211,8 +212,8 @@ def snapshot(counters: Any) -> tuple[int, int, int, list[int]]:
 
 
 def result(own: Sequence[Run], plain: Sequence[Run], batch: int) -> dict[str, Any]:
-    """What is said about one variant: rates, its ratio to plain decoding in the same repeats, and
-    how drafts fared."""
+    """The results of one variant: throughput, its ratio to plain decoding in the same repeats, and
+    acceptance."""
     ratios = [
         (run.num_tokens / run.seconds) / (base.num_tokens / base.seconds)
         for run, base in zip(own, plain, strict=True)
@@ -236,8 +237,8 @@ def result(own: Sequence[Run], plain: Sequence[Run], batch: int) -> dict[str, An
 
 
 def verification_cost(found: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """At batch 1: positions of a verification, and its step time over that of a plain step, the
-    median of all variants without a draft model."""
+    """Verification cost at batch 1: (number of positions, step time relative to a plain step), the
+    median over all variants without a draft model."""
     results = [one for one in found["results"] if one["batch"] == 1]
     plain = {one["workload"]: one for one in results if one["variant"] == PLAIN}
     costs: dict[int, list[float]] = {}
@@ -250,8 +251,8 @@ def verification_cost(found: Mapping[str, Any]) -> list[tuple[int, float]]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Bounds of the median: with 9 values the 2nd and the 8th hold it with probability 0.96 (order
-    statistics of the binomial law); with fewer than 6 the least and the most."""
+    """Confidence interval of the median: for 9 values the 2nd and the 8th, with probability 0.96
+    (order statistics, binomial distribution); below 6 values the minimum and maximum."""
     ordered = sorted(values)
     skipped = max((len(ordered) - 5) // 4, 0)
     return ordered[skipped], ordered[-1 - skipped]
@@ -261,7 +262,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def params_of(workload: str, new_tokens: int) -> SamplingParams:
-    """Greedy, or at temperature 1 where that is what is asked."""
+    """Sampling parameters: greedy, or temperature 1 for the workload "sampled"."""
     temperature = 1.0 if workload == "sampled" else 0.0
     return SamplingParams(
         temperature=temperature, seed=SEED, max_tokens=new_tokens, ignore_eos=True
@@ -280,16 +281,19 @@ def prompts_of(workload: str, batch: int, llm: LLM) -> list[list[int]]:
 
 
 def copy_prompt(ids: list[int]) -> list[int]:
-    """A text and its first quarter: what follows is in the prompt."""
+    """A text followed by its first quarter, so that the prompt contains the continuation."""
     return [*ids, *ids[: len(ids) // 4]]
 
 
 def code(count: int, llm: LLM, length: int) -> list[list[int]]:
-    """Stretches of code that the embedded models have not seen; where the standard library is
-    another than that of their training, the ten prompts of the model card, again and again."""
+    """Code that the embedded models were not trained on. If the Python version differs from that
+    of their training corpus, the ten prompts of the model card are used, repeatedly."""
     tokenizer = llm.engine.tokenizer
     if tokenizer is None:
-        raise MinillmError("This model has no tokenizer, so it can only be measured with 'random'.")
+        raise MinillmError(
+            "This model has no tokenizer, which these workloads need; give --acceptance to measure "
+            "random prompts."
+        )
     with suppress(MinillmError, OSError):
         return held_out_prompts(corpus.load_manifest(), tokenizer, max(count, 8), length)[:count]
     texts = [TEN_PROMPTS[number % len(TEN_PROMPTS)] for number in range(count)]

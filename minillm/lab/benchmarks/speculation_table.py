@@ -8,7 +8,7 @@ from minillm.lab.benchmarks.speculation import PLAIN, verification_cost
 
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:
-    """One line for each variant at each batch, and what a verification costs."""
+    """Print a row for each variant and batch, and the cost of verification."""
     drafts = "synthetic acceptance" if found["synthetic_acceptance"] else "measured acceptance"
     terminal.heading(
         f"speculation: {found['model']}, {found['dtype']}, {drafts}, {found['machine']}"
@@ -27,8 +27,8 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
         for one in found["results"]
     ]
     terminal.table(
-        ["prompts", "batch", "variant", "tok/s", "over plain", "tokens per step",
-         "accepted at 1, 2, ...", "others"],
+        ["workload", "batch", "variant", "tok/s", "over plain", "tokens per step",
+         "acceptance of draft 1, 2, ...", "others"],
         rows,
     )  # fmt: skip
     if found["transformers"]:
@@ -46,19 +46,19 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
         )
     costs = [f"{n} positions {cost:.2f}x" for n, cost in verification_cost(found)]
     if costs:
-        terminal.paragraph(f"Time of a step at batch 1 over a plain step: {', '.join(costs)}.")
+        terminal.paragraph(f"Verification step over plain step, batch 1: {', '.join(costs)}.")
     if found["synthetic_acceptance"]:
         rates = ", ".join(f"{rate:.2f}" for rate in found["synthetic_acceptance"])
         terminal.paragraph(
-            f"Acceptance is synthetic: drafts are accepted by chance, at rates {rates}"
-            f"{found.get('acceptance_from', '')}. Only the times mean something."
+            f"Synthetic acceptance: drafts are accepted at random, with rates {rates}"
+            f"{found.get('acceptance_from', '')}. Only the times are meaningful."
         )
     for line in [*found["statement"], *found["left_out"].values()]:
         terminal.paragraph(line)
 
 
 def ratio(one: Mapping[str, Any]) -> str:
-    """Median of the ratios to plain decoding, and the interval that holds it."""
+    """Median of the ratios to plain decoding, and its confidence interval."""
     if one["variant"] == PLAIN:
         return "1"
     low, high = one["ratio"]["interval"]

@@ -1,8 +1,8 @@
 """`minillm bench startup`: seconds from the start of a process to its first token.
 
-Ours is ``minillm generate``; another engine's process is a script of a few lines in its own
-environment that loads the model and asks for one token (peers/run.py). The first run of each is
-not counted: it fills the page cache, and it lets an engine that compiles do that.
+minillm runs ``minillm generate``; the other engines run a short script in their own environment
+that loads the model and generates one token (peers/run.py). The first run of each engine is not
+counted: it fills the page cache and compilation caches.
 """
 
 import json
@@ -33,7 +33,7 @@ TIMEOUT = 600.0
 
 
 def command_of(name: str, folder: str, threads: int, dtype: str) -> list[str]:
-    """What is started. MissingPeerError where an engine has no environment."""
+    """The command of an engine; raises MissingPeerError if it is not installed."""
     if name == OWN:
         return [sys.executable, "-m", "minillm", "generate", PROMPT, "--model", folder,
                 "--dtype", dtype, "--max-tokens", "2", "--ignore-eos"]  # fmt: skip
@@ -53,8 +53,8 @@ def command_of(name: str, folder: str, threads: int, dtype: str) -> list[str]:
 
 
 def first_output(name: str, command: Sequence[str], threads: int, log: Path) -> tuple[float, float]:
-    """Seconds until a process writes something to its standard output, which is then ended, and
-    the share of the processors that other programs used meanwhile."""
+    """Seconds until a process writes to its standard output, and the fraction of the processors
+    that other programs used meanwhile. The process is ended afterwards."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as errors:
         start = perf_counter()
@@ -69,7 +69,9 @@ def first_output(name: str, command: Sequence[str], threads: int, log: Path) -> 
         finally:
             end_group(process)
     if not first:
-        raise EngineFailedError(f"{name} ended without a token; its last words: {last_line(log)}")
+        raise EngineFailedError(
+            f"{name} ended without a token; last line of its log: {last_line(log)}"
+        )
     return taken, watch.share
 
 
@@ -82,7 +84,7 @@ def measure(
     repeats: int,
     say: Callable[[str], Any] = lambda what: None,
 ) -> dict[str, Any]:
-    """Every engine in turn, `repeats` times after one that does not count."""
+    """Start the engines in turn, `repeats` times after a warm-up."""
     left_out: dict[str, str] = {}
     runs: dict[str, list[tuple[float, float]]] = {}
     for number in range(-1, repeats):
@@ -105,7 +107,7 @@ def measure(
 
 
 def result(engine: str, runs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """One engine's starts: the first apart, then all others."""
+    """JSON data of one engine: the first start separately, and all others."""
     first, *rest = runs
     return {
         "engine": engine,
@@ -117,7 +119,7 @@ def result(engine: str, runs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def statement(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many times longer the others take."""
+    """The startup time of the other engines relative to minillm."""
     own = [one["seconds"]["median"] for one in results if one["engine"] == OWN]
     return [
         f"{one['engine']} takes {one['seconds']['median'] / own[0]:.1f} times as long."
@@ -127,7 +129,7 @@ def statement(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:
-    """The table, and what it says."""
+    """Print the table and the conclusions."""
     terminal.heading(f"startup: {found['model']}, {found['dtype']}, {found['machine']}")
     rows = [
         [one["engine"], *(seconds(one["seconds"][each]) for each in ("min", "median", "max")),

@@ -1,8 +1,8 @@
-"""What recording costs: microseconds and bytes per step, and what its files and drawings take.
+"""Cost of tracing: microseconds and bytes per step, and time and size of trace files and pages.
 
-The recording itself (the logbook's entries, the clock, the trace with its oldest steps falling off)
-is timed in place, inside real decode steps of a model; the difference of two whole runs would drown
-in the noise of their steps. A second part saves, reads and draws a long trace without a model.
+The recording calls (log entries, clock reads, appending to a full trace) are timed inside real
+decode steps of a model, because their cost is smaller than the noise between two whole runs. A
+second part saves, loads and renders a long trace without a model.
 """
 
 import random
@@ -35,10 +35,10 @@ from minillm.trace.recorder import Trace, TraceSettings
 EXAMPLES = """examples:
   python -m minillm.lab.benchmarks.trace                    with the embedded model
   python -m minillm.lab.benchmarks.trace --model preset:smollm2-135m
-  python -m minillm.lab.benchmarks.trace --quick            small sizes: does it run at all?
+  python -m minillm.lab.benchmarks.trace --quick            small sizes, to check that it runs
 """
-AIM = 0.01  # of the time of a step
-CLOCKS = 4  # how often a step looks at the clock
+AIM = 0.01  # target: fraction of the step time
+CLOCKS = 4  # clock reads per step
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Recording:
 
     @property
     def share(self) -> float:
-        """Of the step, what recording took."""
+        """Recording time as a fraction of the step time."""
         return self.recording / self.step
 
 
 class Stopwatch:
-    """Adds up the time inside some methods, less what the watch itself takes."""
+    """Accumulates the time inside some methods, minus the stopwatch's own overhead."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -69,7 +69,7 @@ class Stopwatch:
         self.own, self.seconds = median(times), 0.0
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """Wrap a function with timing."""
 
         def timed(*args: Any) -> Any:
             start = time.perf_counter()
@@ -83,7 +83,7 @@ class Stopwatch:
 
 @contextmanager
 def watching(engine: Engine, watch: Stopwatch) -> Iterator[None]:
-    """Time everything that an engine does for its trace only."""
+    """For the block, time everything that the engine does only for its trace."""
     log, trace = schedulers_of(engine.scheduler)[0].log, engine.trace
     names = [name for name in vars(Logbook) if not name.startswith("_")]
     for name in names:
@@ -96,11 +96,11 @@ def watching(engine: Engine, watch: Stopwatch) -> Iterator[None]:
 
 
 def measure(model: str, running: int, steps: int) -> Recording:
-    """Decode with so many sequences, in a trace that is full."""
+    """Decode with `running` sequences and a full trace."""
     load = "dummy" if model.startswith("preset:") else "auto"
     engine = Engine(EngineArgs(model, load_format=load, max_num_seqs=running, max_model_len=512))
     clock = timed_clock()
-    # Full after a few steps, so that each further one lets an old one go.
+    # A trace that is full after a few steps, so that each further step drops an old one.
     engine.trace = Trace(engine.trace.settings, capacity=4 * (running + 8))
     params = SamplingParams(max_tokens=steps + 16, ignore_eos=True, temperature=0.0)
     for number in range(running):
@@ -120,7 +120,7 @@ def measure(model: str, running: int, steps: int) -> Recording:
 
 
 def timed_clock() -> float:
-    """Seconds that one look at the clock takes."""
+    """Seconds of one clock read."""
     start = time.perf_counter()
     for _ in range(10_000):
         time.perf_counter()
@@ -131,11 +131,11 @@ def timed_clock() -> float:
 
 
 def long_trace(num_requests: int, num_steps: int, seed: int = 0) -> Trace:
-    """Requests that arrive over the whole time, in too few blocks; one step takes 20 ms. Only the
-    scheduler runs: clock and tokens are made up."""
+    """A trace of the scheduler alone, with a simulated clock (20 ms per step) and made-up tokens.
+    Requests arrive throughout, and the pool has too few blocks."""
     rng = random.Random(seed)
     per_request = num_steps * 24 / num_requests  # so that about 24 run at a time
-    # On average a sequence has 240 tokens of prompt and half of its answer: too few blocks for 24.
+    # An average sequence has 240 prompt tokens and half of its output: too few blocks for 24.
     blocks = BlockManager(int(24 * (240 + per_request / 2) / 16 * 0.8), 16, "hash")
     config = SchedulerConfig(max_num_seqs=48, max_num_batched_tokens=512)
     settings = TraceSettings(
@@ -167,13 +167,13 @@ def long_trace(num_requests: int, num_steps: int, seed: int = 0) -> Trace:
 
 
 def forms(trace: Trace) -> list[tuple[str, float, int]]:
-    """Each form of a trace: seconds to make it, and its bytes."""
+    """For each file format of a trace: name, seconds to create it, and bytes."""
     results = []
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace"
         for name, make in {
             "JSON lines, saved": lambda: trace.save(path),
-            "JSON lines, read": lambda: Trace.load(path),
+            "JSON lines, loaded": lambda: Trace.load(path),
             "page (minillm trace view)": lambda: trace.save_html(path),
             "Chrome events": lambda: trace.save_chrome(path),
         }.items():
@@ -184,13 +184,13 @@ def forms(trace: Trace) -> list[tuple[str, float, int]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then print the tables, what they say, and JSON."""
+    """Measure, and print the tables, the conclusions and JSON."""
     parser = benchmark_parser("trace", __doc__, EXAMPLES)
-    parser.add_argument("--model", default="tiny", help="which model decodes (tiny)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--model", default="tiny", help="the model (tiny)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     chosen, terminal = parser.parse_args(arguments), Terminal()
     batches, steps = ((1, 4), 6) if chosen.quick else ((1, 16, 64), 100)
-    torch.set_num_threads(1)  # for so small a model a second thread is only waited for
+    torch.set_num_threads(1)  # a second thread only adds waiting for so small a model
     recordings = []
     for running in batches:
         with terminal.progress(f"{chosen.model}, {running} sequences"):
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with terminal.progress(f"a trace of {num_requests:,} requests and {num_steps:,} steps"):
         trace = long_trace(num_requests, num_steps)
         written = forms(trace)
-    terminal.heading(f"Recording, beside one decode step of {chosen.model}")
+    terminal.heading(f"Cost of recording in a decode step of {chosen.model}")
     rows = [
         [f"{one.running}", f"{one.step * 1e3:.2f}", f"{one.recording * 1e6:.0f}",
          f"{one.share:.2%}"] for one in recordings
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.table(["running", "step, ms", "recording, us", "share"], rows)
     worst = max(one.share for one in recordings)
     verdict = "reached" if worst < AIM else "missed"
-    terminal.paragraph(f"At most {worst:.2%} of a step; the aim of {AIM:.0%} is {verdict}.")
+    terminal.paragraph(f"At most {worst:.2%} of a step; the target of {AIM:.0%} is {verdict}.")
     num_rows = sum(len(record.rows) for record in trace)
     terminal.heading(f"{num_requests:,} requests, {len(trace):,} steps, {num_rows:,} rows")
     form_rows = [[name, f"{seconds:.2f}", size(count)] for name, seconds, count in written]

@@ -1,4 +1,4 @@
-"""How fast it is, over what is possible at most, and beside other engines."""
+"""Measure speed, and compare it with upper bounds and other engines."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 
 USAGE = "WHAT [MODEL] [options]"
 EXAMPLES = """\
-decode     one token after the other    prefill    prompts
-offline    requests of mixed lengths    startup    process start to first token
-scheduler  deciding, without a model    kernels    Triton kernels, on a GPU
-parallel   ranks on this machine, and predictions for others
-scale      decode, many batches and contexts    speculation   drafts, on tiny
+benchmarks:
+  decode       decode steps, by batch and context
+  prefill      time to process the prompts
+  offline      throughput of requests of mixed lengths
+  startup      time from process start to the first token
+  scale        decode steps over a grid of batches and contexts
+  speculation  speculative decoding against plain decoding
+  scheduler    scheduler alone, without a model
+  parallel     collectives and ranks on this machine, and predictions
+  kernels      Triton kernels, on a GPU
 
---vs needs engines that 'make peers' sets up, each in its own environment.
+--vs needs the other engines; 'make peers' installs each in its own environment.
 
 examples:
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
@@ -33,7 +38,7 @@ examples:
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
 COMPARED = ("decode", "prefill", "offline")
 DRAFTING = ("draft", "acceptance")
-# Which options a benchmark has, beyond --json and --quick; the others are refused, not ignored.
+# The options of each benchmark besides --json and --quick; any other option is an error.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "decode": ("batch", "context", "new_tokens", "repeats", "vs", "threads", "dtype", "device"),
     "prefill": ("batch", "context", "repeats", "vs", "threads", "dtype", "device"),
@@ -53,7 +58,7 @@ QUICK: Mapping[str, Any] = {
     "batch": "1,2", "context": "16", "new_tokens": 6, "repeats": 2, "requests": 4,
     "lengths": "lognormal", "vs": "",
 }  # fmt: skip
-# Where these are asked for, instead of the above.
+# Defaults of single benchmarks that override DEFAULTS and QUICK.
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "scale": {"batch": "1,2,4,8,16,32,64", "context": "128,512,1024,2048,4096,8192",
               "new_tokens": 8, "repeats": 3},
@@ -64,7 +69,7 @@ MODULES: Mapping[str, str] = {
     "scheduler": "minillm.lab.benchmarks.scheduler", "parallel": "minillm.lab.benchmarks.parallel",
     "kernels": "minillm_kernels.bench.__main__",
 }  # fmt: skip
-# Sequences at once, and tokens of a prompt and of an answer, at most.
+# At most: sequences at once, prompt tokens, output tokens.
 OFFLINE: Mapping[str, tuple[int, int, int]] = {
     "lognormal": (64, 1024, 512), "uniform": (256, 1024, 1024),
 }  # fmt: skip
@@ -73,34 +78,34 @@ OFFLINE: Mapping[str, tuple[int, int, int]] = {
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     option = parser.add_argument
-    option("what", metavar="WHAT", help=f"{', '.join([*OPTIONS][:-1])} or {[*OPTIONS][-1]}")
+    option("what", metavar="WHAT", help="the benchmark, see below")
     option("model", metavar="MODEL", nargs="?",
            help=f"embedded name, folder, hub id or preset:NAME ({MODEL})")  # fmt: skip
-    option("--batch", metavar="1,16", help="sequences computed together (1,16)")
-    option("--context", metavar="128", help="tokens of each prompt (128)")
-    option("--new-tokens", metavar="N", type=int, help="tokens after each prompt (32)")
-    option("--requests", metavar="N", type=int, help="offline: how many (64)")
+    option("--batch", metavar="1,16", help="batch sizes (1,16)")
+    option("--context", metavar="128", help="prompt lengths, in tokens (128)")
+    option("--new-tokens", metavar="N", type=int, help="output tokens per sequence (32)")
+    option("--requests", metavar="N", type=int, help="offline: number of requests (64)")
     option("--lengths", metavar="NAME",
            help="offline: lognormal, or uniform from 100 to 1024 (lognormal)")  # fmt: skip
     option("--repeats", metavar="N", type=int, help="runs of each engine (5)")
-    option("--vs", metavar="NAMES", help="transformers, vllm, openvino: in turn with minillm")
-    option("--threads", metavar="N", type=int, help="of every engine (all processors)")
+    option("--vs", metavar="NAMES", help="compare with transformers, vllm, openvino")
+    option("--threads", metavar="N", type=int, help="threads of each engine (all processors)")
     option("--dtype", metavar="NAME",
-           help="of weights and KV cache in every engine (bfloat16 where it is fast)")  # fmt: skip
+           help="dtype of weights and KV cache (bfloat16 if it is fast here)")  # fmt: skip
     option("--device", metavar="NAME", help="cpu or cuda (cpu)")
-    option("--draft", metavar="MODEL", help="speculation: a draft model (tiny has tiny-draft)")
+    option("--draft", metavar="MODEL", help="speculation: draft model (tiny has tiny-draft)")
     option("--acceptance", metavar="0.9,0.8",
-           help="speculation: accept drafts by chance at these rates (synthetic)")  # fmt: skip
-    option("--plot", metavar="FILE", help="scale: draw it into FILE, as .png, .svg or .pdf")
-    option("--json", metavar="FILE", help="write everything measured into FILE")
-    option("--quick", action="store_true", help="small sizes, to see that it runs")
+           help="speculation: accept drafts at random with these rates")  # fmt: skip
+    option("--plot", metavar="FILE", help="scale: plot the results to a .png, .svg or .pdf")
+    option("--json", metavar="FILE", help="write all measurements to FILE")
+    option("--quick", action="store_true", help="small sizes, to check that it runs")
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
-    """Measure, print a table, write JSON, and return the exit code."""
+    """Run the benchmark, print a table, write JSON, and return the exit code."""
     if args.what not in OPTIONS:
         raise ConfigError(
-            f"There is no benchmark {args.what!r}; there are {', '.join(OPTIONS)}."
+            f"There is no benchmark {args.what!r}; the benchmarks are {', '.join(OPTIONS)}."
             f"{did_you_mean(args.what, OPTIONS)}"
         )
     refuse_options(args)
@@ -109,7 +114,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 
 def refuse_options(args: Namespace) -> None:
-    """An ignored option would look like a broken one."""
+    """Reject options that the benchmark does not use."""
     own = OPTIONS[args.what]
     for name in dict.fromkeys(name for names in OPTIONS.values() for name in names):
         if name not in own and getattr(args, name) is not None:
@@ -123,16 +128,13 @@ def refuse_options(args: Namespace) -> None:
 
 
 def check_file(option: str, name: str | None) -> None:
-    """Refuse a place that cannot be written, before minutes have passed."""
+    """Reject an output path that cannot be written, before the benchmark starts."""
     if name is not None and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
         raise ConfigError(f"{option} {name}: this is a folder, or its folder does not exist.")
 
 
-# ---- comparisons ------------------------------------------------------------------------------
-
-
 def compare(args: Namespace, terminal: Terminal) -> int:
-    """decode, prefill and offline."""
+    """The benchmarks decode, prefill and offline."""
     work = work_of(args, terminal)
     from minillm.lab.benchmarks.compare import measure
     from minillm.lab.benchmarks.compare_table import show
@@ -144,8 +146,7 @@ def compare(args: Namespace, terminal: Terminal) -> int:
 
 @contextmanager
 def progress(terminal: Terminal) -> Iterator[Callable[[str], None]]:
-    """Says what is being done: in one line of a terminal, which forgets it at the end, or in as
-    many of a log."""
+    """Show progress messages: one line that is overwritten on a terminal, else a line each."""
     live = terminal.err.isatty()
 
     def say(what: str) -> None:
@@ -165,7 +166,7 @@ def finish(
     terminal: Terminal,
     show: Callable[[Mapping[str, Any], Terminal], None],
 ) -> int:
-    """The table, the JSON, and 1 where this engine itself failed."""
+    """Print the table and write the JSON; returns exit code 1 if minillm itself failed."""
     from minillm.lab.benchmarks.engine_process import OWN
 
     show(found, terminal)
@@ -175,7 +176,7 @@ def finish(
 
 
 def work_of(args: Namespace, terminal: Terminal) -> "Work":
-    """What was asked for, checked."""
+    """The comparison that the arguments ask for, after checking them."""
     given = settings(args)
     engines = engines_of(given["vs"], given["device"])
     name = args.model or (QUICK_MODEL if args.quick else MODEL)
@@ -205,7 +206,7 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
 
 
 def settings(args: Namespace) -> dict[str, Any]:
-    """The options with what they are where they are not given."""
+    """The options, with defaults for those that are not given."""
     from minillm.plan import machine
 
     values = dict(QUICK if args.quick else DEFAULTS)
@@ -227,44 +228,44 @@ def settings(args: Namespace) -> dict[str, Any]:
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """``1,16`` as numbers of at least 1."""
+    """Parse ``1,16`` into positive integers."""
     try:
         values = tuple(int(item) for item in text.split(","))
     except ValueError:
         values = ()
     if not values or min(values) < 1:
         raise ConfigError(
-            f"{option} is {text[:40]!r}; it must be whole numbers from 1 up, such as 1,16."
+            f"{option} is {text[:40]!r}; it must be a list of positive integers, such as 1,16."
         )
     return values
 
 
 def engines_of(text: str, device: str) -> tuple[str, ...]:
-    """Ours and those named."""
+    """minillm and the engines that --vs names."""
     from minillm.lab.benchmarks.engine_process import OWN, PEERS
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in PEERS:
             raise ConfigError(
-                f"--vs knows no engine {name!r}; it knows {', '.join(PEERS)}."
+                f"--vs has no engine {name!r}; the engines are {', '.join(PEERS)}."
                 f"{did_you_mean(name, PEERS)}"
             )
     if device != "cpu" and names:
-        raise ConfigError(f"--vs compares on a CPU; leave it out with --device {device}.")
+        raise ConfigError(f"--vs compares on a CPU only; leave it out with --device {device}.")
     if device != "cpu" and not device.startswith("cuda"):
         raise ConfigError(f"--device is {device!r}; it must be cpu or cuda.")
     return (OWN, *dict.fromkeys(names))
 
 
 def check_dtype(name: str) -> None:
-    """Precisions that every engine here has."""
+    """Reject a dtype that some of the engines do not support."""
     if name not in ("bfloat16", "float32"):
         raise ConfigError(f"--dtype is {name!r}; it must be bfloat16 or float32.")
 
 
 def cases_of(what: str, given: Mapping[str, Any], config: "ModelConfig") -> tuple[Any, ...]:
-    """Every batch at every context; for "offline" the most that a request may have."""
+    """Every batch at every context; for "offline" one case with the maximum lengths."""
     from minillm.lab.benchmarks.contest import Case
 
     longest = config.longest_context
@@ -273,14 +274,14 @@ def cases_of(what: str, given: Mapping[str, Any], config: "ModelConfig") -> tupl
             raise ConfigError(
                 f"--lengths is {given['lengths']!r}; it must be lognormal or uniform."
             )
-        seats, prompt, new_tokens = OFFLINE[given["lengths"]]
-        batch = min(seats, given["requests"])
+        max_num_seqs, prompt, new_tokens = OFFLINE[given["lengths"]]
+        batch = min(max_num_seqs, given["requests"])
         return (Case(batch, min(prompt, longest // 2), min(new_tokens, longest // 4)),)
     new_tokens = 1 if what == "prefill" else given["new_tokens"]
     for context in given["context"]:
         if context + new_tokens > longest:
             raise ConfigError(
-                f"--context is {context}; with {new_tokens} new tokens that is beyond the "
+                f"--context is {context}; with {new_tokens} new tokens it exceeds the "
                 f"{longest} positions of this model."
             )
     return tuple(
@@ -289,7 +290,7 @@ def cases_of(what: str, given: Mapping[str, Any], config: "ModelConfig") -> tupl
 
 
 def model_for(name: str, engines: tuple[str, ...], dtype: str, terminal: Terminal) -> str:
-    """What the engines open. A preset becomes a folder of random weights where others read it."""
+    """The model to open; for other engines a preset is written as a folder of random weights."""
     if name.startswith("preset:"):
         if len(engines) == 1:
             return name
@@ -306,11 +307,8 @@ def model_for(name: str, engines: tuple[str, ...], dtype: str, terminal: Termina
     return str(find_folder(name).resolve())
 
 
-# ---- the others -------------------------------------------------------------------------------
-
-
 def startup(args: Namespace, terminal: Terminal) -> int:
-    """Process start to first token."""
+    """Time from process start to the first token."""
     given = settings(args)
     engines = engines_of(given["vs"], "cpu")
     check_dtype(given["dtype"])
@@ -318,7 +316,7 @@ def startup(args: Namespace, terminal: Terminal) -> int:
     from minillm.lab.commands.plan import find_config
 
     find_config(name)
-    # A preset is written here in any case: making random weights is nothing that a user waits for.
+    # Creating random weights is not part of startup, so a preset is always written to a folder.
     folder = model_for(name, (*engines, ""), given["dtype"], terminal)
     from minillm.lab.benchmarks import startup as benchmark
 
@@ -330,13 +328,13 @@ def startup(args: Namespace, terminal: Terminal) -> int:
 
 
 def elsewhere(args: Namespace, terminal: Terminal) -> int:
-    """A benchmark that is a module of its own, as ``python -m MODULE``."""
+    """Run a benchmark that is a separate module (``python -m MODULE``)."""
     code: int = import_module(MODULES[args.what]).main(passed_on(args))
     return code
 
 
 def scale(args: Namespace, terminal: Terminal) -> int:
-    """Decode steps against batch and context."""
+    """Decode step time over a grid of batches and contexts."""
     from minillm.lab.commands.plan import find_config
 
     given = settings(args)
@@ -365,8 +363,8 @@ def scale(args: Namespace, terminal: Terminal) -> int:
 
 
 def check_contexts(given: dict[str, Any], config: "ModelConfig", asked: bool) -> None:
-    """Contexts must hold the steps that are timed, and fit into the model's positions; of those
-    that nobody asked for, the ones that fit remain."""
+    """Check that each context holds the timed steps and fits the model's positions; default
+    contexts that do not fit are dropped."""
     longest, least = config.longest_context, given["new_tokens"] + 4
     if not asked:
         fitting = tuple(n for n in given["context"] if least <= n <= longest)
@@ -385,12 +383,12 @@ def check_contexts(given: dict[str, Any], config: "ModelConfig", asked: bool) ->
 
 
 def passed_on(args: Namespace) -> list[str]:
-    """The two options that every benchmark has."""
+    """The arguments --quick and --json for a benchmark module."""
     return ["--quick"] * args.quick + (["--json", args.json] if args.json is not None else [])
 
 
 def speculation(args: Namespace, terminal: Terminal) -> int:
-    """With drafts and without."""
+    """Speculative decoding against plain decoding."""
     return int(import_module("minillm.lab.commands.bench_speculation").speculation(args, terminal))
 
 

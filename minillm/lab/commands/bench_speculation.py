@@ -1,4 +1,4 @@
-"""`minillm bench speculation`: which variants are measured on which prompts."""
+"""`minillm bench speculation`: the variants and workloads that are measured."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SYNTHETIC = "synthetic"
 
 
 def speculation(args: Namespace, terminal: Terminal) -> int:
-    """Measure, print the table, write the JSON."""
+    """Run the benchmark, print the table, write JSON."""
     work = work_of(args)
     from minillm.lab.benchmarks.speculation import measure
     from minillm.lab.benchmarks.speculation_table import show
@@ -28,7 +28,7 @@ def speculation(args: Namespace, terminal: Terminal) -> int:
 
 
 def work_of(args: Namespace) -> "SpeculationWork":
-    """What was asked for, checked."""
+    """The benchmark that the arguments ask for, after checking them."""
     given = settings(args)
     check_dtype(given["dtype"])
     name = args.model or "tiny"
@@ -46,8 +46,8 @@ def work_of(args: Namespace) -> "SpeculationWork":
     random_weights = name.startswith("preset:")
     if random_weights and acceptance is None:
         raise ConfigError(
-            f"{name} has random weights, so its drafts are right by chance only; force an "
-            "acceptance such as --acceptance 0.9,0.8,0.7,0.6 to measure the cost of verification."
+            f"{name} has random weights, so its acceptance rate means nothing; set one, such as "
+            "--acceptance 0.9,0.8,0.7,0.6, to measure the cost of verification."
         )
     if acceptance is None:
         variants = real_variants(draft, config.vocab_size)
@@ -71,7 +71,7 @@ def work_of(args: Namespace) -> "SpeculationWork":
 
 
 def real_variants(draft: str | None, vocab_size: int) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, n-grams, a draft model, and the worst proposer there is."""
+    """Plain decoding, n-gram drafts, a draft model, and random drafts (the worst case)."""
     from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
 
     variants: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
@@ -87,8 +87,8 @@ def real_variants(draft: str | None, vocab_size: int) -> dict[str, Mapping[str, 
 def synthetic_variants(
     draft: str | None, acceptance: tuple[float, ...], vocab_size: int
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, and drafts that are accepted at given rates: drawn at no cost, as n-grams
-    are, and by a draft model."""
+    """Plain decoding, and drafts with a fixed acceptance: random ones, which cost nothing to
+    propose (as n-grams do), and those of a draft model."""
     from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
 
     forced = {
@@ -107,7 +107,7 @@ def synthetic_variants(
 
 
 def rates(text: str) -> tuple[float, ...]:
-    """``0.9,0.8`` as probabilities."""
+    """Parse ``0.9,0.8`` into probabilities."""
     try:
         values = tuple(float(item) for item in text.split(","))
     except ValueError:

@@ -1,7 +1,7 @@
-"""The demonstration (``minillm`` without arguments): text first, then how fast it could have been.
+"""The demo (``minillm`` without arguments): generates text, then compares speed with its bound.
 
-The embedded model is small enough for a processor's cache, so its speed says little about real
-models. The second card therefore runs a model that must come from memory for every token.
+The embedded model fits into the CPU's cache, so its speed says little about larger models. The
+second part therefore decodes with a model whose weights are read from memory for every token.
 """
 
 import os
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from minillm.llm import LLM
 
 PROMPT = "class Node:\n    def __init__(self, value, next=None):"
-# Sampled, because the most probable text of so small a model soon repeats itself.
+# Sampling, because greedy text of so small a model soon repeats itself.
 WRITING = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1, seed=3, max_tokens=96)
 BIG = "smollm2-135m"
-CONTEXT = 1024  # longest context of the second card
-WARM_UP = 4  # tokens before the clock starts
+CONTEXT = 1024  # longest context of the second part
+WARM_UP = 4  # tokens before timing starts
 BUDGET = 2.5  # seconds of decoding
-TOGETHER = 16  # sequences of the batch that is shown beside the single one
+TOGETHER = 16  # size of the batch that is compared with batch 1
 
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """Decoding at batch 1 over some tokens: per token, bytes counted and seconds measured."""
+    """A decode measurement at batch 1: counted bytes and measured seconds per token."""
 
     num_tokens: int
     bytes_per_token: float
@@ -50,23 +50,23 @@ class DecodeRun:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that were read and written."""
+        """Achieved memory traffic in bytes per second."""
         return self.bytes_per_token / self.seconds_per_token
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
-    """Both cards and what to try next; returns the exit code."""
+    """Generate text, measure decoding, suggest commands, and return the exit code."""
     terminal.heading(f"minillm {version()}")
     with terminal.progress("Starting"):
         engine = import_engine()
         llm = engine("tiny")
     with llm:
         write_text(llm, terminal)
-    with terminal.progress("Measuring how fast this machine reads its memory"):
+    with terminal.progress("Measuring memory bandwidth"):
         hardware = measure(refresh=True, device=str(llm.engine.device))
     with terminal.progress(f"Building a model of {BIG}'s shape with random weights"):
         llm = engine(f"preset:{BIG}", load_format="dummy", max_model_len=CONTEXT)
-    with llm, terminal.progress(f"Decoding one sequence, then {TOGETHER}"):
+    with llm, terminal.progress(f"Decoding at batch 1, then at batch {TOGETHER}"):
         decoded, together = decode(llm), decode_together(llm)
     show_card(llm, decoded, together, hardware, terminal)
     show_next(terminal)
@@ -74,7 +74,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 
 def write_text(llm: "LLM", terminal: Terminal) -> None:
-    """The embedded model writes."""
+    """Stream a text of the embedded model."""
     count = billions(parameter_count(llm.engine.source.config).total)
     terminal.line(f"The embedded model 'tiny', {count} parameters, continues a text:\n")
     output = stream(llm, PROMPT, WRITING, terminal, echo=True)
@@ -82,7 +82,7 @@ def write_text(llm: "LLM", terminal: Terminal) -> None:
 
 
 def decode(llm: "LLM") -> DecodeRun:
-    """Decode one sequence for `BUDGET` seconds and count what each step had to move."""
+    """Decode one sequence for `BUDGET` seconds and count the bytes of each step."""
     engine, prompt = llm.engine, list(range(16))
     room = CONTEXT - len(prompt)
     params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
@@ -92,7 +92,7 @@ def decode(llm: "LLM") -> DecodeRun:
         if len(times) > 2 and times[-1] - times[0] > BUDGET:
             break
     first = min(WARM_UP, len(times) - 2)
-    # Between times[i - 1] and times[i] one step read the i tokens before it and the prompt.
+    # The step between times[i - 1] and times[i] reads the KV of the prompt and i tokens.
     costs = [
         step_cost(engine.source.config, [1], [len(prompt) + i], dtype=engine.dtype)
         for i in range(first + 1, len(times))
@@ -126,26 +126,26 @@ def decode_together(llm: "LLM") -> float:
 def show_card(
     llm: "LLM", decoded: DecodeRun, together: float, hardware: Hardware, terminal: Terminal
 ) -> None:
-    """The roofline of decoding: what memory allows, what was reached, and their ratio."""
+    """Show the memory-bandwidth bound of decoding, the measured speed, and their ratio."""
     engine = llm.engine
     cost = step_cost(engine.source.config, [1], [CONTEXT // 2], dtype=engine.dtype)
     cache = decoded.bytes_per_token - decoded.weight_bytes
     bound = decoded.bytes_per_token / hardware.bandwidth
     terminal.heading(f"How fast could it be? {BIG}, random weights, {engine.dtype}, one sequence")
     terminal.line(
-        "tiny fits into a processor's cache; a real model comes from memory every time.\n"
+        "(tiny fits into the CPU's cache; a larger model is read from memory every step)\n"
     )
     terminal.rows(
         [
-            ("each token reads", f"{amount(decoded.weight_bytes, 'B')} of weights and "
+            ("reads per token", f"{amount(decoded.weight_bytes, 'B')} of weights and "
              f"{amount(cache, 'B')} of KV cache"),
-            ("this machine reads", f"{amount(hardware.bandwidth, 'B/s')}, measured just now "
+            ("memory bandwidth", f"{amount(hardware.bandwidth, 'B/s')}, measured just now "
              f"({hardware.name}, {threads(llm)})"),
-            ("so at best", rate(bound)),
-            ("it ran at", f"{rate(decoded.seconds_per_token)} = "
+            ("upper bound", rate(bound)),
+            ("measured", f"{rate(decoded.seconds_per_token)} = "
              f"{amount(decoded.bandwidth, 'B/s')}"),
-            (f"{TOGETHER} together", f"{rate(together)}, "
-             f"{digits(decoded.seconds_per_token / together)} times as many"),
+            (f"batch {TOGETHER}", f"{rate(together)}, "
+             f"{digits(decoded.seconds_per_token / together)} times batch 1"),
         ]
     )  # fmt: skip
     fraction = decoded.bandwidth / hardware.bandwidth
@@ -154,7 +154,7 @@ def show_card(
 
 
 def share(fraction: float) -> str:
-    """``63%``, and never ``0%``."""
+    """``63%``; below 1% with three digits, ``0.3%``."""
     return f"{fraction:.0%}" if fraction >= 0.01 else f"{digits(100 * fraction)}%"
 
 
@@ -164,7 +164,7 @@ def rate(per_token: float) -> str:
 
 
 def threads(llm: "LLM") -> str:
-    """With how much of the processor, or on which device."""
+    """The number of threads on a CPU, else the device."""
     import torch
 
     on_cpu = llm.engine.device.type == "cpu"
@@ -172,59 +172,59 @@ def threads(llm: "LLM") -> str:
 
 
 def explanation(cost: StepCost, hardware: Hardware, fraction: float) -> str:
-    """What the card means, in a few sentences; first of all whether it means anything."""
+    """Which resource limits decoding, and why; a warning comes first if the machine was busy."""
     others = busy(hardware)
     if step_time(cost, hardware).bound == "overhead":
         return (
-            f"{others}Every weight is read for every token, but starting the {cost.num_operations} "
-            f"operations of a token ({seconds(cost.num_operations * hardware.overhead)} or more) "
-            "takes longer than that here: the bound is overhead."
+            f"{others}Starting the {cost.num_operations} operations of a token takes "
+            f"{seconds(cost.num_operations * hardware.overhead)} or more, longer than reading the "
+            "weights: decoding is bound by overhead."
         )
     text = (
-        f"{others}A token needs {digits(cost.intensity)} operations per byte it reads, and this "
-        f"machine could do {digits(hardware.ridge(cost.dtype))}. So memory is the bound; in a "
-        "batch, one reading of the weights serves every sequence."
+        f"{others}Each token needs {digits(cost.intensity)} operations per byte read; this "
+        f"machine can do {digits(hardware.ridge(cost.dtype))}. Decoding is therefore memory-bound; "
+        "in a batch, the weights are read once for all sequences."
     )
     if fraction < 0.7 and not others:
         text += (
-            " The rest of the time went to matrix products that read more slowly than the memory "
-            "could, and to the small operations between them."
+            " The gap to the bound comes from matrix products that read more slowly than the "
+            "memory allows, and from the small operations between them."
         )
     if fraction > 1:
-        text += " Above 100%: the machine was busier while it was measured than afterwards."
+        text += " Above 100%: the machine was busier during the bandwidth measurement than after."
     return text
 
 
 def busy(hardware: Hardware) -> str:
-    """A warning when other programs want the processors too, which no engine can make up for."""
+    """A warning if other programs keep the processors busy, which distorts every figure."""
     load, processors = getattr(os, "getloadavg", lambda: (0.0,))()[0], machine.cpu_count()
     if load <= 1.5 * processors and hardware.source != DISTURBED:
         return ""
     return (
         f"Other programs are running (load {digits(load)} on {plural(processors, 'processor')}), "
-        "so these figures are not the machine's: run it again when it is idle. "
+        "so these figures are too low: run it again when the machine is idle. "
     )
 
 
 def show_next(terminal: Terminal) -> None:
-    """What to type next; the course is there in a checkout only."""
+    """Suggest commands to try; `make lab` only in a checkout, which contains the course."""
     program = program_name()
     rows = [
-        (f'{program} generate "import os"', "continue your own text"),
-        (f"{program} info", "the models and this machine"),
-        (f"{program} plan preset:llama-3.1-70b", "what a 70B model would need"),
-        (f"{program} trace --help", "what each step did, and why"),
-        (f"{program} bench speculation", "the same text in fewer steps"),
+        (f'{program} generate "import os"', "generate from your own prompt"),
+        (f"{program} info", "list the models, describe this machine"),
+        (f"{program} plan preset:llama-3.1-70b", "memory that a 70B model needs"),
+        (f"{program} trace --help", "look at the engine's steps"),
+        (f"{program} bench speculation", "measure speculative decoding"),
     ]
     if Path("notebooks", "lab.py").is_file():
-        rows.append(("make lab", "the course: measure it all"))
+        rows.append(("make lab", "open the course"))
     terminal.line()
     terminal.heading("Next")
     terminal.rows(rows)
 
 
 def program_name() -> str:
-    """How to call the command from here: its environment need not be active."""
+    """How to call minillm from the current folder, also if its environment is not active."""
     script = Path(sys.executable).with_name("minillm")
     if shutil.which("minillm") or not script.is_file():
         return "minillm"

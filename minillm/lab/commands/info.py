@@ -1,4 +1,4 @@
-"""What a model is and needs; without MODEL, what there is to run and on what."""
+"""Describe a model and its memory; without MODEL, list models and this machine."""
 
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -26,9 +26,9 @@ examples:
   minillm info preset:deepseek-v3
   minillm info PATH_TO_A_HF_FOLDER
 """
-NOT_FETCHED = "the weights are not downloaded; the first generate or chat fetches them"
-CONTEXT = 4096  # tokens of the context whose memory is stated
-# safetensors' names of what a tensor holds, as torch calls them.
+NOT_FETCHED = "the weights are not downloaded; the first generate or chat downloads them"
+CONTEXT = 4096  # context length of the "needs" line
+# From safetensors' dtype names to torch's.
 STORED: Mapping[str, str] = {
     "F32": "float32",
     "BF16": "bfloat16",
@@ -59,7 +59,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         config = preset(args.model.removeprefix("preset:"))
         terminal.heading(args.model)
         terminal.rows([*shape(config), *needs(config)])
-        terminal.line("  A shape without weights: --load-format dummy gives it random ones.")
+        terminal.line("  A preset has no weights; --load-format dummy runs it with random ones.")
     else:
         describe_checkpoint(args.model, terminal)
     return 0
@@ -69,8 +69,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 
 def describe_checkpoint(model: str, terminal: Terminal) -> None:
-    """Everything the files say, without reading or fetching a weight. What the loader would refuse
-    for its names, shapes or types is refused here in the same words."""
+    """Describe a checkpoint without reading or downloading weights. Tensors whose names, shapes or
+    dtypes the loader would reject raise the loader's error here."""
     from minillm.models.checkpoint import open_model
 
     source = open_model(model)
@@ -89,7 +89,7 @@ def describe_checkpoint(model: str, terminal: Terminal) -> None:
 
 
 def stored_files(source: "ModelSource") -> list[Path]:
-    """The weight files on this machine; none for a hub id that was never loaded."""
+    """The weight files on this machine; empty for a hub id that is not downloaded."""
     from minillm.models.checkpoint import shard_files
 
     try:
@@ -118,14 +118,14 @@ def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
                 part = file.get_slice(name)
                 dtype = STORED.get(part.get_dtype(), "uint8")
                 tensor = torch.empty(part.get_shape(), dtype=getattr(torch, dtype), device="meta")
-                if name in wanted:  # the loader's own check of what is stored
+                if name in wanted:  # runs the loader's checks on a tensor without data
                     wanted[name].load(tensor[wanted[name].slice.index])
                 stored[dtype] += tensor.nbytes
     return stored
 
 
 def shape(config: ModelConfig) -> list[tuple[str, str]]:
-    """The architecture in words."""
+    """The rows that describe the architecture."""
     count = parameter_count(config)
     total = f"{billions(count.total)} ({count.total:,})"
     if count.active != count.total:
@@ -142,7 +142,7 @@ def shape(config: ModelConfig) -> list[tuple[str, str]]:
 
 
 def attention_line(config: ModelConfig) -> str:
-    """Heads, how they share keys and values, and windows."""
+    """The attention variant: heads, KV heads, sliding window."""
     heads = f"{config.num_heads} heads of {config.head_dim}"
     if config.mla:
         text = f"latent (MLA), {heads}; the cache holds {config.mla.kv_lora_rank} latent + "
@@ -161,7 +161,7 @@ def attention_line(config: ModelConfig) -> str:
 
 
 def mlp_line(config: ModelConfig) -> str:
-    """Dense, or which experts."""
+    """The MLP: dense, or its experts and router."""
     dense = f"dense, {config.intermediate_size:,} wide"
     moe = config.moe
     if moe is None:
@@ -180,7 +180,7 @@ def mlp_line(config: ModelConfig) -> str:
 
 
 def rope_line(rope: RopeConfig) -> str:
-    """The position scheme."""
+    """The position encoding."""
     text = f"RoPE {rope.rope_type}, theta {rope.theta:,.0f}"
     if rope.rope_type == "default":
         return text
@@ -190,7 +190,7 @@ def rope_line(rope: RopeConfig) -> str:
 
 
 def needs(config: ModelConfig) -> list[tuple[str, str]]:
-    """Memory of the weights, of a token, and of a whole small engine."""
+    """Memory of the weights, of the KV cache per token, and of an engine with one sequence."""
     weights = ", ".join(f"{size(weight_bytes(config, d))} in {d}" for d in ("bfloat16", "float32"))
     context = min(CONTEXT, config.longest_context)
     plan = memory_plan(config, 2**60, max_model_len=context, max_num_seqs=1)
@@ -207,13 +207,13 @@ def needs(config: ModelConfig) -> list[tuple[str, str]]:
 
 
 def files_line(files: list[Path], stored: Counter[str]) -> str:
-    """How many files, how large, and in which types."""
+    """Number of files, and bytes per dtype."""
     types = ", ".join(f"{size(count)} in {name}" for name, count in stored.most_common())
     return f"{plural(len(files), 'safetensors file')}: {types}"
 
 
 def tokenizer_line(source: "ModelSource") -> str:
-    """Vocabulary against logits, end tokens, chat template."""
+    """Vocabulary size (and the number of logits if it differs), end tokens, chat template."""
     from minillm.engine.setup import end_tokens
     from minillm.text.tokenizer import Tokenizer
 
@@ -233,14 +233,14 @@ def tokenizer_line(source: "ModelSource") -> str:
 
 
 def describe_everything(terminal: Terminal) -> None:
-    """Embedded models, presets, and the machine with its measured ceilings."""
+    """List embedded models and presets, and describe the machine with its measured rates."""
     from minillm.models.checkpoint import ASSETS, embedded_models, open_model
 
     terminal.heading("Embedded models")
     models = {name: open_model(ASSETS / name).config for name in embedded_models()}
     list_models(models, terminal)
     terminal.line()
-    terminal.heading("Presets: shapes of real models, for plan, info and --load-format dummy")
+    terminal.heading("Presets: architectures without weights, for plan, info and random weights")
     list_models({f"preset:{name}": config for name, config in PRESETS.items()}, terminal)
     terminal.line()
     describe_machine(terminal)
@@ -258,7 +258,7 @@ def list_models(models: dict[str, ModelConfig], terminal: Terminal) -> None:
 
 
 def describe_machine(terminal: Terminal) -> None:
-    """Processor, memory, and what was measured."""
+    """Processor, memory, kernels, and measured rates."""
     import torch
 
     from minillm.engine.setup import choose_device, free_memory
@@ -279,11 +279,11 @@ def describe_machine(terminal: Terminal) -> None:
         rows.append(("GPU", f"{hardware.name}, {total}, {size(free_memory(device))} free"))
     rows.append(("operations", explain(device)))
     rows += [
-        ("reads", f"{amount(hardware.bandwidth, 'B/s')} from memory (measured)"),
-        ("computes", f"{amount(hardware.rate('bfloat16'), 'FLOP/s')} in the fastest dtype, "
+        ("bandwidth", f"{amount(hardware.bandwidth, 'B/s')} from memory (measured)"),
+        ("compute", f"{amount(hardware.rate('bfloat16'), 'FLOP/s')} in the fastest dtype, "
          f"{amount(hardware.rate('float32'), 'FLOP/s')} in float32 (measured)"),
         ("overhead", f"{seconds(hardware.overhead)} per small operation (measured)"),
-        ("ridge", f"{digits(hardware.ridge())} operations per byte read; with fewer, memory is "
-         "the bound"),
+        ("ridge", f"{digits(hardware.ridge())} operations per byte read; a step with fewer is "
+         "memory-bound"),
     ]  # fmt: skip
     terminal.rows(rows)

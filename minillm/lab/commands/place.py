@@ -1,4 +1,4 @@
-"""Where a model would run: hardware that is named, an amount of memory, or this machine."""
+"""The target of a plan: named hardware, an amount of memory, or this machine."""
 
 import re
 from argparse import Namespace
@@ -12,12 +12,12 @@ from minillm.plan.hardware import DATASHEET, Hardware
 
 UNITS: Mapping[str, float] = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
          "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
-MOST_BYTES = 2**63  # what a 64-bit address reaches; a larger number is a typing error
+MOST_BYTES = 2**63  # larger sizes cannot be addressed
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the model would run: how much memory, and how fast, where that is known."""
+    """The target of a plan: its memory, and its hardware rates if they are known."""
 
     what: str
     memory_bytes: int
@@ -26,7 +26,7 @@ class Place:
 
 
 def find_place(args: Namespace, terminal: Terminal) -> Place:
-    """The hardware that was named, or this machine; --memory overrides how much there is."""
+    """The hardware that --hardware names, else this machine; --memory overrides its memory."""
     memory = None if args.memory is None else parse_size(args.memory)
     if args.hardware is not None:
         hardware = find_hardware(args.hardware)
@@ -48,7 +48,7 @@ def find_place(args: Namespace, terminal: Terminal) -> Place:
 
 
 def find_hardware(name: str) -> Hardware:
-    """An entry of the datasheet by its name, or by the start of it."""
+    """Look up a datasheet entry by its name or a unique prefix."""
     key = name.lower()
     matches = [key] if key in DATASHEET else [known for known in DATASHEET if known.startswith(key)]
     if len(matches) == 1:
@@ -56,12 +56,12 @@ def find_hardware(name: str) -> Hardware:
     what = f"could be {' or '.join(matches)}." if matches else "is not in the datasheet."
     raise ConfigError(
         f"--hardware {name!r} {what}{'' if matches else did_you_mean(key, DATASHEET)} "
-        f"Known are {', '.join(DATASHEET)}."
+        f"Known hardware: {', '.join(DATASHEET)}."
     )
 
 
 def parse_size(text: str) -> int:
-    """``24GiB``, ``24GB``, ``512MiB`` or plain bytes."""
+    """Parse a size such as ``24GiB``, ``24GB``, ``512MiB``, or a number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?i?)b?\s*", text.lower())
     num_bytes = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0.0
     if not 1 <= num_bytes < MOST_BYTES:

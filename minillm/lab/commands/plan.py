@@ -1,4 +1,4 @@
-"""What fits into a memory, before anything is loaded, and how fast it could be."""
+"""Predict memory use and upper bounds of speed without loading the model."""
 
 import json
 import re
@@ -36,7 +36,7 @@ examples:
   minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16 --load
   minillm plan preset:qwen3-8b --hardware h200 --speculate preset:qwen3-0.6b
 """
-PROMPT = 1024  # tokens of the prompt, and of the context, whose time is predicted
+PROMPT = 1024  # prompt length and context length of the predicted times
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -45,28 +45,32 @@ def add_options(parser: ArgumentParser) -> None:
                         help="embedded name, folder, hub id or preset:NAME")  # fmt: skip
     parser.add_argument("--hardware", "--gpu", metavar="NAME", help=", ".join(DATASHEET))
     parser.add_argument("--memory", metavar="SIZE",
-                        help="such as 24GiB or 24GB (what is free on this machine)")  # fmt: skip
-    parser.add_argument("--dtype", metavar="NAME", help="of the weights (the checkpoint's)")
-    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="of the cache (as --dtype)")
+                        help="memory, such as 24GiB or 24GB (free memory of this "
+                             "machine)")  # fmt: skip
+    parser.add_argument("--dtype", metavar="NAME", help="dtype of the weights (the checkpoint's)")
+    parser.add_argument("--kv-cache-dtype", metavar="NAME",
+                        help="dtype of the KV cache (--dtype)")  # fmt: skip
     parser.add_argument("--max-model-len", metavar="N", type=int,
                         help="longest context, in tokens (the model's)")  # fmt: skip
     parser.add_argument("--max-num-seqs", metavar="N", type=int, default=256,
-                        help="sequences at once, at most (256)")  # fmt: skip
+                        help="maximum number of running sequences (256)")  # fmt: skip
     parser.add_argument("--max-num-batched-tokens", metavar="N", type=int, default=2048,
-                        help="prompt tokens computed in one pass (2048)")  # fmt: skip
+                        help="maximum number of tokens in one step (2048)")  # fmt: skip
     parser.add_argument("--gpu-memory-utilization", metavar="X", type=float, default=0.9,
-                        help="share of the memory to use, on a CPU too (0.9)")  # fmt: skip
+                        help="fraction of the memory to use, also on a CPU (0.9)")  # fmt: skip
     parser.add_argument("--speculative-config", metavar="JSON", type=json_object,
-                        help="count a draft model in, and the logits of drafts")  # fmt: skip
+                        help="include the draft model and the logits of drafts")  # fmt: skip
     parser.add_argument("--load", action="store_true",
-                        help="load it here, and print what was really allocated")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+                        help="load the model here, and compare planned and allocated "
+                             "memory")  # fmt: skip
+    parser.add_argument("--json", action="store_true",
+                        help="print one JSON object (bytes, seconds, FLOP)")  # fmt: skip
     plan_speculation.add_options(parser)
     plan_parallel.add_options(parser)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
-    """Print the plan, and return the exit code: 0 also for a model that does not fit."""
+    """Print the plan, and return the exit code, which is 0 also if the model does not fit."""
     plan_speculation.check(args)
     is_parallel = plan_parallel.check(args)
     config = find_config(args.model)
@@ -76,7 +80,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         dtype_bytes(dtype)
     if args.load and (args.hardware or args.memory or args.kv_cache_dtype):
         raise ConfigError(
-            "--load tries it on this machine; leave out --hardware, --memory and --kv-cache-dtype."
+            "--load runs on this machine; leave out --hardware, --memory and --kv-cache-dtype."
         )
     speculation, draft = None, None
     if args.speculative_config is not None:
@@ -112,7 +116,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 def speculate(
     args: Namespace, config: ModelConfig, plan: MemoryPlan, place: Place, terminal: Terminal
 ) -> int:
-    """Print what drafts would gain."""
+    """Print the predicted speed-up of speculative decoding."""
     name = args.speculate
     draft = None if name == plan_speculation.NGRAM else find_config(name)
     context = min(PROMPT, plan.settings.max_model_len)
@@ -129,7 +133,7 @@ def speculate(
 
 
 def load(args: Namespace, terminal: Terminal) -> tuple[MemoryPlan, dict[str, int]]:
-    """The plan of an engine that was really started here, and what it allocated."""
+    """Load the engine on this machine; returns its plan and the bytes it allocated."""
     with terminal.progress("Loading"):
         llm = import_engine()(
             args.model,
@@ -146,7 +150,7 @@ def load(args: Namespace, terminal: Terminal) -> tuple[MemoryPlan, dict[str, int
 
 
 def find_config(model: str) -> ModelConfig:
-    """The shape of a model; a preset's needs no torch, and so no waiting."""
+    """The configuration of a model; that of a preset needs no import of torch."""
     if model.startswith("preset:"):
         return preset(model.removeprefix("preset:"))
     from minillm.models.checkpoint import open_model
@@ -157,7 +161,7 @@ def find_config(model: str) -> ModelConfig:
 def find_draft(
     speculation: SpeculativeConfig, target: str, config: ModelConfig
 ) -> ModelConfig | None:
-    """The shape of the draft model, if there is one."""
+    """The configuration of the draft model, or None."""
     if speculation.model is None:
         return None
     draft = find_config(speculation.model)
@@ -166,7 +170,7 @@ def find_draft(
 
 
 def check_length(length: int, config: ModelConfig) -> None:
-    """Refuse a context that the engine would refuse."""
+    """Reject a context that the engine would reject."""
     if length > config.longest_context:
         raise ConfigError(
             f"--max-model-len is {length}; this model has positions for "
@@ -175,7 +179,7 @@ def check_length(length: int, config: ModelConfig) -> None:
 
 
 def best_dtype(config: ModelConfig, place: Place) -> str:
-    """What the engine would choose: the checkpoint's, but on this machine's CPU what is fast."""
+    """The dtype the engine would choose: the checkpoint's, but on this CPU the fastest one."""
     if not place.is_cpu:
         return config.dtype
     import torch
@@ -188,7 +192,7 @@ def best_dtype(config: ModelConfig, place: Place) -> str:
 def predictions(
     config: ModelConfig, plan: MemoryPlan, hardware: Hardware
 ) -> list[tuple[str, int, StepCost, StepTime]]:
-    """What one step costs: (what, its tokens, cost, time) for a decode step and a prompt."""
+    """(name, tokens, cost, time) of a decode step and of the prefill of a prompt."""
     length = min(PROMPT, plan.settings.max_model_len)
     cost_of = partial(step_cost, config, dtype=plan.settings.dtype, kv_dtype=plan.settings.kv_dtype)
     costs = {"decode": cost_of([1], [length]), "prefill": cost_of([length], [length])}
@@ -204,7 +208,7 @@ def as_json(
     place: Place,
     loaded: tuple[MemoryPlan, dict[str, int]] | None = None,
 ) -> dict[str, Any]:
-    """The plan as plain data: bytes, seconds, operations."""
+    """The plan as JSON data: bytes, seconds, operations."""
     speed = [] if place.hardware is None else predictions(config, plan, place.hardware)
     return {
         "model": model,
@@ -222,19 +226,19 @@ def as_json(
 def show(
     model: str, config: ModelConfig, plan: MemoryPlan, place: Place, terminal: Terminal
 ) -> None:
-    """The plan for people."""
+    """Print the plan as text."""
     settings = plan.settings
     terminal.heading(f"{model} on {place.what}")
     terminal.rows(
         [
             ("memory", f"{size(plan.memory_bytes)} = {amount(plan.memory_bytes, 'B')}"),
-            ("reserve", f"{size(plan.reserve_bytes)}  not counted on: "
-             f"{1 - settings.gpu_memory_utilization:.0%} for the runtime and workspaces"),
+            ("reserve", f"{size(plan.reserve_bytes)}  ("
+             f"{1 - settings.gpu_memory_utilization:.0%}) for the runtime and workspaces"),
             ("weights", f"{size(plan.weight_bytes - plan.draft_weight_bytes)}  in "
              f"{settings.dtype}"),
             *draft_rows(plan),
             ("activations", f"{size(plan.activation_bytes)}  for "
-             f"{settings.max_num_batched_tokens:,} tokens in one pass"),
+             f"{settings.max_num_batched_tokens:,} tokens in one step"),
             ("KV cache", cache_line(plan)),
         ]
     )  # fmt: skip
@@ -246,7 +250,7 @@ def show(
             f"It does not fit: {size(plan.shortfall_bytes)} of memory are missing for one sequence "
             f"of {settings.max_model_len:,} tokens."
         )
-        terminal.line("  Any one of these would do:")
+        terminal.line("  It fits with any one of:")
         for hint in plan.hints:
             terminal.line(f"    {as_option(hint)}")
     if place.hardware is not None:
@@ -255,7 +259,7 @@ def show(
 
 
 def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Terminal) -> None:
-    """The engine's own plan beside what it took; on a CPU it leaves most of the memory free."""
+    """Print planned and allocated bytes side by side; on a CPU most memory stays free."""
     draft_cache = plan.kv_cache_bytes * plan.draft_block_bytes // plan.block_bytes
     planned = {
         "weights": plan.weight_bytes - plan.draft_weight_bytes,
@@ -278,14 +282,14 @@ def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Termin
     )
     if "activations" not in allocated:
         text += (
-            " On a CPU it takes a quarter of what is left, or as much as --max-num-seqs sequences "
-            "can fill if that is less, and what the activations took is not known."
+            " On a CPU the cache takes a quarter of the remaining memory, or what --max-num-seqs "
+            "sequences can fill if that is less; the memory of activations is not measured."
         )
     terminal.paragraph(text)
 
 
 def draft_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
-    """What a draft model takes beside the other."""
+    """The row of the draft model's memory, if there is one."""
     if not plan.draft_weight_bytes:
         return []
     per_token = size(plan.draft_block_bytes // plan.settings.block_size)
@@ -294,17 +298,17 @@ def draft_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def cache_line(plan: MemoryPlan) -> str:
-    """What is left for the cache, and how much that is."""
+    """Memory left for the KV cache, in bytes and tokens."""
     per_token = f"{size(plan.kv_bytes_per_token)} in {plan.settings.kv_dtype}"
     if plan.kv_cache_bytes <= 0:
-        return f"nothing left; a token takes {per_token}"
-    return f"{size(plan.kv_cache_bytes)}  left: {plan.num_tokens:,} tokens of {per_token}"
+        return f"no memory left; a token takes {per_token}"
+    return f"{size(plan.kv_cache_bytes)}  for {plan.num_tokens:,} tokens of {per_token}"
 
 
 def show_combinations(plan: MemoryPlan, terminal: Terminal) -> None:
-    """How many sequences fit at each length."""
+    """Print the number of sequences that fit at each context length."""
     rows = [(f"{fit.context:,}", f"{fit.batch:,}") for fit in plan.combinations]
-    terminal.table(("tokens each", "sequences that fit"), rows)
+    terminal.table(("context", "sequences that fit"), rows)
     most = plan.settings.max_num_seqs
     if any(fit.batch > most for fit in plan.combinations):
         terminal.paragraph(f"At most {most:,} of them run at once (--max-num-seqs).")
@@ -313,18 +317,20 @@ def show_combinations(plan: MemoryPlan, terminal: Terminal) -> None:
 def show_speed(
     config: ModelConfig, plan: MemoryPlan, hardware: Hardware, terminal: Terminal
 ) -> None:
-    """The lower bounds of time, and which one binds."""
+    """Print the upper bounds of speed and the resource that limits each."""
     source = "measured" if hardware.source == "measured" else "datasheet"
     dtype = plan.settings.dtype
-    terminal.line(f"  At best{'' if plan.fits else ', if it did fit'}, at {source} "
-                  f"{amount(hardware.bandwidth, 'B/s')} and "
-                  f"{amount(hardware.rate(dtype), 'FLOP/s')} ({dtype}):")  # fmt: skip
+    terminal.paragraph(
+        f"Upper bounds{'' if plan.fits else ', if it did fit'}, at {source} rates of "
+        f"{amount(hardware.bandwidth, 'B/s')} and {amount(hardware.rate(dtype), 'FLOP/s')} "
+        f"({dtype}):"
+    )
     rows = []
     for what, tokens, cost, time in predictions(config, plan, hardware):
         length = min(PROMPT, plan.settings.max_model_len)
         if what == "decode":
             value = f"{digits(1 / time.seconds)} tokens/s, {seconds(time.seconds)} per token"
-            value += f" (one sequence, {length:,} tokens of context)"
+            value += f" (batch 1, context {length:,})"
         else:
             value = f"{seconds(time.seconds)} for {plural(tokens, 'token')}"
         rows.append((what, f"{value}; {why(cost, time)}"))
@@ -332,7 +338,7 @@ def show_speed(
 
 
 def why(cost: StepCost, time: StepTime) -> str:
-    """Which bound holds, with its number."""
+    """The limiting resource, and how much of it the step uses."""
     reasons = {
         "memory": f"it reads {amount(cost.total_bytes, 'B')}",
         "compute": f"it computes {amount(cost.flops, 'FLOP')}",
@@ -342,7 +348,7 @@ def why(cost: StepCost, time: StepTime) -> str:
 
 
 def as_option(hint: str) -> str:
-    """``max_model_len=4096`` as it is typed here: ``--max-model-len 4096``."""
+    """Rewrite a hint as options: ``max_model_len=4096`` becomes ``--max-model-len 4096``."""
     hint = re.sub(r"(\d) (\wiB) of memory", r"--memory \1\2", hint).replace(" and ", " ")
     hint = re.sub(r"^([\d.]*)--memory ", r"--memory \1", hint)
     return re.sub(r'(\w+)="?([\w.]+)"?', lambda m: f"--{m[1].replace('_', '-')} {m[2]}", hint)

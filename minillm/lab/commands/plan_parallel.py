@@ -1,4 +1,4 @@
-"""``minillm plan -tp``: what a model needs on several GPUs, and how fast it could be on them."""
+"""``minillm plan -tp``: memory and predicted speed of a model on several GPUs."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -15,7 +15,7 @@ from minillm.lab.parallel_layout import Layout, check_layout, device_memory
 from minillm.plan.cost import MemoryPlan, dtype_bytes
 from minillm.plan.hardware import Hardware
 
-SIZES = (1, 2, 4, 8)  # that are compared with the one that is asked for
+SIZES = (1, 2, 4, 8)  # numbers of GPUs (or stages) shown beside the requested one
 SHOWN_LINKS = ("nvlink", "pcie")
 CONTEXT = 1024  # tokens of every sequence, and of the prompt
 BATCHES = (1, 64)
@@ -23,40 +23,41 @@ NO_ROOM = "-"
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Declare the options of this part."""
+    """Declare the options for several GPUs."""
     group = parser.add_argument_group("several GPUs")
     group.add_argument("-tp", "--tensor-parallel-size", metavar="N", type=int,
-                       help="GPUs that share every layer; predicts speeds")  # fmt: skip
+                       help="tensor parallelism: GPUs that split every layer")  # fmt: skip
     group.add_argument("-pp", "--pipeline-parallel-size", metavar="P", type=int,
-                       help="stages, each with some of the layers")  # fmt: skip
+                       help="pipeline parallelism: number of stages")  # fmt: skip
     group.add_argument("-ep", "--enable-expert-parallel", action="store_true",
-                       help="whole experts on each GPU, not a part of every expert")  # fmt: skip
+                       help="expert parallelism: whole experts on each GPU")  # fmt: skip
     group.add_argument("--link", metavar="NAME",
-                       help=f"{', '.join(LINKS)} ({' and '.join(SHOWN_LINKS)})")  # fmt: skip
+                       help="interconnect: "
+                            f"{', '.join(LINKS)} ({' and '.join(SHOWN_LINKS)})")  # fmt: skip
 
 
 def check(args: Namespace) -> bool:
-    """Whether this part is asked for; what it needs is there, and what it cannot do is not."""
+    """Whether -tp or -pp is given; rejects options that are missing or do not go with them."""
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
     if sizes == (None, None):
         if args.link is not None or args.enable_expert_parallel:
-            raise ConfigError("--link and -ep belong to -tp and -pp; give one of these, too.")
+            raise ConfigError("--link and -ep need -tp or -pp; add one of these.")
         return False
     args.links = SHOWN_LINKS if args.link is None else (find_link(args.link).name,)
     tensor, pipeline = (1 if each is None else each for each in sizes)
     args.layout = Layout(tensor, pipeline)
     if args.hardware is None:
-        raise ConfigError("-tp and -pp predict speeds; name the GPU, such as --hardware h100.")
+        raise ConfigError("-tp and -pp need the rates of a GPU; add one, such as --hardware h100.")
     if args.load or args.speculate is not None or args.speculative_config is not None:
         raise ConfigError(
-            "-tp and -pp only predict, and without drafts; leave out --load, --speculate and "
+            "-tp and -pp predict plain decoding only; leave out --load, --speculate and "
             "--speculative-config."
         )
     return True
 
 
 def layouts(config: ModelConfig, asked: Layout) -> list[Layout]:
-    """The one that is asked for among those of 1, 2, 4 and 8 GPUs, or stages, that are possible."""
+    """The requested layout and the possible ones with 1, 2, 4 and 8 GPUs (or stages)."""
     vary_stages = asked.tensor == 1 and asked.pipeline > 1
     own = asked.pipeline if vary_stages else asked.tensor
     found = []
@@ -75,7 +76,7 @@ def layouts(config: ModelConfig, asked: Layout) -> list[Layout]:
 def run(
     args: Namespace, config: ModelConfig, hardware: Hardware, memory_bytes: int, terminal: Terminal
 ) -> int:
-    """Print the predictions; the exit code is 0 also for a model that does not fit."""
+    """Print the predictions; the exit code is 0 also if the model does not fit."""
     asked = replace(args.layout, expert_parallel=args.enable_expert_parallel)
     dtype = args.dtype or config.dtype
     kv_dtype = args.kv_cache_dtype or dtype
@@ -114,7 +115,7 @@ def run(
 
 
 def as_json(model: str, hardware: Hardware, found: Sequence[Prediction]) -> dict[str, Any]:
-    """The predictions as plain data: bytes, seconds, shares from 0 to 1."""
+    """The predictions as JSON data: bytes, seconds, fractions."""
     return {
         "model": model,
         "hardware": asdict(hardware),
@@ -140,7 +141,7 @@ def as_json(model: str, hardware: Hardware, found: Sequence[Prediction]) -> dict
 
 
 def timed(time: ParallelTime) -> dict[str, Any]:
-    """A prediction as plain data."""
+    """A predicted step time as JSON data."""
     return {
         "seconds": time.seconds,
         "tokens_per_second": time.tokens_per_second,
@@ -156,7 +157,7 @@ def timed(time: ParallelTime) -> dict[str, Any]:
 
 
 def link_name(prediction: Prediction) -> str | None:
-    """None for one device."""
+    """The name of the link; None for one device."""
     return prediction.devices.link.name if prediction.devices.layout.devices > 1 else None
 
 
@@ -167,18 +168,19 @@ def show(
     found: Sequence[Prediction],
     terminal: Terminal,
 ) -> None:
-    """The predictions for people."""
+    """Print the predictions as text."""
     mine = [each for each in found if each.devices.layout == asked]
     hardware, memory = mine[0].devices.hardware, mine[0].memory
     terminal.heading(f"{model} on {asked.devices} x {hardware.name}: predictions")
     rows = [
-        ("memory", f"of each GPU {size(memory.memory_bytes)}, of which "
-         f"{memory.settings.gpu_memory_utilization:.0%} may be used"),
+        ("memory", f"{size(memory.memory_bytes)} on each GPU, "
+         f"{memory.settings.gpu_memory_utilization:.0%} of it usable"),
         ("weights", f"{size(memory.weight_bytes)} on each GPU, in {memory.settings.dtype}"),
         ("KV cache", cache_line(memory)),
     ]  # fmt: skip
     if asked.tensor > 1:
-        rows.append(("sums", sums_line(config, memory, asked, [e.devices.link for e in mine])))
+        links = [each.devices.link for each in mine]
+        rows.append(("all-reduce", sums_line(config, memory, asked, links)))
     terminal.rows(rows)
     if memory.num_tokens and not memory.fits:
         terminal.paragraph(
@@ -189,48 +191,48 @@ def show(
     show_table(found, terminal)
     terminal.paragraph(explanation(mine[0]))
     if any(not each.holds(batch) for each in found for batch in BATCHES):
-        terminal.paragraph(f'"{NO_ROOM}": no room for so many sequences.')
+        terminal.paragraph(f'"{NO_ROOM}": that many sequences do not fit.')
 
 
 def explanation(prediction: Prediction) -> str:
-    """What the columns are, and what they rest on."""
+    """What the columns mean, and which rates the predictions use."""
     hardware, dtype = prediction.devices.hardware, prediction.memory.settings.dtype
     context = plural(prediction.context, "token")
     return (
-        "Columns: tokens that can be cached; tokens per second of 1 sequence and of 64 together, "
-        f"with {context} of context, and in brackets the share of communication; the time of a "
-        f"prompt of {context}. Predictions from counts, datasheet rates of "
+        "Columns: tokens that fit into the KV cache; decode tokens per second at batch 1 and batch "
+        f"64, with a context of {context}, and in brackets the fraction of the time spent on "
+        f"communication; time to prefill {context}. Predictions from counts, datasheet rates of "
         f"{amount(hardware.bandwidth, 'B/s')} and {amount(hardware.rate(dtype), 'FLOP/s')} "
-        f"({dtype}) and published times of links; nothing was measured here. Launches take "
-        f"{seconds(launch_seconds(prediction))} of a step, which recorded graphs save."
+        f"({dtype}) and published latencies of links; nothing was measured here. Kernel launches "
+        f"take {seconds(launch_seconds(prediction))} of a decode step; CUDA graphs remove them."
     )
 
 
 def cache_line(memory: MemoryPlan) -> str:
-    """What is left for the cache on each GPU, and how much that is."""
+    """Memory left for the KV cache on each GPU, in bytes and tokens."""
     each = f"{size(memory.kv_bytes_per_token)} in {memory.settings.kv_dtype}"
     if memory.kv_cache_bytes <= 0:
-        return f"does not fit: nothing is left; a token takes {each}"
+        return f"does not fit: no memory is left; a token takes {each}"
     left = size(memory.kv_cache_bytes)
-    return f"{left} left on each GPU: {memory.num_tokens:,} tokens of {each}"
+    return f"{left} on each GPU, for {memory.num_tokens:,} tokens of {each}"
 
 
 def sums_line(
     config: ModelConfig, memory: MemoryPlan, layout: Layout, links: Sequence[Link]
 ) -> str:
-    """How often the GPUs of a layer wait for each other, and how long."""
+    """Number, size and duration of the all-reduces of a decode step."""
     num_bytes = config.hidden_size * dtype_bytes(memory.settings.dtype)
     times = []
     for link in links:
         how = all_reduce(link, layout.tensor, num_bytes)
         times.append(f"{seconds(how.seconds)} on {link.name} ({how.algorithm})")
     count = 2 * config.num_layers + 1
-    return f"{count} in a step; of one sequence {size(num_bytes)} each: {', '.join(times)}"
+    return f"{count} in a step; at batch 1, {size(num_bytes)} each: {', '.join(times)}"
 
 
 def show_table(found: Sequence[Prediction], terminal: Terminal) -> None:
-    """A row for each layout and link."""
-    header = ("GPUs", "link", "weights", "cached", "1 sequence", "64", "prompt")
+    """Print a row for each layout and link."""
+    header = ("GPUs", "link", "weights", "KV tokens", "batch 1", "batch 64", "prefill")
     rows = []
     for each in found:
         speeds = [
@@ -250,15 +252,15 @@ def show_table(found: Sequence[Prediction], terminal: Terminal) -> None:
 
 
 def layout_name(layout: Layout) -> str:
-    """``4``, or ``4 x 2`` for two stages of four."""
+    """``4``, or ``4 x 2`` for two stages of four GPUs."""
     return f"{layout.tensor} x {layout.pipeline}" if layout.pipeline > 1 else f"{layout.tensor}"
 
 
 def share(prediction: Prediction, time: ParallelTime) -> str:
-    """`` (17%)``, or nothing for one device."""
+    """The fraction of communication, such as `` (17%)``; empty for one device."""
     return f" ({time.communication:.0%})" if prediction.devices.layout.devices > 1 else ""
 
 
 def launch_seconds(prediction: Prediction) -> float:
-    """Of a decode step of one sequence, over all stages."""
+    """Launch overhead of a decode step at batch 1, over all stages."""
     return sum(each.device.overhead_seconds for each in prediction.decode[1].stages)

@@ -1,4 +1,4 @@
-"""``minillm plan --speculate``: what drafts would gain, by batch and by how many there are."""
+"""``minillm plan --speculate``: predicted speed-up by batch and number of drafts."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -22,44 +22,45 @@ from minillm.plan.hardware import Hardware
 
 NGRAM = "ngram"
 BATCHES, COUNTS = (1, 4, 16, 64), (1, 2, 4, 8)
-ASSUMED_NGRAM, ASSUMED_DRAFT = 0.5, 0.7  # acceptance where none is given
-NGRAM_SECONDS = 20e-6  # of the host, for each sequence
-ROUNDS = 3  # in which this machine is measured
+ASSUMED_NGRAM, ASSUMED_DRAFT = 0.5, 0.7  # default acceptance
+NGRAM_SECONDS = 20e-6  # host time of the n-gram lookup, for each sequence
+ROUNDS = 3  # repetitions of the measurement on this machine
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Declare the options of this part."""
+    """Declare the options of the prediction of speculative decoding."""
     parser.add_argument("--speculate", metavar="DRAFT",
-                        help="predict what drafts gain: of a draft model, or 'ngram'")  # fmt: skip
+                        help="predict the speed-up of speculative decoding with a draft "
+                             "model, or 'ngram'")  # fmt: skip
     parser.add_argument("--acceptance", metavar="A[,A...]",
-                        help="probability that a draft is accepted, for the first, the second, ... "
-                        "(assumed: 0.7, n-grams 0.5)")  # fmt: skip
+                        help="acceptance probability of the first draft, the second, ... "
+                             "(0.7; n-grams 0.5)")  # fmt: skip
     parser.add_argument("--answered", metavar="A",
-                        help="share of steps in which there are drafts (1)")  # fmt: skip
+                        help="fraction of steps that have drafts (1)")  # fmt: skip
 
 
 def rate(text: str) -> float:
-    """A number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
         raise ConfigError(
-            f"--acceptance and --answered take numbers from 0 to 1; {text[:40]!r} is none."
+            f"--acceptance and --answered take numbers from 0 to 1, not {text[:40]!r}."
         )
     return value
 
 
 def rates(text: str) -> tuple[float, ...]:
-    """``0.8,0.7``."""
+    """Parse ``0.8,0.7`` into probabilities."""
     return tuple(rate(each) for each in text.split(","))
 
 
 def check(args: Namespace) -> None:
-    """The other options of this part need --speculate, and are probabilities."""
+    """Check and parse --acceptance and --answered, which need --speculate."""
     if args.speculate is None and (args.acceptance is not None or args.answered is not None):
-        raise ConfigError("--acceptance and --answered belong to --speculate; give that, too.")
+        raise ConfigError("--acceptance and --answered need --speculate; add it.")
     args.acceptance = None if args.acceptance is None else rates(args.acceptance)
     args.answered = 1.0 if args.answered is None else rate(args.answered)
 
@@ -72,8 +73,8 @@ def seconds_of(
     is_measured: bool,
     terminal: Terminal,
 ) -> tuple[CostSeconds, bool]:
-    """How long a step takes: on this machine by rates that are measured for the model, where that
-    can be done (True), else by the roofline."""
+    """The step-time model: rates measured for the model on this machine (True), or the roofline
+    (False) for other hardware and for models whose steps cannot be measured in parts."""
     bound = lambda cost: step_time(cost, hardware).seconds  # noqa: E731
     if not is_measured:
         return bound, False
@@ -103,7 +104,8 @@ def predictions(
     dtype: str,
     seconds: tuple[CostSeconds, CostSeconds],
 ) -> list[Speculation]:
-    """Every batch and count; `seconds` are those of the target and of the draft model."""
+    """Predictions for every batch and number of drafts; `seconds` holds the step-time models of
+    the target and of the draft model."""
     verify = verification_seconds(target, context, seconds[0], dtype)
 
     def predict(batch: int, count: int) -> Speculation:
@@ -126,7 +128,7 @@ def predictions(
 
 
 def as_json(found: Sequence[Speculation]) -> list[dict[str, Any]]:
-    """The predictions as plain data."""
+    """The predictions as JSON data."""
     return [asdict(each) | {"step": each.step, "speedup": each.speedup} for each in found]
 
 
@@ -138,7 +140,7 @@ def show(
     is_measured: bool,
     terminal: Terminal,
 ) -> None:
-    """The predictions for people."""
+    """Print the predictions as text."""
     what = "n-grams" if name == NGRAM else name
     terminal.heading(f"Drafts of {what}: predicted speed-up")
     rows = []
@@ -150,14 +152,14 @@ def show(
              f"{each.speedup:.2f}", "best" if each is fastest else "")
             for each in group
         ]  # fmt: skip
-    header = ("sequences", "drafts", "tokens per step", "step cost", "speed-up", "")
+    header = ("batch", "drafts", "tokens per step", "step cost", "speed-up", "")
     terminal.table(header, rows)
     shown = ", ".join(f"{each:g}" for each in acceptance)
     terminal.paragraph(
-        f"Tokens per step are those of one sequence, with {'an assumed' if is_assumed else 'an'} "
-        f"acceptance of {shown}"
-        f"{'; --acceptance gives a measured one' if is_assumed else ''}. Step cost is in plain "
-        f"steps, by {'rates measured here' if is_measured else 'the bounds of memory and compute'}."
+        f"Tokens per step: per sequence, with {'an assumed' if is_assumed else 'an'} "
+        f"acceptance of {shown}{' (set it with --acceptance)' if is_assumed else ''}. "
+        "Step cost: relative to a step without drafts, from "
+        f"{'rates measured here' if is_measured else 'memory and compute bounds'}."
     )
 
 
@@ -171,13 +173,14 @@ def predict_for(
     is_cpu: bool,
     terminal: Terminal,
 ) -> tuple[list[Speculation], tuple[float, ...], bool]:
-    """The predictions, the acceptance that they take, and whether rates were measured."""
+    """The predictions, the acceptance they use, and whether rates were measured."""
     if hardware is None:
-        raise ConfigError("--speculate needs speeds; name a --hardware, or leave out --memory.")
+        raise ConfigError("--speculate needs the rates of hardware; add --hardware NAME, or leave "
+                          "out --memory.")  # fmt: skip
     if draft is not None and draft.vocab_size != config.vocab_size:
         raise ConfigError(
             f"--speculate {args.speculate} has {draft.vocab_size} token ids and {args.model} has "
-            f"{config.vocab_size}; a draft model has the vocabulary of its target."
+            f"{config.vocab_size}; a draft model must have the vocabulary of its target."
         )
     acceptance = args.acceptance or (ASSUMED_NGRAM if draft is None else ASSUMED_DRAFT,)
     timed = partial(seconds_of, dtype=dtype, hardware=hardware, terminal=terminal)

@@ -1,4 +1,4 @@
-"""What an engine did, step by step: as a web page, a text table, or in Perfetto."""
+"""Show a recorded trace of an engine as a web page, a text table, or in Perfetto."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
@@ -11,45 +11,49 @@ from minillm.errors import ConfigError, TraceFileError, did_you_mean
 USAGE = "{view,table,chrome} FILE [options]"
 EXAMPLES = """\
 examples:
-  minillm generate "def fib(n):" --trace run.jsonl   records one
-  minillm trace view run.jsonl --open                a page to look at, run.html
-  minillm trace table run.jsonl --last 20            a line per step
-  minillm trace chrome run.jsonl                     for ui.perfetto.dev
+  minillm generate "def fib(n):" --trace run.jsonl   record a trace
+  minillm trace view run.jsonl --open                write and open run.html
+  minillm trace table run.jsonl --last 20            print one line per step
+  minillm trace chrome run.jsonl                     write a file for Perfetto
 """
 LAST = 40  # steps of the table
-# The start of what `chrome` writes, so that it may be replaced.
+# First bytes of the files that may be overwritten.
 CHROME_START = b'{"traceEvents":['
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("action", metavar="ACTION",
-                        help="view: HTML page; table: text; chrome: for Perfetto")  # fmt: skip
+                        help="view (HTML page), table (text) or chrome (for "
+                             "ui.perfetto.dev)")  # fmt: skip
     parser.add_argument("file", metavar="FILE", nargs="?",
-                        help="a trace, as llm.trace.save(...) writes it")  # fmt: skip
-    parser.add_argument("-o", "--output", metavar="OUT", help="the file to write (beside FILE)")
-    parser.add_argument("--open", action="store_true", help="view: show the page in a browser")
+                        help="the trace, from --trace or llm.trace.save()")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="OUT",
+                        help="output file (FILE with another suffix)")  # fmt: skip
+    parser.add_argument("--open", action="store_true", help="view: open the page in a browser")
     parser.add_argument("--last", metavar="N", type=int,
-                        help=f"table: this many steps from the end ({LAST})")  # fmt: skip
+                        help=f"table: number of steps, counted from the end ({LAST})")  # fmt: skip
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
-    """Do what was asked, and return the exit code."""
+    """Run the action, and return the exit code."""
     action = ACTIONS.get(args.action)
     if action is None:
         hint = did_you_mean(args.action, ACTIONS)
         if args.file is None and not hint:
-            hint = f" A file comes after it: 'minillm trace view {args.action}'."
-        raise ConfigError(f"A trace has no {args.action!r}; choose view, table or chrome.{hint}")
+            hint = f" The file comes after the action: 'minillm trace view {args.action}'."
+        raise ConfigError(
+            f"There is no action {args.action!r}; choose view, table or chrome.{hint}"
+        )
     if args.file is None:
-        raise ConfigError(f"Which file? Give its name: 'minillm trace {args.action} FILE'.")
+        raise ConfigError(f"There is no FILE; add one: 'minillm trace {args.action} FILE'.")
     check_options(args)
     action(args, terminal)
     return 0
 
 
 def check_options(args: Namespace) -> None:
-    """Refuse what another action would need; an ignored option would look like a broken one."""
+    """Reject options of other actions."""
     for option, given, owners in (
         ("--output", args.output is not None, ("view", "chrome")),
         ("--open", args.open, ("view",)),
@@ -64,7 +68,7 @@ def check_options(args: Namespace) -> None:
 
 
 def view(args: Namespace, terminal: Terminal) -> None:
-    """Write the page, say where it is, and show it on request."""
+    """Write the HTML page, print its path, and with --open show it in a browser."""
     from minillm.lab.drawings.page import write_page
     from minillm.lab.drawings.timeline import timeline
     from minillm.trace.recorder import Trace
@@ -78,7 +82,7 @@ def view(args: Namespace, terminal: Terminal) -> None:
         import webbrowser
 
         if not webbrowser.open(path.resolve().as_uri()):
-            terminal.remark("No browser could be started here.")
+            terminal.remark("No browser could be started.")
 
 
 def table(args: Namespace, terminal: Terminal) -> None:
@@ -109,11 +113,11 @@ ACTIONS: Mapping[str, Callable[[Namespace, Terminal], None]] = {
 
 
 def output(args: Namespace, suffix: str) -> Path:
-    """Where to write: what was asked, or FILE with another ending."""
+    """The path to write: --output, or FILE with another suffix."""
     return Path(args.output) if args.output is not None else Path(args.file).with_suffix(suffix)
 
 
 def written(path: Path, what: str, terminal: Terminal) -> None:
-    """The path, which is the result, and a remark beside it."""
+    """Print the path to stdout and its size to stderr."""
     terminal.line(str(path))
     terminal.remark(f"{size(path.stat().st_size)}, {what}")

@@ -1,7 +1,7 @@
-"""A trace as events for Perfetto (ui.perfetto.dev) and chrome://tracing, in wall-clock time.
+"""Exports a trace to Perfetto (ui.perfetto.dev) and chrome://tracing, in wall-clock time.
 
 The format is Chrome's "Trace Event Format": complete events (ph "X", microseconds), counters ("C")
-and names ("M"). One process shows the engine's steps, another one line per sequence.
+and names ("M"). One process has the engine's steps, another has one thread per sequence.
 """
 
 import json
@@ -33,7 +33,7 @@ def save_chrome(trace: Trace, path: Path) -> None:
 
 
 def name_events(data: dict[str, Any]) -> Iterator[Event]:
-    """What processes and lines are called."""
+    """The names of processes and threads."""
 
     def name(what: str, pid: int, tid: int, text: str) -> Event:
         return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": text}}
@@ -46,7 +46,7 @@ def name_events(data: dict[str, Any]) -> Iterator[Event]:
 
 
 def step_events(data: dict[str, Any]) -> Iterator[Event]:
-    """Each step with its three parts inside, and counters at its start."""
+    """An event per step with its three parts nested, and counters at its start."""
     steps, names = data["steps"], ["prefill", "decode", "recomputed"]
     if any(steps["drafted"]):
         names += ["drafted", "accepted"]
@@ -67,7 +67,7 @@ def step_events(data: dict[str, Any]) -> Iterator[Event]:
 
 
 def sequence_events(data: dict[str, Any]) -> Iterator[Event]:
-    """The spans of every sequence, from the start of the first step to the end of the last."""
+    """An event per span of every sequence, from the start of its first step."""
     steps = data["steps"]
     starts = [microseconds(start) for start in steps["start"]]
     ends = [
@@ -82,14 +82,14 @@ def sequence_events(data: dict[str, Any]) -> Iterator[Event]:
             else:
                 args |= {"position": value, "tokens": rest[0] if rest else last - first + 1}
                 args |= draft_counts(sequence["drafts"], first, last)
-            # A waiting sequence also waits between the steps.
+            # A span ends where the next step starts, because time between steps counts, too.
             end = starts[last + 1] if last + 1 < len(starts) else ends[last]
             length = max(end, ends[last]) - starts[first]
             yield complete(NAMES[kind], SEQUENCES, place, starts[first], length, args)
 
 
 def draft_counts(drafts: list[list[int]], first: int, last: int) -> dict[str, int]:
-    """The drafts of these columns, and how many were accepted; nothing where there are none."""
+    """The numbers of drafted and accepted tokens in these columns; empty if none were drafted."""
     begin = bisect_left(drafts, first, key=itemgetter(0))
     counts = [each[1:] for each in drafts[begin : bisect_right(drafts, last, key=itemgetter(0))]]
     drafted, accepted = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
@@ -104,5 +104,5 @@ def complete(name: str, pid: int, tid: int, start: float, length: float, args: E
 
 
 def microseconds(seconds: float) -> float:
-    """Nanoseconds are kept, rounding errors are not."""
+    """Microseconds, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)

@@ -1,8 +1,7 @@
-"""A trace as a static figure, for notebooks and print, and the page as a notebook widget.
+"""A trace as a static matplotlib figure, and the page as a notebook widget.
 
-The figure shows what the page shows: colours are Okabe and Ito's, and every state also has a height
-and a hatch of its own, so that it survives a grey printer. Drawing libraries are imported when a
-function is called: the engine does not need them.
+The figure shows the same data as the page. Colours are Okabe and Ito's; every state also has its
+own height and hatch, for printing in grey. Plotting libraries are imported only when needed.
 """
 
 import html
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class State(NamedTuple):
-    """How a kind of span is drawn."""
+    """The style of a kind of span."""
 
     colour: str
-    height: float  # of a row
+    height: float  # as a share of a row
     hatch: str
 
 
-# Later ones are drawn over earlier ones: what is rare must not be hidden.
+# Later states are drawn over earlier ones, so that rare states are visible.
 STATES: Mapping[str, State] = {
     "w": State("#8A95A0", 0.16, ""),
     "d": State("#009E73", 0.5, ""),
@@ -39,7 +38,7 @@ STATES: Mapping[str, State] = {
     "o": State("#CC79A7", 0.44, "...."),
     "x": State("#E69F00", 0.44, "xxxx"),
 }
-IDLE = "wsox"  # their spans also end where only the reason changes, which no figure shows
+IDLE = "wsox"  # adjacent spans are merged: they differ only in the reason, which is not shown
 ENDS: Mapping[str, str] = {"stop": "o", "length": "s", "abort": "x", "error": "D"}
 CURVES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "queue": ("sequences", (("running", "#009E73"), ("waiting", "#D55E00"))),
@@ -52,8 +51,8 @@ CURVES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
 STACKED = ("budget", "time")
 PANELS = ("gantt", *CURVES, "ranks", "blocks")
 DEFAULT_PANELS = ("gantt", "queue", "budget", "ranks", "blocks")
-DRAFTS_HEIGHT = 0.8  # of a row
-MOST_ROWS = 150  # of the Gantt; more cannot be told apart on paper
+DRAFTS_HEIGHT = 0.8  # as a share of a row
+MAX_ROWS = 150  # of the Gantt chart; more are too small to read
 DRAFTS = (("accepted draft", "#003B2C", "#FFFFFF"), ("rejected draft", "#FFFFFF", "#003B2C"))
 STYLE: Mapping[str, Any] = {"font.size": 9, "hatch.linewidth": 0.5, "axes.spines.top": False,
          "axes.spines.right": False, "legend.frameon": False}  # fmt: skip
@@ -64,21 +63,21 @@ def figure(
     panels: Sequence[str] = DEFAULT_PANELS,
     width: float = 10.0,
     height: float | None = None,
-    rows: int = MOST_ROWS,
+    rows: int = MAX_ROWS,
     title: str | None = None,
 ) -> "Figure":
-    """A matplotlib figure of what `timeline.timeline` made of a trace.
+    """A matplotlib figure of a timeline.
 
     Args:
-        data: the timeline.
-        panels: from above: "gantt", "queue", "budget", "free", "time", "ranks", "blocks". The
-            ranks are left out where there is one.
-        width, height: in inches; the height fits the rows by default.
-        rows: sequences that the Gantt shows at most; the first ones by arrival.
-        title: stands above it.
+        data: a timeline of `timeline.timeline`.
+        panels: panels from top to bottom: "gantt", "queue", "budget", "free", "time", "ranks",
+            "blocks". "ranks" is left out if there is only one rank.
+        width, height: in inches; by default the height fits the rows.
+        rows: maximum number of sequences in the Gantt chart, the first ones by arrival.
+        title: title of the figure.
 
     Raises:
-        ConfigError: there is no such panel, or nothing to draw in those that were asked for.
+        ConfigError: a panel does not exist, or no panel has data.
         UnsupportedFeatureError: matplotlib is not installed.
     """
     panels = check_panels(panels, data)
@@ -91,7 +90,7 @@ def figure(
             len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained",
             gridspec_kw={"height_ratios": heights},
         )  # fmt: skip
-        plt.close(fig)  # a notebook shows what a cell returns; pyplot would show it once more
+        plt.close(fig)  # else pyplot would show the figure that a notebook cell returns again
         for name, ax in zip(panels, axes[:, 0], strict=True):
             draw_panel(ax, name, data, rows)
         finish(fig, axes[:, 0], data, title, width)
@@ -99,8 +98,8 @@ def figure(
 
 
 def check_panels(panels: Sequence[str], data: dict[str, Any]) -> list[str]:
-    """The panels to draw: those that were asked for, without the lanes of a single rank. Unknown
-    panels are refused, and none at all."""
+    """The panels to draw: `panels` without "ranks" if there is only one rank. Raises ConfigError
+    for unknown panels, or if no panel is left."""
     if isinstance(panels, str) or not panels:
         raise ConfigError(f"panels is {panels!r}; it must be names such as ('gantt', 'budget').")
     for name in panels:
@@ -117,19 +116,19 @@ def check_panels(panels: Sequence[str], data: dict[str, Any]) -> list[str]:
 
 
 def need(module: str, what: str) -> Any:
-    """Import a library of the course."""
+    """Import an optional library."""
     from importlib import import_module
 
     try:
         return import_module(module)
     except ImportError as error:
         raise UnsupportedFeatureError(
-            f'{what}, which is not installed; pip install "minillm-course[course]" brings it.'
+            f'{what}, which is not installed; run pip install "minillm-course[course]".'
         ) from error
 
 
 def panel_height(name: str, rows: int, data: dict[str, Any]) -> float:
-    """Inches: as much as rows need to be read, and not more than a page has."""
+    """Height of a panel in inches: enough to read its rows, and at most a page."""
     if name == "gantt":
         return min(max(rows, 2) * (0.2 if rows <= 15 else 0.15), 9.0) + 0.2
     if name == "ranks":
@@ -140,7 +139,7 @@ def panel_height(name: str, rows: int, data: dict[str, Any]) -> float:
 
 
 def draw_panel(ax: "Axes", name: str, data: dict[str, Any], rows: int) -> None:
-    """One panel by its name."""
+    """Draw the panel called `name`."""
     if name == "gantt":
         draw_gantt(ax, data, rows)
     elif name == "blocks":
@@ -152,13 +151,13 @@ def draw_panel(ax: "Axes", name: str, data: dict[str, Any], rows: int) -> None:
 
 
 def finish(fig: "Figure", axes: Any, data: dict[str, Any], title: str | None, width: float) -> None:
-    """What all panels share: the axis of steps, the legend of the Gantt above, the title."""
+    """Draw the step axis, the legend of the Gantt chart and block map, and the title."""
     from matplotlib.ticker import MaxNLocator
 
     numbers = data["steps"]["step"]
     axes[-1].set_xlabel("step")
     axes[-1].set_xlim(0, max(len(numbers), 1))
-    if numbers:  # round numbers of steps, which are no round columns: the first step may be any
+    if numbers:  # ticks at round step numbers; the first column may have any step number
         ticks = MaxNLocator(8, integer=True).tick_values(numbers[0], numbers[-1])
         shown = [int(tick) for tick in ticks if numbers[0] <= tick <= numbers[-1]]
         axes[-1].set_xticks([tick - numbers[0] for tick in shown], [f"{n:,}" for n in shown])
@@ -175,11 +174,11 @@ def finish(fig: "Figure", axes: Any, data: dict[str, Any], title: str | None, wi
         axes[0].set_title(title, loc="left", parse_math=False)
 
 
-# ---- the Gantt --------------------------------------------------------------------------------
+# ---- the Gantt chart --------------------------------------------------------------------------
 
 
 def draw_gantt(ax: "Axes", data: dict[str, Any], rows: int) -> None:
-    """A row per sequence, a polygon per span, marks for arrivals and ends."""
+    """Draw a row per sequence, a polygon per span, and marks for arrivals and ends."""
     from matplotlib.collections import PolyCollection
 
     shown = in_rows(data["sequences"])[:rows]
@@ -212,13 +211,13 @@ def draw_gantt(ax: "Axes", data: dict[str, Any], rows: int) -> None:
 
 
 def in_rows(sequences: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sequences by arrival, completions of a request together."""
+    """Sequences by arrival, with the completions of a request together."""
     keys = [(s["parent"] if s["parent"] is not None else i, i) for i, s in enumerate(sequences)]
     return [sequences[index] for _, index in sorted(keys)]
 
 
 def bars(spans: list[list[Any]], kind: str) -> list[tuple[int, int]]:
-    """First and last column of each bar of one kind."""
+    """First and last column of each bar of a kind."""
     found: list[tuple[int, int]] = []
     for name, first, last, *_ in spans:
         if name != kind:
@@ -231,8 +230,8 @@ def bars(spans: list[list[Any]], kind: str) -> list[tuple[int, int]]:
 
 
 def draw_drafts(ax: "Axes", shown: list[dict[str, Any]]) -> None:
-    """The drafts of a cell as boxes on top of each other, the first one lowest: filled as far as
-    they were accepted, hollow from there on."""
+    """Draw the drafts of a step as stacked boxes, the first at the bottom: filled if accepted,
+    hollow if rejected."""
     from matplotlib.collections import PolyCollection
 
     boxes: dict[str, list[Any]] = {name: [] for name, *_ in DRAFTS}
@@ -252,7 +251,7 @@ def draw_drafts(ax: "Axes", shown: list[dict[str, Any]]) -> None:
 
 
 def draw_marks(ax: "Axes", shown: list[dict[str, Any]]) -> None:
-    """Arrivals, left of the first span, and ends by their reason, right of the last one."""
+    """Draw arrivals left of the first span, and ends by finish reason right of the last span."""
     from matplotlib.transforms import ScaledTranslation
 
     size = 18 if len(shown) <= 40 else 9
@@ -275,7 +274,7 @@ def draw_marks(ax: "Axes", shown: list[dict[str, Any]]) -> None:
 
 
 def short(name: str, most: int = 24) -> str:
-    """A name that fits beside a row, without line breaks."""
+    """A name cut to `most` characters, without line breaks."""
     name = "".join(letter if letter.isprintable() else "·" for letter in name)
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
@@ -284,13 +283,13 @@ def short(name: str, most: int = 24) -> str:
 
 
 def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
-    """Curves over the steps, stacked where they are parts of a whole, and the limit they have."""
+    """Draw curves over the steps, stacked if they are parts of a sum, and their limit."""
     import numpy as np
     from matplotlib.ticker import MaxNLocator
 
     unit, parts = CURVES[name]
     values = {part: np.asarray(data["steps"][part], float) for part, _ in parts}
-    if name == "budget":  # a recomputed token is one of prefill, too
+    if name == "budget":  # recomputed tokens are also counted in "prefill"
         values["prefill"] = np.maximum(values["prefill"] - values["recomputed"], 0)
     edges = np.arange(len(data["steps"]["step"]) + 1)
     below = np.zeros(len(edges) - 1)
@@ -298,7 +297,7 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
     for (part, colour), dash in zip(parts if len(below) else (), dashes, strict=False):
         curve = values[part] * (1e3 if name == "time" else 1)
         if name in STACKED:
-            seen = part if curve.any() else None  # a legend names what is there
+            seen = part if curve.any() else None  # no legend entry for an empty part
             ax.stairs(below + curve, edges, baseline=below, fill=True, color=colour, label=seen)
             below = below + curve
         else:
@@ -306,7 +305,7 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
                       linewidth=1.3)  # fmt: skip
     limit = {"budget": "max_num_batched_tokens", "free": "num_blocks"}.get(name)
     most = data["meta"][limit] if limit else None
-    if most and most < 3 * max(below, default=most):  # else the curve would be flat
+    if most and most < 3 * max(below, default=most):  # a higher limit would flatten the curve
         ax.axhline(most, color="black", linestyle=(0, (5, 3)), linewidth=1,
                    label="limit" if name == "budget" else "blocks")  # fmt: skip
     if name == "queue":
@@ -323,8 +322,7 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
 
 
 def widget(data: dict[str, Any], height: int = 720, title: str = "trace") -> Any:
-    """The page as an ipywidgets.HTML: a frame of its own, so that two of them on one notebook, and
-    the notebook itself, cannot disturb each other.
+    """The page as an ipywidgets.HTML, in a sandboxed frame that is isolated from the notebook.
 
     Raises:
         UnsupportedFeatureError: ipywidgets is not installed.

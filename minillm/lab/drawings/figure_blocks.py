@@ -1,4 +1,4 @@
-"""The block map of the figure: who held which block when a step was over."""
+"""The block map of the figure: the sequences that hold each block at the end of each step."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -6,13 +6,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OWNERS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
-MOST_NAMED = 12  # blocks, each with its number; of more, some
-MOST_PIXELS = 1200  # of the block map, to each side
+MAX_LABELS = 12  # blocks that are all labelled; with more blocks only some are
+MAX_PIXELS = 1200  # of each side of the block map
 FREE, USED = (255, 255, 255), (222, 225, 229)
 
 
 class SharedRun(NamedTuple):
-    """Neighbouring blocks with as many holders from `first` to before `last`."""
+    """Blocks `block` to `end` (exclusive) with the same number of holders from column `first` to
+    `last` (exclusive)."""
 
     block: int
     end: int
@@ -22,7 +23,8 @@ class SharedRun(NamedTuple):
 
 
 def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
-    """Who held which block when a step was over: a colour per sequence, hatched where shared."""
+    """Draw the holder of each block at the end of each step: a colour per sequence, hatched if
+    shared."""
     from matplotlib.collections import PolyCollection
 
     shown, num_all = shown_blocks(data["blocks"]), len(data["blocks"])
@@ -30,7 +32,7 @@ def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
     num_columns, num_blocks = len(data["steps"]["step"]), len(shown)
     ax.set_label("blocks")
     ax.set_ylabel("block" if num_blocks == num_all else "blocks in use")
-    if num_blocks <= MOST_NAMED:
+    if num_blocks <= MAX_LABELS:
         ax.set_yticks([row + 0.5 for row in range(num_blocks)], [f"{block}" for block in shown])
         ax.tick_params(axis="y", length=0)
     elif num_blocks < num_all:
@@ -59,13 +61,13 @@ def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
 
 
 def shown_blocks(blocks: list[list[Any]]) -> list[int]:
-    """All blocks, or, where most were never used, only those that were."""
+    """All blocks, or only the used ones if they are less than half."""
     used = [block for block, changes in enumerate(blocks) if changes]
     return used if used and 2 * len(used) < len(blocks) else list(range(len(blocks)))
 
 
 def count_holders(ax: "Axes", shared: list[SharedRun], num_columns: int) -> None:
-    """The number of holders on shared stretches that are long enough."""
+    """Write the number of holders on shared runs that are long enough."""
     for run in shared:
         if run.last - run.first >= max(num_columns, 1) / 40:
             ax.text(run.first, (run.block + run.end) / 2, f" ×{run.holders}", fontsize=6.5,
@@ -74,7 +76,7 @@ def count_holders(ax: "Axes", shared: list[SharedRun], num_columns: int) -> None
 
 
 def block_runs(changes: list[list[Any]], num_columns: int) -> list[tuple[int, int, list[int]]]:
-    """First column, column behind the last, and holders, from the first change of a block on."""
+    """(first column, last column + 1, holders) of each run of a block, from its first change on."""
     ends = [column for column, _ in changes[1:]] + [num_columns]
     return [
         (column, end, holders)
@@ -84,10 +86,10 @@ def block_runs(changes: list[list[Any]], num_columns: int) -> list[tuple[int, in
 
 
 def shared_runs(data: dict[str, Any]) -> list[SharedRun]:
-    """All shared stretches of the block map."""
+    """All shared runs of the block map."""
     num_columns = len(data["steps"]["step"])
     runs: list[SharedRun] = []
-    above: dict[tuple[int, int, int], int] = {}  # those that end at this block, by place in `runs`
+    above: dict[tuple[int, int, int], int] = {}  # runs that end at this block: index in `runs`
     for block, changes in enumerate(data["blocks"]):
         here = {}
         for first, last, holders in block_runs(changes, num_columns):
@@ -102,11 +104,11 @@ def shared_runs(data: dict[str, Any]) -> list[SharedRun]:
 
 
 def block_image(data: dict[str, Any]) -> Any:
-    """[blocks, columns, 3] bytes; of a large pool and a long trace every n-th block and step."""
+    """An image [blocks, columns, 3]; every n-th block and step if there are too many."""
     import numpy as np
 
     num_columns, num_blocks = len(data["steps"]["step"]), len(data["blocks"])
-    down, across = -(-num_blocks // MOST_PIXELS), -(-num_columns // MOST_PIXELS)
+    down, across = -(-num_blocks // MAX_PIXELS), -(-num_columns // MAX_PIXELS)
     image = np.full((-(-num_blocks // down), -(-num_columns // across), 3), FREE, np.uint8)
     for block in range(0, num_blocks, down):
         for first, last, holders in block_runs(data["blocks"][block], num_columns):
@@ -116,7 +118,7 @@ def block_image(data: dict[str, Any]) -> Any:
 
 
 def owner_colour(sequence: int) -> tuple[int, int, int]:
-    """Seven hues, each plain, lighter and darker, as on the page."""
+    """The colour of a sequence: one of seven hues, plain, lighter or darker, as on the page."""
     code, turn = OWNERS[sequence % 7], sequence // 7 % 3
     target, share = ((0, 0.0), (255, 0.45), (0, 0.38))[turn]
     red, green, blue = (int(code[at : at + 2], 16) for at in (1, 3, 5))

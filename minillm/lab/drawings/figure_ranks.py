@@ -1,24 +1,24 @@
-"""The lanes of the figure: what each rank did in each step."""
+"""The rank lanes of the figure: computation and communication of each rank in each step."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LANE = 0.8  # of the distance between two lanes
+LANE = 0.8  # height of a lane, as a share of the distance between two lanes
 PARTS = (("computing", "computes", "#0072B2", ""),
          ("communicating", "communicates\nor waits", "#F6D9A8", "//////"))  # fmt: skip
-MOST_NAMED = 16  # ranks; of more, some
+MAX_LABELS = 16  # ranks that are all labelled; with more ranks only some are
 
 
 def ranks_height(number: int) -> float:
-    """Inches of the lanes of so many ranks."""
+    """Height of the panel in inches."""
     return min(max(0.32 * number, 0.7), 3.2)
 
 
 def draw_ranks(ax: "Axes", data: dict[str, Any]) -> None:
-    """A lane per rank, as high as the slowest rank of the step took: computing below,
-    communicating or waiting above. The rank that the others wait for has the most below."""
+    """Draw a lane per rank, scaled to the slowest rank of each step: computing below, communicating
+    or waiting above. The straggler has the largest computing part."""
     import numpy as np
 
     lanes = data["ranks"]
@@ -39,7 +39,7 @@ def draw_ranks(ax: "Axes", data: dict[str, Any]) -> None:
             below = above
     ax.set_label("ranks")
     ax.set_ylim(len(lanes) - 0.5, -0.5)
-    each = -(-len(lanes) // MOST_NAMED)
+    each = -(-len(lanes) // MAX_LABELS)
     ax.set_yticks(range(0, len(lanes), each))
     ax.set_yticklabels([f"rank {lane['rank']}" for lane in lanes[::each]], fontsize=8)
     ax.tick_params(axis="y", length=0)

@@ -1,9 +1,8 @@
-"""A trace as one HTML page that needs nothing else: no network, no server, no library.
+"""A trace as a self-contained HTML page, without network, server or libraries.
 
-The page is a template with the style, the scripts and the data inlined. A trace holds text of
-strangers (a request's id is whatever its user sent), so the data is escaped such that it cannot end
-its element, the scripts show it as text only, and a content security policy, with the hashes of
-exactly this style and this script, lets nothing else run or load.
+The page is a template with style, scripts and data inlined. A trace has untrusted text, such as
+request ids. So the data is escaped and cannot end its element, the scripts show it only as text,
+and a content security policy with the hashes of this style and this script blocks everything else.
 """
 
 import base64
@@ -23,7 +22,7 @@ SCRIPTS = ("model", "words", "raster", "scale", "header", "curves", "rows", "blo
 
 
 def page(data: dict[str, Any], title: str = "trace") -> str:
-    """The HTML of the drawing of `data`, which `timeline.timeline` makes."""
+    """The HTML page of `data`, a timeline of `timeline.timeline`."""
     folder = resources.files("minillm.lab.drawings")
     style = folder.joinpath("page.css").read_text("utf-8")
     parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in SCRIPTS]
@@ -40,29 +39,29 @@ def page(data: dict[str, Any], title: str = "trace") -> str:
         "data": embedded(data),
     }
     template = folder.joinpath("page.html").read_text("utf-8")
-    # One pass: what is put in is not looked through for further places.
+    # In one pass, so that placeholders in inserted text are not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: values[place[1]], template)
 
 
 def digest(text: str) -> str:
-    """How a content security policy names one inline script or style."""
+    """The hash of an inline script or style in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def embedded(data: Any) -> str:
-    """JSON that cannot end a script element, whatever texts are in it. Only ASCII, so that half a
-    surrogate pair, which no file can hold, survives too."""
+    """JSON that cannot end a script element. It is ASCII, so that lone surrogates, which UTF-8
+    cannot encode, are kept."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def write_page(data: dict[str, Any], path: str | Path, title: str = "trace") -> None:
-    """Write the page into a file, unless that holds something else."""
+    """Write the page to a file; TraceFileError if the file exists and is not a trace page."""
     path = Path(path)
     try:
         if path.exists() and not is_page(path):
             raise TraceFileError(
-                f"{str(path)!r} exists and is no trace page; give another name, or delete it."
+                f"{str(path)!r} exists and is not a trace page; give another name, or delete it."
             )
         path.write_text(page(data, title), "utf-8")
     except OSError as error:
@@ -70,6 +69,6 @@ def write_page(data: dict[str, Any], path: str | Path, title: str = "trace") -> 
 
 
 def is_page(path: Path) -> bool:
-    """Whether a file was written by `write_page`, and may be overwritten."""
+    """Whether a file was written by `write_page` and may be overwritten."""
     with path.open("rb") as file:
         return MARKER.encode() in file.read(2000)

@@ -210,7 +210,7 @@ class App {
   }
 
   /** Requests come one after the other, so a view of some steps concerns some rows. If all rows in
-   * sight are empty, scroll to the first that is not; and rows that nobody has sized, of too many
+   * sight are empty, scroll to the first that is not; and rows without a chosen size, of too many
    * sequences to read them all, grow as far as those in the view leave room. */
   _follow(from, to) {
     const { model, gantt, scale } = this,

@@ -25,7 +25,7 @@ function moment(value) {
 }
 
 // The reason of all who are not next in line; who that is, is said once per step.
-const BEHIND = "behind the next in line";
+const BEHIND = "behind the head of the queue";
 
 // The help: keys, the pointer, and words.
 const KEYS = [

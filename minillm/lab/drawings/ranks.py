@@ -1,5 +1,4 @@
-"""The lanes of the drawings: how long each rank computed in each step, and how long it
-communicated with the others or waited for them."""
+"""The rank lanes of drawings: computing time and communication time of each rank in each step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +7,10 @@ from minillm.scheduling.record import StepRecord
 
 
 def rank_lanes(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
-    """Of each rank, by its number: seconds `computing` and `communicating`, one of each per step.
+    """For each rank its `rank`, and lists of seconds `computing` and `communicating` per step.
 
-    A step without times of ranks, such as an interrupted one, counts as 0 seconds. The list is
-    empty where there are fewer than two ranks: one rank communicates with none.
+    Communication includes waiting for other ranks. A step without rank times, such as an
+    interrupted one, has 0 seconds. The list is empty if there are fewer than two ranks.
     """
     number = max((each.rank + 1 for record in records for each in record.ranks), default=0)
     if number < 2:

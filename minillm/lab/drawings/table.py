@@ -1,4 +1,4 @@
-"""A trace as a text table: one line per step, for a terminal or a log."""
+"""A trace as a text table with one line per step."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -7,7 +7,7 @@ from typing import Any
 from minillm.scheduling.record import StepRecord
 from minillm.trace.recorder import Trace
 
-# Heading -> what stands below it.
+# Heading -> the cell of a step.
 COLUMNS: Mapping[str, Callable[[StepRecord], str]] = MappingProxyType(
     {
         "step": lambda r: f"{r.step:,}",
@@ -20,13 +20,13 @@ COLUMNS: Mapping[str, Callable[[StepRecord], str]] = MappingProxyType(
         "free": lambda r: f"{r.num_free_blocks}",
     }
 )
-DRAFTED = "drafted/accepted"  # a column of those steps that may have drafts
-RANKS = "ranks: ms + communication"  # one of engines with several ranks
+DRAFTED = "drafted/accepted"  # column with speculative decoding
+RANKS = "ranks: ms + communication"  # column with several ranks
 
 
 def step_table(trace: Trace, last: int | None = 40) -> str:
-    """The last steps, one line each: counts, then what happened, in words. Drafts and ranks have a
-    column where there are any."""
+    """The last steps (None: all), one line each: counts, then events. Columns for drafts and ranks
+    are added if there are any."""
     records = trace[:] if last is None else trace[max(len(trace) - last, 0) :]
     columns = dict(COLUMNS)
     if any(record.drafted for record in records):
@@ -45,7 +45,7 @@ def step_table(trace: Trace, last: int | None = 40) -> str:
 
 
 def drafts(record: StepRecord) -> str:
-    """How many tokens were drafted for all rows, and how many of these were accepted."""
+    """Tokens drafted and accepted, over all rows."""
     if not record.drafted:
         return "-"
     drafted = sum(one.num_drafted for one in record.drafted)
@@ -53,7 +53,7 @@ def drafts(record: StepRecord) -> str:
 
 
 def ranks(record: StepRecord) -> str:
-    """How long each rank computed, and communicated or waited."""
+    """Milliseconds of each rank: computing + communicating or waiting."""
     return "  ".join(
         f"{(one.seconds - one.communicating) * 1e3:.1f}+{one.communicating * 1e3:.1f}"
         for one in record.ranks
@@ -61,7 +61,7 @@ def ranks(record: StepRecord) -> str:
 
 
 def events(record: StepRecord) -> str:
-    """Who came, went, lost its blocks or waits, by sequence number."""
+    """The events of a step, by sequence number."""
     parts = [
         ("new", [added.seq_id for added in record.added]),
         ("admitted", record.admitted),
@@ -78,6 +78,6 @@ def events(record: StepRecord) -> str:
 
 
 def shortened(ids: Any, most: int = 6) -> str:
-    """The first few of a list."""
+    """The first `most` items of a list, and how many more there are."""
     more = f" and {len(ids) - most:,} more" if len(ids) > most else ""
     return ", ".join(map(str, ids[:most])) + more

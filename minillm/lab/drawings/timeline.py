@@ -1,20 +1,19 @@
-"""From records to a drawing: what each sequence was doing in each step, and who held each block.
+"""The timeline of a trace: the state of each sequence in each step, and the holders of each block.
 
-All drawings (the page, the widget, the figure, Perfetto's) are made of this one reduction. It is
-plain data, ready for JSON. A column is a recorded step; a sequence is a list of spans:
+All drawings (page, widget, figure, Perfetto) are made from this timeline, which is plain JSON data.
+A column is a recorded step; a sequence is a list of spans:
 
-    kind   what it did in these columns                      a, b
-    "w"    waited for the first time                         why (a place in `reasons`)
-    "x"    waited, after its blocks were taken               why
-    "o"    waited, with its blocks in host memory            why
-    "s"    ran, but got no row                               why
-    "p"    prefill, a span per step                          first position, number of tokens
-    "r"    the same, with positions computed before          first position, number of tokens
-    "d"    decode, a token per step                          first position
+    kind   state in these columns                            values
+    "w"    waiting for its first admission                   reason (index in `reasons`)
+    "x"    preempted, without blocks                         reason
+    "o"    swapped out to host memory                        reason
+    "s"    running, but not scheduled in this step           reason
+    "p"    prefill, one span per step                        first position, number of tokens
+    "r"    prefill with recomputed positions                 first position, number of tokens
+    "d"    decode, one token per step                        first position
 
-Drafts of a sequence are a list beside its spans: column, number drafted, number accepted. Accepted
-ones are tokens of their step, too; after such a step a new span "d" begins, so that in a span the
-position is always the first one plus the columns since.
+The drafts of a sequence are a separate list of (column, number drafted, number accepted). A step
+with accepted drafts ends its "d" span, so that in a span the position increases by 1 per column.
 """
 
 from collections import ChainMap
@@ -37,9 +36,9 @@ from minillm.trace.replay import (
 )
 
 WAITING_KINDS: Mapping[str, str] = MappingProxyType({WAITING: "w", PREEMPTED: "x", SWAPPED: "o"})
-BEHIND = "behind the next in line"
+BEHIND = "behind the head of the queue"
 NOT_YET = "planned before its last tokens were known"
-# What the drawings call the kinds of spans.
+# Names of the kinds of spans in drawings.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "w": "waiting",
@@ -54,35 +53,35 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def timeline(trace: Trace) -> dict[str, Any]:
-    """The data of a drawing: meta, steps (columns of numbers), sequences, reasons, blocks, ranks.
+    """The timeline of a trace: meta, steps (lists of numbers), sequences, reasons, blocks, ranks.
 
-    Its size grows with what changed, not with steps times sequences.
+    Its size grows with the number of changes, not with steps times sequences.
     """
     replay, records = trace.snapshot()
     zero = records[0].started if records else 0.0
-    drawing = Drawing(replay, trace.settings.num_blocks, zero)
+    builder = TimelineBuilder(replay, trace.settings.num_blocks, zero)
     for column, record in enumerate(records):
-        drawing.add(column, record)
-    drawing.close(len(records))
+        builder.add(column, record)
+    builder.close(len(records))
     return {
         "meta": meta(trace.settings, zero) | {"num_dropped": trace.num_dropped},
-        "steps": columns(records, zero) | {"blocked": drawing.blocked},
-        "sequences": drawing.sequences,
-        "reasons": list(drawing.reasons),
-        "blocks": drawing.blocks,
+        "steps": columns(records, zero) | {"blocked": builder.blocked},
+        "sequences": builder.sequences,
+        "reasons": list(builder.reasons),
+        "blocks": builder.blocks,
         "ranks": rank_lanes(records),
     }
 
 
 def meta(settings: TraceSettings, zero: float) -> dict[str, Any]:
-    """What engine it was, and when it started."""
+    """The settings of the engine, and its start time."""
     values = asdict(settings)
     clock, wall = values.pop("clock"), values.pop("wall")
     return values | {"started": None if clock is None or wall is None else wall + zero - clock}
 
 
 def columns(records: list[StepRecord], zero: float) -> dict[str, list[Any]]:
-    """What is drawn as curves. An interrupted step has no later times: its parts take 0 s."""
+    """The curves. Parts that an interrupted step did not reach take 0 s."""
     return {
         "step": [r.step for r in records],
         "start": [r.started - zero for r in records],
@@ -103,8 +102,8 @@ def columns(records: list[StepRecord], zero: float) -> dict[str, list[Any]]:
     }
 
 
-class Drawing:
-    """Spans, refusals and blocks so far. Per step it touches only what changed or was computed."""
+class TimelineBuilder:
+    """Builds a timeline step by step. The work per step is that of its changes and rows."""
 
     def __init__(self, replay: Replay, num_blocks: int, zero: float):
         self.sequences: list[dict[str, Any]] = []
@@ -113,10 +112,10 @@ class Drawing:
         self.blocks: list[list[Any]] = [[] for _ in range(num_blocks)]
         self._zero = zero
         self._replay = replay
-        self._places: dict[int, int] = {}  # seq_id -> place in `sequences`
-        self._open: dict[int, list[Any]] = {}  # the span that each live sequence is in
-        self._rows: dict[int, int] = {}  # the last column with a row, of each live sequence
-        self._explained: list[int] = []  # who waits for a reason of its own, until the next step
+        self._places: dict[int, int] = {}  # seq_id -> index in `sequences`
+        self._open: dict[int, list[Any]] = {}  # the current span of each unfinished sequence
+        self._rows: dict[int, int] = {}  # the last column with a row of each unfinished sequence
+        self._explained: list[int] = []  # sequences with their own reason in the latest step
         for state in self._replay.sequences.values():
             self._enter(state, 0)
             if state.where != RUNNING:
@@ -125,7 +124,7 @@ class Drawing:
             self._draw_block(0, block)
 
     def add(self, column: int, record: StepRecord) -> None:
-        """Draw the next step."""
+        """Add the next step."""
         step = self._replay.apply(record)
         states = ChainMap({state.seq_id: state for state in step.ended}, self._replay.sequences)
         for added in record.added:
@@ -136,11 +135,11 @@ class Drawing:
         for state in step.forked:
             self._enter(state, column)
             span = self._open.get(state.first.seq_id) if state.first else None
-            if span is not None:  # what it was until here, it was as a part of the first
+            if span is not None:  # a fork starts in the span of its parent
                 self._open[state.seq_id] = list(span)
                 self._rows[state.seq_id] = column
         for state in step.ended:
-            if state.seq_id not in self._places:  # Ctrl-C, before its beginning was recorded
+            if state.seq_id not in self._places:  # Ctrl-C before its arrival was recorded
                 continue
             line = self.sequences[self._places[state.seq_id]]
             line |= {"end": state.end, "ended": column, "preemptions": state.num_preemptions}
@@ -151,7 +150,7 @@ class Drawing:
             self._draw_block(column, block)
 
     def close(self, num_columns: int) -> None:
-        """Those who have not ended are where they are up to the last column."""
+        """Extend the spans of unfinished sequences to the last column."""
         for state in self._replay.sequences.values():
             if state.seq_id in self._places:
                 line = self.sequences[self._places[state.seq_id]]
@@ -159,12 +158,12 @@ class Drawing:
                 self._close(state.seq_id, num_columns - 1)
 
     def _draw_row(self, column: int, done: ReplayedRow) -> None:
-        state, row, again = done.state, done.row, done.num_again
+        state, row, recomputed = done.state, done.row, done.num_recomputed
         self._skip(column, state.seq_id)
-        if state.is_decode(row) and not again:
+        if state.is_decode(row) and not recomputed:
             self._set(column, state, "d", row.start)
         else:
-            self._set(column, state, "r" if again else "p", row.start, row.num_tokens)
+            self._set(column, state, "r" if recomputed else "p", row.start, row.num_tokens)
         if row.seq_id in self._places:
             line = self.sequences[self._places[row.seq_id]]
             line["cached"] = state.num_cached
@@ -172,7 +171,7 @@ class Drawing:
                 line["drafts"].append([column, done.num_drafted, done.num_accepted])
 
     def _skip(self, column: int, seq_id: int) -> None:
-        """Columns since its last row in which it ran, but could not be planned."""
+        """Add a stalled span for the columns between a sequence's last row and this one."""
         last, span = self._rows.get(seq_id, column), self._open.get(seq_id)
         if span is not None and span[0] in "pdr" and span[1] <= last < column - 1:
             self._close(seq_id, last)
@@ -182,7 +181,7 @@ class Drawing:
     def _draw_reasons(
         self, column: int, record: StepRecord, states: Mapping[int, SequenceState]
     ) -> None:
-        """Why those wait who do not compute. A reason of its own holds for one step."""
+        """Set the reasons of sequences without a row. A sequence's own reason lasts one step."""
         for seq_id in self._explained:
             if seq_id in states and states[seq_id].where != RUNNING:
                 self._wait(column, states[seq_id], BEHIND)
@@ -200,7 +199,7 @@ class Drawing:
             self._draw_blocked(column, record.blocked, states[record.blocked.seq_id])
 
     def _draw_blocked(self, column: int, blocked: Blocked, state: SequenceState) -> None:
-        if state.seq_id not in self._explained:  # it was not preempted just now
+        if state.seq_id not in self._explained:  # not preempted in this step
             self._explain(column, state, str(blocked))
         refusal = [self._places[state.seq_id], self._why(str(blocked))]
         if self.blocked and self.blocked[-1][1] == column - 1 and self.blocked[-1][2:] == refusal:
@@ -221,7 +220,7 @@ class Drawing:
     # ---- spans -----------------------------------------------------------------------------
 
     def _set(self, column: int, state: SequenceState, kind: str, *values: int) -> None:
-        """From this column on, a sequence does this; a span is closed by what comes after it."""
+        """Start a span at this column, and close the previous one; no change if they continue."""
         seq_id = state.seq_id
         if seq_id not in self._places:
             self._enter(state, column)
@@ -235,12 +234,12 @@ class Drawing:
 
     def _close(self, seq_id: int, column: int) -> None:
         span = self._open.pop(seq_id, None)
-        if span is not None and span[1] <= column:  # else it was replaced within one column
+        if span is not None and span[1] <= column:  # a span replaced in its own column is dropped
             span[2] = column
             self.sequences[self._places[seq_id]]["spans"].append(span)
 
     def _enter(self, state: SequenceState, column: int) -> None:
-        """Give a sequence its line."""
+        """Add a sequence to `sequences`."""
         added = state.added
         self._places[state.seq_id] = len(self.sequences)
         self.sequences.append(
@@ -266,9 +265,9 @@ class Drawing:
     # ---- blocks ----------------------------------------------------------------------------
 
     def _draw_block(self, column: int, block: int) -> None:
-        """Who holds a block from the end of this column on."""
+        """Record the holders of a block at the end of this column."""
         holders = [self._places[seq_id] for seq_id in self._replay.holders.get(block, ())]
-        while len(self.blocks) <= block:  # a simulation need not say how many there are
+        while len(self.blocks) <= block:  # the settings of a simulation may have no num_blocks
             self.blocks.append([])
         changes = self.blocks[block]
         if changes and changes[-1][0] == column:

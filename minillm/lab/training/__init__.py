@@ -1,1 +1,1 @@
-"""Making the embedded models: corpus, tokenizer, trainer, evaluation. The engine needs none."""
+"""Training of the embedded models: corpus, tokenizer, trainer, evaluation; unused by the engine."""

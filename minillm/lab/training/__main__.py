@@ -1,4 +1,4 @@
-"""``python -m minillm.lab.training``: make the embedded models again, step by step."""
+"""``python -m minillm.lab.training``: train the embedded models again, step by step."""
 
 import argparse
 import json
@@ -15,27 +15,27 @@ from minillm.plan.machine import cpu_count, cpu_name
 
 ASSETS = Path(__file__).parents[2] / "assets"
 EXAMPLES = """examples:
-  python -m minillm.lab.training verify       every file of the corpus is the one in the manifest
-  python -m minillm.lab.training tiny         train for an hour or two on a few cores; Ctrl-C, then
-                                              the same command again, continues
+  python -m minillm.lab.training verify      check all files of the corpus against the manifest
+  python -m minillm.lab.training tiny        train for an hour or two on a few cores; after Ctrl-C
+                                             the same command continues
   python -m minillm.lab.training tiny --device cuda
-  python -m minillm.lab.training tiny-draft   distil the draft model from the embedded tiny
-  python -m minillm.lab.training variants     the twelve runs of chapter 04, one per core at a time
-  python -m minillm.lab.training card         measure both and write assets/MODEL_CARD.md
-  python -m minillm.lab.training manifest     choose the corpus anew from what is installed here
-  python -m minillm.lab.training tokenizer    learn the vocabulary anew (models must follow)
+  python -m minillm.lab.training tiny-draft  distil the draft model from the embedded tiny
+  python -m minillm.lab.training variants    train the twelve runs of chapter 04, one per core
+  python -m minillm.lab.training card        measure both and write assets/MODEL_CARD.md
+  python -m minillm.lab.training manifest    select a new corpus from the installed packages
+  python -m minillm.lab.training tokenizer   train a new vocabulary (then train the models again)
 """
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
+    """The parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m minillm.lab.training",
         description=__doc__,
@@ -47,18 +47,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("task", choices=tasks, metavar="TASK", help=", ".join(tasks))
     parser.add_argument("--out", type=Path, help="folder of the run (default: work/training/TASK)")
     parser.add_argument(
-        "--export", type=Path, help="where the result goes (default: assets, or notebooks/variants)"
+        "--export", type=Path, help="folder of the result (default: assets, or notebooks/variants)"
     )
     parser.add_argument(
         "--workers", type=positive, help="training processes (default: one per core)"
     )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, one process")
-    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
+    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     return parser
 
 
 def train(arguments: argparse.Namespace) -> str:
-    """Train one recipe, continuing where it stopped, and export the result."""
+    """Train one recipe, from its last checkpoint if there is one, and export the result."""
     from minillm.lab.training.export import export, load_trained
     from minillm.lab.training.launch import train as launch
     from minillm.lab.training.trainer import RunOptions, checkpoint_progress
@@ -86,7 +86,7 @@ def train(arguments: argparse.Namespace) -> str:
 
 
 def train_variants(arguments: argparse.Namespace) -> str:
-    """Train what chapter 04 compares, and publish it beside the chapters."""
+    """Train the variants of chapter 04, and publish them in the folder of the chapters."""
     from minillm.lab.training import variants
 
     if arguments.device != "cpu":
@@ -99,7 +99,7 @@ def train_variants(arguments: argparse.Namespace) -> str:
 
 
 def learn_tokenizer(arguments: argparse.Namespace) -> str:
-    """Learn the vocabulary from the training split."""
+    """Train the vocabulary on the training split."""
     from minillm.lab.training.tokenizer import sample_texts, save_tokenizer, train_tokenizer
 
     target = arguments.export or ASSETS / "tiny"
@@ -109,7 +109,7 @@ def learn_tokenizer(arguments: argparse.Namespace) -> str:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Do one task and say what came of it."""
+    """Run one task, and return a message about its result."""
     if arguments.task == "manifest":
         manifest = corpus.build_manifest()
         corpus.save_manifest(manifest)
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.task == "verify":
         manifest = corpus.load_manifest()
         size = corpus.verify(manifest)
-        return f"All {len(manifest.files)} files of the corpus are as listed: {size:,} bytes."
+        return f"All {len(manifest.files)} files of the corpus match the manifest: {size:,} bytes."
     if arguments.task == "tokenizer":
         return learn_tokenizer(arguments)
     if arguments.task == "variants":
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    """Entry point; an error of the library is one line."""
+    """Entry point; reports errors of the library as one line."""
     try:
         sys.stdout.write(run(parser().parse_args()) + "\n")
     except MinillmError as error:

@@ -1,4 +1,4 @@
-"""The attention backend of training: whole rows at once, differentiable, no cache."""
+"""The attention backend of training: whole rows, differentiable, without a KV cache."""
 
 import torch
 from torch import Tensor
@@ -6,16 +6,16 @@ from torch import Tensor
 from minillm.config import ModelConfig
 from minillm.ops.batch import Batch
 
-BLOCK = 256  # queries per block: on a CPU 3.4 times faster than SDPA, backward included
-MAX_BLOCKS = 4  # more of them save few products and compile slowly
+BLOCK = 256  # queries per block: on a CPU 3.4 times as fast as SDPA, including backward
+MAX_BLOCKS = 4  # more blocks save few products and compile slowly
 
 
 class CausalRows:
     """Causal attention over a batch whose sequences all have `window` tokens.
 
-    Plain matrix products over blocks of queries, because torch's fused CPU kernel reaches a
-    fifth of their rate in bf16. Keys after a block's last query are never multiplied. Of MLA's
-    rows the first `latent_size` values are the value too.
+    Uses plain matrix products over blocks of queries, because torch's fused CPU kernel reaches a
+    fifth of their rate in bf16. Keys after a block's last query are skipped. With MLA, the first
+    `latent_size` numbers of a key are also its value.
     """
 
     def __init__(self, window: int, latent_size: int | None = None):
@@ -24,7 +24,7 @@ class CausalRows:
         self.value: Tensor | None = None
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
-        """Keep key [N, Hkv, Dk] and value [N, Hkv, Dv] until the `attend` that follows."""
+        """Keep key [N, Hkv, Dk] and value [N, Hkv, Dv] for the following `attend`."""
         self.key = key
         self.value = key[..., : self.latent_size] if value is None else value
 
@@ -35,7 +35,7 @@ class CausalRows:
         if self.key is None or self.value is None:
             raise RuntimeError("attend() was called before write().")
         kind = query.device.type
-        # Under autocast a norm or a rotation may have widened any of the three.
+        # Under autocast, a norm or a rotation may have widened any of the three.
         narrow = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if narrow else self.value.dtype
         q, k, v = (self._rows(x.to(dtype)) for x in (query, self.key, self.value))  # [B, H, T, D]
@@ -61,7 +61,8 @@ class CausalRows:
 
     @staticmethod
     def _mask(start: int, end: int, window: int | None, device: torch.device) -> Tensor:
-        """[C, S]: 0 where query `start + i` sees key j, a large negative number elsewhere."""
+        """Additive mask [C, S]: 0 where key j is visible to query `start + i`, else a large
+        negative number."""
         query = torch.arange(start, end, device=device).unsqueeze(1)
         key = torch.arange(end, device=device)
         hidden = key > query

@@ -1,10 +1,10 @@
-"""The text the embedded models learn from: Python source that an installation already has.
+"""The training corpus of the embedded models: installed Python source.
 
 Nothing is downloaded. The standard library of the running interpreter and a few permissively
-licensed packages of `constraints.txt` are filtered, de-duplicated and listed with one sha256 per
-file in a manifest; training refuses to start when a file differs from it. Held-out text is whole
-top-level modules of the standard library, chosen by a hash of their name and not by hand, and one
-whole package; a training file that copies lines from held-out text is dropped.
+licensed packages of `constraints.txt` are filtered, de-duplicated and listed in a manifest with a
+sha256 per file; training stops if a file differs from it. Held-out text consists of whole top-level
+modules of the standard library, selected by a hash of their name, and one whole package. Training
+files that copy lines of held-out text are excluded.
 """
 
 import gzip
@@ -22,8 +22,8 @@ from minillm.errors import CheckpointError, ConfigError
 MANIFEST = Path(__file__).parents[2] / "assets" / "corpus.json.gz"
 HELD_OUT_MODULUS = 14  # a stdlib module is held out when sha256(name) % 14 == 0: 5 % of the bytes
 HELD_OUT_PACKAGES = ("jinja2",)
-# Tests are left out because some distributions of Python do not install them; vendored code and
-# tables because they teach nothing about Python. Generated files follow the same reasoning.
+# Excluded: tests, which some distributions of Python do not install; vendored code, tables and
+# generated files, from which a model learns little about Python.
 SKIPPED_FOLDERS = frozenset(
     [
         *("__pycache__", "site-packages", "test", "tests", "testing", "_testing", "idle_test"),
@@ -37,7 +37,7 @@ MIN_BYTES, MAX_BYTES = 400, 250_000
 
 @dataclass(frozen=True)
 class Source:
-    """One installed body of text: `budget` is the most bytes taken from it (0: everything)."""
+    """One installed source of text; `budget` is the maximum number of bytes (0: all)."""
 
     name: str
     licence: str
@@ -90,7 +90,7 @@ class CorpusFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The corpus: which interpreter and package versions, and every file with its hash."""
+    """The corpus: versions of the interpreter and the packages, and every file with its hash."""
 
     python: str
     versions: dict[str, str]
@@ -98,7 +98,7 @@ class Manifest:
     files: tuple[CorpusFile, ...]
 
     def select(self, *, held_out: bool, stdlib: bool | None = None) -> list[CorpusFile]:
-        """Files of one split; `stdlib` True or False keeps only that part of it."""
+        """Files of one split; `stdlib` selects the standard library (True) or packages (False)."""
         return [
             file
             for file in self.files
@@ -107,7 +107,7 @@ class Manifest:
 
 
 def install_root(source: str) -> Path:
-    """Folder that the paths of `source` are relative to, on this machine."""
+    """Folder on this machine to which the paths of `source` are relative."""
     if source == "stdlib":
         return Path(sysconfig.get_path("stdlib"))
     try:
@@ -120,7 +120,7 @@ def install_root(source: str) -> Path:
 
 
 def is_held_out(source: str, path: str) -> bool:
-    """Whether `path` belongs to text that training must never see."""
+    """Whether `path` is held out from training."""
     if source != "stdlib":
         return source in HELD_OUT_PACKAGES
     module = path.split("/")[0]
@@ -128,7 +128,7 @@ def is_held_out(source: str, path: str) -> bool:
 
 
 def is_prose_and_code(data: bytes) -> bool:
-    """Reject tables, generated code and other text that is not written by people to be read."""
+    """Reject tables, generated code and other text that was not written by people."""
     if not MIN_BYTES <= len(data) <= MAX_BYTES:
         return False
     try:
@@ -146,7 +146,7 @@ def is_prose_and_code(data: bytes) -> bool:
 
 
 def _walk(source: Source) -> Iterator[tuple[str, bytes]]:
-    """Yield (path, bytes) of the readable files of one source, in an order fixed by hashing."""
+    """Yield (path, bytes) of the usable files of one source, ordered by a hash."""
     root = install_root(source.name)
     paths = [path for top in source.roots for path in (root / top).rglob("*.py")]
     relative = [path.relative_to(root) for path in paths]
@@ -168,7 +168,7 @@ def _long_lines(data: bytes) -> set[bytes]:
 
 
 def build_manifest(sources: Iterable[Source] = SOURCES) -> Manifest:
-    """Choose the corpus from what is installed here. Deterministic for equal installations."""
+    """Select the corpus from the installed packages. Deterministic for equal installations."""
     sources = tuple(sources)
     files: list[CorpusFile] = []
     held_out_lines: set[bytes] = set()
@@ -212,7 +212,7 @@ def _ordered(files: Iterable[CorpusFile]) -> tuple[CorpusFile, ...]:
 
 
 def save_manifest(manifest: Manifest, path: Path = MANIFEST) -> None:
-    """Write the manifest as gzipped JSON without a time: equal content gives equal bytes."""
+    """Write the manifest as gzipped JSON without a timestamp: equal content gives equal bytes."""
     packages: dict[str, dict[str, object]] = {}
     for name, licence in manifest.licences.items():
         version = manifest.versions.get(name, manifest.python)
@@ -225,7 +225,7 @@ def save_manifest(manifest: Manifest, path: Path = MANIFEST) -> None:
 
 
 def load_manifest(path: Path = MANIFEST) -> Manifest:
-    """Read what `save_manifest` wrote."""
+    """Read a manifest that `save_manifest` wrote."""
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
     except FileNotFoundError as error:

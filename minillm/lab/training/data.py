@@ -1,4 +1,4 @@
-"""From files to rows of tokens: packing, the mix of two streams, and their order."""
+"""Packs files into rows of tokens, and defines the order of the rows."""
 
 import random
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from minillm.lab.training import corpus
 from minillm.lab.training.tokenizer import end_of_text_id
 
-CUT_EVERY = 4000  # characters between two places where a line's indentation stands alone
+CUT_EVERY = 4000  # a line break is separated from its indentation every 2000 to 4000 characters
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class TokenStreams:
 
 
 def encode_file(tokenizer: Tokenizer, text: str, generator: random.Random) -> list[int]:
-    """Token ids of one training file, with some line breaks cut off from their indentation.
+    """Token ids of one training file; some line breaks are separated from their indentation.
 
-    The tokenizer joins both into one token; a prompt that ends in a line break shows the model
-    the rare split form, so it has to have seen it.
+    The tokenizer joins both into one token. A prompt that ends in a line break has the separate
+    form, so the model must have seen it in training.
     """
     ids: list[int] = []
     start = 0
@@ -62,10 +62,10 @@ def _epoch_order(count: int, epoch: int, seed: int) -> np.ndarray:
 
 
 def row(stream: np.ndarray, index: int, window: int, seed: int) -> np.ndarray:
-    """Row `index` of an endless, shuffled pass over `stream`: `window` + 1 tokens (int64).
+    """Row `index` of endless shuffled epochs over `stream`: `window` + 1 tokens (int64).
 
-    Every epoch visits each token once, in a new order and cut at new places; a pure function of
-    its arguments, so that a resumed run continues with the very same rows.
+    Every epoch visits each token once, in a new order with new row boundaries. The result depends
+    only on the arguments, so a resumed run continues with the same rows.
     """
     count = (len(stream) - 1) // window - 1
     epoch, place = divmod(index, count)
@@ -75,7 +75,7 @@ def row(stream: np.ndarray, index: int, window: int, seed: int) -> np.ndarray:
 
 
 def held_out_rows(manifest: corpus.Manifest, tokenizer: Tokenizer, window: int = 512) -> Tensor:
-    """A quick look at held-out standard-library text: 64 rows [64, window + 1], spread evenly."""
+    """A sample of held-out standard-library text: 64 evenly spaced rows [64, window + 1]."""
     files = manifest.select(held_out=True, stdlib=True)
     ids: list[int] = []
     for file in files:

@@ -1,4 +1,4 @@
-"""What a trained model is worth: bits per byte, agreement of a draft, completions that parse."""
+"""Evaluation of a trained model: bits per byte, draft acceptance, completions that parse."""
 
 import ast
 import codeop
@@ -40,8 +40,8 @@ def logits_of(model: Decoder, ids: Sequence[int]) -> Tensor:
 
 
 def text_nats(model: Decoder, ids: Sequence[int], context: int) -> float:
-    """-log p of ids[1:], each token predicted from at most `context` and, where the text has
-    them, at least `context` / 2 tokens before it."""
+    """-log p of ids[1:]; each token is predicted from at most `context` previous tokens and, if the
+    text has them, at least `context` / 2."""
     stride, nats, scored = context // 2, 0.0, 1
     for start in range(0, max(1, len(ids) - 1), stride):
         piece = ids[start : start + context + 1]
@@ -58,7 +58,7 @@ def text_nats(model: Decoder, ids: Sequence[int], context: int) -> float:
 def bits_per_byte(
     model: Decoder, tokenizer: Tokenizer, texts: Sequence[str], context: int = 1024
 ) -> BitsPerByte:
-    """Score whole texts. The tokenizer puts an end-of-text token first: every byte is predicted."""
+    """Score whole texts. The tokenizer prepends end-of-text, so every byte is predicted."""
     encoded = [tokenizer.encode(text) for text in texts]
     return BitsPerByte(
         nats=sum(text_nats(model, ids, context) for ids in encoded),
@@ -75,11 +75,11 @@ def matches(draft: Decoder, prompt: Sequence[int], continuation: Sequence[int]) 
 
 
 def count_accepted(agreed: Sequence[bool], num_draft: int = 4) -> tuple[int, int]:
-    """(accepted, drafted) of greedy speculation whose target text is already known.
+    """(accepted, drafted) of greedy speculative decoding, for a known text of the target.
 
     A round drafts `num_draft` tokens, keeps those before the first mismatch, and the target adds
-    one. A draft made after accepted tokens sees the target's own text, so one teacher-forced pass
-    over that text says what every round would have drafted.
+    one. Drafts follow the target's own text, so one teacher-forced pass of the draft model over
+    that text gives the drafts of every round.
     """
     accepted = drafted = position = 0
     while position < len(agreed):
@@ -92,10 +92,10 @@ def count_accepted(agreed: Sequence[bool], num_draft: int = 4) -> tuple[int, int
 
 
 def complete_statements(source: str) -> str:
-    """`source` without the line it stops in and without statements it leaves open.
+    """`source` without its incomplete last line and last statements.
 
-    Only what more text could still complete is cut (an open bracket, string or block); an error
-    stays, for `parses` to find.
+    Only text that could be completed by more text is removed (an open bracket, string or block);
+    errors stay, so that `parses` finds them.
     """
     lines = source.splitlines()[:-1]
     while lines and _is_open(lines):
@@ -111,7 +111,7 @@ def _is_open(lines: Sequence[str]) -> bool:
 
 
 def parses(source: str) -> bool:
-    """Whether the text has a statement at all and `ast.parse` accepts it."""
+    """Whether the text has at least one statement and `ast.parse` accepts it."""
     try:
         return bool(ast.parse(source).body)
     except (SyntaxError, ValueError):

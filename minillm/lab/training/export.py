@@ -1,4 +1,4 @@
-"""From a training checkpoint to a folder that transformers, and `LLM(...)`, load."""
+"""Exports a training checkpoint as a folder that transformers and `LLM(...)` load."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ from minillm.models.decoder import Decoder
 
 
 def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]:
-    """config.json of a Qwen3-shaped or, with latent attention, a DeepSeek-V2-shaped model, with
-    RoPE under its new and its old name."""
+    """config.json of a Qwen3 or, with latent attention, a DeepSeek-V2 model; RoPE's theta is under
+    its new and its old name."""
     mla = config.mla
     return {
         "architectures": ["DeepseekV2ForCausalLM" if mla else "Qwen3ForCausalLM"],
@@ -46,8 +46,8 @@ def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]
 
 
 def dense_deepseek(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
-    """DeepSeek-V2's own fields. It has no word for "without experts": all layers come before the
-    first that would have some."""
+    """DeepSeek-V2's own fields. The format cannot say "without experts", so the index of the first
+    layer with experts is set to the number of layers."""
     return {
         **vars(mla),
         "first_k_dense_replace": config.num_layers,

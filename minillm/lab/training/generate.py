@@ -1,4 +1,4 @@
-"""Greedy text of a model, many rows at once: what its draft model will be asked to foresee."""
+"""Batched greedy generation, for the distillation text of a draft model."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ from minillm.ops.batch import Batch
 
 
 class RowCache:
-    """Keys and values of rows of equal length, [B, Hkv, S, D] per layer; no blocks, no gradient.
+    """A contiguous KV cache for rows of equal length, [B, Hkv, S, D] per layer; no gradient.
 
-    A step adds equally many tokens to every row; `advance` moves on once all layers wrote.
+    A step adds the same number of tokens to every row; call `advance` after all layers wrote.
     """
 
     def __init__(self, config: ModelConfig, num_rows: int, length: int, dtype: torch.dtype):
@@ -39,7 +39,7 @@ class RowCache:
         q = query.view(self.num_rows, -1, *query.shape[1:]).transpose(1, 2)  # [B, H, T, D]
         end = self.filled + q.shape[2]
         k, v = self.key[layer, :, :, :end], self.value[layer, :, :, :end]
-        if q.shape[2] == 1:  # the heads of a group stand in for queries: K and V are read once
+        if q.shape[2] == 1:  # treat the heads of a group as queries: K and V are read once
             q = q.view(self.num_rows, k.shape[1], -1, q.shape[-1])
             out = F.scaled_dot_product_attention(q, k, v, scale=scale)
             return out.reshape(query.shape)
@@ -47,7 +47,7 @@ class RowCache:
         return out.transpose(1, 2).reshape(query.shape)
 
     def advance(self, tokens: int) -> None:
-        """Count `tokens` more per row as filled."""
+        """Advance the length of every row by `tokens`."""
         self.filled += tokens
 
 
@@ -76,7 +76,7 @@ def own_text(
 ) -> np.ndarray:
     """Prompts from `stream`, each with its greedy continuation: [batches, tokens] uint16.
 
-    A batch depends on its number alone, so that several processes can share the work.
+    A batch depends only on its number, so that several processes can share the work.
     """
     batches = []
     for number in tqdm(batch_numbers, desc="Generating", unit="batch"):

@@ -1,4 +1,4 @@
-"""assets/MODEL_CARD.md, written by measurement: nothing in it is typed by hand."""
+"""Writes assets/MODEL_CARD.md; all its figures are measured."""
 
 import json
 from collections.abc import Sequence
@@ -17,28 +17,28 @@ from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-CONTEXT = 1024  # of the held-out measurement
+CONTEXT = 1024  # context of the bits-per-byte measurement
 AIM_BITS, AIM_ACCEPTED = 1.0, 0.6
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well a draft model foresees its target's greedy choices."""
+    """Agreement of the greedy choices of a draft model and its target."""
 
     accepted: int
     drafted: int
-    on_continuations: float  # share of equal choices along the target's own greedy text
-    on_held_out: float  # share of equal argmax over held-out text
+    on_continuations: float  # fraction of equal choices on the target's own greedy text
+    on_held_out: float  # fraction of equal choices on held-out text
 
 
 @dataclass(frozen=True)
 class Completions:
-    """What the model writes after fixed prompts."""
+    """Completions of fixed prompts."""
 
     ten: tuple[tuple[str, str], ...]  # prompt, greedy completion
     parsed: int  # of `tried` longer completions
     tried: int
-    kept: float  # share of the completed text that was judged
+    kept: float  # fraction of the generated text that was parsed
 
 
 def greedy(llm: LLM, texts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
@@ -48,7 +48,7 @@ def greedy(llm: LLM, texts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
 
 
 def measure_completions(llm: LLM, manifest: corpus.Manifest) -> Completions:
-    """The ten prompts, and the share of held-out functions and classes that parse."""
+    """Complete the ten prompts and held-out functions and classes, and count what parses."""
     ten = [text for text, _ in greedy(llm, prompts.TEN_PROMPTS)]
     headers = prompts.held_out_headers(manifest)
     whole = [h + text for h, (text, _) in zip(headers, greedy(llm, headers), strict=True)]
@@ -64,7 +64,7 @@ def measure_completions(llm: LLM, manifest: corpus.Manifest) -> Completions:
 def measure_agreement(
     llm: LLM, target: Decoder, draft: Decoder, manifest: corpus.Manifest, tokenizer: Tokenizer
 ) -> Agreement:
-    """Speculation with 4 drafted tokens on 64 held-out prompts of 64 new tokens."""
+    """Measure greedy speculation with 4 drafts on 64 held-out prompts, 64 new tokens each."""
     starts = prompts.held_out_prompts(manifest, tokenizer)
     agreed = [
         evaluate.matches(draft, prompt, ids)

@@ -1,4 +1,4 @@
-"""The fixed prompts that the embedded models are judged by."""
+"""The fixed prompts that evaluate the embedded models."""
 
 from minillm.lab.training import corpus
 from minillm.text.tokenizer import Tokenizer
@@ -26,17 +26,17 @@ def held_out_texts(manifest: corpus.Manifest, *, stdlib: bool = True) -> list[st
 def held_out_prompts(
     manifest: corpus.Manifest, tokenizer: Tokenizer, count: int = 64, length: int = 128
 ) -> list[list[int]]:
-    """`count` stretches of `length` tokens, evenly spread over the held-out standard library."""
+    """`count` evenly spaced pieces of `length` tokens of the held-out standard library."""
     ids = [i for text in held_out_texts(manifest) for i in tokenizer.encode(text, False)]
     step = (len(ids) - length) // count
     return [ids[start : start + length] for start in range(0, step * count, step)]
 
 
 def held_out_headers(manifest: corpus.Manifest, count: int = 64, context: int = 96) -> list[str]:
-    """`count` top-level functions and classes of the held-out standard library, each from its
-    header on: the first lines until at least `context` characters, without the last line break.
+    """The first lines of `count` top-level functions and classes of the held-out standard library:
+    at least `context` characters each, without the last line break.
 
-    They start at column 0, so what a model makes of them can be parsed alone.
+    They start at column 0, so a model's completion can be parsed by itself.
     """
     found = []
     for text in held_out_texts(manifest):

@@ -1,4 +1,4 @@
-"""What is trained and how: one recipe per embedded model."""
+"""Training recipes of the embedded models."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ VOCAB_SIZE = 4096
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training with one mix of text.
+    """A phase of training with one mix of text.
 
     `stdlib_rows` of every 16 rows come from the standard library, the rest from packages. Steps
-    take the row lengths of `windows` in turn: mostly short ones, which are cheap, and some long
-    ones, so that the model knows every position it will meet.
+    cycle through the row lengths of `windows`: mostly short rows, which are cheap, and some long
+    ones, so that the model is trained on every position.
     """
 
     steps: int
@@ -24,14 +24,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights, apart from the corpus.
+    """The hyperparameters, which determine the weights together with the corpus.
 
-    `batch_tokens` per step; `micro_tokens` at a time through the model. Matrices are trained by
+    A step has `batch_tokens`, processed in micro-batches of `micro_tokens`. Matrices are trained by
     Muon (Jordan et al., 2024), embeddings and norms by AdamW (Loshchilov and Hutter, 2019). The
-    learning rate warms up, stays, and falls linearly to zero over the last `decay_steps`.
-    `teacher`: a model whose output distribution is learnt instead of the text itself; the text
-    is then the standard library and, in the place of packages, `own_batches` of 49,152 tokens
-    of prompts that the teacher has continued greedily.
+    learning rate warms up, stays constant, and decays linearly to zero over the last `decay_steps`.
+    With a `teacher`, the model is distilled: it learns the teacher's output distribution over the
+    standard library and, instead of packages, over `own_batches` of 49,152 tokens of prompts with
+    the teacher's greedy continuations.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Recipe:
         return phase.windows[(step - start) % len(phase.windows)]
 
     def lr_factor(self, step: int) -> float:
-        """Share of the peak learning rate at `step`."""
+        """The learning rate at `step`, as a fraction of the peak."""
         warmup = (step + 1) / self.warmup_steps
         return min(1.0, warmup, (self.steps - step) / self.decay_steps)
 
@@ -76,7 +76,7 @@ class Recipe:
 def _qwen3(
     width: int, layers: int, heads: int, kv_heads: int, head_dim: int, mlp: int
 ) -> ModelConfig:
-    """Qwen3's architecture: its norms on queries and keys allow high learning rates."""
+    """Qwen3's architecture, whose q/k norms allow high learning rates."""
     return ModelConfig(
         family="qwen3",
         vocab_size=VOCAB_SIZE,

@@ -11,14 +11,14 @@ from minillm.errors import ConfigError
 from minillm.lab.training import corpus
 
 END_OF_TEXT = "<|endoftext|>"
-# A line break with the indentation that follows is one piece, so that a level of nesting costs
-# one token; a word takes one leading character with it (" x", ".x", "(x", "_x"). A line break
-# never joins the punctuation before it: a prompt may end in ":" and the model must go on.
+# A line break with the following indentation is one piece, so that indentation is one token. A word
+# includes one leading character (" x", ".x", "(x", "_x"). A line break is never joined with the
+# punctuation before it, so that a prompt may end in ":".
 PATTERN = r"\s*\n[ \t]*|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
-    """Learn `vocab_size` entries: end-of-text (id 0), the 256 bytes, then merges (GPT-2's BPE)."""
+    """Train `vocab_size` entries: end-of-text (id 0), the 256 bytes, then merges (GPT-2's BPE)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -34,7 +34,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # A prompt is the start of a file: in training every file follows an end-of-text token.
+    # A prompt is the start of a file; in training, every file follows an end-of-text token.
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
     )
@@ -50,7 +50,7 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
 
 
 def sample_texts(manifest: corpus.Manifest, package_bytes: int = 9_000_000) -> list[str]:
-    """Training text for the vocabulary: the standard library, and as much of the packages."""
+    """Training text of the vocabulary: the standard library, and `package_bytes` of packages."""
     texts = [corpus.read(f).decode() for f in manifest.select(held_out=False, stdlib=True)]
     packages = [corpus.read(f).decode() for f in manifest.select(held_out=False, stdlib=False)]
     random.Random(0).shuffle(packages)
@@ -63,9 +63,9 @@ def sample_texts(manifest: corpus.Manifest, package_bytes: int = 9_000_000) -> l
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write tokenizer.json and the tokenizer_config.json that transformers' AutoTokenizer wants.
+    """Write tokenizer.json and the tokenizer_config.json for transformers' AutoTokenizer.
 
-    There is no chat template, on purpose: the models continue text and were never taught a chat.
+    There is no chat template, because the models are not trained on chats.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

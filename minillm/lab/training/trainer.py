@@ -1,7 +1,7 @@
 """The training loop: packed rows, bf16 autocast, one process per CPU core, resumable.
 
-Data-parallel single-threaded processes beat one process with many threads on a CPU: they meet
-once per step instead of once per operation, which also makes them indifferent to other load.
+On a CPU, data-parallel single-threaded processes are faster than one process with many threads:
+they synchronise once per step instead of once per operation, and are less sensitive to other load.
 """
 
 import json
@@ -27,12 +27,12 @@ from minillm.lab.training.recipes import Recipe
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
 
-ROWS_IN_MIX = 16  # Phase.stdlib_rows counts out of these
+ROWS_IN_MIX = 16  # rows of which Phase.stdlib_rows come from the standard library
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where and how to run; nothing here changes what is learnt beyond rounding."""
+    """Where and how to run; except for rounding, these options do not change the result."""
 
     folder: Path  # checkpoints and log of this run
     device: str = "cpu"
@@ -43,14 +43,14 @@ class RunOptions:
 
 
 def build_model(config: ModelConfig, seed: int, device: str = "cpu") -> Decoder:
-    """A float32 decoder with trainable parameters, initialised at random."""
+    """A float32 decoder with trainable, randomly initialised parameters."""
     model = Decoder(config, device=device)
     model.initialize(std=0.02, seed=seed)
     return model.requires_grad_(True)
 
 
 def make_optimizers(model: Decoder, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW without weight decay for all the rest."""
+    """Muon for the matrices of the layers, AdamW without weight decay for all other parameters."""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
@@ -66,7 +66,7 @@ def make_optimizers(model: Decoder, recipe: Recipe) -> list[torch.optim.Optimize
 
 
 def rows_batch(input_ids: Tensor, window: int, first_position: int = 0) -> Batch:
-    """The flat batch of rows of `window` tokens each, from ids [N]; there are no blocks."""
+    """The flat batch of rows of `window` tokens each, from ids [N], without block tables."""
     device, count = input_ids.device, len(input_ids) // window
     positions = torch.arange(first_position, first_position + window, device=device).repeat(count)
     starts = torch.arange(0, len(input_ids) + 1, window, dtype=torch.int32, device=device)
@@ -104,7 +104,7 @@ def distillation_loss(model: Decoder, input_ids: Tensor, teacher: Decoder, windo
 
 
 class Trainer:
-    """One process of a run. `rank` of `world` processes, each with its share of every step."""
+    """One process of a run: `rank` of `world` processes, each with a share of every step."""
 
     def __init__(
         self,
@@ -186,9 +186,9 @@ class Trainer:
         loss.copy_(pieces[-1].squeeze())
 
     def run(self, held_out: Tensor | None = None, until: int | None = None) -> None:
-        """Train up to `until` (default: all steps); log, evaluate and save on the way.
+        """Train up to step `until` (default: all steps); log, evaluate and save regularly.
 
-        `held_out` [R, window + 1] gives the loss that the log shows beside the training loss.
+        The log also contains the loss of `held_out` [R, window + 1].
         """
         end = until or self.recipe.steps
         leader = self.rank == 0
@@ -232,7 +232,7 @@ class Trainer:
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def save(self) -> None:
-        """Write the checkpoint of the current step, replacing the last one in one move."""
+        """Write the checkpoint of the current step, replacing the last one atomically."""
         folder = self.options.folder
         folder.mkdir(parents=True, exist_ok=True)
         path, unfinished = folder / "checkpoint.safetensors", folder / "unfinished.safetensors"
@@ -263,7 +263,7 @@ class Trainer:
 
 
 def checkpoint_progress(path: Path, recipe_name: str) -> tuple[int, float]:
-    """Steps and seconds behind a checkpoint, after checking that it belongs to the recipe."""
+    """Steps and seconds of training of a checkpoint, after checking that the recipe matches."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
     if metadata.get("recipe") != recipe_name:

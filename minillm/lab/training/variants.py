@@ -1,13 +1,13 @@
-"""Four ways to attend, trained alike: what chapter 04 compares.
+"""Four attention variants with equal training, for the comparison of chapter 04.
 
-MHA, GQA, MQA and MLA with equal numbers of parameters (within 2 %), on the same rows of text in
-the same order for as many steps, each from three seeds. What a variant saves in projections goes
-into its MLP, as Shazeer (2019, section 4) did for MQA. GQA shares a key head among four query
-heads. MLA has DeepSeek-V2's proportions, a rotated part of half a head and a latent of nearly four
-heads (3.5 here, 4 there), so that it caches just as many values as GQA's two keys and two values.
+MHA, GQA, MQA and MLA have equal numbers of parameters (within 2 %), the same rows of text in the
+same order, the same number of steps, and three seeds each. Parameters saved in projections are
+added to the MLP, as in Shazeer (2019, section 4) for MQA. GQA has four query heads per KV head. MLA
+has DeepSeek-V2's proportions: a rotated part of half a head and a latent of 3.5 heads (4 in
+DeepSeek-V2), so that it caches as many values as GQA's two keys and two values.
 
-Each has the norms of its published form: Qwen3's on queries and keys, V2-Lite's on the latent.
-These are not the same thing, so there is a control: MHA without them, from the first seed.
+Each variant has the norms of its published form: Qwen3's on queries and keys, V2-Lite's on the
+latent. As a control for this difference, MHA without norms is trained from the first seed.
 """
 
 import json
@@ -44,13 +44,13 @@ from minillm.text.tokenizer import Tokenizer
 
 SEEDS = (0, 1, 2)
 STEPS = 1000
-WINDOW = 256  # tokens of a training row, and of the context in which a variant is judged
+WINDOW = 256  # tokens of a training row, and context of the evaluation
 WIDTH, LAYERS, HEADS, HEAD_DIM = 256, 4, 8, 32
 MLA = MLAConfig(kv_lora_rank=112, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
 
 
 def _variant(kv_heads: int, mlp: int, mla: MLAConfig | None = None) -> ModelConfig:
-    """Qwen3's architecture, or with `mla` that of a DeepSeek-V2 without experts."""
+    """Qwen3's architecture, or with `mla` DeepSeek-V2's without experts."""
     return ModelConfig(
         family="deepseek_v2" if mla else "qwen3",
         vocab_size=VOCAB_SIZE,
@@ -87,7 +87,7 @@ RUNS = (
 
 
 def variant_recipe(name: str, seed: int, steps: int = STEPS) -> Recipe:
-    """One run. The seed decides the initial weights and the order of the text."""
+    """The recipe of one run; the seed determines the initial weights and the order of the text."""
     return Recipe(
         name=f"{name}-{seed}",
         config={**VARIANTS, **CONTROLS}[name],
@@ -97,14 +97,14 @@ def variant_recipe(name: str, seed: int, steps: int = STEPS) -> Recipe:
         matrix_lr=1e-2,
         embedding_lr=5e-3,
         warmup_steps=min(40, steps),
-        # Row order is a function of the seed and of what `Trainer.step_rows` adds to it.
+        # `Trainer.step_rows` derives the order of rows from the seed.
         seed=1000 * seed,
     )
 
 
 def train_run(recipe: Recipe, folder: Path, compiled: bool = True) -> None:
-    """Train one run to its end in `folder` / its name, from its last checkpoint if it has one,
-    and judge it there."""
+    """Train one run in its subfolder of `folder`, from its last checkpoint if there is one, and
+    evaluate it."""
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     torch.set_num_threads(1)
     tokens = load_file(folder / TOKENS)
@@ -114,21 +114,21 @@ def train_run(recipe: Recipe, folder: Path, compiled: bool = True) -> None:
     trainer = Trainer(recipe, streams, options)
     trainer.resume()
     rows = tokens["held_out"]
-    with suppress(KeyboardInterrupt):  # Ctrl-C reaches every process; the parent speaks
+    with suppress(KeyboardInterrupt):  # Ctrl-C reaches every process; the parent reports it
         trainer.run(torch.cat((rows[:, : WINDOW + 1], rows[:, WINDOW:])))
         judge(recipe, options.folder)
 
 
 def judge(recipe: Recipe, folder: Path) -> dict[str, dict[str, float]]:
-    """Bits per byte of both held-out texts under a finished run, measured once and then kept.
+    """Bits per byte of both held-out texts under a finished run, measured once and then cached.
 
-    bf16 weights, as they are exported, in float32 arithmetic; a token sees 128 to 256 before it.
+    Weights are bf16, as exported, with float32 arithmetic; the context is 128 to 256 tokens.
     """
     path = folder / "score.json"
     if path.exists():
         return json.loads(path.read_text())
     model = load_trained(folder / "checkpoint.safetensors", recipe.config)
-    with torch.no_grad():  # not model.bfloat16(), which would round the angles of RoPE, too
+    with torch.no_grad():  # not model.bfloat16(), which would also round the angles of RoPE
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     manifest, tokenizer = corpus.load_manifest(), Tokenizer.from_folder(ASSETS / "tiny")
@@ -147,15 +147,15 @@ def judge(recipe: Recipe, folder: Path) -> dict[str, dict[str, float]]:
 
 
 def run_log(folder: Path) -> list[dict[str, float]]:
-    """What a run wrote about itself: step, loss and held-out loss in nats per token."""
+    """The log of a run: step, loss and held-out loss in nats per token."""
     path = folder / "log.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def train_variants(folder: Path, workers: int, compiled: bool = True) -> None:
-    """Train what is not yet trained, `workers` runs at a time, each on one thread.
+    """Train all unfinished runs, `workers` at a time, each on one thread.
 
-    Runs that share nothing use two cores better than two halves of one run.
+    Independent runs use two cores better than two processes of one run.
     """
     prepare_tokens(folder, fast_tokenizer())
     recipes = [variant_recipe(name, seed) for name, seed in RUNS]
@@ -186,7 +186,7 @@ def finished(recipe: Recipe, folder: Path) -> bool:
 
 
 def run_record(name: str, seed: int, folder: Path) -> dict[str, Any]:
-    """What the chapter is told of one finished run."""
+    """The record of one finished run for the chapter."""
     recipe = variant_recipe(name, seed)
     scores = judge(recipe, folder)
     _, seconds = checkpoint_progress(folder / "checkpoint.safetensors", recipe.name)
@@ -225,7 +225,7 @@ def publish(folder: Path, target: Path) -> int:
         if seed == SEEDS[0] and name in VARIANTS:
             model = load_trained(run / "checkpoint.safetensors", recipe.config)
             export(model, fast_tokenizer(), target / name)
-    if not runs:  # results of an earlier training stay as they are
+    if not runs:  # keep the results of an earlier training
         raise ConfigError(f"No run in {folder} has all its steps; train first.")
     record = {
         "steps": STEPS,

@@ -1,7 +1,7 @@
-/* What all files here share: the element type, its conversions, exp, and vectors.
+/* Shared definitions: the element type, its conversions, and exp.
  *
  * A library is built for one element type: -DELEMENT_BF16 or -DELEMENT_F32. Arithmetic is float32
- * in both; elements are rounded when they are stored, to the nearest, ties to even.
+ * in both; elements are rounded to nearest even when they are stored.
  */
 #pragma once
 #include <math.h>
@@ -35,17 +35,17 @@ static inline element store(float f) { return f; }
 
 #define MOST_HEAD_DIM 512
 
-/* The element as it would be after a trip through memory. */
+/* Round to the element type. */
 static inline float rounded(float f) { return load(store(f)); }
 
-/* exp(x) within 2e-7 of the true value, without a branch, so that loops over it become vectors:
+/* exp(x) with an error below 2e-7, without branches, so that loops vectorise:
  * x = n ln 2 + r, exp(x) = 2^n exp(r), exp(r) by its Taylor polynomial on |r| <= ln 2 / 2.
- * x is at most 88; below -87 the result is that of -87, nearly 0. NaN stays NaN. */
+ * x must be at most 88; below -87 the result is exp(-87), nearly 0. NaN stays NaN. */
 static inline float fast_exp(float x) {
     x = x < -87.f ? -87.f : x;
     float n = __builtin_rintf(x * 1.44269504f);
-    float r = __builtin_fmaf(n, -0.693145752f, x); /* ln 2 in two parts: the first has few bits, */
-    r = __builtin_fmaf(n, -1.42860677e-6f, r);     /* so that n times it is exact */
+    float r = __builtin_fmaf(n, -0.693145752f, x); /* ln 2 in two parts: n times the first, */
+    r = __builtin_fmaf(n, -1.42860677e-6f, r);     /* which has few bits, is exact */
     float p = 1.f / 5040;
     p = __builtin_fmaf(p, r, 1.f / 720);
     p = __builtin_fmaf(p, r, 1.f / 120);
@@ -56,12 +56,12 @@ static inline float fast_exp(float x) {
     p = __builtin_fmaf(p, r, 1.f);
     uint32_t bits;
     memcpy(&bits, &p, 4);
-    bits += (uint32_t)(int32_t)n << 23; /* the exponent of p, plus n */
+    bits += (uint32_t)(int32_t)n << 23; /* add n to the exponent of p */
     memcpy(&p, &bits, 4);
     return p;
 }
 
-/* x / (1 + exp(-x)): below -88 it is 0 to 36 digits; NaN at -infinity, as in torch. */
+/* x / (1 + exp(-x)): 0 below -88, where it is under 1e-36; NaN at -infinity, as in torch. */
 static inline float silu(float x) {
     float result = x / (1.f + fast_exp(x < -88.f ? 88.f : -x));
     return x < -88.f ? x * 0.f : result;

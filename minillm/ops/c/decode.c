@@ -1,33 +1,33 @@
-/* Attention of a few new tokens per sequence over its pages, read in place (Kwon et al., 2023): one
- * that is decoded, or some drafted ones to verify, which count as further query heads.
+/* Paged attention of a few queries per sequence (Kwon et al., 2023): one decode token, or drafts to
+ * verify, which are treated as additional query heads.
  *
- * A step reads every cached key and value once and does little with them, so what counts is that
- * they come at the speed of memory: no copy, rows asked for a tile ahead, and the query heads of a
- * KV head share each row. The softmax is online (Milakov and Gimelshein, 2018), a tile at a time.
- * A core waits for a dozen lines of memory at once, and that alone would be half its speed; where
- * a program walks through 4 KB, it fetches ahead by itself. So the next tile is asked for in many
- * places at once: a position of every head, then the next position.
+ * Decode attention is memory-bound: it reads every cached key and value once. So they are read in
+ * place and prefetched one tile ahead, and the query heads of a KV head share each row. The softmax
+ * is online (Milakov and Gimelshein, 2018), tile by tile. A core can have about a dozen cache
+ * misses in flight, which alone gives half the memory bandwidth; the hardware prefetcher adds the
+ * rest, for each 4 KB page that is read sequentially. So the next tile is prefetched from many
+ * pages at once: one position of every head, then the next position.
  *
- * Positions are cut into parts, and parts into tiles, at fixed places; each part begins with empty
- * sums, and parts are joined in ascending order (Flash-Decoding, Dao et al., 2023). A task is a
- * sequence, or a part where there are fewer sequences than threads would like. So the bits of a
- * query's result depend on its position, its keys and its window, but not on the batch, on other
- * queries of its sequence or on the number of threads.
+ * Positions are split into parts, and parts into tiles, at fixed boundaries. Each part has its own
+ * sums, and parts are joined in ascending order (Flash-Decoding, Dao et al., 2023). A task is one
+ * sequence, or one part if there are too few sequences for the threads. So the result of a query
+ * depends on its position, keys and window, but not on the batch, on other queries of its sequence
+ * or on the number of threads.
  */
 #include <omp.h>
 #include <stdlib.h>
 #include "lanes.h"
 
-#define TILE 64         /* positions between two looks at the maximum, at most */
-#define TILE_BYTES 4096 /* of a head's keys in a tile, at most */
-#define PART 128        /* positions of a part: worth a task of their own */
-#define FIRST_PARTS 8   /* so many are that short; */
-#define LATER_PART 512  /* those behind them are longer, for each part has sums to be joined */
-#define TASKS 4         /* per thread, so that none waits long for the last */
-#define TOGETHER 4      /* query heads whose sums are kept in registers together */
-#define MOST_QUERIES 16 /* of a sequence; and with all heads of a group, */
+#define TILE 64         /* maximum positions of a tile */
+#define TILE_BYTES 4096 /* maximum bytes of a head's keys in a tile */
+#define PART 128        /* positions of each of the first parts: enough work for a task */
+#define FIRST_PARTS 8
+#define LATER_PART 512  /* positions of later parts: longer, because joining parts has a cost */
+#define TASKS 4         /* tasks per thread, for load balance */
+#define TOGETHER 4      /* query heads whose sums are kept in registers at the same time */
+#define MOST_QUERIES 16 /* maximum queries of a sequence */
 #if defined(ELEMENT_BF16)
-#define MOST_ROWS 16 /* above which prefill.c is as fast, as measured with AVX-512 */
+#define MOST_ROWS 16 /* maximum queries x heads of a group; above, prefill.c is as fast (AVX-512) */
 #else
 #define MOST_ROWS 24
 #endif
@@ -39,7 +39,7 @@ typedef struct {
     int64_t block, head, row;
 } pages;
 
-/* A sequence and its queries, of which the last one stands at the last position. */
+/* A sequence and its queries, the last of which is at the last position. */
 typedef struct {
     const element *q; /* [queries, kv_heads, group, d] */
     pages k, v;
@@ -48,12 +48,12 @@ typedef struct {
     float scale;
 } problem;
 
-/* Some positions. */
+/* Positions begin to end - 1. */
 typedef struct {
     int64_t begin, end;
 } range;
 
-/* Which positions a query sees; none if it stands before the first. */
+/* The positions that a query attends to; empty if its own position is negative. */
 static inline range seen_by(const problem *p, int64_t query) {
     int64_t end = p->length - p->queries + query + 1;
     end = end > 0 ? end : 0;
@@ -70,12 +70,12 @@ static inline int64_t part_of(int64_t position) {
     return later < 0 ? position / PART : FIRST_PARTS + later / LATER_PART;
 }
 
-/* The parts that the queries of a sequence see. */
+/* The parts that the queries of a sequence attend to. */
 static inline range parts_of(const problem *p) {
     return (range){part_of(seen_by(p, 0).begin), part_of(p->length - 1) + 1};
 }
 
-/* The rows of the first head at some positions; behind the last one, that one's again. */
+/* Addresses of the first head's keys and values at some positions, padded with the last one. */
 typedef struct {
     const element *keys[TILE], *values[TILE];
     int64_t begin, count;
@@ -86,7 +86,7 @@ static inline int64_t tile_size(const problem *p) {
     return most < LANES ? LANES : most < TILE ? most : TILE;
 }
 
-/* The tile that begins at a position, and ends before `end`. */
+/* Find the tile from position `begin` on, limited by `end`. */
 static void find_tile(const problem *p, int64_t begin, int64_t end, tile *t) {
     int64_t most = tile_size(p), i = 0, size = p->block_size;
     t->begin = begin;
@@ -103,14 +103,14 @@ static void find_tile(const problem *p, int64_t begin, int64_t end, tile *t) {
     for (; i % LANES; i++) t->keys[i] = t->keys[i - 1], t->values[i] = t->values[i - 1];
 }
 
-/* Rows that will be needed: of `count` positions, `dim` elements of each head. */
+/* Rows to prefetch: `count` positions, `dim` elements of each head. */
 typedef struct {
     const element *const *rows;
     int64_t count, heads, stride, dim, head;
-} wishes;
+} prefetches;
 
-/* Ask for the next row; into the second cache, as it is for later. */
-static inline void ask(wishes *w) {
+/* Prefetch the next row into the L2 cache. */
+static inline void prefetch_next(prefetches *w) {
     if (w->count <= 0) return;
     const char *row = (const char *)(*w->rows + w->head * w->stride);
     for (int64_t byte = 0; byte < w->dim * (int64_t)sizeof(element); byte += 64)
@@ -121,8 +121,8 @@ static inline void ask(wishes *w) {
     w->count--;
 }
 
-/* q . k of one or two query heads for 16 keys, which begin `first` elements behind `rows`; eight at
- * a time, so that their addresses and the sums of both heads are kept in registers. */
+/* Scores q . k of one or two query heads for 16 keys, `first` elements after `rows`. Eight keys at
+ * a time, so that addresses and sums stay in registers. */
 static inline __attribute__((always_inline)) void score(
     const int heads, const element *const *q, const element *const *rows, int64_t first, int64_t d,
     float scale, float *scores) {
@@ -131,7 +131,7 @@ static inline __attribute__((always_inline)) void score(
         vec sum[2][8] = {0};
         int64_t j = 0;
 #if defined(ELEMENT_BF16) && defined(__AVX512BF16__)
-        for (; j + 2 * LANES <= d; j += 2 * LANES) /* 32 products, by pairs, at once */
+        for (; j + 2 * LANES <= d; j += 2 * LANES) /* 32 products of bf16 pairs at once */
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
                 __m512bh key = (__m512bh)_mm512_loadu_si512(rows[half + i] + first + j);
@@ -155,18 +155,18 @@ static inline __attribute__((always_inline)) void score(
     }
 }
 
-/* sums[g] += sum over positions of weights[g] * value, for `group` heads whose sums are `stride`
- * floats apart, for `columns` vectors of the values, which begin `column` elements behind `rows`.
- * `later` is asked for meanwhile, if it is not NULL. */
+/* sums[g] += sum over positions of weights[g] * value, for `group` heads with sums `stride` floats
+ * apart, and `columns` vectors of the values, from `column` elements after `rows`. Meanwhile
+ * `later` is prefetched, if it is not NULL. */
 static inline __attribute__((always_inline)) void add_values(
-    const int group, const float *weights, const element *const *rows, wishes *later,
+    const int group, const float *weights, const element *const *rows, prefetches *later,
     int64_t count, int64_t column, const int columns, float *sums, int64_t stride) {
-    vec sum[TOGETHER][2]; /* of a fixed size, or they would not be kept in registers */
+    vec sum[TOGETHER][2]; /* a constant size keeps them in registers */
     for (int g = 0; g < group; g++)
         for (int c = 0; c < columns; c++)
             sum[g][c] = load_floats(sums + g * stride + c * LANES);
     for (int64_t i = 0; i < count; i++) {
-        if (later) ask(later);
+        if (later) prefetch_next(later);
         for (int c = 0; c < columns; c++) {
             vec value = load_elements(rows[i] + column + c * LANES);
             for (int g = 0; g < group; g++) sum[g][c] += value * weights[g * TILE + i];
@@ -177,9 +177,9 @@ static inline __attribute__((always_inline)) void add_values(
             memcpy(sums + g * stride + c * LANES, &sum[g][c], sizeof(vec));
 }
 
-/* The same for all columns of up to 4 heads: constant numbers keep the sums in registers. */
+/* The same for all columns of up to 4 heads, with constant counts for each case. */
 static inline void add_all_values(int64_t group, const float *weights, const element *const *rows,
-                                  wishes *later, int64_t count, int64_t first, int64_t dim,
+                                  prefetches *later, int64_t count, int64_t first, int64_t dim,
                                   float *sums, int64_t stride) {
     for (int64_t j = 0; j < dim; j += 2 * LANES, later = 0) {
         int both = dim - j > LANES;
@@ -195,11 +195,11 @@ static inline void add_all_values(int64_t group, const float *weights, const ele
     }
 }
 
-/* The state of one query head: the weighted values, the largest score, the sum of weights. */
+/* State of one query head: weighted values, maximum score, sum of weights. */
 #define STATE(dim) ((dim) + 2)
 
-/* Scores of a tile, behind `count` -inf, become weights; what was summed before shrinks with the
- * new maximum. */
+/* Online softmax: replace the scores of a tile (padded with -inf) by weights, and rescale the state
+ * to the new maximum. */
 static inline void reweigh(float *scores, int64_t count, float *state, int64_t dim) {
     vec most = load_floats(scores), sums = {0};
     for (int64_t i = LANES; i < count; i += LANES) most = larger(most, load_floats(scores + i));
@@ -210,25 +210,26 @@ static inline void reweigh(float *scores, int64_t count, float *state, int64_t d
         for (int64_t j = i; j < i + LANES; j++) scores[j] = fast_exp(scores[j] - origin);
         sums += load_floats(scores + i);
     }
-    float shrink = best == state[dim] ? 1.f : fast_exp(state[dim] - origin); /* mostly 1 */
+    float shrink = best == state[dim] ? 1.f : fast_exp(state[dim] - origin); /* usually 1 */
     state[dim] = best;
     state[dim + 1] = state[dim + 1] * shrink + sum_of(sums);
     if (shrink != 1.f)
         for (int64_t j = 0; j < dim; j++) state[j] *= shrink;
 }
 
-/* The positions of a tile that a query sees, from the tile's first on. */
+/* The positions of a tile that a query attends to, relative to the tile. */
 static inline range seen_in(const problem *p, int64_t query, const tile *t) {
     range seen = seen_by(p, query);
     int64_t begin = seen.begin - t->begin, end = seen.end - t->begin;
     return (range){begin > 0 ? begin : 0, end < t->count ? end : t->count};
 }
 
-/* One KV head of a tile: scores of all rows, their weights, and the values into the states. */
-static inline __attribute__((always_inline)) void meet(const problem *p, const tile *t,
-                                                       int64_t head, float *restrict weights,
-                                                       wishes *keys, wishes *values,
-                                                       float *states) {
+/* One KV head of a tile: scores of all rows, their weights, and the weighted values. */
+static inline __attribute__((always_inline)) void attend_tile(const problem *p, const tile *t,
+                                                              int64_t head,
+                                                              float *restrict weights,
+                                                              prefetches *keys,
+                                                              prefetches *values, float *states) {
     int64_t group = p->group, rows = p->queries * group, dv = p->dv, count = t->count;
     const element *q[rows];
     for (int64_t query = 0, r = 0; query < p->queries; query++)
@@ -236,14 +237,15 @@ static inline __attribute__((always_inline)) void meet(const problem *p, const t
             q[r] = p->q + ((query * p->kv_heads + head) * group + g) * p->d;
     for (int64_t i = 0; i < count; i += LANES)
         for (int64_t r = 0; r < rows; r += 2) {
-            for (int64_t a = r; a < LANES; a += ROUND_UP(rows, 2)) ask(keys), ask(keys);
+            for (int64_t a = r; a < LANES; a += ROUND_UP(rows, 2))
+                prefetch_next(keys), prefetch_next(keys);
             float *scores = weights + r * TILE + i;
             const element *const *at = t->keys + i;
             if (r + 1 < rows) score(2, q + r, at, head * p->k.head, p->d, p->scale, scores);
             else score(1, q + r, at, head * p->k.head, p->d, p->scale, scores);
         }
     int whole = seen_in(p, p->queries - 1, t).begin == 0 && seen_in(p, 0, t).end == count;
-    for (int64_t r = 0, last; r < rows; r = last) { /* rows that see the same together */
+    for (int64_t r = 0, last; r < rows; r = last) { /* rows with the same positions together */
         range seen = seen_in(p, r / group, t);
         last = whole ? rows : r + group;
         if (seen.begin >= seen.end) continue;
@@ -262,8 +264,8 @@ static inline __attribute__((always_inline)) void meet(const problem *p, const t
     }
 }
 
-/* Attention of all queries to a part, into states [kv_heads, queries, group]. Tiles begin at the
- * part's begin, or a multiple of their size behind it. */
+/* Attention of all queries to a part, into states [kv_heads, queries, group]. Tiles begin at
+ * multiples of their size from the start of the part. */
 static void attend(const problem *p, int64_t part, float *states) {
     int64_t rows = p->queries * p->group, begin = part_begin(part), end = part_begin(part + 1);
     int64_t first = seen_by(p, 0).begin - begin, size = tile_size(p);
@@ -279,17 +281,18 @@ static void attend(const problem *p, int64_t part, float *states) {
     find_tile(p, first > 0 ? begin + first / size * size : begin, end, now);
     while (now->count > 0) {
         find_tile(p, now->begin + now->count, end, next);
-        wishes keys = {next->keys, next->count, p->kv_heads, p->k.head, p->d, 0};
-        wishes values = {next->values, next->count, p->kv_heads, p->v.head, p->dv, 0};
+        prefetches keys = {next->keys, next->count, p->kv_heads, p->k.head, p->d, 0};
+        prefetches values = {next->values, next->count, p->kv_heads, p->v.head, p->dv, 0};
         for (int64_t head = 0; head < p->kv_heads; head++)
-            meet(p, now, head, weights, &keys, &values, states + head * rows * STATE(p->dv));
+            attend_tile(p, now, head, weights, &keys, &values,
+                        states + head * rows * STATE(p->dv));
         tile *done = now;
         now = next;
         next = done;
     }
 }
 
-/* Join a row's state with that of the next part. */
+/* Merge the state of the next part into a row's state. */
 static void join(float *state, const float *part, int64_t dim) {
     float best = part[dim] > state[dim] ? part[dim] : state[dim];
     float old = state[dim] == -INFINITY ? 0.f : fast_exp(state[dim] - best);
@@ -299,7 +302,7 @@ static void join(float *state, const float *part, int64_t dim) {
     state[dim + 1] = state[dim + 1] * old + part[dim + 1] * new;
 }
 
-/* The output of the rows of a KV head, from their states: [queries, heads, dv]. */
+/* Write the output [queries, heads, dv] of a KV head's rows from their states. */
 static void finish(const problem *p, int64_t head, const float *states, element *out) {
     int64_t dv = p->dv;
     for (int64_t query = 0; query < p->queries; query++) {
@@ -315,7 +318,7 @@ static void finish(const problem *p, int64_t head, const float *states, element 
     }
 }
 
-/* A whole sequence, with memory for two states of all its rows. */
+/* A whole sequence. `states` has room for two states per row. */
 static void attend_all(const problem *p, float *states, element *out) {
     int64_t rows = p->kv_heads * p->queries * p->group, size = STATE(p->dv);
     range parts = parts_of(p);
@@ -329,7 +332,7 @@ static void attend_all(const problem *p, float *states, element *out) {
         finish(p, head, states + head * p->queries * p->group * size, out);
 }
 
-/* A KV head of a sequence whose parts have states of `stride` floats each. */
+/* Join the parts of one KV head of a sequence; states of a part are `stride` floats. */
 static void join_all(const problem *p, int64_t head, float *states, int64_t stride, element *out) {
     int64_t rows = p->queries * p->group, size = STATE(p->dv);
     range parts = parts_of(p);
@@ -340,7 +343,7 @@ static void join_all(const problem *p, int64_t head, float *states, int64_t stri
     finish(p, head, first, out);
 }
 
-/* The most queries of a sequence that `decode_attention` takes. */
+/* Maximum number of queries of a sequence for `decode_attention`. */
 int64_t decode_queries(int64_t group) {
     int64_t most = MOST_ROWS / group;
     return most < 1 ? 1 : most < MOST_QUERIES ? most : MOST_QUERIES;
@@ -355,7 +358,7 @@ typedef struct {
     int64_t table_stride;
 } batch;
 
-/* Sequence b of a batch; without queries where it has too many. */
+/* Sequence b of a batch; `queries` is 0 if it has too many for this kernel. */
 static problem sequence(const problem *all, const batch *given, int64_t b) {
     problem p = *all;
     int64_t row = given->query_start[b], queries = given->query_start[b + 1] - row;
@@ -366,7 +369,7 @@ static problem sequence(const problem *all, const batch *given, int64_t b) {
     return p;
 }
 
-/* Where the output of its first query goes. */
+/* Address of the output of its first query. */
 static element *result(const problem *p, const batch *given, int64_t b) {
     return given->out + given->query_start[b] * p->kv_heads * p->group * p->dv;
 }
@@ -384,18 +387,18 @@ static int points_outside(const problem *p, const batch *given, int64_t sequence
     return 0;
 }
 
-/* For every sequence with 1 to `decode_queries` queries (others are left to prefill.c), causal: the
- * last query of a sequence stands at its last position.
+/* Causal attention of every sequence with 1 to `decode_queries` queries; prefill.c does the others.
+ * The last query of a sequence is at its last position.
  *
  *   q [n, heads, d], out [n, heads, dv]
  *   strides[6]                   of blocks, heads and rows of k_cache, then of v_cache
- *   query_start [sequences + 1]  the row of each sequence's first query
- *   seq_lens [sequences]         its positions, the new ones included; 0: the output is 0
- *   tables [sequences, columns]  its blocks, rows `table_stride` apart
- *   window                       how many of the latest positions are seen; 0: all
+ *   query_start [sequences + 1]  index of each sequence's first query
+ *   seq_lens [sequences]         its length including the new positions; 0: the output is 0
+ *   tables [sequences, columns]  block tables, rows `table_stride` apart
+ *   window                       sliding window; 0: none
  *
- * Returns 0; 1 where there is no memory; 2, and nothing is read or written, where a table names a
- * block that does not exist or is too short, or `query_start` a row that does not exist.
+ * Returns 0 on success; 1 if out of memory; 2 if a block table is too short or has an invalid
+ * block, or `query_start` an invalid index (nothing is read or written then).
  */
 int64_t decode_attention(const element *q, const element *k_cache, const element *v_cache,
                          const int64_t *strides, int64_t block_size, const int32_t *query_start,
@@ -435,7 +438,7 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
     {
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < sequences * each; task++) {
-            int64_t b = task / each, i = each - 1 - task % each; /* long parts first */
+            int64_t b = task / each, i = each - 1 - task % each; /* longest parts first */
             problem p = sequence(&all, &given, b);
             range parts = parts_of(&p);
             if (p.queries == 0 || i >= parts.end - parts.begin) continue;

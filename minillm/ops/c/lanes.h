@@ -1,4 +1,4 @@
-/* Sixteen float32 in a vector, for decode.c: loading elements, sums and maxima over lanes. */
+/* Vectors of 16 float32, for decode.c: loads, and sums and maxima over lanes. */
 #pragma once
 #include "common.h"
 #if defined(__AVX512F__)
@@ -31,7 +31,7 @@ static inline vec load_elements(const element *p) {
 #endif
 }
 
-/* Sixteen lanes of a and b by their numbers; 0 to 15 are a's. */
+/* Select 16 lanes of a (0 to 15) and b (16 to 31). */
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -39,12 +39,13 @@ static inline vec load_elements(const element *p) {
 #endif
 #define LANES_OF(...) __VA_ARGS__
 
-/* One step of `sum_each`: halves every group of lanes of a and b, whose groups alternate. */
+/* One step of `sum_each`: add the two halves of each group of lanes of a and b. The groups of a and
+ * b alternate in the result. */
 #define JOIN(a, b, low, high) \
     (SHUFFLE(a, b, LANES_OF low) + SHUFFLE(a, b, LANES_OF high))
 
-/* Lane i of the result is the sum of a[i]: 15 additions of vectors, where one sum after another
- * would take 64. */
+/* Lane i of the result is the sum over the lanes of a[i]. Takes 15 vector additions instead of the
+ * 64 of separate sums. */
 static inline vec sum_each(vec *a) {
     for (int i = 0; i < 8; i++)
         a[i] = JOIN(a[i], a[i + 8], (0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
@@ -64,7 +65,7 @@ static inline vec larger(vec a, vec b) {
     return (vec)((chosen & (lanes)a) | (~chosen & (lanes)b));
 }
 
-/* The lanes of a vector, each exchanged with the one that many places on. */
+/* Exchange lanes that are 8, 4, 2 or 1 apart. */
 #define SWAP_8(a) SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
 #define SWAP_4(a) SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
 #define SWAP_2(a) SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)

@@ -1,39 +1,38 @@
 /* All layers of a dense decoder in one call, or half a layer.
  *
- * A decode step of a small model is some three hundred operations of ten to a hundred microseconds,
- * and Python needs several for each before it begins. What does not change from step to step, the
- * weights and their order, is written down once; a step then only says where its rows are. A CUDA
- * graph does the same for a GPU.
+ * A decode step of a small model is about 300 operations of 10 to 100 microseconds, and Python adds
+ * several microseconds of overhead to each. Here weights and their order are passed once, and a
+ * step passes only its batch. CUDA graphs do the same on a GPU.
  *
- * A layer is two halves, attention and MLP. Where several processes share a layer, each with some
- * of its heads and some of its MLP, `x` is a part of a sum after each half: they add up their parts
- * and go on (tensor parallelism; Shoeybi et al., 2019).
+ * A layer has two halves, attention and MLP. With tensor parallelism (Shoeybi et al., 2019) each
+ * rank has some of the heads and a part of the MLP. After each half, `x` is the rank's partial sum,
+ * which the caller all-reduces before the next half.
  */
 #include "common.h"
 
 enum { ATTENTION = 1, MLP = 2 }; /* the halves of a layer */
 
-/* Weights and cache of one layer; pointers that may be NULL are marked so. Python fills this in
- * (`minillm/ops/cpu_layers.py`): the fields stand there in the same order. */
+/* Weights and KV cache of one layer; pointers that may be NULL are marked. Python fills it in, with
+ * the same order of fields (`minillm/ops/cpu_layers.py`). */
 typedef struct {
     const element *input_norm, *mlp_norm;
     const element *qkv, *qkv_bias;       /* panels [.., hidden]; bias: NULL */
     const element *q_norm, *k_norm;      /* NULL */
-    const element *o, *o_bias;           /* bias: NULL; of several processes one has it */
+    const element *o, *o_bias;           /* bias: NULL; only one rank has it */
     const element *gate_up, *gate_up_bias;
     const element *down, *down_bias;
     element *k_cache, *v_cache;          /* [blocks, kv_heads, block_size, head_dim] */
-    int64_t window;                      /* 0: all positions are seen */
+    int64_t window;                      /* sliding window; 0: none */
 } layer;
 
-/* What all layers have in common. */
+/* The common shape of all layers. */
 typedef struct {
     int64_t hidden, heads, kv_heads, head_dim, intermediate, interleaved;
     int64_t num_blocks, block_size, cache_strides[6];
     float eps, qk_eps, scale;
 } shape;
 
-/* One step: the flat batch (`minillm/ops/batch.py`), and memory for what lies between. */
+/* One step: the flat batch (`minillm/ops/batch.py`), and memory for intermediate results. */
 typedef struct {
     int64_t n, sequences, num_slots, columns, max_query_len;
     const float *cos, *sin;      /* [n, head_dim / 2] */
@@ -41,10 +40,10 @@ typedef struct {
     const int32_t *query_start, *seq_lens;
     const int64_t *tables;       /* [sequences, columns] */
     int64_t table_stride;
-    element *x, *residual;       /* [n, hidden]: the embedding; in the end the sum to be normed */
+    element *x, *residual;       /* [n, hidden]: the embedding, later the output of a half layer */
     element *normed;             /* [n, hidden] */
     element *wide;               /* [n, (heads + 2 kv_heads) x head_dim] */
-    element *narrow, *attended;  /* [n, the most of heads x head_dim and intermediate], twice */
+    element *narrow, *attended;  /* [n, max(heads x head_dim, intermediate)] each */
 } step;
 
 void rms_norm(const element *, int64_t, const element *, element *, int64_t, int64_t, float);
@@ -80,8 +79,7 @@ static int64_t attend(const layer *l, const shape *s, const step *now) {
                              s->kv_heads, d, d, few + 1);
 }
 
-/* x, which the residual takes up -> the attention of its norm, in x. The first layer begins the
- * residual. */
+/* residual += x; x = attention(norm(residual)). In the first layer, residual = x. */
 static int64_t attention_half(const layer *l, const shape *s, const step *now, int64_t is_first) {
     int64_t n = now->n, hidden = s->hidden;
     int64_t qkv = (s->heads + 2 * s->kv_heads) * s->head_dim;
@@ -104,7 +102,7 @@ static int64_t attention_half(const layer *l, const shape *s, const step *now, i
     return 0;
 }
 
-/* x, which the residual takes up -> the MLP of its norm, in x. */
+/* residual += x; x = MLP(norm(residual)). */
 static void mlp_half(const layer *l, const shape *s, const step *now) {
     int64_t n = now->n, hidden = s->hidden;
     add_rms_norm(now->x, now->residual, l->mlp_norm, now->normed, now->residual, n, hidden, s->eps);
@@ -113,9 +111,9 @@ static void mlp_half(const layer *l, const shape *s, const step *now) {
     panel_product(now->narrow, l->down, l->down_bias, now->x, n, s->intermediate, hidden, 0);
 }
 
-/* x [n, hidden] through the halves `halves` of the layers from `first` to before `last`. In the end
- * `residual` is the sum of everything but the last half's output, which is in `x`. Returns 0, or
- * what went wrong: 1 and 2 as decode_attention, 3 a slot outside the cache. */
+/* Run `halves` of layers `first` to `last` - 1 on x [n, hidden]. Afterwards `x` is the output of
+ * the last half and `residual` the residual stream without it. Returns 0 or an error: 1 and 2 as in
+ * decode_attention, 3 if a slot is outside the cache. */
 int64_t run_layers(const layer *layers, int64_t first, int64_t last, int64_t halves, const shape *s,
                    const step *now) {
     for (int64_t i = first; i < last; i++) {

@@ -1,43 +1,43 @@
-/* y = x W^T + b with a weight that is stored once and for all in the order in which it is read.
+/* y = x W^T + b with a weight that is packed in the order in which it is read.
  *
- * Both AMX and AVX-512 multiply pairs of bf16, neighbours along the inner dimension. So a weight
- * lies in panels of 32 outputs, two tiles or two vectors, and in a panel pair behind pair:
+ * AMX and AVX-512 multiply pairs of bf16 that are adjacent along the inner dimension. So a weight
+ * is stored in panels of 32 outputs (two tiles or two vectors), and in a panel pair by pair:
  *
  *   W [out, in]  ->  panels [out / 32, in / 2, 32, 2]     panels[p, k, j, e] = W[32 p + j, 2 k + e]
  *
- * A thread walks its panels from front to back, so that a decode step reads each weight once, in
- * one stream, which it asks for ahead of time: with one row the product is as fast as memory.
+ * A thread reads its panels sequentially and prefetches them, so a product with one row runs at
+ * memory bandwidth.
  *
- * Rows of x by a panel are multiplied by tiles, where the processor has them and Linux lends them,
- * or else by vectors. All that is around it is the same for both.
+ * Products use AMX tiles if CPU and Linux support them, and vectors otherwise. All other code is
+ * shared.
  *
- * An output is one sum along the inner dimension, added from front to back, so its bits depend on
- * its row of x and its row of W, and on nothing beside them: not on the number of rows, the other
- * outputs, or the threads. `panel_sums` cuts the inner dimension into equal parts, which are added
- * as a balanced tree, so that several ranks can compute them and get the bits of one.
+ * An output is one sequential sum along the inner dimension. It depends only on its row of x and
+ * its row of W: not on the number of rows, other outputs or threads. `panel_sums` splits the inner
+ * dimension into equal parts, which are added as a balanced tree, so that several ranks can compute
+ * the parts and get the bits of a single process.
  */
 #include <omp.h>
 #include "vectors.h"
 
 #define PANEL 32          /* outputs */
-#define STEP 32           /* inputs that one tile instruction takes; `in` is a multiple */
-#define ROWS 32           /* rows of x that are worked on together: two tiles */
-#define FEW 16            /* rows up to which panels are taken by pairs: one tile */
-#define AHEAD 2048        /* bytes from where a weight is used to where the next is asked for */
-#define CHUNK_BYTES 1048576 /* of x, half of a large L2: each panel comes once per chunk */
-#define LEVELS 4          /* of the tree of parts, the last part among them: 8 parts */
+#define STEP 32           /* inputs per tile instruction; `in` is a multiple */
+#define ROWS 32           /* rows of x that are processed together: two tiles */
+#define FEW 16            /* up to so many rows (one tile), panels are processed in pairs */
+#define AHEAD 2048        /* prefetch distance in bytes */
+#define CHUNK_BYTES 1048576 /* of x, half of a large L2: each panel is read once per chunk */
+#define LEVELS 4          /* of the tree of up to 8 parts, including the leaves */
 
-/* Whether Linux lends tiles; it is asked once. */
+/* Whether AMX tiles are available; checked once. */
 static int with_tiles(void) {
-    static int known; /* 0: not asked yet; threads that ask at once get the same answer */
+    static int known; /* 0: not checked; concurrent checks get the same result */
     if (!known) known = find_tiles() ? 1 : -1;
     return known > 0;
 }
 
-/* What multiplies here: 2 tiles, 1 vectors of bf16 pairs, 0 float32. */
+/* Instructions of products: 2 AMX tiles, 1 vectors of bf16 pairs, 0 float32. */
 int64_t panel_unit(void) { return with_tiles() ? 2 : PAIR == 2; }
 
-/* W -> panels, a line of memory (of bf16) of each row at a time; rows behind the last are 0. */
+/* W -> panels, a cache line (of bf16) of each row at a time. Rows after the last are 0. */
 void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
 #pragma omp parallel for
     for (int64_t p = 0; p < (out + PANEL - 1) / PANEL; p++)
@@ -54,7 +54,7 @@ void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
 }
 
 #if defined(AMX)
-/* Up to 32 rows of x [.., in], `stride` apart, by one panel, into sums [rows, 32]. */
+/* Multiply up to 32 rows of x [.., in], `stride` apart, by one panel, into sums [rows, 32]. */
 static inline __attribute__((always_inline)) void tiles_by_panel(const int two, const int prefetch,
                                                                  const element *x,
                                                                  const element *panel, int64_t in,
@@ -90,7 +90,7 @@ static inline __attribute__((always_inline)) void tiles_by_panel(const int two, 
     }
 }
 
-/* Up to 16 rows by two panels at once, into sums and others [rows, 32]: two streams of memory, and
+/* Multiply up to 16 rows by two panels, into sums and others [rows, 32]: two memory streams, and
  * half as many loads of x. */
 static void tiles_by_pair(const element *x, const element *panel, const element *other, int64_t in,
                           int64_t stride, float *sums, float *others) {
@@ -121,7 +121,8 @@ static void tiles_by_pair(const element *x, const element *panel, const element 
     _tile_stored(3, others + 16, PANEL * 4);
 }
 
-/* Up to 32 rows by one panel, with tiles of the right shape: now they are for `shaped` rows. */
+/* Multiply up to 32 rows by one panel. Tiles are configured for `shaped` rows, and reconfigured if
+ * necessary. */
 static inline void tiles_of_rows(const element *x, const element *panel, int64_t in, int64_t stride,
                                  int64_t rows, int first, int64_t *shaped, float *sums) {
     if (rows != *shaped) shape_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 1);
@@ -137,7 +138,7 @@ typedef vec pairs; /* LANES pairs of bf16 */
 
 static inline pairs load_pairs(const element *b) { return load_vec(b); }
 
-/* sum + a pair of inputs times the pairs of LANES outputs. */
+/* sum + (a pair of inputs) . (the pairs of LANES outputs). */
 static inline vec add_pair(vec sum, const element *x, pairs b) {
     word both;
     memcpy(&both, x, sizeof both);
@@ -153,7 +154,7 @@ static inline pairs load_pairs(const element *b) {
 #if defined(ELEMENT_BF16)
     words both;
     memcpy(&both, b, sizeof both);
-    p.even = (vec)(both << 16); /* the lower half of a word is the first of its pair */
+    p.even = (vec)(both << 16); /* the lower half of a word is first */
     p.odd = (vec)(both & 0xffff0000);
 #else
     float even[LANES], odd[LANES];
@@ -169,7 +170,7 @@ static inline vec add_pair(vec sum, const element *x, pairs b) {
 }
 #endif
 
-/* `rows` rows of x [.., in], `stride` apart, by one panel, into sums [rows, 32]. */
+/* Multiply `rows` rows of x [.., in], `stride` apart, by one panel, into sums [rows, 32]. */
 static inline __attribute__((always_inline)) void rows_by_panel(const int rows, const element *x,
                                                                 const element *panel, int64_t in,
                                                                 int64_t stride, float *sums) {
@@ -193,7 +194,7 @@ static inline __attribute__((always_inline)) void rows_by_panel(const int rows, 
     }
 }
 
-/* The same for any number of rows: M_STEP at a time stay in registers. */
+/* The same for any number of rows, M_STEP at a time. */
 static void vectors_by_panel(const element *x, const element *panel, int64_t in, int64_t stride,
                              int64_t rows, float *sums) {
     for (; rows > 0; rows -= M_STEP, x += M_STEP * stride, sums += M_STEP * PANEL)
@@ -211,7 +212,7 @@ static void vectors_by_panel(const element *x, const element *panel, int64_t in,
         }
 }
 
-/* What is multiplied, and where it goes: `y`, or the sums as they are into `totals`. */
+/* A product. The output is `y`, or unrounded sums in `totals`. */
 typedef struct {
     const element *x, *panels, *bias;
     element *y;
@@ -220,7 +221,7 @@ typedef struct {
     int amx;
 } product;
 
-/* Up to 16 rows of a part by two panels, which may be the same, into sums and others [rows, 32]. */
+/* Multiply up to 16 rows of a part by two panels, which may be the same, into sums and others. */
 static inline void multiply_pair(const product *p, const element *x, const element *panel,
                                  const element *other, int64_t size, float *sums, float *others) {
 #if defined(AMX)
@@ -233,8 +234,8 @@ static inline void multiply_pair(const product *p, const element *x, const eleme
     if (other != panel) vectors_by_panel(x, other, size, p->in, p->n, others);
 }
 
-/* Up to 32 rows of a part by one panel. Only tiles care whether it is the first time for this
- * panel, and for how many rows they are shaped. */
+/* Multiply up to 32 rows of a part by one panel. Only tiles use `first` (first use of this panel)
+ * and `shaped`. */
 static inline void multiply_rows(const product *p, const element *x, const element *panel,
                                  int64_t size, int64_t rows, int first, int64_t *shaped,
                                  float *sums) {
@@ -248,8 +249,8 @@ static inline void multiply_rows(const product *p, const element *x, const eleme
     vectors_by_panel(x, panel, size, p->in, rows, sums);
 }
 
-/* Part `part` lies in sums[height]. While the subtree that it ends is one of two, add both: returns
- * where the next part goes. Parts 0 to 7 become ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). */
+/* The sum of part `part` is in sums[height]. Add all pairs of subtrees that it completes. Returns
+ * the index for the next part. Parts 0 to 7 become ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). */
 static inline int64_t join_parts(int64_t part, int64_t height, int64_t rows, int64_t size,
                                  float *sums) {
     for (; part & 1; part >>= 1) {
@@ -259,7 +260,8 @@ static inline int64_t join_parts(int64_t part, int64_t height, int64_t rows, int
     return height + 1;
 }
 
-/* Up to 16 rows by two panels, into the first of sums and others [LEVELS, FEW, 32]. */
+/* Sum all parts of up to 16 rows by two panels, into the first of sums and others
+ * [LEVELS, FEW, 32]. */
 static inline void sum_pair(const product *p, const element *panel, const element *other,
                             float *sums, float *others) {
     int64_t size = p->in / p->parts, height = 0, each = FEW * PANEL;
@@ -271,7 +273,7 @@ static inline void sum_pair(const product *p, const element *panel, const elemen
     }
 }
 
-/* Up to 32 rows of x by one panel, into the first of sums [LEVELS, ROWS, 32]. */
+/* Sum all parts of up to 32 rows of x by one panel, into the first of sums [LEVELS, ROWS, 32]. */
 static inline void sum_rows(const product *p, const element *x, const element *panel, int64_t rows,
                             int first, int64_t *shaped, float *sums) {
     int64_t size = p->in / p->parts, height = 0, each = ROWS * PANEL;
@@ -282,8 +284,8 @@ static inline void sum_rows(const product *p, const element *x, const element *p
     }
 }
 
-/* The biases of a panel's outputs, 0 where there are none. Not read where they are added: GCC would
- * read NULL under an empty mask, which is allowed, and takes hundreds of cycles. */
+/* The biases of a panel's outputs, or 0. This is separate from the addition, where GCC would read
+ * NULL under an empty mask: legal, but hundreds of cycles. */
 static inline void read_bias(const element *bias, int64_t columns, float *floats) {
     memset(floats, 0, PANEL * sizeof(float));
     if (bias)
@@ -297,15 +299,15 @@ static inline void write_rows(const float *sums, const float *bias, element *y, 
         for (int64_t j = 0; j < columns; j++) y[r * out + j] = store(sums[r * PANEL + j] + bias[j]);
 }
 
-/* The same without rounding. */
+/* sums [rows, 32] -> totals, without rounding. */
 static inline void write_totals(const float *sums, float *totals, int64_t rows, int64_t columns,
                                 int64_t out) {
     for (int64_t r = 0; r < rows; r++)
         memcpy(totals + r * out, sums + r * PANEL, (size_t)columns * sizeof(float));
 }
 
-/* The same for the gate and the up projection of one panel: silu(gate) * up, both rounded first, as
- * if they had been stored (rows.c: silu_mul). */
+/* silu(gate) * up for one panel of each, both rounded to the element type first, as in silu_mul of
+ * rows.c. */
 static inline void write_gated(const float *gate, const float *up, const float *gate_bias,
                                const float *up_bias, element *y, int64_t rows, int64_t out) {
     for (int64_t r = 0; r < rows; r++)
@@ -316,13 +318,13 @@ static inline void write_gated(const float *gate, const float *up, const float *
         }
 }
 
-/* Of a panel's outputs those that there are. */
+/* Number of valid outputs of a panel. */
 static inline int64_t columns_of(int64_t first, int64_t out, int64_t gated) {
     return gated || out - first > PANEL ? PANEL : out - first;
 }
 
-/* Up to 16 rows: every thread has neighbouring panels and takes them by pairs, if `gated` those of
- * gate and up. The last may be its own partner. */
+/* Up to 16 rows: each thread processes adjacent panels in pairs, or if `gated`, pairs of gate and
+ * up. An odd last panel is paired with itself. */
 static void few_rows(const product *p) {
     int64_t num_panels = (p->out + PANEL - 1) / PANEL, n = p->n, out = p->out;
 #pragma omp parallel
@@ -354,7 +356,7 @@ static void few_rows(const product *p) {
     }
 }
 
-/* Rows from `begin` to before `end` by the panel `at`. */
+/* Rows `begin` to `end` - 1 by panel `at`. */
 static void rows_by_one(const product *p, int64_t at, int64_t begin, int64_t end, int64_t *shaped) {
     float sums[2][LEVELS * ROWS * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
     const element *panel = p->panels + at * p->in * PANEL;
@@ -376,8 +378,8 @@ static void rows_by_one(const product *p, int64_t at, int64_t begin, int64_t end
     }
 }
 
-/* A task is a panel and a chunk of rows. Up to 32 rows every thread gets neighbouring panels, one
- * stream of memory; with more, whoever is free takes the next. */
+/* A task is a panel and a chunk of rows. Up to 32 rows, each thread gets adjacent panels (one
+ * memory stream); with more rows, tasks are scheduled dynamically. */
 static void multiply(const product *p) {
     if (p->n <= 0) return;
     if (p->n <= FEW) {
@@ -404,7 +406,7 @@ static void multiply(const product *p) {
 }
 
 /* x [n, in], panels, bias [out] or NULL -> y [n, out]; `in` is a multiple of 32. If `gated`, the
- * panels are those of 2 out outputs, out a multiple of 32, and y = silu(first half) * second half.
+ * panels have 2 x out outputs, `out` is a multiple of 32, and y = silu(first half) * second half.
  */
 void panel_product(const element *x, const element *panels, const element *bias, element *y,
                    int64_t n, int64_t in, int64_t out, int64_t gated) {
@@ -412,16 +414,16 @@ void panel_product(const element *x, const element *panels, const element *bias,
     multiply(&p);
 }
 
-/* x [n, in], panels -> float32 y [n, out], not rounded: the sums of 1, 2, 4 or 8 equal parts of the
- * inner dimension, each a multiple of 32 long, added as a balanced tree. */
+/* x [n, in], panels -> float32 y [n, out], not rounded: sums over 1, 2, 4 or 8 equal parts of the
+ * inner dimension, each a multiple of 32, added as a balanced tree. */
 void panel_sums(const element *x, const element *panels, float *y, int64_t n, int64_t in,
                 int64_t out, int64_t parts) {
     product p = {x, panels, 0, 0, y, n, in, out, 0, parts, with_tiles()};
     multiply(&p);
 }
 
-/* Rows `ids` [n] of a weight in panels, [n, in]: an embedding that is the output matrix, too.
- * Returns how many of the ids are not below `out`; their rows are left alone. */
+/* Rows `ids` [n] of a weight in panels -> y [n, in], for a tied embedding. Returns the number of
+ * invalid ids; their rows are not written. */
 int64_t panel_rows(const element *panels, const int64_t *ids, element *y, int64_t n, int64_t in,
                    int64_t out) {
     int64_t wrong = 0;

@@ -1,24 +1,24 @@
-/* Causal attention of many new tokens over their sequence's pages: prompts, parts of prompts,
- * drafted tokens to verify. The loop is FlashAttention-2's (Dao, 2023): queries stay, tiles of keys
- * and values go by, and the softmax is online (Milakov and Gimelshein, 2018).
+/* Paged causal attention of many queries per sequence: prompts, prefill chunks, and many drafts.
+ * The loop is FlashAttention-2's (Dao, 2023): a task keeps its queries and iterates over tiles of
+ * keys and values with an online softmax (Milakov and Gimelshein, 2018).
  *
- * Everything is transposed, S^T = K Q^T and O^T = V^T P^T, so that a vector holds the same thing of
- * 16 queries: the maximum, the sum and the mask of a query need no operation across lanes. Both
- * products are `multiply` of tiles.h. A is the keys as they are, or the values transposed; B is the
- * queries transposed, or the probabilities just as the softmax leaves them.
+ * Everything is transposed, S^T = K Q^T and O^T = V^T P^T, so that a vector holds the values of 16
+ * queries: maximum, sum and mask need no operations across lanes. Both products are `multiply` of
+ * tiles.h. A is the keys, or the transposed values; B is the transposed queries, or the
+ * probabilities in the layout that the softmax writes.
  *
- * The query heads that share a KV head count as further queries. Tiles of keys begin at multiples
- * of TILE, and what a query does not see adds exact zeros, so the bits of its result depend neither
- * on the batch, nor on how its prompt was cut, nor on the threads.
+ * Query heads that share a KV head are treated as additional queries. Tiles of keys begin at
+ * multiples of TILE, and masked positions add exact zeros. So the result of a query does not depend
+ * on the batch, the prefill chunks or the threads.
  */
 #include <omp.h>
 #include <stdlib.h>
 #include "tiles.h"
 
-#define TILE 128             /* positions that are worked on together */
-#define TASK_BYTES (1 << 19) /* of queries and sums of a task, half of a small L2 */
-#define TASKS 4              /* per thread, so that none waits long for the last */
-#define AHEAD 1024           /* bytes from where a page is read to where it is asked for */
+#define TILE 128             /* positions of a tile */
+#define TASK_BYTES (1 << 19) /* queries and sums of a task, half of a small L2 */
+#define TASKS 4              /* tasks per thread, for load balance */
+#define AHEAD 1024           /* prefetch distance in bytes */
 #define LOG2_E 1.44269504f
 
 /* Pages of keys or of values: [blocks, kv_heads, block_size, dim], strides in elements. */
@@ -33,33 +33,33 @@ typedef struct {
     pages k, v;
     const int64_t *tables;
     int64_t table_stride, block_size, heads, group;
-    int64_t k_words, v_rows; /* dimensions as the products see them: multiples of a tile */
+    int64_t k_words, v_rows; /* dimensions padded to multiples of a tile */
     int32_t window;
     float scale;
     int amx;
 } problem;
 
-/* A KV head of a sequence, and some of its rows: row r is query r / group, head r % group. */
+/* Some rows of a KV head of a sequence; row r is query r / group, head r % group. */
 typedef struct {
     int64_t sequence, head, begin, end, query_row, past;
 } task;
 
-/* A thread's memory. The rows of a task are worked on in groups of COLUMNS. */
+/* A thread's memory. The rows of a task are processed in groups of COLUMNS. */
 typedef struct {
     word *q;              /* [groups, k_words, COLUMNS] */
     float *sums;          /* [groups, v_rows, COLUMNS] of weights times values */
-    float *best, *total;  /* [groups, COLUMNS] the largest score * scale, the sum of weights */
-    int32_t *seen_to;     /* [groups, COLUMNS] the row's own position */
+    float *best, *total;  /* [groups, COLUMNS] maximum score * scale, sum of weights */
+    int32_t *seen_to;     /* [groups, COLUMNS] position of the query */
     word *keys, *values;  /* [TILE, k_words], [v_rows, TILE / PAIR] */
-    float *scores;        /* [TILE, COLUMNS], and then weights, as words, in their place */
-    word *staged;         /* rows on their way to being transposed */
+    float *scores;        /* [TILE, COLUMNS], then weights, as words, in the same memory */
+    word *staged;         /* rows to be transposed */
 } scratch;
 
-/* `count` rows of elements -> words, [count, width] with zeros behind `dim`. */
+/* `count` rows of elements -> words [count, width], with zeros after `dim`. */
 static inline void stage(const element *from, int64_t stride, int64_t count, int64_t dim, word *to,
                          int64_t width) {
 #if PAIR == 2
-    if (stride == dim && dim == width * PAIR) { /* one stream: ask for what comes */
+    if (stride == dim && dim == width * PAIR) { /* contiguous: prefetch */
         for (int64_t i = 0; i < count * width; i += LANES) {
             __builtin_prefetch((const char *)(from + PAIR * i) + AHEAD);
             store_vec(to + i, load_vec(from + PAIR * i));
@@ -86,8 +86,8 @@ static inline void unstage(const word *from, int64_t dim, element *to) {
 #endif
 }
 
-/* Join `count` positions from their pages to words [count up to a multiple of 32, width]; behind
- * the last they are 0, for the product meets them and memory there may hold anything. */
+/* Gather `count` positions from their pages to words [count rounded up to 32, width]. The padding
+ * is set to 0, because the product reads it. */
 static void join_pages(const problem *p, pages from, const task *t, int64_t begin, int64_t count,
                        word *to, int64_t width) {
     const int64_t *table = p->tables + t->sequence * p->table_stride;
@@ -126,7 +126,7 @@ static void transpose_values(const word *staged, int64_t count, int64_t rows, wo
         }
 }
 
-/* -infinity where a query does not see position at + i: it stands before it, or a window later. */
+/* Set scores to -infinity at positions at + i after the query, or before its window. */
 static void mask(float *scores, int64_t at, int64_t begin, int64_t end, const int32_t *seen_to,
                  int32_t window) {
     for (int64_t i = begin; i < end; i++)
@@ -137,14 +137,14 @@ static void mask(float *scores, int64_t at, int64_t begin, int64_t end, const in
         }
 }
 
-/* Scores [count, COLUMNS] become weights, 2^(score * scale - best), rounded to elements, as B of the
- * next product and in place; what was summed before shrinks with the new maximum. */
+/* Online softmax: replace scores [count, COLUMNS] in place by weights 2^(score * scale - best), in
+ * the layout of B, rounded to elements. Rescale the sums to the new maximum. */
 static __attribute__((noinline)) void softmax(const problem *p, float *scores, int64_t count,
                                               float *best, float *total, float *sums) {
     for (int64_t at = 0; at < COLUMNS; at += LANES) {
         float *s = scores + at;
         vec none = (vec){0} - INFINITY, tops[4] = {none, none, none, none};
-        for (int64_t i = 0; i < count; i += 4) /* several maxima: one would wait for itself */
+        for (int64_t i = 0; i < count; i += 4) /* 4 independent maxima, to hide latency */
 #pragma GCC unroll 4
             for (int l = 0; l < 4; l++) tops[l] = larger(tops[l], load_vec(s + (i + l) * COLUMNS));
         vec top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
@@ -162,7 +162,7 @@ static __attribute__((noinline)) void softmax(const problem *p, float *scores, i
         words same = (words)(shrink == 1.f);
         uint32_t all = UINT32_MAX;
         for (int l = 0; l < LANES; l++) all &= same[l];
-        if (all) continue; /* most tiles raise no maximum */
+        if (all) continue; /* most tiles do not change the maximum */
         for (int64_t r = 0; r < p->v_rows; r++) {
             float *x = sums + r * COLUMNS + at;
             store_vec(x, load_vec(x) * shrink);
@@ -170,12 +170,12 @@ static __attribute__((noinline)) void softmax(const problem *p, float *scores, i
     }
 }
 
-/* Where row r of a task's sequence and KV head is among the rows [n, heads] of q and out. */
+/* Index of row r of a task in the rows [n, heads] of q and out. */
 static inline int64_t place(const problem *p, const task *t, int64_t r) {
     return (t->query_row + r / p->group) * p->heads + t->head * p->group + r % p->group;
 }
 
-/* The queries of a task, transposed, and sums of nothing. Rows behind the last repeat it. */
+/* Transpose the queries of a task, padded by repeating the last row, and clear the sums. */
 static void begin_task(const problem *p, const task *t, scratch *w) {
     int64_t columns = ROUND_UP(t->end - t->begin, COLUMNS), width = p->k_words, d = p->k.dim;
     for (int64_t at = 0; at < columns; at += 16) {
@@ -193,14 +193,14 @@ static void begin_task(const problem *p, const task *t, scratch *w) {
     memset(w->sums, 0, (size_t)(columns * p->v_rows) * sizeof(float));
 }
 
-/* sums / total -> out; a row that saw nothing is 0. */
+/* sums / total -> out; 0 for a row without positions. */
 static void finish_task(const problem *p, const task *t, scratch *w) {
     int64_t width = p->v_rows / PAIR, dv = p->v.dim;
     for (int64_t at = 0; at < t->end - t->begin; at += 16) {
         float *sums = w->sums + at / COLUMNS * COLUMNS * p->v_rows + at % COLUMNS;
         for (int64_t lane = 0; lane < 16; lane += LANES) {
             vec scale = 1.f / larger((vec){0} + 1e-30f, load_vec(w->total + at + lane));
-            for (int64_t i = 0; i < p->v_rows; i += 2) { /* in place: words are fewer than sums */
+            for (int64_t i = 0; i < p->v_rows; i += 2) { /* in place: words take no more memory */
                 float *row = sums + i * COLUMNS + lane;
                 store_words((word *)sums + i / PAIR * COLUMNS + lane, load_vec(row) * scale,
                             load_vec(row + COLUMNS) * scale);
@@ -215,23 +215,24 @@ static void finish_task(const problem *p, const task *t, scratch *w) {
     }
 }
 
-/* One group of rows meets a tile of `count` positions from `at`. */
-static void meet(const problem *p, scratch *w, int64_t group, int64_t at, int64_t count) {
+/* Attention of one group of rows to a tile of `count` positions from `at`. */
+static void attend_tile(const problem *p, scratch *w, int64_t group, int64_t at, int64_t count) {
     const int32_t *seen_to = w->seen_to + group, window = p->window;
     int64_t lowest = seen_to[0], highest = seen_to[COLUMNS - 1];
     int64_t seen = highest + 1 - at < count ? highest + 1 - at : count, keys = ROUND_UP(seen, 32);
-    if (seen <= 0 || at + seen <= lowest + 1 - window) return; /* none sees any */
+    if (seen <= 0 || at + seen <= lowest + 1 - window) return; /* all masked */
     float *sums = w->sums + group * p->v_rows;
     multiply(p->amx, w->scores, w->keys, p->k_words, w->q + group * p->k_words, keys, p->k_words,
              0);
-    int64_t sure = lowest + 1 - at, gone = highest + 1 - window - at; /* seen, not seen by all */
+    /* Only positions from `sure` on, or before `gone`, can be masked for some of the queries. */
+    int64_t sure = lowest + 1 - at, gone = highest + 1 - window - at;
     mask(w->scores, at, sure > 0 ? sure : 0, keys, seen_to, window);
     mask(w->scores, at, 0, gone < keys ? gone : keys, seen_to, window);
     softmax(p, w->scores, keys, w->best + group, w->total + group, sums);
     multiply(p->amx, sums, w->values, TILE / PAIR, (word *)w->scores, p->v_rows, keys / PAIR, 1);
 }
 
-/* FlashAttention-2's loop. A tile is made ready once for all rows of the task. */
+/* FlashAttention-2's loop. A tile is prepared once for all rows of the task. */
 static void attend(const problem *p, const task *t, scratch *w) {
     int64_t columns = ROUND_UP(t->end - t->begin, COLUMNS);
     begin_task(p, t, w);
@@ -241,7 +242,8 @@ static void attend(const problem *p, const task *t, scratch *w) {
         join_pages(p, p->k, t, at, count, w->keys, p->k_words);
         join_pages(p, p->v, t, at, count, w->staged, p->v_rows / PAIR);
         transpose_values(w->staged, count, p->v_rows, w->values);
-        for (int64_t group = 0; group < columns; group += COLUMNS) meet(p, w, group, at, count);
+        for (int64_t group = 0; group < columns; group += COLUMNS)
+            attend_tile(p, w, group, at, count);
     }
     finish_task(p, t, w);
 }
@@ -252,7 +254,7 @@ static void *take(uintptr_t *memory, int64_t size) {
     return (void *)taken;
 }
 
-/* Divide a thread's memory, for tasks of `columns` rows; returns where it ends. */
+/* Lay out a thread's memory for tasks of `columns` rows; returns its end. */
 static uintptr_t divide(const problem *p, int64_t columns, uintptr_t memory, scratch *w) {
     int64_t v_words = p->v_rows / PAIR;
     w->q = take(&memory, columns * p->k_words);
@@ -267,8 +269,8 @@ static uintptr_t divide(const problem *p, int64_t columns, uintptr_t memory, scr
     return memory;
 }
 
-/* Cut every sequence with at least `fewest` queries into tasks of `columns` rows, the last ones,
- * which see most, first. Returns how many there are; `tasks` may be NULL. */
+/* Split every sequence with at least `fewest` queries into tasks of `columns` rows. The last rows,
+ * which have the most work, come first. Returns the number of tasks; `tasks` may be NULL. */
 static int64_t cut(const problem *p, const int32_t *query_start, const int32_t *seq_lens,
                    int64_t sequences, int64_t fewest, int64_t columns, task *tasks) {
     int64_t count = 0;
@@ -288,18 +290,18 @@ static int64_t cut(const problem *p, const int32_t *query_start, const int32_t *
     return count;
 }
 
-/* Attention of every sequence with at least `fewest` queries, causal: the last query of a sequence
- * stands at its last position.
+/* Causal attention of every sequence with at least `fewest` queries. The last query of a sequence
+ * is at its last position.
  *
  *   q [n, heads, d], out [n, heads, dv]
  *   strides[6]                   of blocks, heads and rows of k_cache, then of v_cache
- *   query_start [sequences + 1]  the row of each sequence's first query
- *   seq_lens [sequences]         its positions, the new ones included; 0: the output is 0
- *   tables [sequences, ..]       its blocks, rows `table_stride` apart
- *   scale                        of the scores, above 0
- *   window                       how many of the latest positions are seen; 0: all
+ *   query_start [sequences + 1]  index of each sequence's first query
+ *   seq_lens [sequences]         its length including the new positions; 0: the output is 0
+ *   tables [sequences, ..]       block tables, rows `table_stride` apart
+ *   scale                        factor of the scores, above 0
+ *   window                       sliding window; 0: none
  *
- * Returns 0, or 1 where there was no memory.
+ * Returns 0 on success, 1 if out of memory.
  */
 int64_t prefill_attention(const element *q, const element *k_cache, const element *v_cache,
                           const int64_t *strides, int64_t block_size, const int32_t *query_start,

@@ -1,15 +1,15 @@
-/* Operations on rows: norms, the MLP's gate, and all that lies between the projections and
- * attention. Each is one pass over memory where torch needs a call, and a pass, per step of it.
+/* Operations on rows: norms, the MLP's gate, and the steps between QKV projection and attention.
+ * Each is one pass over memory; torch needs a call and a pass for each step.
  *
- * The bits of a row depend on that row only: threads divide rows, never the inside of one.
+ * Threads divide the rows, never a single row, so the result of a row depends only on that row.
  */
 #include "common.h"
 
-/* Below this many elements waking a second thread costs more than it helps. */
+/* With fewer elements, waking a second thread costs more than it saves. */
 #define WORTH_THREADS 16384
 
 static inline float sum_of_squares(const element *restrict x, int64_t d) {
-    float lanes[16] = {0}; /* as many sums as a vector has lanes: the order of additions is fixed */
+    float lanes[16] = {0}; /* one sum per vector lane: fixes the order of additions */
     int64_t i = 0;
     for (; i + 16 <= d; i += 16)
         for (int j = 0; j < 16; j++) {
@@ -28,7 +28,7 @@ static inline void norm_row(const element *x, const element *weight, element *ou
     for (int64_t i = 0; i < d; i++) out[i] = store(load(x[i]) * scale * load(weight[i]));
 }
 
-/* RMSNorm (Zhang and Sennrich, 2019): rows [n, d], `stride` elements apart, to out [n, d]. */
+/* RMSNorm (Zhang and Sennrich, 2019): rows [n, d], `stride` elements apart, -> out [n, d]. */
 void rms_norm(const element *x, int64_t stride, const element *weight, element *out, int64_t n,
               int64_t d, float eps) {
 #pragma omp parallel for if (n * d > WORTH_THREADS)
@@ -36,8 +36,8 @@ void rms_norm(const element *x, int64_t stride, const element *weight, element *
         norm_row(x + row * stride, weight, out + row * d, d, eps);
 }
 
-/* sum = x + residual, rounded as if it had been stored; out = its norm. All [n, d]; the sum may
- * take the place of the residual. */
+/* sum = x + residual, rounded to the element type; out = norm(sum). All are [n, d]; `sum` may be
+ * the same memory as `residual`. */
 void add_rms_norm(const element *x, const element *residual, const element *weight, element *out,
                   element *sum, int64_t n, int64_t d, float eps) {
 #pragma omp parallel for if (n * d > WORTH_THREADS)
@@ -61,8 +61,8 @@ void silu_mul(const element *gate_up, element *out, int64_t n, int64_t size) {
     }
 }
 
-/* Rotary embedding (Su et al., 2021) of one head, whose values lie side by side in float32. A pair
- * is (i, i + d/2), or (2i, 2i + 1) if `interleaved`; the result has the first layout in both. */
+/* Rotary embedding (Su et al., 2021) of one head in float32. A pair is (i, i + d/2), or
+ * (2i, 2i + 1) if `interleaved`; the output always has the first layout. */
 static inline void rotate_head(const float *restrict x, const float *restrict cos,
                                const float *restrict sin, element *restrict out, int64_t d,
                                int interleaved) {
@@ -79,7 +79,7 @@ static inline void rotate_head(const float *restrict x, const float *restrict co
         }
 }
 
-/* A head of q or k: norm if there is a weight (Qwen3), then rotation. */
+/* A head of q or k: norm if there is a weight (QK norm), then RoPE. */
 static inline void norm_and_rotate(const element *x, const element *weight, float eps,
                                    const float *cos, const float *sin, element *out, int64_t d,
                                    int interleaved) {
@@ -93,16 +93,16 @@ static inline void norm_and_rotate(const element *x, const element *weight, floa
     rotate_head(head, cos, sin, out, d, interleaved);
 }
 
-/* From the product of all three projections to the query, with keys and values in the cache.
+/* QK norm and RoPE; write keys and values to the cache.
  *
- *   qkv [n, heads + 2 kv_heads, d]      q, k and v of a token, head by head
+ *   qkv [n, heads + 2 kv_heads, d]      q, k and v of each token
  *   cos, sin [n, d / 2]                 float32
  *   k_cache, v_cache                    [blocks, kv_heads, block_size, d], strides in elements
  *   slots [num_slots]                   block * block_size + offset; negative: not cached;
- *                                       rows behind num_slots are padding
+ *                                       rows from num_slots on are padding
  *   q_out [n, heads, d]
  *
- * Returns how many slots do not exist; those are not written.
+ * Returns the number of slots outside the cache, which are skipped.
  */
 int64_t norm_rope_write(const element *qkv, const element *q_weight, const element *k_weight,
                         float eps, const float *cos, const float *sin, int64_t interleaved,

@@ -1,64 +1,65 @@
-/* Choosing tokens: rows of logits to one id each, and log-probabilities.
+/* Sampling: one token id per row of logits, and log-probabilities.
  *
- * A draw is argmax((logit - best) / temperature + Gumbel noise), where the noise of a token is a
- * function of seed, sample, position and id (`minillm_kernels/philox.py`). The words are those
- * numbers bit for bit; the noise is computed in float64 and rounded once, as there. But 49,152
- * tokens times two logarithms would take longer than a small model's layers, and nearly all of them
- * are wasted, because a bound of the noise is enough to see that a token cannot win:
+ * A sample is argmax((logit - best) / temperature + Gumbel noise), where the noise of a token is a
+ * function of seed, sample index, position and id (`minillm_kernels/philox.py`). The random words
+ * are the same bits as there; the noise is also computed in float64 and rounded once. Two
+ * logarithms for each of 49,152 tokens would take longer than a small model's layers. An upper
+ * bound of the noise avoids most of them, because it shows that a token cannot win:
  *
- *   a block whose best logit would not win with the largest noise of all needs no words
- *   -log(-log(1 - u)) <= -log(u), and log2 is at least its chord between two powers of 2, which
- *   are the bits of a float read as an integer: so a token that may win costs a logarithm, some
- *   thirty in a row, and any other a multiplication
+ *   Block: if its largest logit loses even with the largest possible noise, it needs no words.
+ *   Token: -log(-log(1 - u)) <= -log(u), and log2 is at least its chord between powers of 2, which
+ *   is the float's bits read as an integer. So the bound costs a multiplication per token, and
+ *   only tokens that may win (about thirty per row) need logarithms.
  *
- * Both bounds are exact, also after rounding: addition of floats is monotone.
+ * Both bounds also hold after rounding, because float addition is monotone.
  *
- * Top-k and top-p end in a cut: the least value that stays, and the id of the last token that has
- * it. The best value of each block of 64 tokens is found with the row's best. The k-th best of
- * those bounds the k-th best token from below, so that few tokens have to be looked at.
+ * Top-k and top-p are reduced to a threshold: the smallest value that is kept, and the id of the
+ * last kept token with that value. The maximum of each block of 64 tokens is computed together with
+ * the row's maximum. The k-th largest of these is a lower bound of the k-th largest token, so few
+ * tokens have to be examined.
  *
- * The token of a row depends on that row only: threads divide rows, never the inside of one.
+ * Threads divide the rows, never a single row, so the result of a row depends only on that row.
  */
 #include "common.h"
 #include <omp.h>
 #include <stdlib.h>
 
 #define BLOCK 64           /* tokens; 16 Philox counters */
-#define PREFIX 64          /* tokens at least in which top-p looks for its mass first */
-#define MOST_NOISE 22.875f /* of the word 0 it is 22.8738 */
+#define PREFIX 64          /* minimum number of top tokens that top-p tries first */
+#define MOST_NOISE 22.875f /* bound of the largest noise, 22.8738 for word 0 */
 #define WORTH_THREADS 131072
 
-/* How rows draw: one number of each kind per row. Python fills this in
- * (`minillm/ops/cpu_sampling.py`): the fields stand there in the same order. */
+/* Sampling parameters, one value per row. Python fills it in, with the same order of fields
+ * (`minillm/ops/cpu_sampling.py`). */
 typedef struct {
-    const float *temperature;           /* 0: the best token */
+    const float *temperature;           /* 0: greedy */
     const float *min_p, *top_p;         /* 0 and 1: off */
     const int32_t *top_k;               /* 0: off */
     const int64_t *seed, *sample_index, *position;
 } pack;
 
-/* The same of one row. */
+/* Sampling parameters of one row. */
 typedef struct {
     double top_p;
     int64_t seed, sample_index, position, top_k;
     float temperature, floor; /* log(min_p); -infinity: off */
 } request;
 
-/* A row of logits, and what is known of it. */
+/* A row of logits and its state. */
 typedef struct {
     const void *at;
-    int wide; /* float32, else bf16; in either library, because edited logits are float32 */
+    int wide; /* float32, else bf16; both in either library, because edited logits are float32 */
     int64_t size, blocks;
-    float best;
-    int64_t place;   /* of the best, the first of equals */
-    float *peaks;    /* [blocks] the best of each block, later scaled */
+    float best;      /* the largest logit */
+    int64_t place;   /* its index; the first of ties */
+    float *peaks;    /* [blocks] the maximum of each block, later scaled */
     float temperature, floor;
-    float edge;      /* what stays: greater values, and equal ones up to the id `last` */
+    float edge;      /* threshold: greater values are kept, and equal ones up to the id `last` */
     int64_t last;
-    int64_t before;  /* blocks of the vocabulary before this row, which is a shard of it; else 0 */
+    int64_t before;  /* vocabulary blocks before this row, if it is a shard; else 0 */
 } row;
 
-/* Values that were picked from a row, and what each weighs. */
+/* Values selected from a row, and their weights. */
 typedef struct {
     float *value, *weight;
     int64_t n;
@@ -66,7 +67,7 @@ typedef struct {
 
 /* ---- blocks of a row ------------------------------------------------------------------------ */
 
-/* Not inlined: a call for 64 tokens costs nothing, copies took a quarter of the compiler's time. */
+/* Not inlined: one call per 64 tokens is cheap, and inlining took a quarter of the build time. */
 #define ONCE __attribute__((noinline))
 
 static inline float from_bf16(uint16_t x) {
@@ -76,7 +77,7 @@ static inline float from_bf16(uint16_t x) {
     return f;
 }
 
-/* 64 logits as float32, -infinity behind the end: where they are, or else copied to `memory`. */
+/* 64 logits as float32, padded with -infinity: in place, or converted to `memory`. */
 static ONCE const float *read_block(const row *r, int64_t block, float *restrict memory) {
     int64_t first = block * BLOCK, count = r->size - first < BLOCK ? r->size - first : BLOCK;
     const float *wide = (const float *)r->at + first;
@@ -91,7 +92,8 @@ static ONCE const float *read_block(const row *r, int64_t block, float *restrict
     return memory;
 }
 
-/* The best value of each block, of the row, and its place; a NaN wins. */
+/* Find the maximum of each block and of the row, and its index. The maximum is NaN if there is one.
+ */
 static void find_best(row *r) {
     float best = -INFINITY, memory[BLOCK];
     int64_t at = 0;
@@ -115,7 +117,7 @@ static void find_best(row *r) {
     r->place = place < r->size ? place : 0;
 }
 
-/* What temperature and min-p make of a logit: 0 for the best, -infinity below the floor. */
+/* A logit after temperature and min-p: 0 for the best, -infinity below the floor. */
 static inline float scaled(const row *r, float logit) {
     float s = (logit - r->best) / r->temperature;
     return s < r->floor ? -INFINITY : s;
@@ -127,9 +129,9 @@ static ONCE void scale_block(const row *r, int64_t block, float *restrict out) {
     for (int i = 0; i < BLOCK; i++) out[i] = scaled(r, x[i]);
 }
 
-/* ---- the draw ------------------------------------------------------------------------------- */
+/* ---- sampling ------------------------------------------------------------------------------- */
 
-/* Philox4x32-10 (Salmon et al., 2011): the words of a block's tokens. */
+/* Philox4x32-10 (Salmon et al., 2011): the random words of a block's tokens. */
 static inline void draw_words(const request *q, int64_t purpose, int64_t block,
                               uint32_t *restrict words) {
     for (int j = 0; j < BLOCK / 4; j++) {
@@ -154,8 +156,8 @@ static float noise(uint32_t word) {
     return (float)-log(-log1p(-(double)u));
 }
 
-/* At least the noise of a word, at most 0.07 more where it matters: -log(u) with the chord of log2
- * for a u that is a little too small. The thousandth is a hundred times what rounding can cost. */
+/* Upper bound of the noise of a word, at most 0.07 too large where it matters: -log(u), with the
+ * chord of log2 and a slightly smaller u. The 1e-3 is a hundred times the rounding error. */
 static inline float noise_bound(uint32_t word) {
     float u = (float)(int32_t)(word >> 1); /* times 2^31 */
     int32_t bits;
@@ -163,8 +165,8 @@ static inline float noise_bound(uint32_t word) {
     return 1e-3f - 0.693147182f * ((float)bits * 0x1p-23f - (127 + 31));
 }
 
-/* The tokens of one block that may be better than `total`, the best so far; of equals the lowest
- * id. */
+/* Update `total`, the best sum so far, and `token` with the tokens of one block. Ties go to the
+ * lowest id. */
 static inline void draw_block(const row *r, int64_t block, const uint32_t *words, float *total,
                               int64_t *token) {
     float s[BLOCK], most[BLOCK];
@@ -182,7 +184,8 @@ static inline void draw_block(const row *r, int64_t block, const uint32_t *words
     }
 }
 
-/* The best token and its block first: they bound what the others have to reach. */
+/* The token with the largest sum. The block with the largest logit comes first, because its sum
+ * rules out most others. */
 static int64_t draw(const row *r, const request *q, int64_t purpose, float *won) {
     int64_t token = r->size, first = r->place / BLOCK;
     float total = -INFINITY;
@@ -202,7 +205,7 @@ static int64_t draw(const row *r, const request *q, int64_t purpose, float *won)
 
 /* ---- top-k and top-p ------------------------------------------------------------------------ */
 
-/* Keep what is greater than the pivot, or what is less. */
+/* Keep the values greater than the pivot, or the values less than it. */
 static void keep(list *l, float pivot, int greater) {
     float *restrict value = l->value, *restrict weight = l->weight;
     int64_t n = 0;
@@ -214,7 +217,7 @@ static void keep(list *l, float pivot, int greater) {
     l->n = n;
 }
 
-/* Weight of what is greater than the pivot, and of what equals it. */
+/* Total weight of the values greater than the pivot, and of those equal to it. */
 static void weigh(const list *l, float pivot, double *greater, double *equal) {
     const float *restrict value = l->value, *restrict weight = l->weight;
     double more = 0, same = 0;
@@ -226,9 +229,10 @@ static void weigh(const list *l, float pivot, double *greater, double *equal) {
     *greater = more, *equal = same;
 }
 
-/* The largest value such that it and all greater ones weigh `goal`, or else the least value; and
- * what the greater ones weigh. Hoare's selection (1961), which forgets the list; pivots are the
- * middle of three that a congruential generator picks, so that no order of logits is bad. */
+/* The largest value such that it and all greater values have a total weight of at least `goal`, or
+ * the smallest value; `greater` is the weight of the greater values. This is quickselect (Hoare,
+ * 1961) and destroys the list. Pivots are medians of three random values, so that no order of
+ * logits is a bad case. */
 static float find_edge(list *l, double goal, double *greater) {
     uint64_t state = 1;
     double above = 0;
@@ -256,7 +260,7 @@ static float find_edge(list *l, double goal, double *greater) {
     return pivot;
 }
 
-/* All values from `least` on, each weighing 1, or exp(value). */
+/* Select all values >= `least`, with weight 1, or exp(value) if `by_mass`. */
 static void pick(const row *r, float least, int by_mass, list *l) {
     float *restrict value = l->value, *restrict weight = l->weight;
     int64_t n = 0;
@@ -282,11 +286,11 @@ static double total_weight(const list *l) {
     return greater;
 }
 
-/* The sum of exp over the whole row. */
+/* Sum of exp over the whole row. */
 static double total_mass(const row *r) {
     double sum = 0;
     for (int64_t b = 0; b < r->blocks; b++) {
-        if (r->peaks[b] < -87.f) continue; /* nothing, to 30 digits */
+        if (r->peaks[b] < -87.f) continue; /* negligible */
         float s[BLOCK];
         scale_block(r, b, s);
 #pragma omp simd reduction(+ : sum)
@@ -295,7 +299,7 @@ static double total_mass(const row *r) {
     return sum;
 }
 
-/* A value that at least `count` tokens reach: that many blocks do. */
+/* A lower bound of the `count`-th largest value: the `count`-th largest block maximum. */
 static float reached_by(const row *r, int64_t count, list *l) {
     if (r->blocks < count) return -INFINITY;
     memcpy(l->value, r->peaks, (size_t)r->blocks * sizeof(float));
@@ -305,8 +309,8 @@ static float reached_by(const row *r, int64_t count, list *l) {
     return find_edge(l, (double)count, &greater);
 }
 
-/* The id of the last token with the value of the edge before which the mass is short of the goal;
- * in the order of ids. `before` is the mass of all greater ones. */
+/* The id of the last token that top-p keeps among those with the threshold value, in order of ids:
+ * tokens are added until the mass reaches the goal. `before` is the mass of all greater values. */
 static int64_t last_of_edge(const row *r, double before, double goal) {
     double mass = (double)fast_exp(r->edge);
     int64_t last = -1;
@@ -324,7 +328,7 @@ static int64_t last_of_edge(const row *r, double before, double goal) {
     return last;
 }
 
-/* Top-k, then top-p of what is left; ties as in `reference.truncate`. */
+/* Top-k, then top-p of the remaining tokens; ties as in `reference.truncate`. */
 static void truncate_row(row *r, const request *q, list *l) {
     double before = 0;
     if (q->top_k > 0 && q->top_k < r->size) {
@@ -373,14 +377,14 @@ static int64_t choose_one(row *r, const request *q, int64_t purpose, list *l) {
     return draw(r, q, purpose, &total);
 }
 
-/* One token per row.
+/* Sample one token per row.
  *
- *   at [n]              each row's logits, side by side; float32 if `wide`, else bf16
- *   p                   how each row draws
- *   best, tokens [n]    a row's largest logit, NaN if it has one; and its token, which is some
- *                       token of the vocabulary where the largest is not finite
+ *   at [n]              address of each row of logits; float32 if `wide`, else bf16
+ *   p                   sampling parameters
+ *   best, tokens [n]    each row's largest logit, NaN if it has one; and its token, arbitrary if
+ *                       the largest logit is not finite
  *
- * Returns 1 if there is no memory. */
+ * Returns 1 if out of memory. */
 int64_t choose_tokens(const void *const *at, int64_t wide, const pack *p, int64_t n, int64_t size,
                       int64_t purpose, float *best, int64_t *tokens) {
     int64_t blocks = (size + BLOCK - 1) / BLOCK, listed = 0;
@@ -404,15 +408,15 @@ int64_t choose_tokens(const void *const *at, int64_t wide, const pack *p, int64_
     return 0;
 }
 
-/* A shard of a vocabulary, whose best tokens are elsewhere, perhaps: what it would choose.
+/* Sample from a rank's shard of the vocabulary.
  *
- *   at, wide, p, n, size    as above, of the shard
- *   before                  blocks of 64 tokens before it
- *   best [n]                the largest logit of the whole row
- *   totals, tokens [n]      the scaled logit and noise of the token that wins here, -infinity if
- *                           min-p leaves none; and its place in the shard
+ *   at, wide, p, n, size    as above, for the shard
+ *   before                  blocks of 64 tokens before the shard
+ *   best [n]                the largest logit of each whole row
+ *   totals, tokens [n]      the largest scaled logit plus noise in the shard, -infinity if min-p
+ *                           leaves no token; and its index in the shard
  *
- * No row may have a top-k or a top-p. Returns 1 if there is no memory. */
+ * Top-k and top-p are not supported. Returns 1 if out of memory. */
 int64_t draw_from_shard(const void *const *at, int64_t wide, const pack *p, int64_t n, int64_t size,
                         int64_t purpose, int64_t before, const float *best, float *totals,
                         int64_t *tokens) {
@@ -439,14 +443,14 @@ typedef struct {
     int32_t id;
 } entry;
 
-/* Best first, of equals the lowest id. */
+/* Order: descending logit, then ascending id. */
 static int before(const void *left, const void *right) {
     const entry *a = left, *b = right;
     if (a->logit != b->logit) return a->logit > b->logit ? -1 : 1;
     return a->id < b->id ? -1 : 1;
 }
 
-/* The tokens whose logits reach `least`, sorted; how many there are. */
+/* Sort the tokens with logits >= `least` into `out`; returns their number. */
 static int64_t sorted_from(const row *r, float least, entry *out) {
     int64_t n = 0;
     for (int64_t b = 0; b < r->blocks; b++) {
@@ -462,7 +466,7 @@ static int64_t sorted_from(const row *r, float least, entry *out) {
     return n;
 }
 
-/* How many logits are greater. */
+/* Number of greater logits. */
 static int64_t greater_than(const row *r, float logit) {
     int64_t count = 0;
     for (int64_t b = 0; b < r->blocks; b++) {
@@ -478,10 +482,10 @@ static float logit_of(const row *r, int64_t id) {
     return r->wide ? ((const float *)r->at)[id] : from_bf16(((const uint16_t *)r->at)[id]);
 }
 
-/* One row's target and its `top` best tokens; entries that there are none for are NaN. */
+/* One row's target and its `top` best tokens; missing entries are NaN. */
 static void describe_one(row *r, int64_t target, int64_t top, list *l, float *logprobs,
                          int64_t *ids, int64_t *ranks) {
-    entry *sorted = (entry *)l->value; /* the memory of both halves of the list */
+    entry *sorted = (entry *)l->value; /* uses the memory of value and weight */
     int64_t n = top ? sorted_from(r, reached_by(r, top, l), sorted) : 0;
     float logit = logit_of(r, target);
     ids[0] = target, ranks[0] = 1 + greater_than(r, logit), logprobs[0] = logit;
@@ -497,12 +501,12 @@ static void describe_one(row *r, int64_t target, int64_t top, list *l, float *lo
     for (int64_t j = 0; j <= top; j++) logprobs[j] = logprobs[j] - r->best - normaliser;
 }
 
-/* Log-probabilities of rows of logits as in `choose_tokens`, all of them finite somewhere.
+/* Log-probabilities of rows of logits as in `choose_tokens`, each with a finite maximum.
  *
  *   targets [n]                              ids in [0, size)
  *   logprobs, ids, ranks [n, top + 1]        the target, then the best `top` <= size tokens
  *
- * Returns 1 if there is no memory, 2 if a target is no token. */
+ * Returns 1 if out of memory, 2 if a target is not a valid id. */
 int64_t describe_tokens(const void *const *at, int64_t wide, int64_t n, int64_t size,
                         const int64_t *targets, int64_t top, float *logprobs, int64_t *ids,
                         int64_t *ranks) {

@@ -1,25 +1,25 @@
-/* Sums and gathers of ranks, which are processes or threads, in memory that they share.
+/* All-reduce (sum) and all-gather of ranks in shared memory. Ranks are processes or threads.
  *
  *   group | slot of rank 0 | slot of rank 1 | .. | parts, even calls | parts, odd calls
  *                                                  rank 0 | rank 1 ..  rank 0 | rank 1 ..
  *
- * A rank writes its part, then its number of calls so far into its slot, and waits until all slots
- * have that number. Then all parts lie there, and each rank adds all of them, in the same tree
- * (communicator.py): the same bits everywhere. A part is overwritten two calls later. The rank that does so has seen all
- * others in the call between, and so all have read it.
+ * A rank writes its part, then the number of its current call to its slot, and waits until all
+ * slots have that number. Then all parts are complete, and each rank adds them in the same tree
+ * (communicator.py), so that all ranks get the same bits. A part is overwritten two calls later. By
+ * then all ranks have begun the call in between, and so have read it.
  *
- * What is larger than `room` goes in pieces, each of which is such a call.
+ * Data larger than `room` is sent in pieces, each as a call of its own.
  */
 #include "common.h"
 #include <sched.h>
 #include <stdatomic.h>
 #include <time.h>
 
-#define LINE 128       /* bytes: processors fetch lines of 64 in pairs */
-#define SPINS 2000     /* looks at a flag before the processor is left to others: 20 to 100 us */
-#define YIELDING 0.002 /* seconds, before it is left for longer */
+#define LINE 128       /* bytes: CPUs fetch cache lines of 64 in pairs */
+#define SPINS 2000     /* busy-wait iterations before yielding: 20 to 100 us */
+#define YIELDING 0.002 /* seconds of yielding before sleeping */
 #define SLEEP 50000    /* nanoseconds */
-#define BLOCK 1024     /* elements that are added up together: the totals stay in the L1 cache */
+#define BLOCK 1024     /* elements added at a time: the sums stay in the L1 cache */
 #define LEVELS 16      /* of the tree of ranks */
 
 enum { DONE, LATE, ABORTED, UNEQUAL }; /* as in shared_memory.py */
@@ -31,8 +31,8 @@ typedef struct {
 } group;
 
 typedef struct {
-    _Alignas(LINE) _Atomic uint64_t calls; /* that this rank has begun */
-    int64_t brought[2];                    /* to the last two: bytes and kind */
+    _Alignas(LINE) _Atomic uint64_t calls; /* number of calls that this rank has begun */
+    int64_t brought[2];                    /* size and kind of its last two calls */
 } slot;
 
 static slot *slot_of(group *g, int64_t rank) { return (slot *)(g + 1) + rank; }
@@ -55,8 +55,8 @@ static void relax(void) {
 #endif
 }
 
-/* Until a rank has begun a call: at once, or after a few turns, or when its turn comes to compute,
- * for there may be more ranks than processors. */
+/* Wait until a rank has begun a call: busy-wait, then yield, then sleep, because there may be more
+ * ranks than cores. */
 static int wait_for(group *g, int64_t rank, uint64_t call, double patience) {
     slot *other = slot_of(g, rank);
     for (int i = 0; i < SPINS; i++) {
@@ -74,9 +74,9 @@ static int wait_for(group *g, int64_t rank, uint64_t call, double patience) {
     return DONE;
 }
 
-/* Bring a piece of a part, and wait for the others' pieces. `report`: where ranks are late, 1 for
- * each that is; where parts are unequal, what each brought. */
-static int meet(group *g, int64_t rank, uint64_t call, const char *piece, int64_t bytes,
+/* Publish a piece of a part, and wait for the pieces of the other ranks. `report`: 1 for each late
+ * rank, if any is late; size and kind of each rank's part, if they differ. */
+static int exchange(group *g, int64_t rank, uint64_t call, const char *piece, int64_t bytes,
                 int64_t brought, double patience, int64_t *report) {
     slot *own = slot_of(g, rank);
     if (atomic_load(&g->aborted)) return ABORTED;
@@ -93,8 +93,8 @@ static int meet(group *g, int64_t rank, uint64_t call, const char *piece, int64_
     return unequal ? UNEQUAL : found;
 }
 
-/* The pieces of all ranks, added in float32 as a balanced tree, and rounded once: neighbours, then
- * their sums; what has no neighbour in the end is added from the smallest on. */
+/* Add the pieces of all ranks in float32 as a balanced tree, and round once. If the number of ranks
+ * is not a power of 2, the remaining subtrees are added from the smallest on. */
 static void add_up(group *g, uint64_t call, element *out, int64_t count) {
     float sums[LEVELS][BLOCK];
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
@@ -107,7 +107,7 @@ static void add_up(group *g, uint64_t call, element *out, int64_t count) {
                 top++;
                 for (int64_t i = 0; i < n; i++) sums[top][i] = load(part[i]);
             }
-            int last = r == g->size - 1; /* then all that is left is joined */
+            int last = r == g->size - 1; /* then join all remaining subtrees */
             for (int64_t ranks = r; last ? top > 0 : (r & 1) && (ranks & 2); ranks >>= 1) {
                 top--;
                 for (int64_t i = 0; i < n; i++) sums[top][i] += sums[top + 1][i];
@@ -117,7 +117,7 @@ static void add_up(group *g, uint64_t call, element *out, int64_t count) {
     }
 }
 
-/* part [count] becomes the sum of all ranks' parts. */
+/* Replace part [count] by the sum over all ranks. */
 int64_t shared_sum(void *memory, int64_t rank, element *part, int64_t count, double patience,
                    int64_t *report) {
     group *g = memory;
@@ -126,8 +126,8 @@ int64_t shared_sum(void *memory, int64_t rank, element *part, int64_t count, dou
     int64_t brought = count * (int64_t)sizeof(element) * 4 + SUM;
     do {
         int64_t n = count - done < most ? count - done : most;
-        int found = meet(g, rank, ++call, (char *)(part + done), n * sizeof(element), brought,
-                         patience, report);
+        int found = exchange(g, rank, ++call, (char *)(part + done), n * sizeof(element), brought,
+                             patience, report);
         if (found != DONE) return found;
         add_up(g, call, part + done, n);
         done += n;
@@ -135,7 +135,7 @@ int64_t shared_sum(void *memory, int64_t rank, element *part, int64_t count, dou
     return DONE;
 }
 
-/* part [bytes] of all ranks -> out [size, bytes]. */
+/* Gather part [bytes] of all ranks -> out [size, bytes]. */
 int64_t shared_gather(void *memory, int64_t rank, const char *part, int64_t bytes, char *out,
                       double patience, int64_t *report) {
     group *g = memory;
@@ -143,7 +143,7 @@ int64_t shared_gather(void *memory, int64_t rank, const char *part, int64_t byte
     int64_t done = 0;
     do {
         int64_t n = bytes - done < g->room ? bytes - done : g->room;
-        int found = meet(g, rank, ++call, part + done, n, bytes * 4 + GATHER, patience, report);
+        int found = exchange(g, rank, ++call, part + done, n, bytes * 4 + GATHER, patience, report);
         if (found != DONE) return found;
         for (int64_t r = 0; r < g->size; r++)
             memcpy(out + r * bytes + done, part_of(g, call, r), n);
@@ -152,10 +152,10 @@ int64_t shared_gather(void *memory, int64_t rank, const char *part, int64_t byte
     return DONE;
 }
 
-/* All calls that wait end, and all further ones. */
+/* Abort all waiting and future calls. */
 void shared_abort(void *memory) { atomic_store(&((group *)memory)->aborted, 1); }
 
-/* Bytes of memory for a group: all of it 0, but for size and room. */
+/* Bytes of memory for a group. The caller sets size and room; all other bytes must be 0. */
 int64_t shared_bytes(int64_t size, int64_t room) {
     return (int64_t)(sizeof(group) + size * sizeof(slot)) + 2 * size * room;
 }

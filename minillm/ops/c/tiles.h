@@ -1,4 +1,4 @@
-/* The one product that prefill.c needs, and what else it does with vectors.
+/* The matrix product and the vector functions of prefill.c.
  *
  *   C [m, 32] float32  (+)=  A [m, k] words  x  B [k, 32] words
  */
@@ -8,7 +8,7 @@
 #define COLUMNS 32 /* of B and C: two AMX tiles, or two vectors of 16 */
 #define ROUND_UP(x, to) (((x) + (to) - 1) / (to) * (to))
 
-/* The larger in each lane; b where one is NaN. */
+/* The maximum of each lane; b if one is NaN. */
 static inline vec larger(vec a, vec b) {
 #if defined(WIDE)
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -18,14 +18,14 @@ static inline vec larger(vec a, vec b) {
 #endif
 }
 
-/* 2^x for x <= 0, within 2e-7: x = n + r, 2^r by a polynomial (least largest error on 0 <= r <= 1).
+/* 2^x for x <= 0, error below 2e-7: x = n + r, 2^r by a minimax polynomial on 0 <= r <= 1.
  * Exactly 1 at 0, exactly 0 at -infinity, NaN stays NaN. */
 static inline vec exp2_vec(vec x) {
 #if defined(WIDE)
     vec r = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 #else
-    /* Adding 1.5 * 2^23 + 127 rounds to a whole number and leaves n + 127, which is the exponent
-     * of 2^n, in the lowest bits. At -126 that is 0, and so is what the shift makes of it. */
+    /* Adding 1.5 * 2^23 + 127 rounds to an integer and leaves n + 127, the exponent of 2^n, in the
+     * lowest bits. At -126 that is 0, and so is the shifted result. */
     const float round = 12582912.f + 127.f;
     x = larger((vec){0} - 126.f, x);
     vec t = x - 0.49999997f + round;
@@ -51,7 +51,7 @@ static inline void transpose(const word *from, int64_t from_stride, word *to, in
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from + i * from_stride);
 #pragma GCC unroll 4
-    for (int step = 8; step > 0; step /= 2) { /* exchange the quarters beside the diagonal */
+    for (int step = 8; step > 0; step /= 2) { /* exchange the off-diagonal quarters */
         __mmask16 second = step == 8 ? 0xff00 : step == 4 ? 0xf0f0 : step == 2 ? 0xcccc : 0xaaaa;
         __m512i low = _mm512_mask_add_epi32(lane, second, lane, _mm512_set1_epi32(16 - step));
         __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(step));
@@ -71,7 +71,7 @@ static inline void transpose(const word *from, int64_t from_stride, word *to, in
 #endif
 }
 
-/* Rows k and k + 1 (k even) of a matrix of float32 -> its words, as B wants them. */
+/* Rows k and k + 1 (k even) of a float32 matrix -> words in the layout of B. */
 static inline void store_words(word *to, vec even, vec odd) {
 #if PAIR == 2
     const __m512i alternate =
@@ -85,7 +85,8 @@ static inline void store_words(word *to, vec even, vec odd) {
 #endif
 }
 
-/* C = A B, or C += A B if `add`; rows of A are `a_stride` apart, m is a multiple of M_STEP. */
+/* C = A B, or C += A B if `add`. Rows of A are `a_stride` words apart; m is a multiple of M_STEP.
+ */
 static __attribute__((noinline)) void multiply_vectors(float *c, const word *a, int64_t a_stride,
                                                        const word *b, int64_t m, int64_t k,
                                                        int add) {
@@ -115,7 +116,7 @@ static __attribute__((noinline)) void multiply_vectors(float *c, const word *a, 
 }
 
 #if defined(AMX)
-/* The same in tiles of 16 words by 16 rows; m is a multiple of 32, k of 16. */
+/* The same with AMX tiles of 16 rows by 16 words; m is a multiple of 32, k of 16. */
 static __attribute__((noinline)) void multiply_tiles(float *c, const word *a, int64_t a_stride,
                                                      const word *b, int64_t m, int64_t k, int add) {
     const int64_t row = COLUMNS * 4; /* bytes */
@@ -150,11 +151,11 @@ static __attribute__((noinline)) void multiply_tiles(float *c, const word *a, in
 }
 #endif
 
-/* A tile unit that gets nothing to do for about 2,000 cycles falls asleep and takes 800 to wake up
- * (measured on Sapphire Rapids), as long as a small product. One instruction keeps it awake. */
+/* The tile unit powers down after about 2,000 idle cycles and takes 800 to wake up (measured on
+ * Sapphire Rapids), as long as a small product. One instruction keeps it awake. */
 static inline void keep_awake(int amx) {
 #if defined(AMX)
-    if (amx) _tile_dpbf16ps(0, 4, 6); /* nobody reads these sums */
+    if (amx) _tile_dpbf16ps(0, 4, 6); /* the result is not used */
 #endif
     (void)amx;
 }

@@ -1,12 +1,12 @@
-/* Vectors and tiles: what linear.c and prefill.c multiply with, on four kinds of processor.
+/* Vectors and tiles for the products of linear.c and prefill.c, on four kinds of CPU.
  *
  *   AMX                    tiles of 16 rows by 16 pairs of bf16
  *   AVX-512 with bf16      vectors of 16 pairs of bf16
  *   AVX-512                vectors of 16 float32
- *   any other              vectors of 8 float32, which the compiler divides if it must
+ *   any other              vectors of 8 float32, which the compiler may split
  *
- * A word is what one step of the inner product takes: a float32, or, where the processor multiplies
- * bf16, a pair of neighbours along the inner dimension.
+ * A word is the input of one step of the inner product: a float32, or, on CPUs with bf16
+ * instructions, two adjacent bf16 along the inner dimension.
  */
 #pragma once
 #include "common.h"
@@ -15,13 +15,13 @@
 #include <immintrin.h>
 #define WIDE
 #define LANES 16
-#define M_STEP 8 /* rows of a product in registers, two vectors of each */
+#define M_STEP 8 /* rows of a product kept in registers, two vectors each */
 #else
 #define LANES 8
 #define M_STEP 4
 #endif
 #if defined(ELEMENT_BF16) && defined(WIDE) && defined(__AVX512BF16__)
-#define PAIR 2 /* elements of a word */
+#define PAIR 2 /* elements per word */
 #else
 #define PAIR 1
 #endif
@@ -43,7 +43,7 @@ static inline vec load_vec(const void *p) {
 
 static inline void store_vec(void *p, vec v) { memcpy(p, &v, sizeof v); }
 
-/* sum + a b for one word of A and a vector of words of B. */
+/* sum + a b, for one word of A and a vector of words of B. */
 static inline vec multiply_add(vec sum, word a, vec b) {
 #if PAIR == 2
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
@@ -55,13 +55,13 @@ static inline vec multiply_add(vec sum, word a, vec b) {
 }
 
 #if defined(AMX)
-/* Linux hands the tile registers out on demand (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+/* Request the tile registers from Linux (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
 static inline int has_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
-/* The compiler does not know what tile instructions read: it must not put off a store to it. */
+/* The compiler does not know which memory tile instructions read: finish all stores first. */
 #define ALL_STORED __asm__ volatile("" ::: "memory")
 
-/* Tiles 0 to 3 are sums, 4 and 5 rows of A, `first` and `second` of them, 6 and 7 halves of B. */
+/* Tiles 0 to 3 are sums; 4 and 5 have `first` and `second` rows of A; 6 and 7 are halves of B. */
 static inline void shape_tiles(int64_t first, int64_t second) {
     struct {
         uint8_t palette, start_row, unused[14];
@@ -72,12 +72,13 @@ static inline void shape_tiles(int64_t first, int64_t second) {
     uint8_t counts[8] = {one, one, two, two, one, two, 16, 16};
     memcpy(tiles.rows, counts, 8);
     for (int i = 0; i < 8; i++) tiles.bytes_per_row[i] = 64;
-    __asm__ volatile("" ::"r"(&tiles) : "memory"); /* GCC takes these stores for useless */
+    __asm__ volatile("" ::"r"(&tiles) : "memory"); /* or GCC removes these stores */
     _tile_loadconfig(&tiles);
 }
 #endif
 
-/* Whether there are tiles. Every thread takes them before it multiplies and gives them back. */
+/* Whether there are tiles. Each thread calls `take_tiles` before products and `give_tiles_back`
+ * after them. */
 static inline int find_tiles(void) {
 #if defined(AMX)
     return has_tiles();

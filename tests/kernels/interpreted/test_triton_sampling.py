@@ -176,7 +176,7 @@ def test_bad_parameters() -> None:
     strided = torch.zeros(4, dtype=torch.int64)[::2]
     with pytest.raises(KernelError, match=r"position has strides .* must be contiguous"):
         sampling.gumbel_argmax(logits, two, two, integers, integers, strided)
-    with pytest.raises(KernelError, match=r"top_k and top_p are given together"):
+    with pytest.raises(KernelError, match=r"only one of top_k and top_p is given"):
         sampling.sample(logits, two, integers.int(), None, two, *[integers] * 3)
 
 

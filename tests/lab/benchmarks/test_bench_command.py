@@ -58,24 +58,27 @@ def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["decoed"], "There is no benchmark 'decoed'; there are decode, prefill"),
+        (["decoed"], "There is no benchmark 'decoed'; the benchmarks are decode, prefill"),
         (["decoed"], "Did you mean 'decode'?"),
-        (["decode", "--vs", "vlm"], "knows no engine 'vlm'; it knows transformers, vllm, openvino"),
+        (["decode", "--vs", "vlm"], "has no engine 'vlm'; the engines are transformers, vllm"),
         (["decode", "--vs", "openvino,vlm"], "Did you mean 'vllm'?"),
         (["decode", "--vs", "vllm", "--device", "cuda"], "leave it out with --device cuda."),
         (["decode", "--device", "tpu"], "--device is 'tpu'; it must be cpu or cuda."),
-        (["decode", "--batch", "0"], "--batch is '0'; it must be whole numbers from 1 up"),
-        (["decode", "--batch", "1,-2"], "--batch is '1,-2'; it must be whole numbers"),
-        (["decode", "--batch", "two"], "--batch is 'two'; it must be whole numbers"),
-        (["decode", "--context", ""], "--context is ''; it must be whole numbers"),
+        (["decode", "--batch", "0"], "--batch is '0'; it must be a list of positive integers"),
+        (["decode", "--batch", "1,-2"], "--batch is '1,-2'; it must be a list of positive"),
+        (["decode", "--batch", "two"], "--batch is 'two'; it must be a list of positive integers"),
+        (["decode", "--context", ""], "--context is ''; it must be a list of positive integers"),
         (["decode", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2."),
         (["decode", "--repeats", "0"], "--repeats is 0; it must be at least 1."),
         (["decode", "--threads", "0"], "--threads is 0; it must be at least 1."),
         (["offline", "--requests", "0"], "--requests is 0; it must be at least 1."),
         (["offline", "--lengths", "long"], "--lengths is 'long'; it must be lognormal or uniform."),
         (["decode", "--dtype", "int8"], "--dtype is 'int8'; it must be bfloat16 or float32."),
-        (["decode", "tiny", "--context", "2040"], "--context is 2040; with 32 new tokens that is"),
-        (["prefill", "tiny", "--context", "128,2048"], "beyond the 2048 positions of this model."),
+        (
+            ["decode", "tiny", "--context", "2040"],
+            "--context is 2040; with 32 new tokens it exceeds",
+        ),
+        (["prefill", "tiny", "--context", "128,2048"], "exceeds the 2048 positions of this model."),
         (["decode", "preset:smollm3"], "There is no preset 'smollm3'"),
         (["decode", "tinny"], "Did you mean 'tiny'?"),
         (["startup", "preset:qwen4"], "There is no preset 'qwen4'"),
@@ -88,7 +91,7 @@ def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["scale", "tiny", "--context", "11"], "it must be from 12 to 2048, the positions of this"),
         (["scale", "tiny", "--plot", "a.bmp"], "--plot is 'a.bmp'; its name must end in .png"),
         (["scale", "tiny", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: this is a folder"),
-        (["scale", "--batch", "64x"], "--batch is '64x'; it must be whole numbers from 1 up"),
+        (["scale", "--batch", "64x"], "--batch is '64x'; it must be a list of positive integers"),
         (["scale", "preset:mixtral-8x7b"], "explains dense decoders of the families"),
         (["kernels", "tiny"], "'minillm bench kernels' takes no model; leave out 'tiny'."),
         (["decode", "--jsn", "x"], "there is no option --jsn. Did you mean '--json'?"),
@@ -163,7 +166,7 @@ def test_a_comparison_from_end_to_end(
         assert 0 < low <= middle <= high
     assert "times the best peer, vllm." in " ".join(out.split())
     assert "run 2 of minillm" in err
-    assert "Ceilings before: 1 TFLOP/s in bf16; reading:" in out
+    assert "Ceilings before: 1 TFLOP/s in bf16; bandwidth:" in out
 
 
 def check_results(what: str, found: dict[str, Any]) -> None:

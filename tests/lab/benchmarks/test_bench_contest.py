@@ -77,13 +77,13 @@ def test_a_prefill_has_no_decode_step() -> None:
 def test_too_few_tokens_are_noticed() -> None:
     line = timeline([2], [0.0, 1.0])
     line.step([(0, 1)])
-    with pytest.raises(EngineFailedError, match="1 tokens came where 1 x 2 were asked for"):
+    with pytest.raises(EngineFailedError, match="returned 1 tokens instead of 1 x 2"):
         decode_run(line.rows, Case(1, 5, 2))
 
 
 def test_too_many_tokens_are_noticed() -> None:
     line = timeline([2], [0.0, 1.0])
-    with pytest.raises(RuntimeError, match="more tokens than were asked for"):
+    with pytest.raises(RuntimeError, match="more tokens than requested"):
         line.step([(0, 3)])
 
 
@@ -91,7 +91,7 @@ def test_sequences_that_never_decode_together_are_noticed() -> None:
     line = timeline([2, 2], [0.0, 1.0, 2.0, 3.0, 4.0])
     for new in ([(0, 1)], [(0, 1)], [(1, 1)], [(1, 1)]):
         line.step(new)
-    with pytest.raises(EngineFailedError, match="no step in which all 2 decode"):
+    with pytest.raises(EngineFailedError, match="no step decodes all 2"):
         decode_run(line.rows, Case(2, 5, 2))
 
 
@@ -249,7 +249,7 @@ def test_a_wrong_count_is_a_failure_of_that_engine(
     contest = Contest(three, 100)
     scores = contest.play(Case(2, 8, 4), 1)
     assert [score.engine for score in scores] == ["a", "b"]
-    assert contest.failed["c"].startswith("c: 1 tokens came where 2 x 4")
+    assert contest.failed["c"].startswith("c: The engine returned 1 tokens instead of 2 x 4")
 
 
 @pytest.mark.parametrize("answer", [None, 7, [], [[1.0]], [["a", "b", "c", "d"]], [(1.0, 8, 0, 0)]])
@@ -289,7 +289,7 @@ def test_offline_work_is_done_in_turn_too(
     contest = Contest(three, 100)
     runs = contest.play_offline([[1], [2, 3]], [4, 5], 2)
     assert {name: len(each) for name, each in runs.items()} == {"a": 2, "c": 2}
-    assert contest.failed["b"] == "b: 3 tokens came where 9 were due."
+    assert contest.failed["b"] == "b: The engine returned 3 tokens instead of 9."
 
 
 # ---- what others use --------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_the_engine_is_as_before_afterwards(steps: DecodeSteps) -> None:
     assert "logits" not in vars(model)
     assert not engine.has_work
     assert engine.scheduler.blocks.pool.num_free == 80
-    with pytest.raises(StepsFailedError, match="of 5 sequences were in a step"):
+    with pytest.raises(StepsFailedError, match="of 5 sequences, or finished"):
         steps.run(5, 100, 3)  # of which 4 have a seat
     assert not engine.has_work
     assert engine.runner.model is model
@@ -213,7 +213,7 @@ def test_what_the_twin_s_own_weights_take_is_no_overhead() -> None:
 def test_only_dense_decoders_are_explained() -> None:
     check_explainable("preset:qwen3-0.6b", preset("qwen3-0.6b"))
     for name in ("mixtral-8x7b", "deepseek-v3"):
-        with pytest.raises(UnsupportedFeatureError, match=f"dense decoders .* {name} is none"):
+        with pytest.raises(UnsupportedFeatureError, match=f"dense decoders .* {name} is not one"):
             check_explainable(name, preset(name))
 
 
@@ -303,9 +303,9 @@ def test_the_host_s_share_is_that_of_the_shortest_step_of_the_largest_batch() ->
     assert (host["batch"], host["context"], host["aim"]) == (64, 128, 0.05)
     step = FOUND["results"][1]["step_seconds"]["median"]
     assert host["share"] == pytest.approx(0.001 / step)
-    assert "(aim: under 5%)" in statement(FOUND)[2]
+    assert "(target: under 5%)" in statement(FOUND)[2]
     slow = found_with({ScaleCase(64, 128): 1.0}, host=0.02)
-    assert "(aim: under 5%, missed)" in statement(slow)[2]
+    assert "(target: under 5%, missed)" in statement(slow)[2]
     few = found_with({ScaleCase(8, 128): 1.0})
     assert few["host"]["aim"] is None
     assert "aim" not in statement(few)[2]

@@ -264,7 +264,7 @@ def test_a_page_may_be_replaced(drawing: dict[str, Any], tmp_path: Path) -> None
 def test_another_file_is_not_replaced(drawing: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "thesis.html"
     path.write_text("three years of work")
-    with pytest.raises(TraceFileError, match="is no trace page; give another name"):
+    with pytest.raises(TraceFileError, match="is not a trace page; give another name"):
         write_page(drawing, path)
     assert path.read_text() == "three years of work"
 

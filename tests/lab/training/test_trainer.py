@@ -150,7 +150,7 @@ def test_autocast_loss_is_near_the_float32_loss() -> None:
 
 
 def test_workers_must_share_equally(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"3 workers cannot share the rows of a step .*1, 2 or 4"):
+    with pytest.raises(ConfigError, match=r"3 workers cannot divide the rows .*1, 2 or 4"):
         train(recipe("tiny"), RunOptions(tmp_path), None, workers=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"no recipe 'tiny-daft'.*Did you mean 'tiny-draft'"):
         recipe("tiny-daft")

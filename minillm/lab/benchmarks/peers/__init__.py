@@ -1,6 +1,5 @@
-"""What runs inside another engine's environment: one file per engine, and what they share.
+"""Scripts that run in the environments of the other engines: one file per engine.
 
-These files import nothing of minillm, which those environments do not have; only the standard
-library and the engine itself. `minillm_engine.py` is the exception: it is our own side of the
-comparison, driven in exactly the same way.
+These environments do not contain minillm, so the files import only the standard library and the
+engine. The exception is `minillm_engine.py`, which runs minillm through the same protocol.
 """

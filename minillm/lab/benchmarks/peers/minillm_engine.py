@@ -1,4 +1,4 @@
-"""Our own side: `LLM`, and single steps of the engine behind it."""
+"""minillm, through `LLM` and single engine steps."""
 
 import time
 from typing import Any
@@ -7,10 +7,10 @@ from .protocol import Timeline
 
 
 class Worker:
-    """minillm's side of a comparison."""
+    """Runs minillm in a comparison."""
 
     def open(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, on as many threads as the others."""
+        """Load the model, with the same number of threads as the other engines."""
         import torch
 
         from minillm import LLM, SamplingParams, __version__
@@ -44,7 +44,7 @@ class Worker:
         return self._params(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> Timeline:
-        """One `step` of the engine after the other."""
+        """Run and time single engine steps."""
         engine, params = self._llm.engine, self._greedy(new_tokens)
         timeline = Timeline([new_tokens] * len(prompts))
         for index, ids in enumerate(prompts):
@@ -62,7 +62,7 @@ class Worker:
         return timeline
 
     def offline(self, prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
-        """`LLM.generate` with everything at once, and which part of it was not the model."""
+        """Time `LLM.generate` with all requests, and the fraction outside the model."""
         self._llm.trace.clear()
         start = time.perf_counter()
         outputs = self._llm.generate(

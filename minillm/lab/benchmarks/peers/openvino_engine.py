@@ -1,7 +1,7 @@
-"""OpenVINO GenAI through its `ContinuousBatchingPipeline`, on a model exported by optimum-intel.
+"""OpenVINO GenAI through `ContinuousBatchingPipeline`, with a model exported by optimum-intel.
 
-The export keeps 16-bit weights and happens once; the device multiplies in the precision asked for,
-and the KV cache, 8 bits by default, is set to it too.
+The model is exported once, with 16-bit weights. The inference precision and the KV cache's dtype
+(8 bits by default) are set to the requested dtype.
 """
 
 import os
@@ -16,14 +16,14 @@ from typing import Any
 from .protocol import Timeline
 
 PRECISIONS = MappingProxyType({"bfloat16": "bf16", "float32": "f32"})
-WEIGHTS = MappingProxyType({"bfloat16": "fp16", "float32": "fp32"})  # of the exported file
+WEIGHTS = MappingProxyType({"bfloat16": "fp16", "float32": "fp32"})  # dtype of the exported file
 
 
 class Worker:
-    """OpenVINO's side of a comparison."""
+    """Runs OpenVINO GenAI in a comparison."""
 
     def open(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Export the model if that has not been done yet, and load it."""
+        """Load the model; exports it first if there is no export yet."""
         precision = PRECISIONS[options["dtype"]]
         start = time.perf_counter()
         folder, exported = export(Path(options["model"]), options["dtype"], Path(options["cache"]))
@@ -60,7 +60,7 @@ class Worker:
         return config
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> Timeline:
-        """One `step` of the pipeline after the other."""
+        """Run and time single steps of the pipeline."""
         config = self._config(new_tokens)
         timeline = Timeline([new_tokens] * len(prompts))
         handles = [
@@ -77,7 +77,7 @@ class Worker:
         return timeline
 
     def offline(self, prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
-        """`generate` with everything at once."""
+        """Time `generate` with all requests."""
         outputs = self._pipeline.generate(
             [self._as_tensor(ids) for ids in prompts], [self._config(each) for each in new_tokens]
         )
@@ -90,7 +90,7 @@ class Worker:
 
 
 def export(model: Path, dtype: str, cache: Path) -> tuple[Path, bool]:
-    """The folder of the exported model, and whether it was made now."""
+    """The folder of the exported model, and whether it was exported by this call."""
     config = model / "config.json"
     name = f"{model.resolve().name}-{config.stat().st_mtime_ns:x}"
     folder = cache / "openvino" / f"{name}-{WEIGHTS[dtype]}"

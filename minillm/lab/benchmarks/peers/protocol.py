@@ -1,9 +1,12 @@
-"""How a benchmark talks with an engine in a process of its own: one JSON object per line.
+"""The protocol between a benchmark and an engine's process: one JSON object per line.
 
-Requests: ``{"do": "open", ...}`` answers with facts about the engine; ``{"do": "steps", "prompts":
-[[ids]], "new_tokens": n}`` with the time of every step; ``{"do": "offline", "prompts": ...,
-"new_tokens": [n, ...]}`` with the seconds of all together. Answers are ``{"ok": ...}`` or
-``{"error": sentence}``.
+Requests and their answers:
+
+* ``{"do": "open", ...}``: facts about the engine.
+* ``{"do": "steps", "prompts": [[ids]], "new_tokens": n}``: the time of every step.
+* ``{"do": "offline", "prompts": ..., "new_tokens": [n, ...]}``: the total seconds.
+
+An answer is ``{"ok": ...}`` or ``{"error": sentence}``.
 """
 
 import ctypes
@@ -19,10 +22,10 @@ PR_SET_PDEATHSIG = 1
 
 
 class Timeline:
-    """When each step of a batch ended, and what it brought.
+    """The end time and progress of each step of a batch.
 
-    A row is (seconds since the start, new tokens, sequences that have their first token,
-    sequences that are complete).
+    A row is (seconds since the start, new tokens, sequences that have their first token, complete
+    sequences).
     """
 
     def __init__(self, lengths: Sequence[int], clock: Callable[[], float] = time.perf_counter):
@@ -34,15 +37,15 @@ class Timeline:
 
     @property
     def done(self) -> bool:
-        """Whether every sequence has all its tokens."""
+        """Whether all sequences are complete."""
         return not any(self._left)
 
     def step(self, new: Iterable[tuple[int, int]]) -> None:
-        """A step ended that brought (sequence, tokens) pairs."""
+        """Record the end of a step that yielded (sequence, number of tokens) pairs."""
         now, count = self._clock() - self._start, 0
         for index, tokens in new:
             if tokens > self._left[index]:
-                raise RuntimeError(f"sequence {index} got more tokens than were asked for")
+                raise RuntimeError(f"sequence {index} got more tokens than requested")
             self._left[index] -= tokens
             self._started[index] |= tokens > 0
             count += tokens
@@ -52,20 +55,20 @@ class Timeline:
 
 
 class Engine(Protocol):
-    """What a file of this folder provides as ``Worker``."""
+    """The interface of the class ``Worker`` in each file of this folder."""
 
     def open(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Load the model; the answer says which version runs in which precision."""
+        """Load the model; returns the engine's version and its precisions."""
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> Timeline:
-        """Generate exactly so many tokens for each prompt, all together."""
+        """Generate `new_tokens` tokens for each prompt in one batch."""
 
     def offline(self, prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
-        """The same with a length per prompt, as the engine does it best by itself."""
+        """Generate with an output length per prompt, through the engine's usual offline API."""
 
 
 def serve(engine: Engine, requests: TextIO, answers: TextIO) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the end of the input."""
     for line in requests:
         try:
             answer: dict[str, Any] = {"ok": answer_to(engine, json.loads(line))}
@@ -77,7 +80,7 @@ def serve(engine: Engine, requests: TextIO, answers: TextIO) -> None:
 
 
 def answer_to(engine: Engine, request: dict[str, Any]) -> Any:
-    """Do what one request asks."""
+    """Execute one request."""
     start = time.perf_counter()
     what = request.pop("do")
     if what == "open":
@@ -88,17 +91,17 @@ def answer_to(engine: Engine, request: dict[str, Any]) -> Any:
     if what == "offline":
         facts = engine.offline(request["prompts"], request["new_tokens"])
         return {"seconds": time.perf_counter() - start, **facts}
-    raise ValueError(f"there is no request {what!r}")
+    raise ValueError(f"there is no request {what!r}; use open, steps or offline")
 
 
 def private_stdout() -> TextIO:
-    """The standard output for answers only: whatever libraries print goes to standard error."""
+    """A private copy of standard output for answers; all other output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers
 
 
 def end_with_parent() -> None:
-    """Ask Linux to end this process when its parent ends, however that happens."""
+    """On Linux, have the kernel end this process when its parent ends for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

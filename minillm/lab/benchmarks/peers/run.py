@@ -1,7 +1,7 @@
-"""``python run.py ENGINE``: serve one engine; ``python run.py ENGINE OPTIONS``: load it, print a
-line when the first token is there, and leave.
+"""``python run.py ENGINE`` serves an engine; ``python run.py ENGINE OPTIONS`` loads it, prints a
+line after the first token, and exits.
 
-It runs by its path, in an environment without minillm, so this folder is imported by itself.
+The script is started by its path in an environment without minillm.
 """
 
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> None:
-    """Serve, or show the first token of ``{"prompt": ids, ...options}``."""
+    """Serve requests, or generate the first token of ``{"prompt": ids, ...options}``."""
     folder = Path(__file__).resolve().parent
-    sys.path[0] = str(folder.parent)  # python put this folder there
+    sys.path[0] = str(folder.parent)  # replaces this folder, which Python put there
     protocol = import_module(f"{folder.name}.protocol")
     module = import_module(f"{folder.name}.{arguments[0]}_engine")
-    sys.path.pop(0)  # that other files there have names of the standard library must not matter
+    sys.path.pop(0)  # other files there have the names of standard modules
     protocol.end_with_parent()
     answers = protocol.private_stdout()
     if len(arguments) == 1:
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     engine.steps([prompt], 1)
     answers.write("first token\n")
     answers.flush()
-    os._exit(0)  # taking an engine down is not what is measured
+    os._exit(0)  # shutting the engine down is not part of the measurement
 
 
 if __name__ == "__main__":

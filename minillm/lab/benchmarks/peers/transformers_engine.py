@@ -1,14 +1,14 @@
-"""transformers' own `generate`: batches padded on the left, a contiguous KV cache."""
+"""transformers' `generate`: left-padded batches, a contiguous KV cache."""
 
 from typing import Any
 
 from .protocol import Timeline
 
-BATCH = 16  # of the offline work: rows that are computed together until the longest is complete
+BATCH = 16  # offline: rows of a static batch, which runs until the longest is complete
 
 
 class Worker:
-    """transformers' side of a comparison."""
+    """Runs transformers in a comparison."""
 
     def open(self, options: dict[str, Any]) -> dict[str, Any]:
         """Load the model."""
@@ -29,7 +29,7 @@ class Worker:
         }
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> Timeline:
-        """`generate`, asked after every step whether to go on."""
+        """Time the steps of `generate` through a stopping criterion, which is called after each."""
         timeline = Timeline([new_tokens] * len(prompts))
         self._generate(prompts, new_tokens, timeline)
         return timeline
@@ -56,8 +56,8 @@ class Worker:
         )
 
     def offline(self, prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
-        """Padded batches of requests of similar length; a token beyond a request's own does not
-        count."""
+        """Time padded batches of requests of similar length; tokens beyond a request's output
+        length are not counted."""
         order = sorted(range(len(prompts)), key=lambda index: new_tokens[index])
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]

@@ -1,4 +1,4 @@
-"""vLLM on a CPU, through `LLM`; single steps through the `LLMEngine` behind it."""
+"""vLLM on a CPU, through `LLM` and single steps of its `LLMEngine`."""
 
 import os
 import sys
@@ -11,13 +11,13 @@ GIB = 2**30
 
 
 class Worker:
-    """vLLM's side of a comparison."""
+    """Runs vLLM in a comparison."""
 
     def open(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Set the environment that vLLM reads when it is imported, and load."""
+        """Set the environment variables that vLLM reads at import, and load the model."""
         kv_gib = -(-options["kv_cache_bytes"] // GIB)
-        # Everything in this process: on two processors, the engine in a process of its own and the
-        # worker in a third, as is the default, take the processors from each other.
+        # Run everything in this process. By default the engine and the worker have a process each,
+        # which compete for the processors of a small machine.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ |= {
             "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
@@ -55,7 +55,7 @@ class Worker:
         )
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> Timeline:
-        """One `step` of the engine after the other."""
+        """Run and time single engine steps."""
         engine, params = self._llm.llm_engine, self._params(new_tokens)
         timeline = Timeline([new_tokens] * len(prompts))
         for index, ids in enumerate(prompts):
@@ -72,7 +72,7 @@ class Worker:
         return timeline
 
     def offline(self, prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
-        """`LLM.generate` with everything at once."""
+        """Time `LLM.generate` with all requests."""
         outputs = self._llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts],
             [self._params(count) for count in new_tokens],
@@ -87,7 +87,7 @@ def cores(threads: int) -> list[int]:
 
 
 def preload() -> None:
-    """Start again with Intel's OpenMP loaded first, as vLLM's documentation asks for."""
+    """Restart the process with Intel's OpenMP preloaded, as vLLM's documentation recommends."""
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     if library.exists() and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
         before = os.environ.get("LD_PRELOAD")

@@ -1,0 +1,116 @@
+"""The reading path of `minillm/README.md`: short, and complete without the files beside it."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.test_floors import GRAPH
+
+ROOT = Path(__file__).resolve().parent.parent
+RULES = tomllib.loads((ROOT / "tests" / "reading_path.toml").read_text("utf-8"))
+STEP = re.compile(
+    r"^\| (\d+) \| \[`([\w/]+\.py)`\]\(([\w/]+\.py)\) \| .+ \| (\d+) \| (\d+) \|$", re.M
+)
+LINES_PER_MINUTE = 50
+
+
+class Step(NamedTuple):
+    """One row of the table: its number, its file below `minillm/`, lines and minutes."""
+
+    number: int
+    file: str
+    lines: int
+    minutes: int
+
+
+def steps_of(page: str) -> list[Step]:
+    """The rows of the reading path, in order."""
+    return [
+        Step(int(number), file, int(lines), int(minutes))
+        for number, file, link, lines, minutes in STEP.findall(page)
+        if file == link
+    ]
+
+
+PAGE = (ROOT / "minillm" / "README.md").read_text("utf-8")
+STEPS = steps_of(PAGE)
+MODULES = ["minillm." + step.file.removesuffix(".py").replace("/", ".") for step in STEPS]
+
+
+def num_lines(file: str) -> int:
+    """Lines of a file below `minillm/`."""
+    return len((ROOT / "minillm" / file).read_text("utf-8").splitlines())
+
+
+def too_long(total: int, rules: dict[str, Any]) -> list[str]:
+    """What is wrong with a path of `total` lines."""
+    features, allowance = rules["features"], rules["allowance"]
+    wrong = [
+        f"{name} adds {lines} lines to the path; a feature may add {allowance}"
+        for name, lines in features.items()
+        if lines > allowance
+    ]
+    if total > (due := rules["base"] + sum(features.values())):
+        wrong.append(
+            f"the path has {total} lines; base and features of tests/reading_path.toml allow "
+            f"{due}: put what is new into a file beside the path, or name the feature there"
+        )
+    if total > rules["max_lines"]:
+        wrong.append(f"the path has {total} lines; the limit is {rules['max_lines']}")
+    return wrong
+
+
+def foreign(graph: dict[str, Any], modules: list[str], allowed: dict[str, str]) -> list[str]:
+    """Imports of the path's modules that lead neither to the path nor to a module named for it."""
+    return [
+        f"{module}:{line} imports {name}: read it on the path, or name it in reading_path.toml"
+        for module in modules
+        for name, line, _ in graph[module]
+        if name.split(".")[0] == "minillm" and name not in modules and name not in allowed
+    ]
+
+
+def test_the_table_is_read() -> None:
+    assert [step.number for step in STEPS] == list(range(1, len(STEPS) + 1))
+    assert 25 <= len(STEPS) <= 32
+    assert len(re.findall(r"^\| \d+ \| \[", PAGE, re.M)) == len(STEPS)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.file)
+def test_lines_and_minutes_are_those_of_the_file(step: Step) -> None:
+    lines = num_lines(step.file)
+    assert abs(step.lines - lines) <= max(5, lines // 20), f"{step.file} has {lines} lines"
+    assert step.minutes == max(1, round(step.lines / LINES_PER_MINUTE))
+
+
+def test_the_path_is_short() -> None:
+    assert too_long(sum(num_lines(step.file) for step in STEPS), RULES) == []
+
+
+def test_the_path_needs_few_other_files() -> None:
+    assert foreign(GRAPH, MODULES, RULES["imports"]) == []
+
+
+def test_every_named_import_is_one() -> None:
+    imported = {name for module in MODULES for name, *_ in GRAPH[module]}
+    assert set(RULES["imports"]) - imported == set()
+
+
+# The checks above are worth what they catch.
+
+
+def test_a_path_that_grew_is_noticed() -> None:
+    rules = {"max_lines": 4500, "base": 4000, "allowance": 40, "features": {"a": 40}}
+    assert too_long(4040, rules) == []
+    assert "allow 4040" in too_long(4041, rules)[0]
+    assert "a feature may add 40" in too_long(1, rules | {"features": {"a": 41}})[0]
+    assert "the limit is 4500" in too_long(4501, rules | {"base": 5000})[0]
+
+
+def test_an_import_off_the_path_is_noticed() -> None:
+    graph = {"minillm.a": [("minillm.b", 1, True), ("minillm.c", 2, False), ("torch", 3, True)]}
+    (found,) = foreign(graph, ["minillm.a"], {"minillm.c": "why"})
+    assert found.startswith("minillm.a:1 imports minillm.b")
