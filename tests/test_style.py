@@ -5,6 +5,7 @@ planted violations: a checker that finds nothing may be broken.
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,15 @@ KNOWS_CUDA = (
     "kernels/minillm_kernels/bench/",
 )
 
+# Words of old books and riddles: the subject of a sentence is the field's noun.
+RIDDLES = re.compile(
+    r"\b(whoever|whomever|nobody|somebody|anybody|lest|whence|thereof|dear|mend(?:s|ed|ing)?)\b"
+    r"|\bin vain\b|\bbehind 128\b|\bover the better\b",
+    re.IGNORECASE,
+)
+PAGES = ("*.md", "minillm/**/*.md", "kernels/**/*.md", "exercises/*.md", "notebooks/results/*.md")
+OTHER_PAGES = ("INSTRUCTOR.md",)  # for teachers: rewritten with the chapters
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Violations = Iterator[tuple[int, str]]  # line, what is wrong there
 
@@ -35,11 +45,12 @@ class Source:
     path: str
     lines: int
     tree: ast.Module
+    text: str
 
     @classmethod
     def parse(cls, path: str, text: str) -> "Source":
         """The source `text` as if it stood in the file `path`."""
-        return cls(path, text.count("\n"), ast.parse(text))
+        return cls(path, text.count("\n"), ast.parse(text), text)
 
 
 def calls(tree: ast.AST, name: str) -> list[ast.Call]:
@@ -225,6 +236,18 @@ def untyped(source: Source) -> Violations:
             yield node.lineno, f"{node.name} has untyped {', '.join(missing)}"
 
 
+def riddles(source: Source) -> Violations:
+    """Names, docstrings, comments and errors are in plain English."""
+    yield from hard_words(source.text)
+
+
+def hard_words(text: str) -> Violations:
+    """The lines of a text that have one of the words of `RIDDLES`."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := RIDDLES.search(line):
+            yield number, f"{found[0]!r}: name the request, block, step, process or reader"
+
+
 RULES = (
     prints,
     asserts,
@@ -234,6 +257,7 @@ RULES = (
     mutable_globals,
     undocumented,
     untyped,
+    riddles,
 )
 
 
@@ -246,7 +270,23 @@ def test_the_library_keeps(rule: Callable[[Source], Violations]) -> None:
     assert not broken, f"{rule.__doc__}\n" + "\n".join(broken)
 
 
+def test_the_pages_are_in_plain_english() -> None:
+    pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
+    assert len(pages) > 8
+    broken = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in pages
+        if path.name not in OTHER_PAGES
+        for line, what in hard_words(path.read_text("utf-8"))
+    ]
+    assert not broken, "\n".join(broken)
+
+
 PLANTED = [
+    (riddles, "'Whoever waits needs none.'"),
+    (riddles, "x = 1  # launched in vain"),
+    (riddles, "raise ConfigError('Nobody asked for it.')"),
+    (riddles, "'1 behind 128'"),
     (prints, "def f():\n    print(1)"),
     (asserts, "def f(x):\n    assert x > 0"),
     (too_long, "x = 1\n" * (MAX_FILE_LINES + 1)),
@@ -285,6 +325,7 @@ PLANTED = [
     (untyped, "class A:\n    def f(self):\n        pass"),
 ]
 ACCEPTED = [
+    (riddles, "vain = recommended = 'The amendment is behind 1280 tokens.'"),
     (prints, "def f():\n    pprint(1)"),
     (too_long, "x = 1\n" * MAX_FILE_LINES),
     (too_long, "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),

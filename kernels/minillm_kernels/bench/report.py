@@ -152,7 +152,7 @@ def slug(name: str) -> str:
 
 
 def write(report: Row, file: Path) -> None:
-    """Replace the file at once, so that nobody ever reads half of one. OSError if that fails."""
+    """Replace the file atomically. Raises OSError if that fails."""
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")
     try:

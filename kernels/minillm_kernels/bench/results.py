@@ -40,7 +40,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody else's implementation of the same: its timing, or why there is none."""
+    """Another implementation of the same operation: its timing, or why it has none."""
 
     name: str
     timing: Timing | None

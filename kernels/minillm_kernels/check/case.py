@@ -70,7 +70,7 @@ class Guarded:
 
 
 def poisoned(count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Memory that shows whoever reads it, or did not write it."""
+    """Poisoned memory: a kernel that reads it, or leaves it unwritten, has a wrong result."""
     value = math.nan if dtype.is_floating_point else -(2**30) - 7
     return torch.full((count,), value, dtype=dtype, device=device)
 

@@ -252,7 +252,7 @@ def call(
     table: Table | None = None,
     **attributes: Any,
 ) -> Callable[[], object]:
-    """A call at a model's sizes, on memory that nobody touches.
+    """A call at a model's sizes, on memory that is never accessed.
 
     `table` is another than the launcher's, on chips that have bulk copies.
     """

@@ -18,7 +18,7 @@ from minillm_kernels.paged_config import FEW
 # Small tiles, so that short sequences have many of them; "chosen" is what the launcher takes.
 FORMS = ("chosen", "swap", "rows", "descriptors")
 BLOCK_N = 32
-UNTOUCHED = 7.0  # in rows of the output that nobody may write; a NaN could come from the query
+UNTOUCHED = 7.0  # marks output rows that must stay unwritten; a NaN could come from the query
 
 
 @dataclass(frozen=True)

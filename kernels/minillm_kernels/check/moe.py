@@ -1,7 +1,7 @@
 """Cases of `moe.moe_experts`.
 
-An expert that nobody chose is NaN, and so is what lies between rows of x: a kernel that reads a
-wrong expert or behind the end of a row shows it.
+The weights of unused experts and the gaps between rows of x are NaN, so that a kernel that reads a
+wrong expert, or past the end of a row, has a wrong result.
 """
 
 import math
@@ -39,8 +39,8 @@ class Case:
     """One call.
 
     Attributes:
-        routing: "random"; "same": every token makes the first one's choices; "half": nobody
-            chooses the experts of the upper half.
+        routing: "random"; "same": every token has the experts of the first; "half": only
+            experts of the lower half are chosen.
         config: None leaves the choice to the launcher.
         gaps: rows of x and of the result are not contiguous.
         scale: of x; with 1e4 SiLU's exponential overflows.
@@ -211,7 +211,7 @@ NEW = (90, 100)
 def call(
     model: Sequence[int], num_tokens: int, dtype: torch.dtype, batch_invariant: bool = False
 ) -> Callable[[], object]:
-    """A call at a model's sizes, on memory that nobody touches."""
+    """A call at a model's sizes, on memory that is never accessed."""
 
     def run() -> Tensor:
         num_experts, top_k, d, intermediate = model

@@ -340,7 +340,7 @@ def _launch(
     num_sequences: int = 64,
     **options: Any,
 ) -> None:
-    """A call with these sizes on memory that nobody reads."""
+    """A call with these sizes, on memory that is never accessed."""
     q = torch.empty(num_sequences * query_len, num_heads, head_dim, dtype=dtype)
     k = torch.empty(64, num_kv_heads, block_size, head_dim, dtype=dtype)
     start = torch.empty(num_sequences + 1, dtype=torch.int32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minillm_kernels.check.case import normal
 
-SPARE = 3  # blocks that belong to nobody
+SPARE = 3  # blocks that belong to no sequence
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def paged(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, new memory is full of NaN: whoever reads a workspace must have written it."""
+    """New memory is filled with NaN, so that reading an unwritten workspace is noticed."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms imports a compiler
     try:

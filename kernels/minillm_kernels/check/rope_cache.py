@@ -44,7 +44,7 @@ class Case(ABC):
         """Raise Mismatch if the launcher of `kernels` is wrong."""
 
     def numbers(self, salt: int, shape: Sequence[int], device: str, scale: float = 1.0) -> Tensor:
-        """Random numbers between guard bands: whoever reads beside them gets NaN."""
+        """Random numbers between guard bands of NaN."""
         rng = generator(1000 * self.seed + salt)
         return surrounded(normal(rng, shape, self.dtype, device, scale))
 
@@ -111,7 +111,7 @@ class Write(Case):
 
     @property
     def num_blocks(self) -> int:
-        """Enough for every entry, and some that nobody writes."""
+        """Enough for every entry, and some that stay unwritten."""
         return -(-(self.rows - min(self.padding, 0)) // self.block_size) + 3
 
     def slot_mapping(self) -> Tensor:
