@@ -37,7 +37,7 @@ NO_LAWS: Mapping[int, Tensor | None] = MappingProxyType({})
 
 
 class DrawParams(NamedTuple):
-    """A request's sampling parameters, as a row of `Pack` (the sampling kernel's input) has them."""
+    """A request's sampling parameters, as a row of `Pack` (the kernel's input) has them."""
 
     floats: tuple[float, float, float]  # temperature (0 is greedy), min-p, top-p
     top_k: int  # 0 is off
