@@ -132,7 +132,7 @@ def test_no_cut_is_better():
 def test_arguments_of_experts():
     with pytest.raises(ConfigError, match="enable_expert_parallel is 1"):
         EngineArgs("tiny", enable_expert_parallel=1, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="which are 1; set one to 2"):
+    with pytest.raises(ConfigError, match="are 1; set one of them to 2"):
         EngineArgs("tiny", enable_expert_parallel=True)
     more = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
     with pytest.raises(ConfigError, match="a model with experts, which this"):
@@ -148,7 +148,7 @@ def test_arguments_of_a_pipeline():
     with pytest.raises(ConfigError, match="at most 7, the layers"):
         LLM("tiny", pipeline_parallel_size=8, distributed_executor_backend="threads")
     ngram = {"method": "ngram", "num_speculative_tokens": 2}
-    with pytest.raises(UnsupportedFeatureError, match="speculative_config: a draft follows"):
+    with pytest.raises(UnsupportedFeatureError, match="tokens that are still in the pipeline"):
         EngineArgs("tiny", pipeline_parallel_size=2, speculative_config=ngram)
 
 
