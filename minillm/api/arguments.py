@@ -17,7 +17,6 @@ from minillm.errors import ConfigError, UnsupportedFeatureError
 NOT_BUILT_YET = ("quantization", "kv_cache_dtype")  # known options that accept only their default
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
 REMOTE_BACKENDS = ("external", "ray")  # ranks are started outside this process
-MAX_SWAP_SPACE = 2**20  # GiB
 # vLLM's arguments without effect here: the accepted values, and the reason why others are not.
 FLAG = (True, False), "it may be True or False"
 IGNORED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(  # each gives a warning
@@ -142,7 +141,7 @@ class EngineArgs(CheckedArguments):
     """
 
     model: str | Path = checked(
-        MISSING, str | Path, "a name, a hub id or a folder", lambda model: bool(str(model))
+        MISSING, str | Path, "a name, a hub id or a folder", lambda m: m != ""
     )
     tokenizer: str | Path | None = checked(None, str | Path, "a folder or a name")
     dtype: str = choice("auto", "auto", *DTYPE_BYTES)
@@ -168,9 +167,7 @@ class EngineArgs(CheckedArguments):
         None, "hash", "radix", note=", and enable_prefix_caching=False turns it off"
     )
     enable_chunked_prefill: bool = flag(True)
-    swap_space: float = number(
-        0, 0, MAX_SWAP_SPACE, f"a number of GiB from 0 to {MAX_SWAP_SPACE:,}"
-    )
+    swap_space: float = number(0, 0, 2**20, "a number of GiB from 0 to 1,048,576")
     preemption_mode: str | None = choice(None, "recompute", "swap")
     scheduling_policy: str = checked("fcfs", str, "a name")  # the scheduler knows the names
     admission_policy: str = checked("watermark", str, "a name")
