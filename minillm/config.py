@@ -1,7 +1,8 @@
 """The architecture of a model as one frozen dataclass, `ModelConfig`.
 
 `models/families.py` creates it from a Hugging Face ``config.json`` of each model family (Llama,
-Qwen3, DeepSeek-V3, ...), and `models/presets.py` from constants.
+Qwen3, DeepSeek-V3, ...), and `models/presets.py` from the embedded ``config.json`` of a well-known
+model.
 """
 
 from dataclasses import dataclass

@@ -1,16 +1,17 @@
-"""Expert placement by load: ranks count what tokens choose, and experts move (EPLB; DeepSeek-AI,
-2024, 3.4).
+"""Expert placement by load: ranks count how often experts are chosen, and experts move (EPLB;
+DeepSeek-AI, 2024, 3.4).
 
     plan, rebalance=3   loads of the last steps --gather--> the same sums on all ranks
                         place(loads) ---------------------> the same placement; a hash is compared
                         an expert of each rank --gather---> ranks keep those that they need
 
-Only weights move. A router chooses experts by the ids of the checkpoint, before and after; then a
-table turns these into slots, which the ranks share like experts that never move.
+Only weights move. Routers choose experts by the ids of the checkpoint; a table maps ids to slots,
+which the ranks share like experts that never move.
 """
 
 import logging
 from collections.abc import Iterator
+from operator import ne
 from zlib import crc32
 
 import torch
@@ -25,20 +26,20 @@ from minillm.parallel.placement import Placement, place
 
 logger = logging.getLogger(__name__)
 
-PIECE = 2**22  # numbers of an expert that are sent at once
+PIECE = 2**22  # elements of an expert that are sent at once
 
 
 class BalancedExperts(nn.Module):
-    """A layer's experts, which may lie on several ranks and change their places.
+    """A layer's experts, which may have copies on several ranks and move between ranks.
 
     Args:
-        by_slot: computes what was chosen, where choices [N, k] are slots: those of rank 0 first.
-        held: this rank's experts, as `placement` says.
-        placement: where all experts lie now.
+        by_slot: computes the layer for slots [N, k] in place of expert ids; rank 0's come first.
+        held: this rank's experts.
+        placement: the current placement of all experts.
         communicator: of the ranks that have them.
         window_size: steps whose choices are counted.
-        first_row: the number of the first row of a batch. Ranks whose batches are different start
-            with different copies; the others must not.
+        first_row: number of the first row of a batch, which selects among copies. Equal on ranks
+            that have the same batch.
     """
 
     def __init__(
@@ -52,15 +53,14 @@ class BalancedExperts(nn.Module):
     ):
         super().__init__()
         self.by_slot, self.held, self.first_row = by_slot, held, first_row
-        self.communicator, self.version = communicator, 0
-        self.device = held.down.values().device
+        self.communicator, self.device = communicator, held.down.values().device
         shape = window_size, len(placement.copies)
         self._window = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        self._num_steps = 0
+        self._num_steps = self.version = 0
         self.use(placement)
 
     def use(self, placement: Placement) -> None:
-        """Send rows to where experts lie now."""
+        """Make `placement` the current one."""
         size, most = len(placement.slots[0]), max(map(len, placement.copies))
         table = [
             [rank * size + slot for rank, slot in each] + [-1] * (most - len(each))
@@ -76,28 +76,28 @@ class BalancedExperts(nn.Module):
         return self.by_slot(x, weights, self.slots(ids))
 
     def slots(self, ids: Tensor) -> Tensor:
-        """[N, k] -> [N, k]. Of an expert with several copies each row takes one, by its number."""
+        """Ids [N, k] -> slots [N, k]; the number of a row selects among an expert's copies."""
         rows = torch.arange(self.first_row, self.first_row + len(ids), device=ids.device)
         return self._table[ids, rows[:, None] % self._counts[ids]]
 
     def count(self, ids: Tensor) -> None:
-        """A step chose these experts."""
+        """Count the expert ids of a step."""
         step, chosen = self._window[self._num_steps % len(self._window)], ids.flatten()
         step.zero_().index_add_(0, chosen, torch.ones_like(chosen, dtype=step.dtype))
         self._num_steps += 1
 
     def loads(self) -> Tensor:
-        """How often this rank's tokens chose each expert in the last steps: [E]"""
+        """How often this rank's tokens chose each expert within the window: [E]"""
         return self._window.sum(0)
 
     def better(self, loads: list[int]) -> Placement:
-        """The placement for these loads, or the one of now where that is as even."""
+        """The placement for these loads, or the current one where that is as balanced."""
         now = self.placement
         found = place(loads, len(now.slots), now.num_slots - len(loads))
         return found.settled(now) if found.balance(loads) > now.balance(loads) else now
 
     def move(self, placement: Placement) -> None:
-        """Bring weights to where they are to lie; a matrix of one layer is held twice at most."""
+        """Exchange weights until they lie as in `placement`; copies one matrix at a time."""
         for matrix in (self.held.gate_up, self.held.down):
             for each in (*matrix.parameters(recurse=False), *matrix.buffers(recurse=False)):
                 rows = each.view(len(placement.slots[0]), -1)
@@ -106,7 +106,7 @@ class BalancedExperts(nn.Module):
 
 
 def balance_experts(model: Decoder, placement: Placement, place: Place, window_size: int) -> None:
-    """Let a rank's loaded and connected layers count what is chosen, and change their places."""
+    """Make the experts of a rank's loaded and connected layers count their loads and move."""
     communicator, first_row = place.experts or place.communicator, place.copy
     for layer in list(model.modules()):
         if isinstance(layer, MoE):
@@ -116,8 +116,8 @@ def balance_experts(model: Decoder, placement: Placement, place: Place, window_s
 
 
 def move(own: Tensor, now: Placement, to: Placement, communicator: Communicator) -> None:
-    """Exchange rows of the ranks' tensors `own` [slots, n], as experts lie `now`, until they lie
-    as in `to`. In each turn every rank sends one row that others need."""
+    """Exchange rows of the ranks' tensors `own` [slots, n] from placement `now` to `to`. In each
+    turn every rank sends one row that others need."""
     rank = communicator.rank
     pairs = zip(now.slots[rank], to.slots[rank], strict=True)
     come = [slot for slot, (old, new) in enumerate(pairs) if old != new]
@@ -135,18 +135,18 @@ def move(own: Tensor, now: Placement, to: Placement, communicator: Communicator)
 
 
 def turns(sent: list[list[int]]) -> Iterator[list[int]]:
-    """The slot that each rank sends, turn by turn; slot 0 of a rank that has no more to send."""
+    """The slot that each rank sends, turn by turn; a rank that has sent all sends slot 0."""
     for turn in range(max(map(len, sent))):
         yield [each[turn] if turn < len(each) else 0 for each in sent]
 
 
 @torch.inference_mode()
 def rebalance(model: nn.Module, version: int) -> None:
-    """Place the experts of a rank's layers by their loads, as placement number `version`. All
-    ranks of a stage do this before they compute the same plan.
+    """Place the experts of a rank's layers by their loads, as placement number `version`. All ranks
+    of a group do this before the same plan.
 
     Raises:
-        EngineDeadError: the ranks have not placed them alike.
+        EngineDeadError: the placements of the ranks differ.
     """
     layers = [each for each in model.modules() if isinstance(each, BalancedExperts)]
     if not layers:
@@ -168,8 +168,7 @@ def rebalance(model: nn.Module, version: int) -> None:
 
 
 def check_placements(told: list[list[int]], version: int) -> None:
-    """EngineDeadError unless all ranks have placed experts alike, and as often as the driver
-    says."""
+    """EngineDeadError unless all ranks have the same placement and the driver's version."""
     for rank, each in enumerate(told):
         if each != [version, told[0][1]]:
             raise EngineDeadError(
@@ -179,22 +178,19 @@ def check_placements(told: list[list[int]], version: int) -> None:
 
 
 def report(now: list[Placement], found: list[Placement], loads: list[list[int]]) -> None:
-    """Log how even the ranks' loads were, and how even the same loads are from now on."""
+    """Log how balanced these loads were, and how balanced they are in the new placements."""
     before, after = (
         sum(each.balance(load) for each, load in zip(some, loads, strict=True)) / len(loads)
         for some in (now, found)
     )
-    pairs = [
-        pair
-        for old, new in zip(now, found, strict=True)
-        for held in zip(old.slots, new.slots, strict=True)
-        for pair in zip(*held, strict=True)
-    ]
+    old, new = (
+        [slot for each in some for held in each.slots for slot in held] for some in (now, found)
+    )
     logger.info(
         "Experts are placed by load: mean over largest load of a rank %.2f before, %.2f now; %d of "
         "%d slots have another expert.",
         before,
         after,
-        sum(old != new for old, new in pairs),
-        len(pairs),
+        sum(map(ne, old, new)),
+        len(old),
     )

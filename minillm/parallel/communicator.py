@@ -1,27 +1,29 @@
-"""What the ranks of a group say to each other: sums, gathers and exchanges, in rank order.
+"""Collective calls of a group of ranks: sum, gather and all-to-all, with results in rank order.
 
     rank 0   [ part 0 ] --+                        +--> part 0 + part 1 + ...  on every rank
     rank 1   [ part 1 ] --+-- exchange: all parts --+
-    rank n-1 [ ...    ] --+                        +--> the same bits everywhere
+    rank n-1 [ ...    ] --+                        +--> the same bits on every rank
 
-A sum adds the parts as a balanced tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), in float32, and
-rounds once: so all ranks get the same bits, and a row gets the same bits whatever stands beside it.
-A ring would give neither (issue B9 of the parallelism notes: libraries start each chunk at another
-rank). Ranks that bring subtrees of one tree get its bits, however many they are (`fixed_sums`). A
-kind of communicator is one method, `exchange`; some bring a faster `add_up`.
+A sum adds the parts as a balanced tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), in float32 and
+rounds once. All ranks get the same bits, and the bits of a row do not depend on the rest of the
+batch; a ring all-reduce guarantees neither, because it starts each chunk at another rank. Ranks
+whose parts are subtrees of one tree get its bits for any number of ranks (`fixed_sums`).
+
+A transport implements `exchange`; `add_up` and `distribute` may be overridden with faster versions.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from threading import Barrier, BrokenBarrierError
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minillm.errors import MinillmError
 
-PATIENCE = 60.0  # seconds that a rank waits for the others
+PATIENCE = 60.0  # seconds that a call waits for the other ranks
 
 
 class CommunicationError(MinillmError):
@@ -29,7 +31,7 @@ class CommunicationError(MinillmError):
 
 
 class Traffic(NamedTuple):
-    """What a rank has asked for: calls, and the bytes that it brought to them."""
+    """Calls of one rank, and the bytes that it contributed to them."""
 
     calls: int
     num_bytes: int
@@ -42,50 +44,43 @@ class Communicator:
         self.rank, self.size = rank, size
         self._calls: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self.seconds = 0.0  # in calls, most of them waiting for others
+        self.seconds = 0.0  # spent in calls, mostly waiting for other ranks
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of the parts of all ranks, in place and returned. Any shape and float dtype."""
-        self._count("sum", part)
-        start = perf_counter()
-        self.add_up(part)
-        self.seconds += perf_counter() - start
+        """All-reduce, in place: returns `part`, of any shape and float dtype."""
+        self._count("sum", part, part.nbytes)
+        self._timed(self.add_up, part)
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """The parts of all ranks, which have one shape: [..] -> [size, ..], in rank order."""
-        self._count("gather", part)
-        start = perf_counter()
-        parts = self.exchange(part)
-        self.seconds += perf_counter() - start
-        return parts
+        """All-gather of parts of equal shape: [..] -> [size, ..], in rank order."""
+        self._count("gather", part, part.nbytes)
+        found: Tensor = self._timed(self.exchange, part)
+        return found
 
     def all_to_all(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send each rank some rows, and receive those for this one.
+        """Send different rows to each rank, and receive this rank's rows.
 
         Args:
             rows: [M, w], those for rank 0 first.
-            counts: int64 [size, size] on the host: how many rows each rank (row) sends to each
-                (column); the same on all ranks.
+            counts: int64 [size, size] on the host, equal on all ranks: `counts[i, j]` rows go from
+                rank i to rank j.
 
         Returns:
             [R, w], those of rank 0 first.
         """
         others = len(rows) - int(counts[self.rank, self.rank])
-        self._count("all_to_all", rows, others * rows[:0].element_size() * rows.shape[1])
-        start = perf_counter()
-        received = self.distribute(rows, counts)
-        self.seconds += perf_counter() - start
-        return received
+        self._count("all_to_all", rows, others * rows.element_size() * rows.shape[1])
+        found: Tensor = self._timed(self.distribute, rows, counts)
+        return found
 
     def add_up(self, part: Tensor) -> None:
-        """What `sum` does to the part, uncounted."""
+        """The transport of `sum`, in place."""
         part.copy_(tree_sum(self.exchange(part)))
 
     def distribute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What `all_to_all` returns, uncounted. Here all ranks see all rows."""
-        sent = counts.sum(1)
-        padded = rows.new_zeros((int(sent.max()), rows.shape[1]))
+        """The transport of `all_to_all`; this default sends all rows to all ranks."""
+        padded = rows.new_zeros((int(counts.sum(1).max()), rows.shape[1]))
         if not len(padded):
             return rows
         padded[: len(rows)] = rows
@@ -94,14 +89,14 @@ class Communicator:
         return torch.cat([part[end - count : end] for part, end, count in own])
 
     def exchange(self, part: Tensor) -> Tensor:
-        """What `gather` returns, uncounted."""
+        """The transport of `gather`: [..] -> [size, ..], any dtype."""
         raise NotImplementedError
 
     def abort(self) -> None:
-        """This rank has failed: the calls in which others wait for it raise."""
+        """Make pending and later calls of the other ranks raise, after a failure of this rank."""
 
     def close(self) -> None:
-        """Give back what the group needs of the system. Closing twice is fine."""
+        """Release system resources. Idempotent."""
 
     @property
     def traffic(self) -> dict[str, Traffic]:
@@ -109,46 +104,51 @@ class Communicator:
         return {name: Traffic(calls, self._bytes[name]) for name, calls in self._calls.items()}
 
     def forget_traffic(self) -> None:
-        """Count from 0."""
+        """Reset the counters of `traffic`."""
         self._calls.clear()
         self._bytes.clear()
 
     def stopped(self) -> CommunicationError:
-        """Another rank has failed; its own error says why."""
+        """The error for a failure of another rank, which reports the cause itself."""
         return CommunicationError(
             f"Rank {self.rank} of {self.size} stopped, because another rank has failed, has ended, "
             "or does not answer."
         )
 
     def waited(self, seconds: float, missing: Sequence[int]) -> CommunicationError:
-        """Ranks did not arrive; `missing` says which, where that is known."""
+        """The error for a timeout; `missing` lists the absent ranks, where known."""
         names = " and ".join(f"rank {each}" for each in missing) or "the other ranks"
         return CommunicationError(
             f"Rank {self.rank} of {self.size} waited {seconds:g} s for {names}."
         )
 
     def unequal(self, parts: Sequence[object]) -> CommunicationError:
-        """Ranks have brought different parts to a call; `parts` says what each brought."""
+        """The error for calls that differ between ranks; `parts` describes each rank's call."""
         return CommunicationError(
             f"Rank {self.rank} of {self.size} found that the parts of the ranks differ: "
             f"{', '.join(map(str, parts))}."
         )
 
-    def _count(self, name: str, part: Tensor, num_bytes: int | None = None) -> None:
-        if not part.is_contiguous():  # gloo would add the wrong bytes, without an error
+    def _count(self, name: str, part: Tensor, num_bytes: int) -> None:
+        if not part.is_contiguous():  # transports send the memory as it is
             raise ValueError(
                 f"The communicator got a tensor of shape {list(part.shape)} that is not "
                 "contiguous; give it a contiguous one."
             )
         self._calls[name] += 1
-        self._bytes[name] += part.nbytes if num_bytes is None else num_bytes
+        self._bytes[name] += num_bytes
+
+    def _timed(self, transport: Callable[..., Any], *given: Tensor) -> Any:
+        start = perf_counter()
+        found = transport(*given)
+        self.seconds += perf_counter() - start
+        return found
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """The sum over the first dimension in float32: neighbours are added, then their sums, until one
-    is left; a last one without a neighbour waits for the next round."""
-    wide = torch.promote_types(parts.dtype, torch.float32)
-    left = [each.to(wide) for each in parts]
+    """Sum over the first dimension in float32 (or wider), as a balanced tree: neighbours are added
+    in each round; an odd last one moves to the next round."""
+    left = list(parts.to(torch.promote_types(parts.dtype, torch.float32)))
     while len(left) > 1:
         pairs = [a + b for a, b in zip(left[::2], left[1::2], strict=False)]
         left = pairs + left[2 * len(pairs) :]
@@ -156,7 +156,7 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 
 class Alone(Communicator):
-    """The only rank: nothing is sent."""
+    """A group of one rank."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -164,3 +164,39 @@ class Alone(Communicator):
     def exchange(self, part: Tensor) -> Tensor:
         """[..] -> [1, ..]"""
         return torch.stack([part])
+
+
+class ThreadGroup:
+    """A group whose ranks are threads of this process: one slot per rank, and a barrier."""
+
+    def __init__(self, size: int, patience: float = PATIENCE):
+        self.parts: list[Tensor | None] = [None] * size
+        self.barrier = Barrier(size, timeout=patience)
+
+    def communicators(self) -> list["ThreadCommunicator"]:
+        """One for each thread."""
+        return [ThreadCommunicator(rank, self) for rank in range(len(self.parts))]
+
+
+class ThreadCommunicator(Communicator):
+    """One rank of a `ThreadGroup`."""
+
+    def __init__(self, rank: int, group: ThreadGroup):
+        super().__init__(rank, len(group.parts))
+        self._group = group
+
+    def exchange(self, part: Tensor) -> Tensor:
+        """[..] -> [size, ..]"""
+        group = self._group
+        group.parts[self.rank] = part
+        try:
+            group.barrier.wait()
+            parts = torch.stack([each for each in group.parts if each is not None])
+            group.barrier.wait()  # all ranks have read the parts before one overwrites its own
+        except BrokenBarrierError:
+            raise self.stopped() from None
+        return parts
+
+    def abort(self) -> None:
+        """Break the barrier."""
+        self._group.barrier.abort()

@@ -4,53 +4,81 @@
                          +--> rank 1: forward, sample -->         hash
                               |____ sums, gathers ____|
 
-Ranks have no opinions: the same plan, the same logits and the same noise give the same tokens. Each
-returns a hash of its tokens, so that a rank that has gone astray is noticed in the same step. With
-several stages the last one chooses, and the others learn its tokens from a later plan.
+Ranks decide nothing: the same plan, logits and noise give the same tokens. Each rank returns a hash
+of its tokens, so that a rank that diverges is detected in the same step. With several stages the
+last one samples; the others learn its tokens from a later plan.
 """
 
+import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple
 from functools import partial
 from hashlib import blake2b
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from minillm.errors import EngineDeadError, MinillmError, in_one_line
 from minillm.execution.executor import Capacity
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.runner import Runner
-from minillm.execution.wire import plan_from_bytes, plan_to_bytes
+from minillm.execution.wire import (
+    plan_from_bytes,
+    plan_to_bytes,
+    result_from_bytes,
+    result_to_bytes,
+)
 from minillm.parallel.balance import rebalance
 from minillm.parallel.communicator import CommunicationError
-from minillm.parallel.place import Place
+from minillm.parallel.place import Place, Topology
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import RankTime
 
 T = TypeVar("T")
 Build = Callable[[Place], Runner]
+ANSWER = struct.Struct(">dd16s")  # seconds of a step, those spent communicating, hash of its tokens
+# What is merged of the copies' results, whose sequences have different numbers.
+MERGED = ("token_ids", "logprobs", "prompt_logprobs", "errors", "suspect", "num_drafted")
+
+
+class Answer(NamedTuple):
+    """What a rank returns for a plan. Only the first rank of the last stage returns the result;
+    that of the others is empty."""
+
+    time: RankTime
+    hash: str
+    result: StepResult
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        head = ANSWER.pack(self.time.seconds, self.time.communicating, self.hash.encode())
+        return head + result_to_bytes(self.result)
+
+    @classmethod
+    def from_bytes(cls, rank: int, data: bytes) -> "Answer":
+        """The inverse of `to_bytes`."""
+        seconds, communicating, found = ANSWER.unpack_from(data)
+        time = RankTime(rank, seconds, communicating)
+        return cls(time, found.decode(), result_from_bytes(data[ANSWER.size :]))
 
 
 def token_hash(result: StepResult) -> str:
-    """64 bits that say which tokens a rank chose, for which sequences."""
+    """A 64-bit hash of the tokens of all sequences."""
     chosen = sorted(result.token_ids.items())
     return blake2b(repr(chosen).encode(), digest_size=8).hexdigest()
 
 
-def carried_out(data: bytes, runner: Runner, place: Place) -> tuple[StepResult, RankTime]:
-    """What a rank makes of a plan, and how long it takes."""
+def carried_out(data: bytes, runner: Runner, place: Place) -> Answer:
+    """Execute one plan on one rank."""
     start, before = perf_counter(), place.seconds
     plan = plan_from_bytes(data)
     if plan.rebalance:
         rebalance(runner.model, plan.rebalance)
     result = runner.execute(plan)
-    return result, RankTime(place.rank, perf_counter() - start, place.seconds - before)
-
-
-def smallest(capacities: Sequence[Capacity]) -> Capacity:
-    """What all ranks have: a plan that uses more would overwrite memory on one of them."""
-    return Capacity(*map(min, zip(*map(astuple, capacities), strict=True)))
+    time = RankTime(place.rank, perf_counter() - start, place.seconds - before)
+    tells = place.stage.is_last and not place.split.rank
+    return Answer(time, token_hash(result), result if tells else StepResult())
 
 
 def check_agreement(hashes: Sequence[str]) -> None:
@@ -63,76 +91,94 @@ def check_agreement(hashes: Sequence[str]) -> None:
             )
 
 
-class Stages:
-    """The plans and results of `num_copies` of a model, each of `count` stages of `size` ranks, and
-    what the first stages have to learn. Before every `step_interval`-th plan, experts are placed
-    anew."""
+class Ranks:
+    """Distributes plans to ranks and joins their answers; the ranks are threads or processes.
 
-    def __init__(self, size: int, count: int, num_copies: int = 1, step_interval: int = 0):
-        self.size, self.count, self.num_copies = size, count, num_copies
-        self.step_interval, self._num_plans = step_interval, 0
+    With several stages, it adds to each plan the tokens that earlier stages have not seen. Before
+    every `step_interval`-th plan, experts are placed anew.
+    """
+
+    def __init__(self, topology: Topology, step_interval: int = 0):
+        self.topology, self.step_interval = topology, step_interval
+        self._capacities: Sequence[Capacity] = ()
+        self._num_plans = 0
         self._learned: dict[int, list[int]] = {}
 
-    @property
-    def num_ranks(self) -> int:
-        """Of all copies."""
-        return self.size * self.count * self.num_copies
+    def capacity(self) -> Capacity:
+        """What the smallest rank has: a plan that uses more would overwrite its memory."""
+        return Capacity(*map(min, zip(*map(astuple, self._capacities), strict=True)))
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a step on all ranks."""
+        answers = self._execute(self.bodies(plan))
+        flight = Flight()
+
+        def read() -> None:
+            flight.result = self.joined(plan, answers())
+
+        flight.reads.append(read)
+        return flight
+
+    def reset(self) -> None:
+        """Forget all sequences: after the launched steps, before later ones."""
+        self._learned = {}
+
+    def stats(self) -> dict[str, int]:
+        """Bytes of all ranks together."""
+        total: Counter[str] = Counter()
+        for each in self._stats():
+            total.update(each)
+        return dict(total)
 
     def bodies(self, plan: StepPlan) -> list[bytes]:
-        """A plan for each rank: that of its copy, and what it has to learn."""
-        self.teach(plan)
+        """The plan of each rank, which is that of its copy."""
+        if self.topology.num_stages > 1:
+            plan.learned, self._learned = self._learned, {}
         number, rest = divmod(self._num_plans, self.step_interval or 2**63)
         self._num_plans += 1
         for each in plan.shares or [plan]:
             each.rebalance = 0 if rest else number
         bodies = [plan_to_bytes(each) for each in plan.shares or [plan]]
-        return [body for body in bodies for _ in range(self.num_ranks // len(bodies))]
+        return [body for body in bodies for _ in range(self.topology.num_ranks // len(bodies))]
 
-    def last(self, answers: Sequence[T]) -> list[Sequence[T]]:
-        """Those of the last stage of each copy."""
-        each = self.size * self.count
-        ends = range(each, self.num_ranks + 1, each)
-        return [answers[end - self.size : end] for end in ends]
+    def joined(self, plan: StepPlan, answers: Sequence[Answer]) -> StepResult:
+        """The result of a step: that of the last stage, or those of all copies.
 
-    def teach(self, plan: StepPlan) -> None:
-        """Put into a plan the tokens that were chosen since the last one."""
-        if self.count > 1:
-            plan.learned, self._learned = self._learned, {}
+        Raises:
+            EngineDeadError: ranks chose different tokens.
+        """
+        size, each = self.topology.size, len(answers) // self.topology.num_copies
+        copies = [answers[end - size : end] for end in range(each, len(answers) + 1, each)]
+        for last_stage in copies:
+            check_agreement([answer.hash for answer in last_stage])
+        joined, *others = [last_stage[0].result for last_stage in copies]
+        for other in others:
+            for name in MERGED:
+                getattr(joined, name).update(getattr(other, name))
+        joined.ranks = [answer.time for answer in answers]
+        self.note(plan, joined)
+        return joined
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
-        """A step's tokens are here."""
-        for row in plan.rows if self.count > 1 else ():
+        """Remember a step's tokens for the next plan."""
+        for row in plan.rows if self.topology.num_stages > 1 else ():
             own = result.token_ids[row.seq_id][:1] if row.num_logits else []
             self._learned[row.seq_id] = [token for token in own if token is not None]
 
-    def forget(self) -> None:
-        """No sequence is known any more."""
-        self._learned = {}
+    def _execute(self, bodies: Sequence[bytes]) -> Callable[[], list[Answer]]:
+        """Send each rank its plan; the returned function waits for the answers."""
+        raise NotImplementedError
+
+    def _stats(self) -> list[dict[str, int]]:
+        raise NotImplementedError
 
 
-def together(results: Sequence[StepResult]) -> StepResult:
-    """What came out of a joint step, whose sequences have different numbers in each copy."""
-    first, *others = results
-    for each in others:
-        for name in (
-            "token_ids",
-            "logprobs",
-            "prompt_logprobs",
-            "errors",
-            "suspect",
-            "num_drafted",
-        ):
-            getattr(first, name).update(getattr(each, name))
-    return first
-
-
-class RankThreads:
-    """Ranks that are threads of this process; for tests and experiments."""
+class RankThreads(Ranks):
+    """Ranks that are threads of this process, for tests and experiments."""
 
     def __init__(self, places: Sequence[Place], build: Build, step_interval: int = 0):
-        self.places = places
-        last = places[-1]
-        self._stages = Stages(last.split.size, last.stage.count, last.copy + 1, step_interval)
+        self.places, last = places, places[-1]
+        super().__init__(Topology(last.split.size, last.stage.count, last.copy + 1), step_interval)
         self._pools = [
             ThreadPoolExecutor(1, thread_name_prefix=f"minillm-rank-{each.rank}") for each in places
         ]
@@ -140,47 +186,18 @@ class RankThreads:
         self.runners: list[Runner] = []
         try:
             self.runners = self._on_all([partial(build, each) for each in places])
+            self._capacities = [each.capacity() for each in self.runners]
         except BaseException:
             self.close()
             raise
 
-    def capacity(self) -> Capacity:
-        """What the smallest rank has."""
-        return smallest([each.capacity() for each in self.runners])
-
-    def launch(self, plan: StepPlan) -> Flight:
-        """Start a step on all ranks."""
-        ranks = zip(self._stages.bodies(plan), self.runners, self.places, strict=True)
-        futures = self._submit([partial(carried_out, *rank) for rank in ranks])
-        flight = Flight()
-
-        def read() -> None:
-            results, times = zip(*self._wait(futures), strict=True)
-            copies = self._stages.last(results)
-            for each in copies:
-                check_agreement([token_hash(result) for result in each])
-            flight.result = together([each[0] for each in copies])
-            flight.result.ranks = list(times)
-            self._stages.note(plan, flight.result)
-
-        flight.reads.append(read)
-        return flight
-
     def reset(self) -> None:
         """Forget all sequences."""
-        self._stages.forget()
+        super().reset()
         self._on_all([each.reset for each in self.runners])
 
-    def stats(self) -> dict[str, int]:
-        """Bytes of all ranks together."""
-        found: dict[str, int] = {}
-        for each in self._on_all([each.stats for each in self.runners]):
-            for name, value in each.items():
-                found[name] = found.get(name, 0) + value
-        return found
-
     def close(self) -> None:
-        """End the threads. Closing twice is fine."""
+        """End the threads. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             for each in self.places:
@@ -188,6 +205,13 @@ class RankThreads:
             for pool in self._pools:
                 pool.shutdown()
             self.runners = []
+
+    def _execute(self, bodies: Sequence[bytes]) -> Callable[[], list[Answer]]:
+        ranks = zip(bodies, self.runners, self.places, strict=True)
+        return partial(self._wait, self._submit([partial(carried_out, *rank) for rank in ranks]))
+
+    def _stats(self) -> list[dict[str, int]]:
+        return self._on_all([each.stats for each in self.runners])
 
     def _on_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         return self._wait(self._submit(calls))
@@ -198,29 +222,21 @@ class RankThreads:
 
     @staticmethod
     def _wait(futures: Sequence[Future[T]]) -> list[T]:
-        """The results of all, or the error of the rank that failed first: the others' errors say
-        only that it did."""
+        """The results of all ranks, or the error of the rank that failed first: the others raise
+        CommunicationError because of it."""
         errors = [each.exception() for each in futures]
         for rank, error in enumerate(errors):
-            if isinstance(error, MinillmError) and not isinstance(error, CommunicationError):
-                raise error  # says what is wrong with the model or the arguments
-            if error is not None and not isinstance(error, CommunicationError):
-                raise RankError(rank, len(futures), error) from error
-        for error in errors:
-            if error is not None:
-                raise error
+            if error is None or isinstance(error, CommunicationError):
+                continue
+            if isinstance(error, MinillmError):
+                raise error  # about the model or the arguments
+            size = len(futures)
+            raise EngineDeadError(f"Rank {rank} of {size} failed: {in_one_line(error)}") from error
         return [each.result() for each in futures]
 
 
-class RankError(EngineDeadError):
-    """What went wrong on one rank."""
-
-    def __init__(self, rank: int, size: int, error: BaseException):
-        super().__init__(f"Rank {rank} of {size} failed: {in_one_line(error)}")
-
-
 def guarded(place: Place, call: Callable[[], T]) -> T:
-    """Call it; if it fails, the other ranks do not wait for this one."""
+    """Call it; if it raises, abort the other ranks' calls that wait for this one."""
     try:
         return call()
     except BaseException:

@@ -1,4 +1,4 @@
-"""What tells two copies of a checkpoint apart, without reading all of it."""
+"""Fingerprints of checkpoints: whether two nodes have the same one, without reading all of it."""
 
 import json
 import socket
@@ -14,8 +14,8 @@ MOST_HEADER = 100 << 20  # bytes, which is also safetensors' limit
 
 
 def fingerprint(source: ModelSource, load_format: str = "auto") -> dict[str, str]:
-    """Short hashes of the configuration, of the tensors' names, shapes and dtypes, and of the sizes
-    and ends of all files. Random weights have the first only."""
+    """Short hashes: of the configuration; of the tensors' names, shapes and dtypes; of the sizes,
+    beginnings and ends of all files. Random weights have the first only."""
     found = {"config": short(repr(source.config).encode())}
     if source.folder is None or load_format == "dummy":
         return found
@@ -37,29 +37,26 @@ def fingerprint(source: ModelSource, load_format: str = "auto") -> dict[str, str
 
 
 def header(path: Path) -> dict[str, Any]:
-    """Names, dtypes, shapes and places of a file's tensors; nothing of one that is damaged, which
-    the loader refuses in its own words."""
+    """Names, dtypes, shapes and offsets of a file's tensors. A damaged header, which the loader
+    reports, is hashed."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         data = file.read(min(size, MOST_HEADER))
     try:
-        found = json.loads(data)
-    except ValueError:
+        return {name: each for name, each in json.loads(data).items() if name != "__metadata__"}
+    except (ValueError, AttributeError):
         return {path.name: short(data)}
-    if not isinstance(found, dict):
-        return {path.name: short(data)}
-    return {name: each for name, each in found.items() if name != "__metadata__"}
 
 
 def short(data: bytes) -> str:
-    """Enough of a hash to tell two apart."""
+    """The first 48 bits of a hash."""
     return sha256(data).hexdigest()[:12]
 
 
 def check_fingerprint(
     theirs: dict[str, str], mine: dict[str, str], node: str, where: str, what: str = "model"
 ) -> None:
-    """CheckpointError where this node's copy is not that of the driver's node."""
+    """CheckpointError where this node's copy differs from that of the driver's node."""
     names = [name for name in theirs | mine if theirs.get(name) != mine.get(name)]
     if names:
         here = " and ".join(f"{name} {mine.get(name, 'missing')}" for name in names)

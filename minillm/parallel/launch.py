@@ -1,23 +1,24 @@
-"""Starting ranks: threads of this process, or processes of their own."""
+"""Starts the ranks of an engine: threads or processes of this machine, nodes, or Ray actors."""
 
 import logging
 import os
+from dataclasses import replace
 
 import torch
 
 from minillm.api.engine_args import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.execution.executor import Executor
-from minillm.execution.runner import Runner
 from minillm.models.checkpoint import ModelSource, weight_files
 from minillm.parallel import processes
+from minillm.parallel.communicator import PATIENCE
 from minillm.parallel.executor import RankThreads
 from minillm.parallel.groups import Groups
 from minillm.parallel.messages import SetUp
-from minillm.parallel.place import Place, thread_places
+from minillm.parallel.place import Topology, thread_places
 from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank import build_rank
-from minillm.parallel.threads import PATIENCE
+from minillm.parallel.rank_process import Rank, start
 from minillm.plan import machine
 from minillm.plan.cost import MemoryPlan
 from minillm.speculative.setup import DraftSource
@@ -32,79 +33,64 @@ def open_ranks(
     device: torch.device,
     draft: DraftSource | None,
 ) -> Executor:
-    """The ranks of an engine, each over the blocks of the plan."""
-    parts = args, source, plan, device, draft
-    if args.distributed_executor_backend == "threads":
-        return open_threads(*parts)
-    if args.distributed_executor_backend == "external":
+    """The ranks of an engine, each with the blocks of the plan."""
+    level = logging.getLogger("minillm").getEffectiveLevel()
+    set_up = SetUp(0, args, source, plan, str(device), draft, {}, level)
+    backend = args.distributed_executor_backend
+    if backend == "threads":
+        return open_threads(set_up)
+    if device.type != "cpu":
+        raise UnsupportedFeatureError(
+            f"Ranks that are processes compute on the CPU in this version, not on {device}; use "
+            "device='cpu'."
+        )
+    if backend == "external":
         from minillm.parallel.nodes import open_nodes
 
-        return open_nodes(*parts)
-    if args.distributed_executor_backend == "ray":
+        return open_nodes(set_up)
+    if backend == "ray":
         from minillm.parallel.ray_ranks import open_ray
 
-        return open_ray(*parts)
-    return open_processes(*parts)
+        return open_ray(set_up)
+    return open_processes(set_up)
 
 
-def open_threads(
-    args: EngineArgs,
-    source: ModelSource,
-    plan: MemoryPlan,
-    device: torch.device,
-    draft: DraftSource | None,
-) -> Executor:
+def open_threads(set_up: SetUp) -> RankThreads:
     """Ranks that are threads of this process."""
-
-    def build(place: Place) -> Runner:
-        return build_rank(args, source, plan, device, place, draft)
-
-    sizes = args.tensor_parallel_size, args.pipeline_parallel_size
-    copies = args.data_parallel_size, args.enable_expert_parallel
-    places = thread_places(*sizes, PATIENCE, *copies)
-    return RankThreads(places, build, args.step_interval)
+    args, topology = set_up.args, Topology.of(set_up.args)
+    copies = topology.num_copies, topology.share_experts
+    places = thread_places(topology.size, topology.num_stages, PATIENCE, *copies)
+    return RankThreads(places, lambda place: build_rank(set_up, place), args.step_interval)
 
 
-def open_processes(
-    args: EngineArgs,
-    source: ModelSource,
-    plan: MemoryPlan,
-    device: torch.device,
-    draft: DraftSource | None,
-) -> Executor:
+def open_processes(set_up: SetUp) -> RankProcesses:
     """Ranks that are processes of this machine."""
     if os.name != "posix":
         raise UnsupportedFeatureError(
             "Ranks that are processes need Linux or macOS; on this system use "
             "distributed_executor_backend='threads'."
         )
-    if device.type != "cpu":
-        raise UnsupportedFeatureError(
-            f"Ranks that are processes compute on the CPU in this version, not on {device}; use "
-            "device='cpu'."
-        )
-    for each in (source, draft.source if draft else source):
-        weight_files(each)  # fetched once, and not by every rank
-    sizes = args.tensor_parallel_size, args.pipeline_parallel_size
-    size, level = args.num_ranks, logging.getLogger("minillm").getEffectiveLevel()
-    patience = processes.STEP_PATIENCE
-    # The driver waits longer than the ranks for each other: these say which of them is missing.
-    copies = args.data_parallel_size, args.enable_expert_parallel
-    group = Groups(*sizes, 0.8 * patience, *copies)
+    for each in set_up.sources.values():
+        weight_files(each)  # downloaded once, before the ranks read them
+    topology = Topology.of(set_up.args)
+    group = Groups(topology, processes.CALL_PATIENCE * processes.STEP_PATIENCE)
     try:
-        set_ups = [
-            SetUp(rank, size, args, source, plan, str(device), draft, group.of(rank), level)
-            for rank in range(size)
-        ]
-        return RankProcesses(set_ups, group, environment(size), patience)
+        variables = environment(topology.num_ranks)
+
+        def spawn(rank: int) -> Rank:
+            return start(rank, group.fds_of(rank), variables)
+
+        every = range(topology.num_ranks)
+        set_ups = [replace(set_up, rank=rank, group=group.of(rank)) for rank in every]
+        return RankProcesses(set_ups, spawn, group.close)
     except BaseException:
         group.close()
         raise
 
 
 def environment(size: int) -> dict[str, str]:
-    """Of each rank: this process's, with an equal share of the processors, unless the user has set
-    a number of threads."""
+    """That of each rank: this process's, and an equal share of the processors as OMP_NUM_THREADS
+    unless it is set."""
     processors = machine.cpu_count()
     if size > processors:
         logger.warning(

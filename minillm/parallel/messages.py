@@ -1,11 +1,11 @@
-"""What the driver and its ranks say to each other, and its form: frames of JSON over a socket.
+"""The protocol between the driver and its ranks: framed messages over a socket.
 
     driver --> rank    SET_UP, PLAN, RESET, STATS, CLOSE
     rank --> driver    DONE: the answer to one of these, with its number
-                       NOTE: what it is doing, LOG: a line for the log, ERROR: its last words
+                       NOTE: what the rank is doing, LOG: a log record, ERROR: why the rank ends
 
-No pickle: reading a message runs no code. Engine arguments, memory plan and draft model travel as
-plain data, and are checked again where they are built.
+Nothing is pickled, so reading a message runs no code: bodies are JSON, or the plans and results of
+`execution/wire.py`. Arguments are validated again where they are rebuilt.
 """
 
 import json
@@ -25,11 +25,10 @@ from minillm.plan.cost import BatchFit, MemoryPlan, PlanSettings
 from minillm.speculative.setup import DraftSource, speculation_of
 
 HEADER = struct.Struct(">IBI")  # bytes of the body, kind, number
-TIMES = struct.Struct(">dd")  # seconds of a step, and those in which a rank communicated
 
 
 class Kind(IntEnum):
-    """What a message is about."""
+    """The kind of a message."""
 
     SET_UP = 1
     PLAN = 2
@@ -44,7 +43,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """A kind, the number of the order that it is or answers, and JSON."""
+    """A message; `number` is that of the order that it is or answers."""
 
     kind: Kind
     number: int
@@ -52,17 +51,17 @@ class Message:
 
     @property
     def plain(self) -> Any:
-        """What the body says."""
+        """The body of a NOTE, LOG or ERROR."""
         return json.loads(self.body)
 
     @property
     def frame(self) -> bytes:
-        """As it is sent."""
+        """The bytes that are sent."""
         return HEADER.pack(len(self.body), self.kind, self.number) + self.body
 
 
 class Frames:
-    """Bytes as they arrive become messages."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -88,77 +87,74 @@ class Channel:
         self._socket, self._lock, self._frames = connection, Lock(), Frames()
 
     def send(self, kind: Kind, body: bytes = b"", number: int = 0) -> None:
-        """Send all of it."""
+        """Send a message."""
         with self._lock:
             self._socket.sendall(Message(kind, number, body).frame)
 
     def messages(self) -> Iterator[Message]:
-        """What the driver says, until it is gone."""
+        """The driver's messages, until it closes the socket."""
         while data := self._socket.recv(1 << 16):
             yield from self._frames.add(data)
 
 
-# ---- what a rank is to build -------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SetUp:
-    """All that a rank has to know."""
+    """Everything from which a rank builds its part of the engine.
+
+    Attributes:
+        rank: its number.
+        args, source, plan, device, draft: those of the engine, equal on all ranks.
+        group: its connections to the other ranks, as plain data.
+        log_level: of the logger "minillm".
+        fingerprint: of the models, for ranks on other machines.
+    """
 
     rank: int
-    size: int
     args: EngineArgs
     source: ModelSource
     plan: MemoryPlan
     device: str
     draft: DraftSource | None
-    group: dict[str, Any]  # how the ranks reach each other: `groups.py`
+    group: dict[str, Any]
     log_level: int
-    fingerprint: dict[str, Any] | None = None  # of the models, for ranks on other machines
+    fingerprint: dict[str, Any] | None = None
+
+    @property
+    def sources(self) -> dict[str, ModelSource]:
+        """The models that a rank loads, by what they are."""
+        return {"model": self.source} | ({"draft": self.draft.source} if self.draft else {})
 
     def to_bytes(self) -> bytes:
-        """JSON."""
-        return json.dumps(
-            {
-                "rank": self.rank,
-                "size": self.size,
-                "args": args_to_plain(self.args),
-                "source": source_to_plain(self.source),
-                "plan": asdict(self.plan),
-                "device": self.device,
-                "draft": self.draft
-                and {"source": source_to_plain(self.draft.source), "context": self.draft.context},
-                "group": self.group,
-                "log_level": self.log_level,
-                "fingerprint": self.fingerprint,
-            }
-        ).encode()
+        """As JSON."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain["args"] = args_to_plain(self.args)
+        plain["source"] = source_to_plain(self.source)
+        plain["plan"] = asdict(self.plan)
+        if self.draft is not None:
+            source = source_to_plain(self.draft.source)
+            plain["draft"] = {"source": source, "context": self.draft.context}
+        return json.dumps(plain).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "SetUp":
-        """What `to_bytes` wrote. Opens the models' folders."""
-        given = json.loads(data)
-        draft = given["draft"]
-        return cls(
-            **given
-            | {
-                "args": EngineArgs(**given["args"]),
-                "source": source_from_plain(**given["source"]),
-                "plan": plan_from_plain(given["plan"]),
-                "draft": draft
-                and DraftSource(source_from_plain(**draft["source"]), draft["context"]),
-            }
-        )
+        """The inverse of `to_bytes`. Opens the models' folders."""
+        plain = json.loads(data)
+        plain["args"] = EngineArgs(**plain["args"])
+        plain["source"] = source_from_plain(**plain["source"])
+        plain["plan"] = plan_from_plain(plain["plan"])
+        if draft := plain["draft"]:
+            plain["draft"] = DraftSource(source_from_plain(**draft["source"]), draft["context"])
+        return cls(**plain)
 
 
 def args_to_plain(args: EngineArgs) -> dict[str, Any]:
-    """Engine arguments that are not the defaults.
+    """Engine arguments that differ from the defaults.
 
     Raises:
-        UnsupportedFeatureError: an object that cannot be sent.
+        UnsupportedFeatureError: a proposer is an object, which cannot be sent.
     """
     plain: dict[str, Any] = {}
-    for each in fields(EngineArgs):  # those of an `AsyncEngineArgs` stay in the driver
+    for each in fields(EngineArgs):  # without those of the subclass `AsyncEngineArgs`
         value = getattr(args, each.name)
         if value is None or value == each.default:
             continue
@@ -177,18 +173,18 @@ def args_to_plain(args: EngineArgs) -> dict[str, Any]:
 
 
 def source_to_plain(source: ModelSource) -> dict[str, Any]:
-    """Where a model is, so that another process opens the same."""
+    """Where a model is."""
     where = source.name if source.folder is None else str(source.folder.absolute())
     return {"name": source.name, "where": where, "hub_id": source.hub_id}
 
 
 def source_from_plain(name: str, where: str, hub_id: str | None) -> ModelSource:
-    """The model, opened again: the same commit, where it is from a hub."""
+    """The same model; `where` names the same commit of a model from a hub."""
     return replace(open_model(where), name=name, hub_id=hub_id)
 
 
 def plan_from_plain(plain: dict[str, Any]) -> MemoryPlan:
-    """A memory plan out of its ``asdict``."""
+    """The inverse of ``asdict``."""
     more = {
         "settings": PlanSettings(**plain["settings"]),
         "combinations": tuple(BatchFit(**each) for each in plain["combinations"]),

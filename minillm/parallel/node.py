@@ -1,25 +1,29 @@
-"""A rank that connects to a driver on another machine, and then lives as other ranks do."""
+"""A rank that connects to a driver on another machine, and to the other ranks.
+
+Each rank listens at an address that the driver passes on. Of two ranks the one with the higher
+number connects; the name of the link includes the engine, which keeps ranks of two engines apart.
+"""
 
 import json
 import os
-import select
 import socket
 import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
+from time import monotonic
 from typing import Any
 
 from minillm.errors import CheckpointError, ConfigError, ModelNotFoundError, NodeError
 from minillm.parallel.fingerprint import check_fingerprint, fingerprint
-from minillm.parallel.listener import Listener, connect, interface_address
-from minillm.parallel.meeting import Meeting
+from minillm.parallel.handshake import MOST, Listener, connect, interface_address
 from minillm.parallel.messages import Channel, SetUp
-from minillm.parallel.sockets import hang_up
-from minillm.parallel.worker import serve
+from minillm.parallel.place import Place, Topology
+from minillm.parallel.worker import serve, wait_for_end
 
 PATIENCE = 60.0  # seconds in which the driver has to answer
+START_PATIENCE = 300.0  # seconds in which the other ranks connect
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -43,31 +47,32 @@ def serve_rank(
     Args:
         address: host:port of the driver.
         secret: the same on all nodes.
-        host_here: interface at which the other ranks connect to this one; the one that leads to the
-            driver if None.
-        number: of this rank; the driver chooses if None.
-        model: where this node has the model, if not where the driver has it.
+        host_here: interface at which the other ranks connect to this one; by default the one that
+            leads to the driver.
+        number: of this rank; by default the driver chooses.
+        model: folder of the model on this node, if it differs from the driver's.
         patience: seconds in which the driver has to answer.
 
     Raises:
-        NodeError: no driver, no trust, other versions, or the driver ended.
-        MinillmError: what else the rank failed of; the driver reports it too.
+        NodeError: the driver does not answer, fails the handshake, or has ended.
+        MinillmError: any other failure of the rank, which the driver reports too.
     """
     host, port = split_address(address)
-    here = interface_address(host_here) if host_here else way_to(host, port)
-    listener = Listener(here, 0, secret)
+    listener = Listener(
+        interface_address(host_here) if host_here else way_to(host, port), 0, secret
+    )
     meeting = Meeting(listener, secret)
     try:
         more = {"rank": number, "address": listener.address}
         arrival = connect(host, port, secret, patience, host_here, **more)
-        channel = Channel(arrival.connection)
         done = Event()
         Thread(target=watch, args=(arrival.connection, address, done), daemon=True).start()
         with arrival.connection:
-            error = serve(channel, partial(read_set_up, model=model), meeting.join)
+            read = partial(read_set_up, model=model)
+            error = serve(Channel(arrival.connection), read, meeting.join)
             done.set()
             with suppress(OSError):
-                arrival.connection.shutdown(socket.SHUT_RDWR)  # close alone leaves it to `watch`
+                arrival.connection.shutdown(socket.SHUT_RDWR)  # `watch` still holds it
     finally:
         meeting.close()
     if isinstance(error, StopIteration | ConnectionError):
@@ -77,7 +82,7 @@ def serve_rank(
 
 
 def way_to(host: str, port: int) -> str:
-    """This machine's address on the way to another; nothing is sent."""
+    """This machine's address on the route to another; nothing is sent."""
     try:
         kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
@@ -92,10 +97,8 @@ def way_to(host: str, port: int) -> str:
 
 def watch(connection: socket.socket, address: str, done: Event) -> None:
     """End this process when the driver has ended, also in the middle of a step."""
-    poll = select.poll()
-    poll.register(connection, hang_up())
     with suppress(OSError, ValueError):  # closed here
-        poll.poll()
+        wait_for_end(connection)
         if done.is_set():
             return
         with suppress(OSError):
@@ -105,9 +108,9 @@ def watch(connection: socket.socket, address: str, done: Event) -> None:
 
 
 def read_set_up(data: bytes, model: str | None) -> SetUp:
-    """What the driver says, with the models where this node has them.
+    """The driver's first message, with the models where this node has them.
 
-    Raises CheckpointError where they are not there, or differ.
+    Raises CheckpointError where they are missing or differ.
     """
     given = json.loads(data)
     sources = {"model": given["source"]}
@@ -127,8 +130,42 @@ def read_set_up(data: bytes, model: str | None) -> SetUp:
             f"Node {socket.gethostname()} does not have the model of node {node}: {error} Copy it "
             "to the same place, or name its folder with `minillm node --model`."
         ) from None
-    for what, each in sources.items():
-        source = set_up.draft.source if what == "draft" and set_up.draft else set_up.source
+    for what, source in set_up.sources.items():
         mine = fingerprint(source, set_up.args.load_format)
-        check_fingerprint(prints[what], mine, node, each["where"], what)
+        check_fingerprint(prints[what], mine, node, sources[what]["where"], what)
     return set_up
+
+
+class Meeting:
+    """A rank's connections to the other ranks; `listener` is its own."""
+
+    def __init__(self, listener: Listener, secret: bytes):
+        self._listener, self._secret = listener, secret
+        self._arrived: dict[str, socket.socket] = {}
+
+    def join(self, plain: dict[str, Any]) -> Place:
+        """This rank's place, by the `group` of its `SetUp`. Raises NodeError."""
+        topology, link = Topology(**plain["topology"]), partial(self._link, plain)
+        return topology.place_of_process(plain["rank"], plain["patience"], link)
+
+    def _link(self, plain: dict[str, Any], other: int) -> socket.socket:
+        me, end = plain["rank"], monotonic() + START_PATIENCE
+        name = f"{plain['engine']} {min(me, other)}-{max(me, other)}"
+        if other < me:
+            host, port = plain["addresses"][other]
+            here = self._listener.address[0]
+            return connect(host, port, self._secret, START_PATIENCE, here, link=name).connection
+        while name not in self._arrived:
+            if (found := self._listener.next(end - monotonic())) is None:
+                raise NodeError(
+                    f"Rank {me} waited {START_PATIENCE:g} s for rank {other} to connect to it; "
+                    "see that all nodes reach each other."
+                )
+            self._arrived[str(found.hello.get("link"))[:MOST]] = found.connection
+        return self._arrived.pop(name)
+
+    def close(self) -> None:
+        """Close the listener and unused connections. Idempotent."""
+        self._listener.close()
+        for each in self._arrived.values():
+            each.close()

@@ -1,48 +1,37 @@
-"""Ranks on several machines, as the driver sees them: they connect, and then serve as others do."""
+"""Ranks on several machines, on the driver's side: they connect, and then serve as others do."""
 
 import logging
 import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from secrets import token_hex
 from time import monotonic
 from typing import Any
 
-import torch
-
-from minillm.api.engine_args import EngineArgs
-from minillm.errors import ConfigError, NodeError, UnsupportedFeatureError
-from minillm.execution.executor import Executor
-from minillm.models.checkpoint import ModelSource, weight_files
+from minillm.errors import ConfigError, NodeError
+from minillm.models.checkpoint import weight_files
 from minillm.parallel import processes
 from minillm.parallel.fingerprint import fingerprint
-from minillm.parallel.handshake import read_secret
-from minillm.parallel.listener import Arrival, Listener
-from minillm.parallel.meeting import NodeGroups
+from minillm.parallel.handshake import Arrival, Listener, read_secret
 from minillm.parallel.messages import SetUp
+from minillm.parallel.place import Topology
 from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank_process import Elsewhere, Rank
-from minillm.plan.cost import MemoryPlan
-from minillm.speculative.setup import DraftSource
 
 logger = logging.getLogger(__name__)
 PATIENCE = 600.0  # seconds in which all ranks connect
-LOOK = 0.2  # seconds between two looks at those who start them
+LOOK = 0.2  # seconds between checks of the ranks' launcher
 TORCHRUN_KEY = "minillm/address"
 
 
-def open_nodes(
-    args: EngineArgs,
-    source: ModelSource,
-    plan: MemoryPlan,
-    device: torch.device,
-    draft: DraftSource | None,
-) -> Executor:
-    """Ranks that others start: `minillm node`, torchrun."""
-    check_device(device)
+def open_nodes(set_up: SetUp) -> RankProcesses:
+    """Ranks that are started by `minillm node` or torchrun."""
+    args = set_up.args
     check_torchrun(args.num_ranks)
-    secret = read_secret()
-    listener = Listener(args.master_addr, args.master_port, secret)
+    listener = Listener(args.master_addr, args.master_port, read_secret())
     try:
         where = f"{listener.address[0]}:{listener.address[1]}"
         is_known = args.master_port or torchrun_store() is not None
@@ -50,63 +39,48 @@ def open_nodes(
         text = "Waiting for %d ranks at %s; start each with `minillm node --connect %s`."
         logger.log(level, text, args.num_ranks, where, where)
         publish(where)
-        ranks, addresses = gather(listener, args.num_ranks)
+        arrived = gather(listener, args.num_ranks)
     finally:
         listener.close()
-    return serve(ranks, addresses, args, source, plan, device, draft)
-
-
-def check_device(device: torch.device) -> None:
-    """UnsupportedFeatureError for another one than the CPU."""
-    if device.type != "cpu":
-        raise UnsupportedFeatureError(
-            f"Ranks on other machines compute on the CPU in this version, not on {device}; use "
-            "device='cpu'."
-        )
+    return serve(set_up, arrived)
 
 
 def serve(
-    ranks: list[Rank],
-    addresses: list[Any],
-    args: EngineArgs,
-    source: ModelSource,
-    plan: MemoryPlan,
-    device: torch.device,
-    draft: DraftSource | None,
-    release: Callable[[], None] = lambda: None,
+    set_up: SetUp, arrived: list[Arrival], release: Callable[[], None] = lambda: None
 ) -> RankProcesses:
-    """The executor of ranks that have arrived; `release` is called when they have ended."""
-    level, patience = logging.getLogger("minillm").getEffectiveLevel(), processes.STEP_PATIENCE
-    sizes = args.tensor_parallel_size, args.pipeline_parallel_size
-    copies = args.data_parallel_size, args.enable_expert_parallel
-    group = NodeGroups(addresses, *sizes, 0.8 * patience, *copies)
-    group.release = release
-    models = {"model": source} | ({"draft": draft.source} if draft else {})
+    """The executor of ranks that have connected; `release` is called when they have ended."""
+    group = {
+        "topology": asdict(Topology.of(set_up.args)),
+        "patience": processes.CALL_PATIENCE * processes.STEP_PATIENCE,
+        "engine": token_hex(8),  # keeps the ranks of two engines apart
+        "addresses": [each.hello["address"] for each in arrived],
+    }
+
+    def spawn(rank: int) -> Rank:
+        link, node = arrived[rank].connection, str(arrived[rank].hello["node"])
+        return Rank(rank, Elsewhere(link), link, None, node=node)
+
     try:
-        for each in models.values():
-            weight_files(each)
-        found = {name: fingerprint(each, args.load_format) for name, each in models.items()}
-        prints = found | {"node": socket.gethostname()}
+        prints: dict[str, Any] = {"node": socket.gethostname()}
+        for name, source in set_up.sources.items():
+            weight_files(source)
+            prints[name] = fingerprint(source, set_up.args.load_format)
         set_ups = [
-            SetUp(n, len(ranks), args, source, plan, str(device), draft, group.of(n), level, prints)
-            for n in range(len(ranks))
+            replace(set_up, rank=rank, group=group | {"rank": rank}, fingerprint=prints)
+            for rank in range(len(arrived))
         ]
-        return RankProcesses(set_ups, group, {}, patience, ranks)
+        return RankProcesses(set_ups, spawn, release)
     except BaseException:
-        for rank in ranks:
-            rank.connection.close()
+        for each in arrived:
+            each.connection.close()
         raise
 
 
-def gather(
-    listener: Listener, size: int, look: Callable[[], None] = lambda: None
-) -> tuple[list[Rank], list[Any]]:
-    """All ranks, and where each of them listens. `look` raises if one of them cannot come.
-
-    Ranks that say no number get the next one, node by node.
+def gather(listener: Listener, size: int, look: Callable[[], None] = lambda: None) -> list[Arrival]:
+    """All ranks in their order. `look` is called regularly, and raises if a rank cannot come.
 
     Raises:
-        NodeError: they did not arrive, or two have the same number.
+        NodeError: ranks did not connect in time, or two have the same number.
     """
     arrived: list[Arrival] = []
     end = monotonic() + PATIENCE
@@ -119,20 +93,15 @@ def gather(
                 logger.info("%d of %d ranks have arrived, the last from %s", count, size, name)
             elif monotonic() > end:
                 raise NodeError(too_few(listener, arrived, size))
-        arrived = in_order(arrived)
+        return in_order(arrived)
     except BaseException:
         for each in arrived:
             each.connection.close()
         raise
-    ranks = [
-        Rank(n, Elsewhere(each.connection), each.connection, None, node=str(each.hello["node"]))
-        for n, each in enumerate(arrived)
-    ]
-    return ranks, [each.hello["address"] for each in arrived]
 
 
 def too_few(listener: Listener, arrived: list[Arrival], size: int) -> str:
-    """A sentence on which ranks are there."""
+    """The message for ranks that did not connect."""
     names = ", ".join(str(each.hello.get("node")) for each in arrived)
     host, port = listener.address
     return (
@@ -143,7 +112,7 @@ def too_few(listener: Listener, arrived: list[Arrival], size: int) -> str:
 
 
 def in_order(arrived: list[Arrival]) -> list[Arrival]:
-    """By the numbers that ranks say; else those of a node together."""
+    """By the numbers that ranks give; without numbers, node by node."""
     numbers = [each.hello.get("rank") for each in arrived]
     if all(each is None for each in numbers):
         nodes = [each.hello.get("node") for each in arrived]
@@ -160,11 +129,9 @@ def in_order(arrived: list[Arrival]) -> list[Arrival]:
 
 
 def torchrun_store() -> Any:
-    """That of torchrun on its first node, or None outside of torchrun."""
+    """The store of torchrun on its first node; None outside of torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    from datetime import timedelta
-
     from torch.distributed import TCPStore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -182,15 +149,15 @@ def check_torchrun(size: int) -> None:
 
 
 def publish(where: str) -> None:
-    """Tell the ranks of torchrun where the driver listens. They trust nobody for that: the
-    handshake follows."""
+    """Tell the ranks of torchrun the driver's address. The store is not trusted: the handshake
+    authenticates both ends."""
     with suppress(RuntimeError):
         if (store := torchrun_store()) is not None:
             store.set(TORCHRUN_KEY, where)
 
 
 def published() -> str:
-    """Where the driver listens, once it does.
+    """The driver's address, once it is known.
 
     Raises NodeError outside of torchrun, or if no driver starts.
     """

@@ -1,4 +1,4 @@
-"""From one stage of a pipeline to the next: activations, in the order of the plans."""
+"""One-way links between neighbouring pipeline stages: activations, in the order of the plans."""
 
 import socket
 from contextlib import suppress
@@ -10,98 +10,82 @@ import torch
 from torch import Tensor
 
 from minillm.parallel.communicator import CommunicationError, Traffic
+from minillm.parallel.sockets import view
 
 
 class Pipe:
-    """One end of a one-way connection between the same ranks of neighbouring stages."""
+    """A link between the same share of neighbouring stages, which are threads and share this
+    object. `patience` is the number of seconds that the receiver waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 0.0) -> None:
+        self.patience = patience
         self.calls = self.num_bytes = 0
-        self.seconds = 0.0  # in which a receiver has waited
+        self.seconds = 0.0  # spent waiting in `receive`
+        self._queue: SimpleQueue[Tensor | None] = SimpleQueue()
 
     @property
     def traffic(self) -> Traffic:
-        """What went through this end."""
+        """Calls and bytes of this end."""
         return Traffic(self.calls, self.num_bytes)
 
     def send(self, x: Tensor) -> None:
-        """Hand [N, d] on; the receiver may be several plans behind."""
-        self._count(x)
-        self.put(x)
+        """Send a copy of [N, d] without waiting; the receiver may be several plans behind, and
+        counts it."""
+        self._queue.put(x.clone())
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The oldest tensor that was not received, which has this shape and dtype."""
+        """The oldest tensor not yet received, of this shape and dtype.
+
+        Raises:
+            CommunicationError: nothing comes in time, or the sender has failed.
+        """
         start = perf_counter()
         x = self.get(shape, dtype)
         self.seconds += perf_counter() - start
         self._count(x)
         return x
 
-    def put(self, x: Tensor) -> None:
-        """Send without counting."""
-        raise NotImplementedError
-
     def get(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Receive without counting."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """This end has failed: a receiver that waits raises."""
-
-    def close(self) -> None:
-        """Give back what the connection needs of the system. Closing twice is fine."""
-
-    def _count(self, x: Tensor) -> None:
-        self.calls += 1
-        self.num_bytes += x.nbytes
-
-
-class ThreadPipe(Pipe):
-    """Between two threads, which share this object."""
-
-    def __init__(self, patience: float):
-        super().__init__()
-        self.patience = patience
-        self._queue: SimpleQueue[Tensor | None] = SimpleQueue()
-
-    def send(self, x: Tensor) -> None:
-        """Counted once, by the receiver."""
-        self.put(x)
-
-    def put(self, x: Tensor) -> None:
-        """A copy: the sender's memory may be used again."""
-        self._queue.put(x.clone())
-
-    def get(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Raises CommunicationError where nothing comes, or the sender has failed."""
+        """The transport of `receive`."""
         try:
             x = self._queue.get(timeout=self.patience)
         except Empty:
-            raise CommunicationError(
-                f"Nothing came from the stage before in {self.patience:g} seconds."
-            ) from None
+            raise self.late() from None
         if x is None:
             self.abort()  # for the next call
             raise CommunicationError("The stage before has failed.")
         return x
 
     def abort(self) -> None:
-        """Whoever receives gets an error."""
+        """Make the receiver raise, after a failure of the sender."""
         self._queue.put(None)
+
+    def close(self) -> None:
+        """Release system resources. Idempotent."""
+
+    def late(self) -> CommunicationError:
+        """The error for a timeout."""
+        return CommunicationError(
+            f"Nothing came from the stage before in {self.patience:g} seconds."
+        )
+
+    def _count(self, x: Tensor) -> None:
+        self.calls += 1
+        self.num_bytes += x.nbytes
 
 
 class SocketPipe(Pipe):
-    """Between two processes: one end of a socket. A thread sends, so that a stage does not wait for
-    the next one to take what it has computed."""
+    """One end of a link between two processes. A thread sends, so that a stage does not wait for
+    the next one to receive."""
 
     def __init__(self, end: socket.socket, patience: float):
-        super().__init__()
-        self._socket, self.patience = end, patience
-        self._queue: SimpleQueue[Tensor | None] = SimpleQueue()
+        super().__init__(patience)
+        self._socket = end
         self._sender: Thread | None = None
 
-    def put(self, x: Tensor) -> None:
-        """A copy: the sender's memory may be used again."""
+    def send(self, x: Tensor) -> None:
+        """Queue a copy for the sending thread."""
+        self._count(x)
         if self._sender is None:
             self._socket.settimeout(None)
             self._sender = Thread(target=self._send_all, name="minillm-pipe", daemon=True)
@@ -109,17 +93,15 @@ class SocketPipe(Pipe):
         self._queue.put(x.detach().to("cpu", copy=True).contiguous())
 
     def get(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Raises CommunicationError where nothing comes, or the sender has ended."""
+        """On the CPU."""
         x = torch.empty(shape, dtype=dtype)
-        rest = memoryview(x.view(torch.uint8).numpy().reshape(-1))  # type: ignore[arg-type]
+        rest = view(x)
         self._socket.settimeout(self.patience)
         while len(rest):
             try:
                 count = self._socket.recv_into(rest)
             except TimeoutError:
-                raise CommunicationError(
-                    f"Nothing came from the stage before in {self.patience:g} seconds."
-                ) from None
+                raise self.late() from None
             except OSError as error:
                 raise CommunicationError(f"The stage before is gone: {error}.") from None
             if not count:
@@ -128,7 +110,7 @@ class SocketPipe(Pipe):
         return x
 
     def abort(self) -> None:
-        """The other end sees the end of the stream."""
+        """End the stream."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -141,6 +123,6 @@ class SocketPipe(Pipe):
     def _send_all(self) -> None:
         while (x := self._queue.get()) is not None:
             try:
-                self._socket.sendall(memoryview(x.view(torch.uint8).numpy().reshape(-1)))  # type: ignore[arg-type]
+                self._socket.sendall(view(x))
             except OSError:  # the next stage is gone, which the driver notices
                 return

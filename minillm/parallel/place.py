@@ -1,33 +1,44 @@
-"""Where a rank stands: its stage of the pipeline, its share of the stage's layers, its neighbours.
+"""The position of a rank: its pipeline stage, its share of the stage's layers, its connections.
 
 tp 2, pp 2         stage 0                     stage 1
 share 0            rank 0 -------- pipe -----> rank 2
                      |  sums, gathers            |
 share 1            rank 1 -------- pipe -----> rank 3
 
-With data parallelism each copy of the model has such ranks; rank 0 of the copies exchange the rows
-of experts, where these are shared.
+With data parallelism there is one rank per copy of the model; where copies share their experts, all
+copies form one group that exchanges the experts' rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from socket import socket
 
-from minillm.parallel.communicator import Alone, Communicator, Traffic
-from minillm.parallel.pipes import Pipe, ThreadPipe
+from minillm.api.engine_args import EngineArgs
+from minillm.parallel.communicator import PATIENCE, Alone, Communicator, ThreadGroup, Traffic
+from minillm.parallel.pipes import Pipe, SocketPipe
+from minillm.parallel.shared_memory import SharedMemoryCommunicator
+from minillm.parallel.sockets import SocketCommunicator
 from minillm.parallel.split import Split, Stage
-from minillm.parallel.threads import PATIENCE, ThreadGroup
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's. The communicator is that of its stage; ends of pipes stand where there are
-    neighbours."""
+    """One rank's stage and connections.
+
+    Attributes:
+        communicator: of the ranks of its stage.
+        stage: its pipeline stage.
+        before, after: pipes to the neighbouring stages.
+        copy: number of its copy of the model.
+        experts: communicator of the copies that share their experts.
+    """
 
     communicator: Communicator
     stage: Stage = field(default_factory=Stage)
     before: Pipe | None = None
     after: Pipe | None = None
     copy: int = 0
-    experts: Communicator | None = None  # among copies that share their experts
+    experts: Communicator | None = None
 
     @property
     def split(self) -> Split:
@@ -36,41 +47,105 @@ class Place:
 
     @property
     def expert_split(self) -> Split:
-        """Its share of the experts that are held whole: of its stage's, or of all copies'."""
+        """Its share of the whole experts: of those of its stage, or of all copies."""
         group = self.experts or self.communicator
         return Split(group.rank, group.size)
 
     @property
     def rank(self) -> int:
-        """Its number among all ranks, copy by copy and stage by stage."""
+        """Its number among all ranks, ordered by copy, stage and share."""
         stage = self.copy * self.stage.count + self.stage.index
         return stage * self.communicator.size + self.communicator.rank
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """Calls and bytes so far: of the communicator, to other copies' experts, and "send" to the
-        next stage."""
+        """Calls and bytes so far: of the communicators, and "send" to the next stage."""
         sent = {} if self.after is None else {"send": self.after.traffic}
         dispatched = {} if self.experts is None else self.experts.traffic
         return self.communicator.traffic | dispatched | sent
 
     @property
     def seconds(self) -> float:
-        """Spent so far in sums, gathers and exchanges, and waiting for the stage before."""
+        """Time spent so far in collective calls and waiting for the previous stage."""
         places = self.communicator, self.experts, self.before
         return sum(each.seconds for each in places if each is not None)
 
     def abort(self) -> None:
-        """This rank has failed: those that wait for it raise."""
+        """Make ranks that wait for this one raise."""
         for each in (self.communicator, self.experts, self.after):
             if each is not None:
                 each.abort()
 
     def close(self) -> None:
-        """Give back what the connections need. Closing twice is fine."""
+        """Close all connections. Idempotent."""
         for each in (self.communicator, self.experts, self.before, self.after):
             if each is not None:
                 each.close()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All ranks: `num_stages` stages of `size` ranks, or `num_copies` copies of one rank each."""
+
+    size: int = 1
+    num_stages: int = 1
+    num_copies: int = 1
+    share_experts: bool = False
+
+    @classmethod
+    def of(cls, args: EngineArgs) -> "Topology":
+        """That of an engine."""
+        sizes = args.tensor_parallel_size, args.pipeline_parallel_size
+        return cls(*sizes, args.data_parallel_size, args.enable_expert_parallel)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages or copies."""
+        return self.size * self.num_stages * self.num_copies
+
+    def group(self, rank: int) -> range:
+        """The ranks with which a rank makes collective calls; itself included."""
+        if self.num_copies > 1:
+            return range(self.num_copies) if self.share_experts else range(rank, rank + 1)
+        start = rank - rank % self.size
+        return range(start, start + self.size)
+
+    def after(self, rank: int) -> int | None:
+        """The rank to which a rank sends activations."""
+        is_last = self.num_copies > 1 or rank + self.size >= self.num_ranks
+        return None if is_last else rank + self.size
+
+    def place(
+        self,
+        rank: int,
+        group: Callable[[range], Communicator],
+        pipe: Callable[[int], Pipe],
+    ) -> Place:
+        """A rank's place; `group` connects it to several ranks, `pipe` to one of a neighbouring
+        stage."""
+        ranks = self.group(rank)
+        communicator = group(ranks) if len(ranks) > 1 else Alone()
+        if self.num_copies > 1:
+            experts = communicator if self.share_experts else None
+            return Place(Alone(), copy=rank, experts=experts)
+        before = pipe(rank - self.size) if rank >= self.size else None
+        after = self.after(rank)
+        stage = Stage(rank // self.size, self.num_stages)
+        return Place(communicator, stage, before, None if after is None else pipe(after))
+
+    def place_of_process(
+        self, rank: int, patience: float, link: Callable[[int], socket], memory: int | None = None
+    ) -> Place:
+        """The place of a rank that is a process: `link` returns the socket to another rank;
+        `memory` is the descriptor of its group's `SharedGroup`, if it has one."""
+
+        def group(ranks: range) -> Communicator:
+            if memory is not None:
+                return SharedMemoryCommunicator(ranks.index(rank), memory, patience)
+            links = [None if each == rank else link(each) for each in ranks]
+            return SocketCommunicator(ranks.index(rank), links, patience)
+
+        return self.place(rank, group, lambda other: SocketPipe(link(other), patience))
 
 
 def thread_places(
@@ -80,23 +155,17 @@ def thread_places(
     num_copies: int = 1,
     share_experts: bool = False,
 ) -> list[Place]:
-    """Those of threads: `size` for each stage, in the order of their ranks; or one for each copy of
-    the model."""
-    if num_copies > 1:
-        experts = ThreadGroup(num_copies, patience).communicators() if share_experts else []
-        return [
-            Place(Alone(), copy=copy, experts=experts[copy] if experts else None)
-            for copy in range(num_copies)
-        ]
-    groups = [ThreadGroup(size, patience).communicators() for _ in range(num_stages)]
-    pipes = [[ThreadPipe(patience) for _ in range(size)] for _ in range(num_stages - 1)]
-    return [
-        Place(
-            communicator,
-            Stage(index, num_stages),
-            pipes[index - 1][communicator.rank] if index else None,
-            pipes[index][communicator.rank] if index < num_stages - 1 else None,
+    """Those of ranks that are threads, in rank order."""
+    topology = Topology(size, num_stages, num_copies, share_experts)
+    every = range(topology.num_ranks)
+    groups = {ranks: ThreadGroup(len(ranks), patience) for ranks in map(topology.group, every)}
+    pipes = {rank: Pipe(patience) for rank in every}  # by the rank that sends
+
+    def place(rank: int) -> Place:
+        return topology.place(
+            rank,
+            lambda ranks: groups[ranks].communicators()[ranks.index(rank)],
+            lambda other: pipes[min(rank, other)],
         )
-        for index, group in enumerate(groups)
-        for communicator in group
-    ]
+
+    return [place(rank) for rank in every]

@@ -1,12 +1,12 @@
-"""Which rank holds which experts, by how often tokens chose them (EPLB; DeepSeek-AI, 2024, 3.4).
+"""Which rank holds which experts, by their loads (EPLB; DeepSeek-AI, 2024, 3.4).
 
     loads     8 2 1 1      experts 0 to 3, two spare slots
     copies    2 2 1 1      each spare goes to the largest load per copy
     rank 0    0 1 2        largest first, to the rank with the least load so far
     rank 1    0 1 3        equally many slots per rank, an expert at most once on each
 
-Pure numbers, without torch. All ranks compute the same placement from the same loads, so none is
-sent; and which of an expert's copies a token takes follows from its row.
+Counting only, without torch. All ranks compute the same placement from the same loads, so it is not
+sent. Which copy of an expert a token uses depends on its row.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from heapq import heapify, heappop, heappush
 
 from minillm.errors import ConfigError
 
-SHOWN = 4  # numbers of redundant experts that an error lists
+SHOWN = 4  # allowed values that an error lists
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`slots[rank][slot]` is the expert that lies there. Each expert has a copy at least, and no
-    rank has two of one expert."""
+    """`slots[rank][slot]` is the id of an expert. Each expert has one or more copies, at most one
+    per rank."""
 
     slots: tuple[tuple[int, ...], ...]
 
     @cached_property
     def copies(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of each expert the (rank, slot) of its copies, in the order of the ranks."""
+        """The (rank, slot) of each expert's copies, in rank order."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(map(max, self.slots)))]
         for rank, held in enumerate(self.slots):
             for slot, expert in enumerate(held):
@@ -37,26 +37,25 @@ class Placement:
 
     @property
     def num_slots(self) -> int:
-        """Of all ranks, which have equally many."""
+        """Of all ranks together, which have equally many."""
         return len(self.slots) * len(self.slots[0])
 
     def copy_of(self, expert: int, row: int) -> tuple[int, int]:
-        """The (rank, slot) that computes what row `row` of a batch chose of this expert."""
-        copies = self.copies[expert]
-        return copies[row % len(copies)]
+        """The (rank, slot) that computes this expert for row `row` of a batch."""
+        return self.copies[expert][row % len(self.copies[expert])]
 
     def rank_loads(self, loads: Sequence[float]) -> list[float]:
-        """What each rank computes, where an expert's copies share its load evenly."""
+        """Each rank's load, where an expert's copies share its load evenly."""
         each = [load / len(copies) for load, copies in zip(loads, self.copies, strict=True)]
         return [sum(each[expert] for expert in held) for held in self.slots]
 
     def balance(self, loads: Sequence[float]) -> float:
-        """Mean over largest load of a rank: 1.0 is even, also where there is no load."""
+        """Mean over largest load of a rank: 1.0 is balanced, as is no load."""
         found = self.rank_loads(loads)
         return sum(found) / len(found) / max(found) if any(found) else 1.0
 
     def settled(self, now: "Placement") -> "Placement":
-        """The same experts on each rank, those that it has `now` in the slots that they have."""
+        """The same experts on each rank; those that it already has `now` keep their slots."""
         slots = []
         for wanted, held in zip(self.slots, now.slots, strict=True):
             come = iter([expert for expert in wanted if expert not in held])
@@ -64,8 +63,8 @@ class Placement:
         return Placement(tuple(slots))
 
     def sent(self, to: "Placement") -> list[list[int]]:
-        """Of each rank the slots whose experts others need for the placement `to`: an expert's
-        first copy is sent, once, to all of them."""
+        """The slots of each rank whose experts other ranks need for the placement `to`: the first
+        copy of an expert is sent to all of them."""
         needed = {
             expert
             for wanted, held in zip(to.slots, self.slots, strict=True)
@@ -79,7 +78,7 @@ class Placement:
 
 
 def first_placement(num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
-    """Before any load is known: experts in their order, then the redundant ones from 0 on."""
+    """Before loads are known: experts by id, then the redundant copies of expert 0, 1, .."""
     check_redundant(num_experts, num_ranks, num_redundant)
     size = (num_experts + num_redundant) // num_ranks
     every = [place % num_experts for place in range(num_experts + num_redundant)]
@@ -89,16 +88,16 @@ def first_placement(num_experts: int, num_ranks: int, num_redundant: int = 0) ->
 
 
 def place(loads: Sequence[float], num_ranks: int, num_redundant: int = 0) -> Placement:
-    """The placement for these loads of the experts. Equal ones go by the lowest number, so the
-    same loads give the same placement everywhere."""
+    """The placement for the experts' loads. Ties go to the lowest id, so the same loads give the
+    same placement on all ranks."""
     check_redundant(len(loads), num_ranks, num_redundant)
     known = loads if any(loads) else [1] * len(loads)
     return pack(known, copies(known, num_redundant, num_ranks), num_ranks)
 
 
 def copies(loads: Sequence[float], spares: int, most: int) -> list[int]:
-    """How many copies each expert has, at most one for each of `most` ranks: one, and each spare
-    goes to the largest load per copy."""
+    """The number of copies of each expert, at most `most`: one, and each spare goes to the expert
+    with the largest load per copy."""
     counts = [1] * len(loads)
     line = [(-load, expert) for expert, load in enumerate(loads)]
     heapify(line)
@@ -111,8 +110,8 @@ def copies(loads: Sequence[float], spares: int, most: int) -> list[int]:
 
 
 def pack(loads: Sequence[float], counts: Sequence[int], num_ranks: int) -> Placement:
-    """Copies from the largest load to the smallest, each to the rank with the least load so far
-    that has a free slot and no copy of the same expert."""
+    """Place copies from the largest load to the smallest, each on the least loaded rank that has a
+    free slot and no copy of the same expert."""
     each = [load / count for load, count in zip(loads, counts, strict=True)]
     held: list[list[int]] = [[] for _ in range(num_ranks)]
     size = sum(counts) // num_ranks
@@ -129,9 +128,9 @@ def pack(loads: Sequence[float], counts: Sequence[int], num_ranks: int) -> Place
 
 
 def make_room(held: list[list[int]], free: int, expert: int, each: Sequence[float]) -> int:
-    """A full rank without `expert` gives the smallest load that it can to the rank `free`, which
-    has `expert` already; returns the full rank. There is one, because an expert has at most as
-    many copies as there are ranks, and one that the other lacks, because the other has fewer."""
+    """Move the smallest possible load from a full rank without `expert` to the rank `free`, which
+    already has `expert`; returns the full rank. One exists: an expert has at most one copy per
+    rank, and a full rank has an expert that `free`, with fewer, lacks."""
     _, other, rank = min(
         (each[other], other, rank)
         for rank, full in enumerate(held)

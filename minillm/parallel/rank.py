@@ -1,4 +1,4 @@
-"""One rank: its part of the model, and the runner that carries out the same plans as the others."""
+"""One rank: its part of the model, and the runner that executes the same plans as the others."""
 
 import logging
 
@@ -18,29 +18,23 @@ from minillm.models.fixed_sums import why_tiles
 from minillm.models.loader import DTYPES, load_model
 from minillm.parallel.balance import balance_experts
 from minillm.parallel.communicator import Communicator
-from minillm.parallel.dispatch import LockstepRunner, dispatch_experts
+from minillm.parallel.experts import LockstepRunner, dispatch_experts
+from minillm.parallel.messages import SetUp
 from minillm.parallel.place import Place
 from minillm.parallel.placement import Placement, first_placement
 from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.shard import connect, slice_matrices
 from minillm.parallel.split import rank_config
 from minillm.parallel.stages import StageRunner, cut_model, join_pipes
-from minillm.plan.cost import MemoryPlan
-from minillm.speculative.setup import DraftSource
 
 logger = logging.getLogger(__name__)
 
 
-def build_rank(
-    args: EngineArgs,
-    source: ModelSource,
-    plan: MemoryPlan,
-    device: torch.device,
-    place: Place,
-    draft: DraftSource | None = None,
-) -> Runner:
-    """The runner of a rank, over the blocks of a plan that is the same on all ranks."""
-    dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
+def build_rank(set_up: SetUp, place: Place) -> Runner:
+    """The runner of a rank. The memory plan is the same on all ranks."""
+    args, source, plan = set_up.args, set_up.source, set_up.plan
+    device, dtype = torch.device(set_up.device), DTYPES[plan.settings.dtype]
+    limit = plan.settings.max_model_len
     model = load_rank(args, source, dtype, device, limit, place)
     if args.deterministic and place.stage.count > 1 and (obstacle := why_tiles(model)):
         raise UnsupportedFeatureError(
@@ -49,10 +43,10 @@ def build_rank(
         )
     kind = Runner if place.stage.is_last else StageRunner
     kind = kind if place.experts is None else LockstepRunner
-    runner = build_executor(args, model, plan, limit, draft, kind)
-    runner.isolates = False  # what fails on one rank fails on all, or the ranks part company
+    runner = build_executor(args, model, plan, limit, set_up.draft, kind)
+    runner.isolates = False  # retrying rows one by one on one rank would desynchronise the ranks
     join_pipes(model, place)
-    placement = first_experts(args, source.config, place)
+    placement = initial_placement(args, source.config, place)
     num_slots = placement.num_slots if placement else 0
     if place.experts is not None:
         dispatch_experts(model, num_slots, place.experts)
@@ -60,18 +54,17 @@ def build_rank(
         connect(model, source.config, place.communicator, num_slots)
         if isinstance(runner.model, TiledDecoder):
             agree(runner.model, place.communicator)
-        rule, seats = runner.sampler.rule, runner.rows.num_rows
-        width = source.config.vocab_size
-        runner.sampler = ShardedSampler(seats, width, device, place.communicator)
-        runner.sampler.rule = rule
+        sampler, width = runner.sampler, source.config.vocab_size
+        runner.sampler = ShardedSampler(runner.rows.num_rows, width, device, place.communicator)
+        runner.sampler.rule = sampler.rule
     if placement is not None and args.eplb is not None:
         balance_experts(model, placement, place, args.eplb.window_size)
     return runner
 
 
 def agree(tiled: TiledDecoder, communicator: Communicator) -> None:
-    """Have all ranks use the tiles that each of them can use: cut in different ways, a batch would
-    make them meet in different sums. Every rank makes the same calls, whatever it finds."""
+    """Restrict all ranks to the tile sizes that each of them supports: otherwise they would cut a
+    batch differently and make different calls. All ranks gather, with or without tiles."""
     if tiled.obstacle and communicator.rank == 0:
         logger.warning(
             "Deterministic mode: a request has the same bits in every batch of %d ranks, but other "
@@ -87,8 +80,8 @@ def agree(tiled: TiledDecoder, communicator: Communicator) -> None:
     tiled.use(common or (1,))
 
 
-def first_experts(args: EngineArgs, config: ModelConfig, place: Place) -> Placement | None:
-    """Which whole experts each rank loads; None where it has a share of each, or all of them."""
+def initial_placement(args: EngineArgs, config: ModelConfig, place: Place) -> Placement | None:
+    """Which whole experts each rank loads; None where a rank has a share of each, or all."""
     if not args.enable_expert_parallel or config.moe is None:
         return None
     sizes = config.moe.num_experts, place.expert_split.size, args.num_redundant_experts
@@ -104,10 +97,10 @@ def load_rank(
     place: Place,
 ) -> Decoder:
     """A rank's slices of the checkpoint: peak memory is the shard and one tensor. Random weights
-    ("dummy") are slices of those that one rank would have."""
+    ("dummy") are slices of those of one rank."""
     whole = source.config
     mine = rank_config(whole, place.split.size, args.enable_expert_parallel)
-    placement = first_experts(args, whole, place)
+    placement = initial_placement(args, whole, place)
     experts = placement.slots[place.expert_split.rank] if placement else None
 
     def shard(model: Decoder) -> None:
@@ -125,8 +118,8 @@ def load_rank(
 
 @torch.no_grad()
 def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.02) -> None:
-    """What `Decoder.initialize` would give the whole model, of which this one holds slices: one
-    whole parameter at a time is drawn, and cut."""
+    """A rank's slices of the random weights that `Decoder.initialize` gives the whole model: whole
+    parameters are drawn one at a time and cut."""
     generator = torch.Generator(model.device).manual_seed(seed)
     own = [each for each in model.modules() if isinstance(each, Matrix)]
     held = {part.name: each for each in own for part in each.parts}
@@ -144,7 +137,7 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
 
 
 def held_of(mine: Matrix, whole: Matrix, drawn: Tensor) -> Tensor:
-    """What a layer holds of the `drawn` values of its whole matrix [.., out, in], in its shape."""
+    """A rank's slices of the `drawn` values of a whole matrix [.., out, in]."""
     heights = [part.shape[0] for part in whole.parts]
     of = {p.name: x for p, x in zip(whole.parts, drawn.flatten(0, -2).split(heights), strict=True)}
     found = [

@@ -1,4 +1,4 @@
-"""A rank's process as the driver sees it: how it is started, and what its end meant."""
+"""A rank's process as the driver sees it: how it is started, and how its failure is reported."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ KEPT_LINES = 20  # of a rank's standard error
 
 @dataclass(eq=False)
 class Rank:
-    """A process, and what is known of it."""
+    """A process and its state."""
 
     number: int
     process: "subprocess.Popen[bytes] | Elsewhere"
@@ -32,14 +32,14 @@ class Rank:
     frames: Frames = field(default_factory=Frames)
     unsent: deque[memoryview] = field(default_factory=deque)
     lines: deque[str] = field(default_factory=lambda: deque([""], KEPT_LINES))
-    error: tuple[str, str, str] | None = None  # type, sentence, traceback
+    error: Sequence[str] | None = None  # type, message, traceback
     is_open: bool = True  # its end of the socket
-    node: str = ""  # where it runs, if not as a child of this process
+    node: str = ""  # the machine of a rank that is not a child of this process
 
     @property
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs. Of one on another machine the
-        end of the connection is all that is known."""
+        """Its exit code, negative for a signal; None while it runs. A rank on another machine
+        counts as running until its connection ends."""
         if self.node:
             return None if self.is_open else 0
         return self.process.poll()
@@ -57,12 +57,12 @@ class Rank:
 
     @property
     def last_line(self) -> str:
-        """What it wrote last."""
+        """The last line of its standard error."""
         return next((line for line in reversed(self.lines) if line.strip()), "").strip()
 
 
 class Elsewhere:
-    """A process of another machine, or of another parent, that ends with its connection."""
+    """A process of another machine or another parent, which ends when its connection does."""
 
     pid = 0
 
@@ -70,96 +70,93 @@ class Elsewhere:
         self._connection = connection
 
     def poll(self) -> int | None:
-        """Not known here: `Rank.code` looks at the connection."""
+        """Unknown; `Rank.code` looks at the connection instead."""
         return None
 
     def terminate(self) -> None:
-        """Close the connection; what runs there ends."""
+        """Close the connection."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     kill = terminate
 
 
-def start(number: int, life: int, fds: Sequence[int], environment: Mapping[str, str]) -> Rank:
-    """A process with a socket to this one and the reading end of its life pipe.
+def start(number: int, fds: Sequence[int], environment: Mapping[str, str]) -> Rank:
+    """Start a worker that inherits a socket to this process, and `fds`.
 
-    It looks for modules where this process does, and in no other place (-P); a session of its own
-    keeps it from a terminal's Ctrl-C.
+    It imports modules from this process's paths only (-P). A session of its own keeps a terminal's
+    Ctrl-C from it.
     """
     paths = os.pathsep.join(os.path.abspath(each) for each in sys.path)
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", WORKER, str(theirs.fileno()), str(life)],
+            [sys.executable, "-P", "-m", WORKER, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            pass_fds=(theirs.fileno(), life, *fds),
+            pass_fds=(theirs.fileno(), *fds),
             env={**environment, "PYTHONPATH": paths},
             start_new_session=True,
         )
-    if process.stderr is None:
-        raise EngineDeadError("A rank has no standard error.")
     return Rank(number, process, ours, process.stderr)
 
 
-class Death(NamedTuple):
-    """Why ranks do not serve any more: the error for all who ask, made anew for each."""
+class Failure(NamedTuple):
+    """Why the ranks no longer serve. Each caller gets a new exception."""
 
     text: str
     kind: type[MinillmError] = EngineDeadError
-    note: str = ""  # where it was raised
+    note: str = ""  # the traceback of the rank
 
     def error(self) -> MinillmError:
-        """To raise or to give to a future."""
+        """The exception."""
         made = self.kind(self.text)
         if self.note:
             made.add_note(self.note)
         return made
 
 
-def find_cause(ranks: Sequence[Rank], in_a_step: bool) -> Death:
-    """What came first, where the ranks of a group have failed: a signal; else an error of a rank's
-    own; else an exit; else silence, of which the others complain."""
+def find_cause(ranks: Sequence[Rank], in_a_step: bool) -> Failure:
+    """The first cause where several ranks have failed: a signal; else a rank's own error; else an
+    exit; else an error about the other ranks."""
 
     def name(rank: Rank) -> str:
         where = f" (node {rank.node})" if rank.node else ""
         return f"Rank {rank.number} of {len(ranks)}{where}"
 
-    def key(rank: Rank) -> int:
+    def order(rank: Rank) -> int:
         if rank.code is not None and rank.code < 0:
             return 0
         if rank.error is not None:
             return 1 if rank.error[0] != CommunicationError.__name__ else 4
         return 2 if rank.code is not None else 3
 
-    rank = min(ranks, key=key)
+    rank = min(ranks, key=order)
     when = f" {rank.doing}" if rank.doing else " in a step" if in_a_step else " between two steps"
     why = f": {rank.last_line}" if rank.last_line else ""
-    if key(rank) == 0:
-        number = -(rank.code or 0)
-        if number == signal.SIGKILL:
+    if rank.code is not None and rank.code < 0:
+        if rank.code == -signal.SIGKILL:
             why = "; Linux sends it when memory runs out"
-        return Death(f"{name(rank)} was ended{when} by {signal_name(number)}{why}.")
+        return Failure(f"{name(rank)} was ended{when} by {signal_name(-rank.code)}{why}.")
     if rank.error is not None:
         kind, text, note = rank.error
         known = getattr(errors, kind, None)
         if isinstance(known, type) and issubclass(known, MinillmError):
-            return Death(text, known, f"{name(rank)}:\n{note}")
-        return Death(f"{name(rank)} failed{when}: {text}", note=f"{name(rank)}:\n{note}")
+            return Failure(text, known, f"{name(rank)}:\n{note}")
+        return Failure(f"{name(rank)} failed{when}: {text}", note=f"{name(rank)}:\n{note}")
     if rank.node and not rank.is_open:
-        return Death(f"{name(rank)} is gone{when}: its connection has ended.")
+        return Failure(f"{name(rank)} is gone{when}: its connection has ended.")
     if rank.code is not None:
-        return Death(f"{name(rank)} ended{when} with exit code {rank.code}{why}.")
-    return silent([rank], len(ranks))
+        return Failure(f"{name(rank)} ended{when} with exit code {rank.code}{why}.")
+    return no_answer([rank], len(ranks))
 
 
-def silent(ranks: Sequence[Rank], size: int) -> Death:
-    """Ranks that do not answer: those that are stopped, if some are."""
+def no_answer(ranks: Sequence[Rank], size: int) -> Failure:
+    """The failure of ranks that do not answer; names the stopped ones only, if there are any."""
     stopped = [each for each in ranks if each.is_stopped]
     names = " and ".join(str(each.number) for each in stopped or ranks)
     why = " (the process is stopped)" if stopped else ""
-    return Death(f"Rank {names} of {size} did not answer in time{why}, so all ranks were ended.")
+    return Failure(f"Rank {names} of {size} did not answer in time{why}, so all ranks were ended.")
 
 
 def signal_name(number: int) -> str:

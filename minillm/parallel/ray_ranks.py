@@ -1,28 +1,22 @@
-"""Ray starts the ranks and sees to their end; plans go over our own connection, since a call of an
-actor takes 3.7 ms where a socket takes 20 us.
+"""Ranks that are Ray actors. Ray starts and ends them; plans go over our own sockets, because a
+call of an actor takes 3.7 ms and a socket 20 us.
 
     driver --- placement group of n bundles, an actor in each ---> Ray
     actor  --- connects, proves that it knows the secret ----------> driver, as any `minillm node`
 
-Ray hands that secret to its actors, and is trusted: it pickles, and runs what its users send it.
+Ray passes the secret to its actors and is trusted: it pickles, and runs what its users send it.
 """
 
 import os
 from typing import Any
 
-import torch
-
-from minillm.api.engine_args import EngineArgs
 from minillm.errors import NodeError, UnsupportedFeatureError, in_one_line
-from minillm.execution.executor import Executor
-from minillm.models.checkpoint import ModelSource
-from minillm.parallel.handshake import new_secret
-from minillm.parallel.listener import Listener
-from minillm.parallel.nodes import check_device, gather, serve
-from minillm.plan.cost import MemoryPlan
-from minillm.speculative.setup import DraftSource
+from minillm.parallel.handshake import Listener, new_secret
+from minillm.parallel.messages import SetUp
+from minillm.parallel.nodes import gather, serve
+from minillm.parallel.processes import RankProcesses
 
-PATIENCE = 60.0  # seconds in which the cluster has room for the ranks
+PATIENCE = 60.0  # seconds for the placement group
 
 
 class RayRanks:
@@ -69,8 +63,7 @@ class RayRanks:
         actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayRank)
         for rank in range(size):
             place = PlacementGroupSchedulingStrategy(self._group, rank)
-            each = actor.options(scheduling_strategy=place).remote()
-            self._actors.append(each)
+            self._actors.append(actor.options(scheduling_strategy=place).remote())
         self._calls = [
             each.serve.remote(address, secret, rank) for rank, each in enumerate(self._actors)
         ]
@@ -89,8 +82,8 @@ class RayRanks:
                 ) from None
 
     def close(self) -> None:
-        """End the actors, give the bundles back, and stop Ray if this has started it. Closing twice
-        is fine."""
+        """End the actors, remove the placement group, and stop Ray if this object has started it.
+        Idempotent."""
         ray, actors, group = self._ray, self._actors, self._group
         self._actors, self._group = [], None
         if not ray.is_initialized():
@@ -106,7 +99,7 @@ class RayRanks:
 
 
 class RayRank:
-    """What an actor does."""
+    """The actor."""
 
     def serve(self, address: str, secret: bytes, rank: int) -> None:
         """Connect to the driver and serve it until it closes."""
@@ -116,7 +109,7 @@ class RayRank:
 
 
 def import_ray() -> Any:
-    """Ray, without its reports to its makers."""
+    """Ray, without its usage reports."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -128,23 +121,16 @@ def import_ray() -> Any:
     return ray
 
 
-def open_ray(
-    args: EngineArgs,
-    source: ModelSource,
-    plan: MemoryPlan,
-    device: torch.device,
-    draft: DraftSource | None,
-) -> Executor:
-    """Ranks that Ray starts, on the cluster that is known to it, or on this machine alone."""
-    check_device(device)
-    secret = new_secret()
+def open_ray(set_up: SetUp) -> RankProcesses:
+    """Ranks that Ray starts, on the cluster that it knows, or on this machine alone."""
+    args, secret = set_up.args, new_secret()
     listener = Listener(args.master_addr, args.master_port, secret)
     try:
         host, port = listener.address
         actors = RayRanks(args.num_ranks, f"{host}:{port}", secret)
         try:
-            found = gather(listener, args.num_ranks, actors.look)
-            return serve(*found, args, source, plan, device, draft, actors.close)
+            arrived = gather(listener, args.num_ranks, actors.look)
+            return serve(set_up, arrived, actors.close)
         except BaseException:
             actors.close()
             raise

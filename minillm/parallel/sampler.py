@@ -1,15 +1,14 @@
-"""Choosing tokens where each rank has the logits of a part of the vocabulary.
+"""Sampling where each rank has the logits of a part of the vocabulary.
 
     rank 0   tokens 0 .. 24,575        best logit --+             winner, its total --+
                                                     +-- largest                       +-- token
     rank 1   tokens 24,576 .. 49,151   best logit --+             winner, its total --+
 
-A greedy row takes the largest logit of all ranks. A row that draws takes the largest of (logit -
-best) / temperature + noise: the noise is a function of the token's id in the whole vocabulary, so
-each rank draws for its own tokens, and the token is the one that a single rank would choose, in
-every bit. Of equals the lowest id wins. That is 16 bytes per row and rank, once or twice, and not
-the logits. Rows whose law needs more (top-k, top-p, edits, drafts under a rule, log-probabilities)
-gather theirs.
+A greedy row takes the largest logit of all ranks. A random row takes the largest of (logit - best)
+/ temperature + noise. The noise is a function of the token's id in the whole vocabulary, so each
+rank draws it for its own tokens, and the token is that of a single rank. Ties go to the lowest id.
+A rank sends 16 bytes per row, once or twice, in place of the logits. Rows with top-k, top-p, logit
+edits, drafts under an acceptance rule, or log-probabilities gather their logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from minillm.sampling.sampler import NO_DRAFTS, NO_LAWS, Sampler
 
 
 class ShardedSampler(Sampler):
-    """A sampler that is given the logits of one rank's tokens."""
+    """A sampler for the logits of one rank's tokens."""
 
     def __init__(
         self, num_rows: int, vocab_size: int, device: torch.device, communicator: Communicator
@@ -37,8 +36,7 @@ class ShardedSampler(Sampler):
         self.held, self.most = split.vocabulary(vocab_size), split.most_tokens(vocab_size)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """[K, V / n] -> [K, V], on every rank. What the last ranks lack is minus infinity until it
-        is cut off: zeros would win where all logits are negative."""
+        """[K, V / n] -> [K, V], on every rank. Shares are padded to equal sizes."""
         part = logits.new_full((len(logits), self.most), float("-inf"))
         part[:, : len(self.held)] = logits
         parts = self.communicator.gather(part)  # [n, K, most]
@@ -83,7 +81,7 @@ class ShardedSampler(Sampler):
     def _choose_here(
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Tokens of rows whose law needs the best logit of all and their own noise."""
+        """Tokens of rows that need only the best logit of all ranks and noise."""
         spread = sum(counts) > len(rows)
         pack = self._pack(rows, positions, counts if spread else None)
         greedy = pack.temperature <= 0
@@ -95,12 +93,12 @@ class ShardedSampler(Sampler):
             every = logits[samples.to(self.device)] if spread else logits
             totals, places = draw_from_shard(every, pack, self.held.start, best, self.vocab_size)
             drawn = self._gathered(totals, places + self.held.start)[1].long()
-            # Without a finite logit there is no draw, on one rank either.
+            # As on one rank, a row without a finite logit keeps its greedy token.
             tokens = torch.where(greedy | ~best.isfinite(), tokens, drawn)
         return tokens, best
 
     def _best_here(self, logits: Tensor, pack: Pack, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """Ids and values of the largest logits of this rank's tokens, one for each sample."""
+        """Ids and values of the largest logits of this rank's tokens, one per sample."""
         many = torch.tensor(counts)
         if not self.held:
             none = torch.full((int(many.sum()),), float("-inf"), device=self.device)
@@ -113,8 +111,8 @@ class ShardedSampler(Sampler):
         return (tokens + self.held.start).repeat_interleave(many), best.repeat_interleave(many)
 
     def _gathered(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Of all ranks' values the largest, and its id, of equals the lowest: float64 [2, K]. A NaN
-        wins. Ids are below 2^53, so both are exact."""
+        """The largest value of all ranks and its id, for ties the lowest: float64 [2, K]. A NaN
+        wins. Ids are below 2^53, so float64 is exact."""
         parts = self.communicator.gather(torch.stack((values.double(), ids.double())))  # [n, 2, K]
         largest = parts[:, 0].amax(dim=0)
         is_largest = (parts[:, 0] == largest) | parts[:, 0].isnan()
@@ -124,12 +122,12 @@ class ShardedSampler(Sampler):
 def draw_from_shard(
     logits: Tensor, pack: Pack, before: int, best: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """What a rank would draw from its tokens: totals float32 and places in the shard, both [K].
+    """A rank's best noisy logit float32 [K], and its index in the shard [K].
 
     Args:
         logits: [K, V / n].
-        pack: parameters of the rows; those that are greedy get anything.
-        before: tokens of the vocabulary before the shard.
+        pack: parameters of the rows; results of greedy rows are unused.
+        before: number of tokens before the shard.
         best: float32 [K], the largest logits of the whole rows.
         vocab_size: of the whole vocabulary (V).
     """

@@ -1,18 +1,17 @@
-"""A rank's part of a model: which rows and columns its layers hold, and where ranks add up.
+"""A rank's part of a model: which rows and columns its layers hold, and where ranks communicate.
 
-The layers are those of any model, of a rank's sizes (`split.rank_config`). Before they have memory,
-`slice_matrices` says what of the whole checkpoint each holds; once they are loaded, `connect`
-puts a sum behind each product whose inputs are split:
+A rank has the usual layers with its own sizes (`split.rank_config`). Before they have memory,
+`slice_matrices` selects their slices of the checkpoint; after loading, `connect` adds a sum after
+each product whose inputs are split:
 
     x --> qkv (rows) --> attention of own heads --> o (columns) --> sum --> x
     x --> gate, up (rows) --> own units ----------> down (columns) --> sum --> x
 
-Two sums per layer, and one for the embedding; what the choice of tokens sends is in `sampler.py`.
-A row layer's bias is added once, after the sum. The router and the latent cache of MLA are the same
-on every rank.
+Two sums per layer, and one for the embedding; sampling is in `sampler.py`. The bias of a split
+product is added once, after the sum. The router and the latent cache of MLA are equal on all ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,21 +29,20 @@ from minillm.parallel.communicator import Communicator
 from minillm.parallel.experts import OwnExperts, share_experts
 from minillm.parallel.split import Split
 
-# ---- what is held ------------------------------------------------------------------------------
+# ---- slices ------------------------------------------------------------------------------------
 
 
 def slice_matrices(
     model: Decoder, whole: ModelConfig, split: Split, experts: Sequence[int] | None = None
 ) -> None:
-    """Say which rows and columns of the checkpoint's matrices a rank's layers hold; `experts` says
-    which of all experts, where they are held whole."""
+    """Select the rows and columns of the checkpoint that a rank's layers hold; `experts` lists its
+    experts where these are whole."""
     for layer in model.modules():
         if isinstance(layer, Attention):
-            heads, dim = whole.num_heads, layer.head_dim
-            kv_heads = split.kv_heads(whole.num_kv_heads)
+            dim, kv_heads = layer.head_dim, split.kv_heads(whole.num_kv_heads)
             kv_rows = whole.num_kv_heads * dim, range(kv_heads.start * dim, kv_heads.stop * dim)
             q, k, v = layer.qkv_proj.parts
-            queries = heads * dim, split.share(heads * dim)
+            queries = whole.num_heads * dim, split.share(whole.num_heads * dim)
             layer.qkv_proj.parts = rows(q, *queries), rows(k, *kv_rows), rows(v, *kv_rows)
             keep_columns(layer.o_proj, *queries)
         elif isinstance(layer, MLAttention):
@@ -65,17 +63,17 @@ def slice_matrices(
 
 
 def vocabulary_matrices(model: Decoder) -> list[Matrix]:
-    """The embedding, and the output matrix where it is another; a stage may have one or none."""
+    """The embedding and the output matrix, as far as this stage has them."""
     return [each for each in (model.embedding, model.lm_head) if isinstance(each, Matrix)]
 
 
 def rows(part: WeightSlice, total: int, held: range) -> WeightSlice:
-    """The same matrix with `total` rows, of which these are held."""
+    """The slice `held` of a matrix with `total` rows."""
     return WeightSlice(part.name, (total, part.shape[1]), held, part.columns)
 
 
 def share_rows(matrix: Matrix, split: Split) -> None:
-    """Parts of a rank's size become its shares of parts that are `size` times as high."""
+    """Each part becomes this rank's share of a matrix with `size` times as many rows."""
     totals = [part.shape[0] * split.size for part in matrix.parts]
     matrix.parts = tuple(
         rows(part, total, split.share(total))
@@ -84,23 +82,23 @@ def share_rows(matrix: Matrix, split: Split) -> None:
 
 
 def share_columns(matrix: Matrix, split: Split) -> None:
-    """Parts of a rank's size become its shares of parts that are `size` times as wide."""
+    """Each part becomes this rank's share of a matrix with `size` times as many columns."""
     total = matrix.in_features * split.size
     keep_columns(matrix, total, split.share(total))
 
 
 def keep_columns(matrix: Matrix, total: int, held: range) -> None:
-    """Parts of matrices with `total` columns, of which these are held."""
+    """The slices `held` of matrices with `total` columns."""
     matrix.parts = tuple(
         WeightSlice(part.name, (part.shape[0], total), part.rows, held) for part in matrix.parts
     )
 
 
-# ---- where ranks meet --------------------------------------------------------------------------
+# ---- communication -----------------------------------------------------------------------------
 
 
 class RowParallel(LinearMethod):
-    """A product with some of the columns: a part of a sum over ranks. The bias comes after it."""
+    """A product with a rank's columns, summed over ranks; the bias is added after the sum."""
 
     def __init__(self, inner: LinearMethod, communicator: Communicator):
         self.inner, self.communicator = inner, communicator
@@ -111,18 +109,18 @@ class RowParallel(LinearMethod):
         return finished(total, bias, x.dtype)
 
     def values(self, matrix: Matrix) -> Tensor:
-        """The columns that are held."""
+        """This rank's columns."""
         return self.inner.values(matrix)
 
 
 class VocabularyParallel(LinearMethod):
-    """Some rows of the embedding, of the output matrix, or of both."""
+    """A rank's rows of the embedding, the output matrix, or both."""
 
     def __init__(self, inner: LinearMethod, held: range, communicator: Communicator):
         self.inner, self.held, self.communicator = inner, held, communicator
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
-        """[N] -> [N, d]. One rank has the row and the others add zeros: exact."""
+        """[N] -> [N, d]. One rank has the row and the others add zeros, which is exact."""
         own = ids - self.held.start
         mine = (own >= 0) & (own < len(self.held))
         if not self.held:
@@ -132,17 +130,16 @@ class VocabularyParallel(LinearMethod):
         return self.communicator.sum(found.masked_fill(~mine[:, None], 0.0))
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Logits of this rank's tokens (`sampler.py` has the rest): [K, d] -> [K, V / n]."""
+        """Logits of this rank's tokens: [K, d] -> [K, V / n]"""
         return self.inner.apply(matrix, x, bias) if self.held else x.new_empty(len(x), 0)
 
     def values(self, matrix: Matrix) -> Tensor:
-        """The rows that are held."""
+        """This rank's rows."""
         return self.inner.values(matrix)
 
 
 class SummedMoE(nn.Module):
-    """Experts of which each rank has some, or a share of the units: routed and shared parts, one
-    sum."""
+    """A layer whose experts or expert units are split: one sum of routed and shared parts."""
 
     def __init__(self, moe: MoE, communicator: Communicator):
         super().__init__()
@@ -156,10 +153,11 @@ class SummedMoE(nn.Module):
 def connect(
     model: Decoder, whole: ModelConfig, communicator: Communicator, num_slots: int = 0
 ) -> None:
-    """Put sums and gathers into a rank's loaded model. Packing comes before. All ranks together
-    have `num_slots` for whole experts, or 0 and a share of each."""
+    """Add the communication to a rank's loaded and packed model. `num_slots` counts the slots of
+    whole experts of all ranks; 0 where each rank has a share of every expert."""
     split = Split(communicator.rank, communicator.size)
-    for layer in list(decoder_layers(model)):
+    layers: list[Any] = list(model.layers)
+    for layer in layers:
         summed = [layer.attention.o_proj]
         if isinstance(layer.mlp, MoE):
             if num_slots:
@@ -175,8 +173,3 @@ def connect(
         matrix.method = VocabularyParallel(matrix.method, held, communicator)
     if isinstance(model.all_layers, AllLayers):
         model.all_layers.add_up(communicator.sum, owns_biases=communicator.rank == 0)
-
-
-def decoder_layers(model: Decoder) -> Iterator[Any]:
-    """The layers, from the first to the last."""
-    yield from model.layers

@@ -1,7 +1,8 @@
-"""Ranks on one machine that share memory: sums and gathers by the C functions of `shared_sum.c`.
+"""A communicator for ranks on one machine: sums and gathers in shared memory, by `shared_sum.c`.
 
-A sum of 4 KB takes some microseconds, where gloo takes hundreds. A driver makes a `SharedGroup`
-and hands its file descriptor to the ranks; the memory has no name, so none is left behind.
+A sum of 4 KB takes a few microseconds; over sockets it takes tens to hundreds. The driver opens a
+`SharedGroup` and passes its file descriptor to the ranks. The memory has no name, so none is left
+behind when processes are killed.
 """
 
 import mmap
@@ -9,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from ctypes import CDLL, addressof, c_char, c_double, c_int64, c_void_p
-from dataclasses import dataclass
 from functools import cache
 from struct import pack_into, unpack_from
 
@@ -19,28 +19,19 @@ from torch import Tensor
 from minillm.errors import UnsupportedFeatureError
 from minillm.ops import cpu
 from minillm.ops.c_library import NoLibrary, library
-from minillm.parallel.communicator import PATIENCE, CommunicationError, Communicator
+from minillm.parallel.communicator import PATIENCE, Communicator
 
 P, N, D = c_void_p, c_int64, c_double
-ROOM = 2**20  # bytes of a part; larger ones go in pieces
-STEP = 4096  # bytes of which `room` is a multiple
+ROOM = 2**20  # bytes of a part that are exchanged at once; larger parts go in pieces
+STEP = 4096  # `room` is a multiple of this
 DONE, LATE, ABORTED, UNEQUAL = range(4)  # as in shared_sum.c
 KINDS = ("", "sum", "gather")
 
 
-@dataclass(frozen=True)
-class Functions:
-    """The C functions of one library."""
-
-    sum: Callable[..., int]
-    gather: Callable[..., int]
-    abort: Callable[..., None]
-    num_bytes: Callable[..., int]
-
-
 @cache
-def functions(dtype: torch.dtype = torch.float32) -> Functions | NoLibrary:
-    """The functions that add this type; or why there are none. All of them gather any type."""
+def functions(dtype: torch.dtype = torch.float32) -> CDLL | NoLibrary:
+    """The library whose `shared_sum` adds this dtype, or why there is none. `shared_gather` of each
+    library takes any dtype."""
     element = dict(cpu.ELEMENTS).get(dtype)
     if element is None:
         return NoLibrary(f"C does not add {dtype}")
@@ -48,20 +39,20 @@ def functions(dtype: torch.dtype = torch.float32) -> Functions | NoLibrary:
     return bind(built) if isinstance(built, CDLL) else built
 
 
-def bind(built: CDLL) -> Functions:
-    """The functions of a library."""
-    add, gather, num_bytes = built.shared_sum, built.shared_gather, built.shared_bytes
-    add.restype = gather.restype = num_bytes.restype = c_int64
-    add.argtypes = [P, N, P, N, D, P]
-    gather.argtypes = [P, N, P, N, P, D, P]
-    built.shared_abort.restype = None
+def bind(built: CDLL) -> CDLL:
+    """Declare the argument types of a library's functions."""
+    built.shared_sum.argtypes = [P, N, P, N, D, P]
+    built.shared_gather.argtypes = [P, N, P, N, P, D, P]
     built.shared_abort.argtypes = [P]
-    num_bytes.argtypes = [N, N]
-    return Functions(add, gather, built.shared_abort, num_bytes)
+    built.shared_bytes.argtypes = [N, N]
+    built.shared_abort.restype = None
+    for each in (built.shared_sum, built.shared_gather, built.shared_bytes):
+        each.restype = c_int64
+    return built
 
 
 def why_not() -> str:
-    """Why ranks cannot share memory, in a sentence without its full stop; empty if they can."""
+    """Why ranks cannot share memory, without a full stop; empty if they can."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "this system has no memory files (memfd_create)"
     found = functions()
@@ -74,11 +65,11 @@ def shared_memory_works() -> bool:
 
 
 class SharedGroup:
-    """The memory of a group; `fd` is for its ranks, which may be other processes (`pass_fds`).
+    """The memory of a group. Its ranks open it by `fd`, also from other processes (`pass_fds`).
 
     Args:
-        size: ranks.
-        room: bytes of a part that is sent at once; the memory is 2 * size * room and some.
+        size: number of ranks.
+        room: bytes of a part that are exchanged at once; the memory is about 2 * size * room.
 
     Raises:
         UnsupportedFeatureError: memory cannot be shared here.
@@ -90,7 +81,7 @@ class SharedGroup:
         self.size, self.fd = size, -1
         try:
             self.fd = os.memfd_create("minillm-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, self._functions.num_bytes(size, room))
+            os.ftruncate(self.fd, self._functions.shared_bytes(size, room))
             seal_size(self.fd)
             self._memory: mmap.mmap | None = mmap.mmap(self.fd, 0)
         except OSError as error:
@@ -99,16 +90,16 @@ class SharedGroup:
         pack_into("qq", self._memory, 0, size, room)
 
     def communicators(self, patience: float = PATIENCE) -> list["SharedMemoryCommunicator"]:
-        """One for each of the ranks, where they are threads of this process."""
+        """One per rank, where the ranks are threads of this process."""
         return [SharedMemoryCommunicator(rank, self.fd, patience) for rank in range(self.size)]
 
     def abort(self) -> None:
-        """A rank has ended: the calls in which others wait raise."""
+        """Make pending calls of all ranks raise, after one of them has ended."""
         if self._memory is not None:
-            self._functions.abort(address(self._memory))
+            self._functions.shared_abort(address(self._memory))
 
     def close(self) -> None:
-        """Close the file; ranks that have it keep the memory. Closing twice is fine."""
+        """Close the file; ranks that have opened it keep the memory. Idempotent."""
         self._memory = None
         fd, self.fd = self.fd, -1
         if fd >= 0:
@@ -120,7 +111,7 @@ class SharedMemoryCommunicator(Communicator):
 
     Args:
         rank: of this process or thread.
-        fd: the group's; it may be closed afterwards.
+        fd: that of the `SharedGroup`; it may be closed afterwards.
         patience: seconds to wait for the other ranks in each call.
 
     Raises:
@@ -134,56 +125,54 @@ class SharedMemoryCommunicator(Communicator):
         except (OSError, ValueError) as error:
             raise refusal(str(error)) from error
         size, room = unpack_from("qq", self._memory, 0)
-        if not 0 <= rank < size or self._functions.num_bytes(size, room) != len(self._memory):
+        if not 0 <= rank < size or self._functions.shared_bytes(size, room) != len(self._memory):
             raise refusal(f"file descriptor {fd} is not that of a group with a rank {rank}")
         super().__init__(rank, size)
         self._has_failed = False
 
     def add_up(self, part: Tensor) -> None:
-        """In C, where it has the dtype."""
+        """In C for the dtypes that it supports."""
         found = functions(part.dtype)
         if isinstance(found, NoLibrary) or not part.is_cpu:
             super().add_up(part)
         else:
-            self._call(found.sum, part.data_ptr(), part.numel())
+            self._call(found.shared_sum, part.data_ptr(), part.numel())
 
     def exchange(self, part: Tensor) -> Tensor:
-        """[..] -> [size, ..]; any dtype."""
+        """[..] -> [size, ..]"""
         own = part.cpu()
         parts = own.new_empty((self.size, *part.shape))
-        self._call(self._functions.gather, own.data_ptr(), own.nbytes, parts.data_ptr())
+        gather = self._functions.shared_gather
+        self._call(gather, own.data_ptr(), own.nbytes, parts.data_ptr())
         return parts.to(part.device)
 
     def abort(self) -> None:
-        """The others' calls raise at once."""
+        """Set the group's flag, which every waiting rank polls."""
         if self._memory is not None:
-            self._functions.abort(address(self._memory))
+            self._functions.shared_abort(address(self._memory))
 
     def close(self) -> None:
-        """Give the memory back, when a call that still waits has ended."""
+        """Unmap the memory, once a call that is still waiting has returned."""
         self._memory = None
 
     def _call(self, function: Callable[..., int], *arguments: int) -> None:
-        memory = self._memory  # which `close` must not unmap meanwhile
+        memory = self._memory  # keeps it mapped if another thread calls `close`
         if memory is None or self._has_failed:
             raise self.stopped()
         report = (c_int64 * self.size)()
         found = function(address(memory), self.rank, *arguments, self.patience, report)
-        if found != DONE:
-            self._has_failed = True  # the ranks may be in different calls now
-            raise self._error(found, list(report))
-
-    def _error(self, found: int, report: list[int]) -> CommunicationError:
+        if found == DONE:
+            return
+        self._has_failed = True  # the ranks may be in different calls now
         if found == LATE:
-            missing = [rank for rank, is_late in enumerate(report) if is_late]
-            return self.waited(self.patience, missing)
+            raise self.waited(self.patience, [rank for rank, late in enumerate(report) if late])
         if found == UNEQUAL:
-            return self.unequal([f"{each // 4} bytes to a {KINDS[each % 4]}" for each in report])
-        return self.stopped()
+            raise self.unequal([f"{each // 4} bytes to a {KINDS[each % 4]}" for each in report])
+        raise self.stopped()
 
 
-def needed_functions() -> Functions:
-    """The functions for float32; UnsupportedFeatureError where memory cannot be shared."""
+def needed_functions() -> CDLL:
+    """The library for float32. Raises UnsupportedFeatureError where memory cannot be shared."""
     reason, found = why_not(), functions()
     if reason or isinstance(found, NoLibrary):
         raise refusal(reason)
@@ -191,7 +180,7 @@ def needed_functions() -> Functions:
 
 
 def seal_size(fd: int) -> None:
-    """Nobody may shorten the file: a rank that reads behind its end would be killed."""
+    """Fix the size of the file: reading beyond the end of a truncated one would kill a rank."""
     import fcntl  # not on all systems
 
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -199,10 +188,10 @@ def seal_size(fd: int) -> None:
 
 
 def refusal(reason: str) -> UnsupportedFeatureError:
-    """Ranks cannot share memory."""
-    return UnsupportedFeatureError(f"Ranks cannot share memory here: {reason}; use gloo.")
+    """The error for memory that cannot be shared."""
+    return UnsupportedFeatureError(f"Ranks cannot share memory here: {reason}; use sockets.")
 
 
 def address(memory: mmap.mmap) -> int:
-    """Where it lies."""
+    """Where the memory is mapped."""
     return addressof(c_char.from_buffer(memory))

@@ -1,7 +1,8 @@
-"""Ranks on several machines: a connection between each two, of a kind that proves who is there.
+"""A communicator over stream sockets, one between each two ranks: between machines, and on one
+machine where memory cannot be shared.
 
-Every rank sends its part to all others, and adds what it has in rank order. Gloo lets anyone
-connect who reaches its port.
+Each rank sends its part to all others and adds the parts in rank order. Connections between
+machines are authenticated (`handshake.py`).
 """
 
 import select
@@ -11,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 
+import torch
 from torch import Tensor
 
 from minillm.parallel.communicator import PATIENCE, Communicator
-from minillm.parallel.gloo import as_bytes
+from minillm.parallel.handshake import HANG_UP
 
 HEADER = struct.Struct(">QQ")  # number of the call, bytes that follow
 
@@ -39,28 +41,27 @@ class SocketCommunicator(Communicator):
         self._num_calls = 0
 
     def exchange(self, part: Tensor) -> Tensor:
-        """[..] -> [size, ..]; any dtype, because bytes are sent."""
+        """[..] -> [size, ..]"""
         received = part.new_empty((self.size, *part.shape))
-        places = as_bytes(received).view(self.size, part.nbytes)
-        places[self.rank] = as_bytes(part)
-        self._swap([as_bytes(part)] * self.size, list(places.unbind(0)))
+        received[self.rank] = part
+        self._swap([part] * self.size, received.unbind(0))
         return received
 
     def distribute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[M, w], [size, size] -> [R, w]; each row is sent to its rank only."""
+        """[M, w], [size, size] -> [R, w]; each row is sent to its destination only."""
         sent, expected = counts[self.rank].tolist(), counts[:, self.rank].tolist()
         received = rows.new_empty((sum(expected), rows.shape[1]))
         parts, places = rows.split(sent), received.split(expected)
         places[self.rank].copy_(parts[self.rank])
-        self._swap([as_bytes(each) for each in parts], [as_bytes(each) for each in places])
+        self._swap(parts, places)
         return received
 
     def abort(self) -> None:
-        """The others see the end of the connection."""
+        """Close the connections, which the other ranks see as end of stream."""
         self.close()
 
     def close(self) -> None:
-        """Close the connections; the others' calls raise. Closing twice is fine."""
+        """Close the connections. Idempotent."""
         others, self._others = self._others, {}
         for each in others.values():
             with suppress(OSError):
@@ -68,7 +69,7 @@ class SocketCommunicator(Communicator):
             each.close()
 
     def _swap(self, parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        """Send each rank its part, while the places fill with what comes."""
+        """Send `parts[rank]` to each other rank while `places[rank]` is filled from it."""
         if len(self._others) < self.size - 1:
             raise self.stopped()
         self._num_calls += 1
@@ -82,14 +83,14 @@ class SocketCommunicator(Communicator):
                 try:
                     if swap.go_on():
                         del swaps[rank]
-                except OSError:  # it has ended
+                except OSError:  # the connection has ended
                     self.close()
                     raise self.stopped() from None
                 if swap.differs:
                     self.close()
-                    said = f"rank {rank}: call %d with %d bytes" % swap.found
+                    theirs = f"rank {rank}: call %d with %d bytes" % swap.found
                     raise self.unequal(
-                        [f"here call {self._num_calls} with {swap.size} bytes", said]
+                        [f"here call {self._num_calls} with {swap.size} bytes", theirs]
                     )
             if not swaps:
                 return
@@ -97,36 +98,36 @@ class SocketCommunicator(Communicator):
             ready = wait({each: moving.get(each) for each in others}, end - monotonic())
             if not ready:
                 raise self.waited(self.patience, list(swaps))
-            if any(each not in moving for each in ready):  # it has done its part, and ended
+            if any(each not in moving for each in ready):  # a rank ended after its own swap
                 self.close()
                 raise self.stopped()
 
 
-def hang_up() -> int:
-    """What `poll` tells where the other end has closed; POLLRDHUP is Linux's."""
-    return getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+def as_bytes(x: Tensor) -> Tensor:
+    """A view of a contiguous tensor as uint8 [bytes]; an empty tensor may have any strides."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def view(x: Tensor) -> memoryview:
-    """The bytes of a tensor."""
-    return memoryview(x.numpy())  # type: ignore[arg-type]
+    """The memory of a contiguous tensor."""
+    return memoryview(as_bytes(x).numpy())  # type: ignore[arg-type]
 
 
 def wait(sending: Mapping[socket.socket, bool | None], seconds: float) -> list[socket.socket]:
-    """Connections on which something happens before the time is over: bytes come, there is room to
-    send some (True), or, where nothing is to move (None), the other rank ends."""
+    """Sockets that are readable, writable (True), or, where nothing is left to transfer (None),
+    closed by the peer; empty after the timeout."""
     poll, known = select.poll(), {}
     for each, sends in sending.items():
         events = select.POLLIN | select.POLLOUT * bool(sends)
         if (number := each.fileno()) < 0:  # closed by another thread
             return [each]
-        poll.register(number, hang_up() if sends is None else events)
+        poll.register(number, HANG_UP if sends is None else events)
         known[number] = each
     return [known[number] for number, _ in poll.poll(max(seconds, 0) * 1000)]
 
 
 class Swap:
-    """What is still to be sent to one rank, and to come from it, in one call."""
+    """The unfinished transfer with one other rank in one call."""
 
     def __init__(self, connection: socket.socket, call: int, part: memoryview, place: memoryview):
         self.connection, self.size = connection, len(place)
@@ -137,18 +138,17 @@ class Swap:
 
     @property
     def found(self) -> tuple[int, int]:
-        """Call and bytes of the other rank."""
+        """Call number and bytes in the other rank's header."""
         call, size = HEADER.unpack(self.head)
         return call, size
 
     @property
     def differs(self) -> bool:
-        """Whether the other rank has brought something else."""
+        """Whether the other rank's header has arrived and describes another call."""
         return len(self.missing) < 2 and self.found != self.own
 
     def go_on(self) -> bool:
-        """Move what can be moved now; whether all is done. Raises OSError at the end of the
-        connection."""
+        """Transfer without blocking; whether all is done. Raises OSError at end of stream."""
         with suppress(BlockingIOError):
             while self.unsent:
                 count = self.connection.sendmsg(self.unsent)

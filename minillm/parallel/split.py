@@ -1,6 +1,6 @@
 """Which part of a model each of n ranks holds (tensor parallelism; Shoeybi et al., 2019, 3).
 
-Pure numbers: a loader, a cost model and a test use the same.
+Counting only, without torch, for the loader and the cost model.
 
     q, gate, up     rows     [r H/n, (r+1) H/n)  heads or units of rank r; no communication before
     k, v            rows     its KV heads; where there are more ranks than KV heads, ranks share one
@@ -18,8 +18,8 @@ from minillm.parallel.placement import check_redundant
 from minillm.plan.parameters import layer_products
 
 MOST_RANKS = 64
-DECODE_ROWS = 32  # of the step by which the cost of layers is compared
-VOCABULARY_BLOCK = 64  # token ids whose noise is drawn together
+DECODE_ROWS = 32  # of the decode step for which costs of layers are compared
+VOCABULARY_BLOCK = 64  # token ids whose sampling noise is drawn together
 
 
 @dataclass(frozen=True)
@@ -35,38 +35,38 @@ class Split:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """The KV heads that this rank's query heads use: with more ranks than heads, neighbouring
-        ranks hold the same head (rank // (size / heads); rank % heads would be another one's)."""
+        """The KV heads that this rank's query heads use; with more ranks than heads, neighbouring
+        ranks hold the same head."""
         if self.size <= num_kv_heads:
             return self.share(num_kv_heads)
         head = self.rank // (self.size // num_kv_heads)
         return range(head, head + 1)
 
     def vocabulary(self, vocab_size: int) -> range:
-        """A share of the token ids, in whole blocks of 64; the last ranks have fewer, or none."""
+        """A share of the token ids in whole blocks of 64; the last ranks may have fewer or none."""
         each = self.most_tokens(vocab_size)
         return range(min(self.rank * each, vocab_size), min((self.rank + 1) * each, vocab_size))
 
     def most_tokens(self, vocab_size: int) -> int:
-        """Token ids of the first rank, which has the most."""
+        """The number of token ids of the first rank, which has the most."""
         return -(-vocab_size // (self.size * VOCABULARY_BLOCK)) * VOCABULARY_BLOCK
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage `index` of `count` of a pipeline: some of the layers, one after another."""
+    """Stage `index` of `count` of a pipeline: consecutive layers."""
 
     index: int = 0
     count: int = 1
 
     @property
     def is_first(self) -> bool:
-        """It has the embedding."""
+        """Whether it has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """It has the last norm and the output matrix, and chooses tokens."""
+        """Whether it has the last norm and the output matrix, and samples."""
         return self.index == self.count - 1
 
     def layers(self, config: ModelConfig) -> range:
@@ -75,18 +75,18 @@ class Stage:
 
 
 def layer_costs(config: ModelConfig) -> tuple[list[float], float]:
-    """Weights that a decode step reads of each layer, and of the output matrix."""
+    """Weights of each layer, and of the output matrix, that a decode step reads."""
     products = [layer_products(config, layer) for layer in range(config.num_layers)]
     layers = [sum(each.parameters_read(DECODE_ROWS) for each in some) for some in products]
     return layers, config.vocab_size * config.hidden_size
 
 
 def cut_layers(costs: Sequence[float], output_cost: float, count: int) -> list[range]:
-    """Cut layers into `count` stages whose most expensive is as cheap as can be; the last also has
-    the output matrix. Each has a layer at least."""
+    """Cut layers into `count` stages of one or more layers, minimising the cost of the most
+    expensive stage; the last one includes the output matrix."""
     before = [0.0, *accumulate(costs)]
     end = len(costs)
-    # From the end: for each first layer, the dearest of the stages from there, and their first cut.
+    # From the end: for each first layer, the cost of the most expensive stage, and the first cut.
     best = [(before[end] - before[first] + output_cost, end) for first in range(end)]
     cuts = [best]
     for stages in range(2, count + 1):
@@ -107,7 +107,7 @@ def cut_layers(costs: Sequence[float], output_cost: float, count: int) -> list[r
 
 
 def share_of_experts(config: ModelConfig, copies: int, spares: int = 0) -> ModelConfig:
-    """The shapes of one of several copies of a model that share its experts, and some twice."""
+    """The shapes of one of several copies that share the experts of a model and `spares` copies."""
     moe = config.moe
     if moe is None or (moe.num_experts + spares) % copies:
         count = moe.num_experts if moe else 0
@@ -122,7 +122,7 @@ def share_of_experts(config: ModelConfig, copies: int, spares: int = 0) -> Model
 
 
 def check_stages(config: ModelConfig, count: int) -> None:
-    """ConfigError unless each of so many stages gets a layer."""
+    """ConfigError unless each of `count` stages has a layer."""
     if count > config.num_layers:
         raise ConfigError(
             f"pipeline_parallel_size is {count}; it must be at most {config.num_layers}, the "
@@ -138,9 +138,9 @@ def largest_part(
     copies: int = 1,
     spares: int = 0,
 ) -> ModelConfig:
-    """The shapes of the rank that needs the most memory: of experts a share of all, and of `spares`
-    for popular ones, has the size of a share of each. `copies` of the model may share experts, too
-    (data parallelism). ConfigError where there is no such cut."""
+    """The shapes of the rank that needs the most memory. A share of all experts, and of `spares`
+    copies, has the size of a share of each; `copies` of the model may share experts (data
+    parallelism). ConfigError where the model cannot be cut like this."""
     if config.moe is not None and spares:
         check_redundant(config.moe.num_experts, size * copies, spares)
     check_split(config, size, whole_experts, spares)
@@ -152,7 +152,7 @@ def largest_part(
 
 
 def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
-    """The shapes of a model of these layers."""
+    """The shapes of a stage of these layers."""
     own = slice(layers.start, layers.stop)
     return replace(
         config,
@@ -162,13 +162,8 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     )
 
 
-def divides(config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0) -> bool:
-    """Whether a model can be split among so many ranks."""
-    return not why_not(config, size, whole_experts, spares)
-
-
 def why_not(config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0) -> str:
-    """Which of a model's numbers cannot be split among so many ranks; empty if all can."""
+    """Which dimension of a model `size` ranks do not divide; empty if they divide all."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
         return f"{heads} attention heads"
@@ -190,7 +185,8 @@ def why_not(config: ModelConfig, size: int, whole_experts: bool = False, spares:
 def check_split(
     config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0
 ) -> None:
-    """ConfigError unless a model can be split among so many ranks; it lists the sizes that can."""
+    """ConfigError, which lists the possible sizes, unless a model can be split among `size`
+    ranks."""
     if whole_experts and config.moe is None:
         raise ConfigError(
             f"enable_expert_parallel needs a model with experts, which this {config.family} model "
@@ -199,7 +195,7 @@ def check_split(
     more = whole_experts, spares
     if why := why_not(config, size, *more):
         every = range(1, MOST_RANKS + 1)
-        sizes = ", ".join(str(each) for each in every if divides(config, each, *more))
+        sizes = ", ".join(str(each) for each in every if not why_not(config, each, *more))
         raise ConfigError(
             f"tensor_parallel_size is {size}, which does not divide {why} of this "
             f"{config.family} model; it can be {sizes}."
@@ -207,9 +203,9 @@ def check_split(
 
 
 def rank_config(config: ModelConfig, size: int, whole_experts: bool = False) -> ModelConfig:
-    """The shapes of one rank's layers: fewer heads and units, everything else as in the model. The
-    vocabulary is the model's, because every rank chooses among all tokens, and the experts are
-    too, of which `whole_experts` keep all their units (`experts.py`)."""
+    """The shapes of one rank's layers: a share of the heads and units. The vocabulary is the
+    model's, because every rank samples from all tokens; with `whole_experts`, experts keep their
+    units."""
     if size == 1:
         return config
     moe = config.moe

@@ -4,10 +4,10 @@
     stage 0   embedding, layers 0 .. 13        x -->|
     stage 1                                         |--> layers 14 .. 27, norm, logits --> tokens
 
-A stage is the usual decoder with fewer layers. In place of the embedding it may have `Received`, in
-place of the last norm `Sent`. One tensor crosses a boundary: a layer hands on the residual stream
-and what is still to be added, and the norm of the next layer would round their sum first; so the
-sum is sent, rounded once, and the bits are those of one stage.
+A stage is a decoder with fewer layers, `Received` in place of the embedding and `Sent` in place of
+the last norm. One tensor crosses a boundary. A layer returns the residual stream and its own
+output, and the norm of the next layer first rounds their sum; sending that sum, rounded once, gives
+the bits of one stage.
 """
 
 import torch
@@ -26,7 +26,7 @@ from minillm.scheduling.plan import StepPlan
 
 
 class Received(nn.Module):
-    """What comes from the stage before, where another model looks up its tokens."""
+    """Receives from the previous stage, in place of the embedding."""
 
     def __init__(self, size: int, dtype: torch.dtype):
         super().__init__()
@@ -40,29 +40,29 @@ class Received(nn.Module):
 
 
 class Sent(RMSNorm):
-    """What goes to the next stage, where another model has its last norm."""
+    """Sends to the next stage, in place of the last norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__("model.norm", config.hidden_size, config.rms_norm_eps)
         self.pipe = Pipe()
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Two of [N, d] -> their sum, twice."""
+        """[N, d], [N, d] -> their sum, twice"""
         total = x if residual is None else x + residual
         self.pipe.send(total)
         return total, total
 
 
 class NoLogits(nn.Module):
-    """The output matrix is another stage's."""
+    """In place of the output matrix, which the last stage has."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """No stage but the last is asked."""
+        """Never called."""
         raise RuntimeError(f"A stage that is not the last was asked for logits of {list(x.shape)}.")
 
 
 def cut_model(model: Decoder, stage: Stage, whole: ModelConfig, dtype: torch.dtype) -> None:
-    """Leave a decoder, before it has memory, only what a stage of the `whole` model computes."""
+    """Reduce a decoder without memory to one stage of the `whole` model."""
     config, held = model.config, stage.layers(whole)
     layers = list(model.layers)[held.start : held.stop]
     for place, layer in enumerate(layers):
@@ -82,7 +82,7 @@ def cut_model(model: Decoder, stage: Stage, whole: ModelConfig, dtype: torch.dty
 
 
 def join_pipes(model: Decoder, place: Place) -> None:
-    """Give a stage's model the ends of its pipes."""
+    """Connect a stage's model to its pipes."""
     if isinstance(model.embedding, Received) and place.before is not None:
         model.embedding.pipe = place.before
     if isinstance(model.norm, Sent) and place.after is not None:
@@ -90,8 +90,8 @@ def join_pipes(model: Decoder, place: Place) -> None:
 
 
 class StageRunner(Runner):
-    """The runner of a stage that is not the last: it chooses no tokens, and learns them from the
-    plans."""
+    """The runner of a stage that is not the last: it does not sample, and learns the tokens from
+    later plans."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight:

@@ -6,7 +6,7 @@
 
 Each copy has its own requests, blocks and prefix cache. A request goes to the copy with the least
 load and stays there. A copy without work has an empty share of the joint step. With expert
-parallelism (`parallel/dispatch.py`) its ranks still take part in the step's collectives, so that
+parallelism (`parallel/experts.py`) its ranks still take part in the step's collectives, so that
 the other ranks do not block. One process plans for all copies, so ranks need not synchronise to
 find out whether there is work.
 

@@ -241,7 +241,7 @@ def test_a_record_is_read_from_the_file_of_the_training(tmp_path):
 
 
 def test_a_missing_record_says_what_makes_it(tmp_path):
-    with pytest.raises(ExerciseError, match=r"minillm\.training variants"):
+    with pytest.raises(ExerciseError, match=r"minillm\.lab\.training variants"):
         ch04_variants.load_record(tmp_path / "none.json")
 
 

@@ -1,12 +1,21 @@
 """Presets against transformers' models of the same shape, and against published totals."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from minillm.config import RopeConfig
 from minillm.errors import ConfigError
-from minillm.models.presets import PRESETS, preset
+from minillm.models.families import parse_config
+from minillm.models.presets import FOLDER, PRESETS, Presets, preset
 from minillm.plan.parameters import parameter_count
 from tests.plan.hf_shapes import hf_model
 
@@ -26,6 +35,116 @@ PUBLISHED = {
     "deepseek-v3": 671_026_419_200,
     "smollm2-135m": 134_515_008,
 }
+
+# Fields that no family reads, with the value that changes nothing in the model.
+UNREAD: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "ep_size": 1,
+    "output_router_logits": False,
+    "pretraining_tp": 1,
+    "rope_interleaved": False,
+    "use_cache": True,
+    "use_mrope": False,
+}
+ABOUT_TRAINING_OR_TEXT = {
+    *("architectures", "is_llama_config", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "num_nextn_predict_layers"),
+    *("aux_loss_alpha", "router_aux_loss_coef", "seq_aux"),
+}
+GROUPS = {"n_group", "topk_group"}  # not used by greedy routing
+WINDOWS = {"sliding_window", "max_window_layers"}  # not used when use_sliding_window is false
+
+
+class Watched(dict[str, Any]):
+    """A ``config.json`` that records which of its fields were read."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        super().__init__(data)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def published(name: str) -> dict[str, Any]:
+    """The fields of a preset's file."""
+    data: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    return data
+
+
+def ignored_fields(data: dict[str, Any]) -> Iterator[str]:
+    """Fields that the family does not read and that may describe the architecture."""
+    watched = Watched(data)
+    parse_config(watched)
+    known = {"type", "rope_type", *(field.name for field in fields(RopeConfig))}
+    yield from set(data.get("rope_scaling") or {}) - known
+    allowed = set(ABOUT_TRAINING_OR_TEXT)
+    allowed |= GROUPS if data.get("topk_method") == "greedy" else set()
+    allowed |= WINDOWS if data.get("use_sliding_window") is False else set()
+    for name in data.keys() - watched.read - allowed:
+        if name not in UNREAD or data[name] != UNREAD[name]:
+            yield name
+
+
+def test_every_file_is_named_and_every_name_has_a_file():
+    assert {path.name for path in FOLDER.iterdir()} == {f"{name}.json" for name in PRESETS}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_families_ignore_no_field_of_a_file(name):
+    assert not list(ignored_fields(published(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "ignored"),
+    [
+        ("llama-2-7b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("llama-2-7b", {"pretraining_tp": 2}, "pretraining_tp"),
+        ("llama-2-7b", {"rope_scaling": {"type": "linear", "factor": 2, "mscal": 1}}, "mscal"),
+        ("deepseek-v2-lite", {"topk_groups": 3}, "topk_groups"),
+    ],
+)
+def test_an_ignored_field_is_found(name, extra, ignored):
+    assert list(ignored_fields(published(name) | extra)) == [ignored]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_reads_the_same_model_from_the_file(name):
+    data = published(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**data))
+    shapes = {n: p.shape for n, p in model.named_parameters()}
+    assert shapes == {n: p.shape for n, p in hf_model(preset(name), "meta").named_parameters()}
+
+
+def test_listing_reads_no_file(tmp_path):
+    names = Presets(tmp_path / "absent", ("one", "two"))
+    assert list(names) == ["one", "two"]
+    assert len(names) == 2
+    assert "two" in names
+    assert "three" not in names
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"^The preset file .*odd\.json cannot be read: No such file or directory\.$"),
+        ("{", r"^The preset file .*odd\.json cannot be read: Expecting property name.*\.$"),
+        ("[1]", r"^The preset file .*odd\.json cannot be read: it holds a list, not a JSON obj"),
+        ('{"model_type": "lama"}', r"model_type 'lama'; minillm knows .* Did you mean 'llama'\?$"),
+        ('{"model_type": "llama"}', r"no 'num_attention_heads', which this model family needs\.$"),
+    ],
+)
+def test_a_malformed_file_gives_one_sentence(tmp_path: Path, text, message):
+    if text is not None:
+        (tmp_path / "odd.json").write_text(text, "utf-8")
+    with pytest.raises(ConfigError, match=message):
+        Presets(tmp_path, ("odd",))["odd"]
 
 
 def test_every_preset_has_a_published_total():

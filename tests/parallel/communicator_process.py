@@ -11,8 +11,8 @@ import sys
 import torch
 from torch.distributed import TCPStore
 
+from minillm.lab.benchmarks.gloo import GlooCommunicator
 from minillm.parallel.communicator import CommunicationError, Communicator
-from minillm.parallel.gloo import GlooCommunicator
 from minillm.parallel.shared_memory import SharedMemoryCommunicator
 from tests.parallel.rank_groups import COUNTS, DTYPES, ordered_sum, parts_of, same_bits
 

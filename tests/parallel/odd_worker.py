@@ -46,4 +46,4 @@ def build(set_up: Any, place: Any) -> Any:
 
 if __name__ == "__main__":
     worker.build = build
-    worker.main(*map(int, sys.argv[1:3]))
+    worker.main(int(sys.argv[1]))

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from minillm.parallel.communicator import Communicator
-from minillm.parallel.gloo import GlooCommunicator, as_bytes
+from minillm.lab.benchmarks.gloo import GlooCommunicator
+from minillm.parallel.communicator import Communicator, ThreadGroup
 from minillm.parallel.shared_memory import SharedGroup, why_not
-from minillm.parallel.sockets import SocketCommunicator
-from minillm.parallel.threads import ThreadGroup
+from minillm.parallel.sockets import SocketCommunicator, as_bytes
 
 KINDS = ("threads", "gloo", "shared", "sockets")
 ROOM = 8192  # bytes of shared memory for a part

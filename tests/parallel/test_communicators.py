@@ -13,10 +13,10 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from minillm.errors import UnsupportedFeatureError
+from minillm.lab.benchmarks.gloo import GlooCommunicator
 from minillm.ops.c_library import NoLibrary
 from minillm.parallel import shared_memory
 from minillm.parallel.communicator import Alone, CommunicationError
-from minillm.parallel.gloo import GlooCommunicator
 from minillm.parallel.shared_memory import SharedGroup, SharedMemoryCommunicator
 from tests.parallel.rank_groups import (
     COUNTS,
@@ -299,14 +299,16 @@ def test_nothing_is_left_of_a_closed_group(kind):
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(shared_memory, "functions", lambda *_: NoLibrary("no C compiler"))
     assert not shared_memory.shared_memory_works()
-    with pytest.raises(UnsupportedFeatureError, match=r"memory here: no C compiler; use gloo\.$"):
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"memory here: no C compiler; use sockets\.$"
+    ):
         SharedGroup(2)
 
 
 def test_without_memory_files(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     assert not shared_memory.shared_memory_works()
-    with pytest.raises(UnsupportedFeatureError, match=r"no memory files .* use gloo\.$"):
+    with pytest.raises(UnsupportedFeatureError, match=r"no memory files .* use sockets\.$"):
         SharedGroup(2)
 
 
@@ -325,7 +327,7 @@ def test_a_file_that_is_not_a_group_is_refused(tmp_path):
     with pytest.raises(PermissionError):  # or ranks would be killed that read behind the end
         os.ftruncate(group.fd, 4096)
     group.close()
-    with pytest.raises(UnsupportedFeatureError, match=r"memory here: .*; use gloo"):
+    with pytest.raises(UnsupportedFeatureError, match=r"memory here: .*; use sockets"):
         SharedMemoryCommunicator(0, group.fd)
 
 

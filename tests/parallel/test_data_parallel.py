@@ -17,10 +17,9 @@ from minillm.errors import (
     UnsupportedFeatureError,
 )
 from minillm.execution.runner import Runner
-from minillm.parallel import dispatch, executor, rank
+from minillm.parallel import executor, experts, rank
 from minillm.parallel.communicator import Traffic
-from minillm.parallel.dispatch import DispatchedExperts, packed, unpacked
-from minillm.parallel.experts import OwnExperts
+from minillm.parallel.experts import DispatchedExperts, OwnExperts, packed, unpacked
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.invariants import check_invariants
 from minillm.speculative.proposer import DraftRow
@@ -254,14 +253,14 @@ def test_planted_a_weight_is_another_tokens(folder, monkeypatch, reference_of):
         x, weights, chosen = columns
         return packed(x, weights.roll(1, 0), chosen)
 
-    monkeypatch.setattr(dispatch, "packed", shuffled)
+    monkeypatch.setattr(experts, "packed", shuffled)
     with pytest.raises(AssertionError, match=r"differences|assert not"):
         check(reference_of("qwen3_moe"), 2, CELLS[0])
 
 
 def test_planted_every_copy_gets_the_plan_of_the_first(folder, monkeypatch, reference_of):
-    real = executor.Stages.bodies
-    monkeypatch.setattr(executor.Stages, "bodies", lambda *args: [real(*args)[0]] * 2)
+    real = executor.Ranks.bodies
+    monkeypatch.setattr(executor.Ranks, "bodies", lambda *args: [real(*args)[0]] * 2)
     with pytest.raises((AssertionError, EngineDeadError, KeyError)):
         check(reference_of("qwen3_moe"), 2, CELLS[0])
 

@@ -23,11 +23,10 @@ from minillm.layers.moe import ExpertNames, Experts
 from minillm.models.presets import preset
 from minillm.parallel import balance
 from minillm.parallel.balance import BalancedExperts, rebalance
-from minillm.parallel.dispatch import packed, unpacked
-from minillm.parallel.experts import share_experts
+from minillm.parallel.communicator import ThreadGroup
+from minillm.parallel.experts import packed, share_experts, unpacked
 from minillm.parallel.placement import Placement, first_placement, place
 from minillm.parallel.split import largest_part
-from minillm.parallel.threads import ThreadGroup
 from minillm.plan.parameters import parameter_count
 from tests.engine.small import make
 from tests.models.tiny import Tiny

@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 
 from minillm.errors import ConfigError, NodeError
-from minillm.parallel import handshake, listener
+from minillm.parallel import handshake
 from minillm.parallel.handshake import (
     MAGIC,
     MOST,
     NONCE,
     SIZE,
+    Listener,
     Stranger,
+    connect,
     hello,
+    interface_address,
     proof,
     read_secret,
     shake_hands,
 )
-from minillm.parallel.listener import Listener, connect, interface_address
 
 SECRET = b"a secret of these tests"
 LIMIT = 60.0  # seconds; what takes longer hangs
@@ -98,7 +100,7 @@ def test_other_versions(name, other, sentence):
 
 def test_a_listener_tells_its_owner_of_other_versions(door, monkeypatch):
     first = iter([hello() | {"torch": "1.0"}])  # of the end that connects, which asks first
-    monkeypatch.setattr(listener, "hello", lambda **_: next(first, hello()))
+    monkeypatch.setattr(handshake, "hello", lambda **_: next(first, hello()))
     with pytest.raises(NodeError, match=r"has torch 1\.0"):
         meet(door)
     with pytest.raises(NodeError, match=r"has torch 1\.0"):
@@ -218,7 +220,7 @@ def test_one_that_says_a_byte_a_second(monkeypatch):
 
 
 def test_too_many_at_once(door, monkeypatch):
-    monkeypatch.setattr(listener, "MOST_PENDING", 3)
+    monkeypatch.setattr(handshake, "MOST_PENDING", 3)
     silent = [socket.create_connection(door.address) for _ in range(3)]
     wait_for(lambda: len(door._pending) == 3)
     with socket.create_connection(door.address) as end:

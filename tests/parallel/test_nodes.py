@@ -22,8 +22,8 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, ConfigError, NodeError
-from minillm.parallel import meeting, node, nodes, worker
-from minillm.parallel.listener import Arrival
+from minillm.parallel import node, nodes, worker
+from minillm.parallel.handshake import Arrival
 from minillm.parallel.node import serve_rank, split_address
 from tests.engine.small import make, write_model
 from tests.models.tiny import Tiny
@@ -153,7 +153,7 @@ def other_values(to: Path) -> None:
     ],
 )
 def test_another_checkpoint(change, what, folder, lend, tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting, "START_PATIENCE", 0.5)  # the first rank waits for the second
+    monkeypatch.setattr(node, "START_PATIENCE", 0.5)  # the first rank waits for the second
     other = changed(folder, tmp_path / "other", change)
     ranks = lend(2, {"number": 0}, {"number": 1, "model": str(other)})
     with pytest.raises(CheckpointError, match=what) as caught:
@@ -351,7 +351,7 @@ def test_the_order_of_ranks():
     """By the numbers that they say; else those of a node together, as they came."""
 
     def order(*hellos: tuple[str, int | None]) -> list[tuple[str, int | None]]:
-        arrived = [Arrival({"node": n, "rank": r}, socket.socket(), "") for n, r in hellos]
+        arrived = [Arrival({"node": n, "rank": r}, socket.socket()) for n, r in hellos]
         for each in arrived:
             each.connection.close()
         return [(each.hello["node"], each.hello["rank"]) for each in nodes.in_order(arrived)]

@@ -46,9 +46,9 @@ from minillm.lab.parallel_layout import (
 )
 from minillm.models.checkpoint import open_model
 from minillm.models.presets import PRESETS, preset
+from minillm.parallel.communicator import ThreadGroup
 from minillm.parallel.place import Place
 from minillm.parallel.rank import load_rank
-from minillm.parallel.threads import ThreadGroup
 from minillm.plan.cost import memory_plan, step_cost, step_time, weight_bytes
 from minillm.plan.hardware import DATASHEET
 from minillm.plan.parameters import parameter_count

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minillm.parallel.communicator import CommunicationError, Traffic
-from minillm.parallel.pipes import SocketPipe, ThreadPipe
+from minillm.parallel.pipes import Pipe, SocketPipe
 
 
 @pytest.fixture(params=["threads", "sockets"])
@@ -16,7 +16,7 @@ def ends(request):
     """The sender's and the receiver's."""
     with ExitStack() as stack:
         if request.param == "threads":
-            pipe = ThreadPipe(0.5)
+            pipe = Pipe(0.5)
             yield pipe, pipe
             return
         pair = [SocketPipe(each, 0.5) for each in socket.socketpair()]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, EngineDeadError, UnsupportedFeatureError
@@ -46,20 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
-@pytest.fixture(scope="module")
-def libuv() -> None:
-    """A store opens a pipe for all that are to come."""
-    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left(libuv: None) -> Iterator[None]:
+def nothing_is_left() -> Iterator[None]:
     """No process, no shared memory and no file descriptor, which ports are too."""
     before = open_files()
     yield
     wait_until(lambda: not children(os.getpid()), "processes are left")
     wait_until(lambda: open_files() <= before, f"more than {before} files are open")
-    assert not [each for each in os.listdir("/dev/shm") if "minillm" in each or "gloo" in each]
+    assert not [each for each in os.listdir("/dev/shm") if "minillm" in each]
 
 
 def open_files() -> int:
@@ -95,7 +88,7 @@ def runs(process: int) -> bool:
 
 
 @pytest.fixture
-def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler; elsewhere ranks share memory."""
     monkeypatch.setattr(groups, "shared_memory_works", lambda: False)
 
@@ -164,7 +157,7 @@ def test_b19_mixture_of_experts_and_a_rank_that_is_killed_between_steps(tmp_path
     llm.close()
 
 
-def test_drafts_and_two_engines(folder, gloo):
+def test_drafts_and_two_engines(folder, sockets):
     expected = alone(folder)
     drafting = make(folder, max_model_len=96, speculative_config=NGRAM, **TWO)
     plain = make(folder, max_model_len=96, **TWO)
@@ -191,11 +184,11 @@ def test_stages(sizes, folder):
 # ---- ranks that end ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("killed", "by"), [(0, "memory"), (1, "gloo")])
+@pytest.mark.parametrize(("killed", "by"), [(0, "memory"), (1, "sockets")])
 def test_b19_killed_in_a_step(killed, by, folder, odd, request):
     """Rank 1 computes for ever, rank 0 waits for it."""
-    if by == "gloo":
-        request.getfixturevalue("gloo")
+    if by == "sockets":
+        request.getfixturevalue("sockets")
     odd("1 sleeps")
     llm = make(folder, max_model_len=96, **TWO)
 

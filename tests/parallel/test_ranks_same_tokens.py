@@ -1,7 +1,7 @@
 """Several ranks give the tokens of one, in every family and under everything an engine does.
 
-The ranks are threads (`parallel/threads.py`), so that many engines fit into a test; processes are
-tested in `test_processes.py`. Tokens are compared in float32 with those of one rank alone.
+The ranks are threads (`ThreadGroup`), so that many engines fit into a test; processes are tested in
+`test_processes.py`. Tokens are compared in float32 with those of one rank alone.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from minillm import LLM, SamplingParams
 from minillm.errors import EngineDeadError
 from minillm.parallel import shard
 from minillm.parallel.communicator import Traffic
-from minillm.parallel.executor import Stages
+from minillm.parallel.executor import Ranks
 from minillm.parallel.experts import OwnExperts
 from minillm.parallel.split import Split, Stage
 from minillm.parallel.stages import Sent
@@ -335,8 +335,8 @@ def test_a_planted_bug_of_experts_changes_tokens(wrong, reference_of, monkeypatc
 
 
 PLANTED_IN_STAGES = {
-    "tokens of another row": (Stages, "note", of_another_row),
-    "tokens are not learned": (Stages, "note", lambda *_: None),
+    "tokens of another row": (Ranks, "note", of_another_row),
+    "tokens are not learned": (Ranks, "note", lambda *_: None),
     "a boundary rounds": (Sent, "add", twice_rounded),
     "a layer on both stages": (Stage, "layers", lambda self, _: range(self.index, 2)),
 }

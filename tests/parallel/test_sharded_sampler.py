@@ -9,10 +9,9 @@ import torch
 from minillm import SamplingParams
 from minillm.ops import cpu_sampling
 from minillm.parallel import sampler as sharded
-from minillm.parallel.communicator import Traffic
+from minillm.parallel.communicator import ThreadGroup, Traffic
 from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.split import Split
-from minillm.parallel.threads import ThreadGroup
 from minillm.sampling.edits import SamplingRow
 from minillm.sampling.sampler import Sampler
 

@@ -18,9 +18,8 @@ from minillm.lab.parallel_layout import Layout, device_memory
 from minillm.layers.linear_methods import Matrix
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.parallel import sampler
-from minillm.parallel.communicator import Communicator
+from minillm.parallel.communicator import Communicator, ThreadGroup
 from minillm.parallel.split import Split, rank_config
-from minillm.parallel.threads import ThreadGroup
 from minillm.plan.cost import MemoryPlan, kv_bytes_per_token, weight_bytes
 from minillm.plan.hardware import Hardware
 from minillm_exercises.chapters.common import nearest as nearest

@@ -7,9 +7,11 @@ many calls on rank 0, in microseconds. The thread communicator, which is for tes
 import argparse
 import json
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from statistics import median
 from time import perf_counter
 
@@ -18,17 +20,18 @@ from torch.distributed import TCPStore
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import MinillmError
+from minillm.lab.benchmarks.gloo import GlooCommunicator
 from minillm.lab.benchmarks.report import benchmark_parser, write_result
 from minillm.models.loader import DTYPES
 from minillm.parallel.communicator import Communicator
-from minillm.parallel.gloo import GlooCommunicator
 from minillm.parallel.shared_memory import SharedGroup, SharedMemoryCommunicator, why_not
+from minillm.parallel.sockets import SocketCommunicator
 from minillm.plan.machine import cpu_name
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.collectives                     gloo and shared memory
+  python -m minillm.lab.benchmarks.collectives            gloo, sockets, shared memory
   python -m minillm.lab.benchmarks.collectives --calls 1000 --json FILE
-  python -m minillm.lab.benchmarks.collectives --calls 3           check that it runs
+  python -m minillm.lab.benchmarks.collectives --calls 3  check that it runs
 """
 RANKS = 2
 CALLS = ("sum", "gather")
@@ -44,13 +47,27 @@ def measure(kind: str, calls: int) -> Rows:
     Raises:
         MinillmError: a rank failed; UnsupportedFeatureError where memory cannot be shared.
     """
-    store = group = None
+    with ExitStack() as stack:
+        places, files = meeting_place(kind, stack)
+        return run_ranks(kind, calls, places, files)
+
+
+def meeting_place(kind: str, stack: ExitStack) -> tuple[list[int], list[int]]:
+    """For each rank the port or the file by which it finds the others; and the files to inherit."""
     if kind == "gloo":
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    else:
-        group = SharedGroup(RANKS)
-    files = [] if group is None else [group.fd]
-    place = store.port if store is not None else files[0]
+        stack.callback(lambda: store)  # it serves until the ranks have ended
+        return [store.port] * RANKS, []
+    if kind == "sockets":
+        files = [stack.enter_context(end).fileno() for end in socket.socketpair()]
+        return files, files
+    group = SharedGroup(RANKS)
+    stack.callback(group.close)
+    return [group.fd] * RANKS, [group.fd]
+
+
+def run_ranks(kind: str, calls: int, places: Sequence[int], files: Sequence[int]) -> Rows:
+    """Run a process for each rank."""
     running: list[subprocess.Popen[str]] = []
     try:
         for rank in range(RANKS):
@@ -61,7 +78,7 @@ def measure(kind: str, calls: int) -> Rows:
                 "--calls",
                 str(calls),
             ]
-            command += ["--rank", f"{kind},{rank},{place}"]
+            command += ["--rank", f"{kind},{rank},{places[rank]}"]
             pipe = subprocess.PIPE
             running.append(subprocess.Popen(command, stdout=pipe, text=True, pass_fds=files))
         said = [each.communicate(timeout=TIMEOUT)[0] for each in running]
@@ -73,8 +90,6 @@ def measure(kind: str, calls: int) -> Rows:
         for each in running:
             each.kill()
             each.wait()
-        if group is not None:
-            group.close()
 
 
 def be_rank(kind: str, rank: int, place: int, calls: int) -> None:
@@ -84,6 +99,9 @@ def be_rank(kind: str, rank: int, place: int, calls: int) -> None:
     if kind == "gloo":
         store = TCPStore("127.0.0.1", place, is_master=False, wait_for_workers=False)
         communicator = GlooCommunicator(rank, RANKS, store)
+    elif kind == "sockets":
+        other = socket.socket(fileno=place)
+        communicator = SocketCommunicator(rank, [None, other] if rank == 0 else [other, None])
     else:
         communicator = SharedMemoryCommunicator(rank, place)
     rows: Rows = []
@@ -126,7 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         be_rank(kind, int(rank), int(place), chosen.calls)
         return 0
     terminal, reason = Terminal(), why_not()
-    rows = measure("gloo", chosen.calls) + ([] if reason else measure("shared", chosen.calls))
+    kinds = ["gloo", "sockets", *([] if reason else ["shared"])]
+    rows = [row for kind in kinds for row in measure(kind, chosen.calls)]
     terminal.heading(f"Two ranks: microseconds per call on {cpu_name()}")
     shown = [
         [str(row["kind"]), str(row["dtype"]), f"{int(row['bytes']) // 1024:,}"]

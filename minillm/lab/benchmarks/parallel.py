@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen, terminal = parser.parse_args(arguments), Terminal()
     calls = QUICK_CALLS if chosen.quick else CALLS
     with terminal.progress("Measuring all-reduce and all-gather"):
-        rows = collectives.measure("gloo", calls)
+        rows = collectives.measure("gloo", calls) + collectives.measure("sockets", calls)
         rows += [] if why_not() else collectives.measure("shared", calls)
     fits = fit_sums(rows)
     show_collectives(rows, fits, terminal)

@@ -25,7 +25,7 @@ from minillm.parallel import groups
 from minillm.plan import machine
 
 EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.parallel_steps          two ranks, shared memory and gloo
+  python -m minillm.lab.benchmarks.parallel_steps          two ranks, shared memory and sockets
   python -m minillm.lab.benchmarks.parallel_steps --ranks 4 --batch 1 --batch 16
   python -m minillm.lab.benchmarks.parallel_steps --quick  small sizes, to check that it runs
 """
@@ -69,11 +69,11 @@ class Steps:
 
 
 def kinds_of_ranks(ranks: int, has_experts: bool) -> dict[str, dict[str, Any]]:
-    """Kinds of parallelism by name, with the engine's arguments: "tp" splits each layer, with
-    all-reduce over shared memory or gloo; "pp" has pipeline stages; "dp" has copies of the model;
-    "ep" distributes whole experts; "dp, ep" has copies that share the experts."""
+    """Kinds of parallelism by name, with the engine's arguments: "tp" splits each layer,
+    with all-reduce over shared memory or sockets; "pp" has pipeline stages; "dp" has copies of the
+    model; "ep" distributes whole experts; "dp, ep" has copies that share the experts."""
     shared = {"tensor_parallel_size": ranks}
-    found = {"tp, memory": shared, "tp, gloo": shared, "pp": {"pipeline_parallel_size": ranks}}
+    found = {"tp, memory": shared, "tp, sockets": shared, "pp": {"pipeline_parallel_size": ranks}}
     found["dp"] = {"data_parallel_size": ranks}
     if has_experts:
         whole = {"enable_expert_parallel": True}
@@ -87,7 +87,7 @@ def open_engine(
     model: str, dtype: str, sizes: Sizes, kind: str = "", fields: Mapping[str, Any] = NO_FIELDS
 ) -> LLM:
     """An engine without a prefix cache, so that every prompt is computed."""
-    has_memory = groups.shared_memory_works() and "gloo" not in kind
+    has_memory = groups.shared_memory_works() and "sockets" not in kind
     with patch.object(groups, "shared_memory_works", lambda: has_memory):
         return LLM(
             model,

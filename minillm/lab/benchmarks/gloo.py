@@ -1,11 +1,11 @@
-"""Ranks that are processes, over TCP: gloo, without torch's global process group.
+"""A communicator over gloo, PyTorch's CPU backend: the peer to which `collectives` compares ours.
 
-A group lives under a prefix of a store, so that one process can be in several. A call that waits
-looks into the store a few times per second: there a rank that has failed says so, and each rank
-that waits says in which call, so that an error names the ranks that are missing.
+A group has a prefix of a store, so one process can be in several. A waiting call checks the store a
+few times per second: a rank that fails sets a key there, and each waiting rank writes its call, so
+that an error names the missing ranks.
 
-Parts of unequal size end the process inside gloo. Ranks that carry out the same plans have equal
-parts; `checks_sizes` compares the sizes before each call, for twice the time.
+Parts of unequal size end the process inside gloo; `checks_sizes` compares the sizes before each
+call, which doubles its time.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from minillm.errors import in_one_line
 from minillm.parallel.communicator import PATIENCE, CommunicationError, Communicator
 
-LOOK = 0.2  # seconds between two looks into the store
+LOOK = 0.2  # seconds between checks of the store
 FAILED = "failed"  # the key that a rank sets when it fails
 Gloo: Any = ProcessGroupGloo  # its stubs lack most methods
 
@@ -33,14 +33,13 @@ class GlooCommunicator(Communicator):
     Args:
         rank, size: of this process.
         store: one that all ranks reach, such as a `TCPStore`.
-        patience: seconds to wait for the other ranks, to begin with and in each call.
-        name: of the group; groups in one store have different names.
-        host: name or address of the network interface; the loopback unless ranks are on several
-            machines.
-        checks_sizes: raise, where parts of unequal size would end the process.
+        patience: seconds to wait for the other ranks, at the start and in each call.
+        name: of the group, unique within the store.
+        host: name or address of the network interface.
+        checks_sizes: raise for parts of unequal size.
 
     Raises:
-        CommunicationError: ranks did not arrive, or the interface is not there.
+        CommunicationError: ranks did not arrive, or the interface does not exist.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class GlooCommunicator(Communicator):
         self._store = PrefixStore(name, store)
         self._num_calls = 0
         self._group: Any = None
-        self._work: Any = None  # the call that runs, or that failed
+        self._work: Any = None  # the running or failed call
         try:
             options = Gloo._Options()
             options._devices = [Gloo.create_device(hostname=host)]
@@ -66,7 +65,7 @@ class GlooCommunicator(Communicator):
             options._threads = 1
             self._arrive()
             self._group = Gloo(PrefixStore("gloo", self._store), rank, size, options)
-        except RuntimeError as error:  # all of gloo's and the store's are
+        except RuntimeError as error:  # of gloo or the store
             raise self._explained(error) from None
 
     def exchange(self, part: Tensor) -> Tensor:
@@ -76,7 +75,7 @@ class GlooCommunicator(Communicator):
         return self._gather(part)
 
     def distribute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[M, w], [size, size] -> [R, w]; each row is sent to its rank only."""
+        """[M, w], [size, size] -> [R, w]; each row is sent to its destination only."""
         width = rows.element_size() * rows.shape[1]
         sent, expected = (
             (counts * width)[self.rank].tolist(),
@@ -89,15 +88,15 @@ class GlooCommunicator(Communicator):
 
     def abort(self) -> None:
         """The others' calls raise within `LOOK` seconds."""
-        with suppress(RuntimeError):  # the store has ended, and so the others fail
+        with suppress(RuntimeError):  # the store has ended, so the other ranks fail too
             self._store.set(FAILED, str(self.rank))
         self.close()
 
     def close(self) -> None:
-        """Close the connections; the others' calls raise. Closing twice is fine."""
+        """Close the connections; calls of the other ranks raise. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._work is not None and not self._work.is_completed():
-            # Destroying it would wait until the call times out: it lives as long as the process.
+            # Destroying it would block until the call times out, so it is kept alive.
             pythonapi.Py_IncRef(py_object(group))
 
     def _gather(self, part: Tensor) -> Tensor:
@@ -108,7 +107,7 @@ class GlooCommunicator(Communicator):
         return received
 
     def _call(self, start: Callable[[Any], Any]) -> None:
-        """Start a call of gloo's group, and wait for its end."""
+        """Start a call and wait until it has ended."""
         group = self._group
         if group is None:
             raise self.stopped()
@@ -121,7 +120,7 @@ class GlooCommunicator(Communicator):
             raise self._explained(error) from None
 
     def _wait(self, work: Any) -> None:
-        """Until it is done. It raises what gloo says, or CommunicationError."""
+        """Wait for a call. Raises gloo's error, or CommunicationError."""
         deadline = monotonic() + self.patience
         while True:
             try:
@@ -135,11 +134,11 @@ class GlooCommunicator(Communicator):
                 raise self.stopped()
 
     def _arrive(self) -> None:
-        """Tell the others in which call this rank waits."""
+        """Publish in which call this rank waits."""
         self._store.set(f"call of {self.rank}", str(self._num_calls))
 
     def _missing(self) -> list[int]:
-        """The ranks that are not in this call."""
+        """The ranks that have not started this call."""
         others = [(each, f"call of {each}") for each in range(self.size) if each != self.rank]
         return [
             each
@@ -148,14 +147,14 @@ class GlooCommunicator(Communicator):
         ]
 
     def _explained(self, error: RuntimeError) -> CommunicationError:
-        """What gloo or the store says, in a sentence that names this rank."""
-        said = str(error).lower()
-        if "timed out" in said or "timeout" in said:
+        """The error of gloo or the store as one that names this rank."""
+        text = str(error).lower()
+        if "timed out" in text or "timeout" in text:
             try:
                 return self.waited(self.patience, self._missing())
             except RuntimeError:  # the store has ended
                 pass
-        if "closed by peer" in said or "reset by peer" in said:
+        if "closed by peer" in text or "reset by peer" in text:
             return self.stopped()
         return CommunicationError(
             f"Rank {self.rank} of {self.size} cannot reach the other ranks: {in_one_line(error)}"
