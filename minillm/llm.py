@@ -31,7 +31,7 @@ class LLM:
 
     `model` is the name of an embedded model, a Hugging Face folder, a hub id, or with
     ``load_format="dummy"`` a ``preset:NAME``. All other arguments are those of `EngineArgs`.
-    Not thread-safe. Use it in a ``with`` block, or call `close`, to free the memory.
+    It is not thread-safe. Use it in a ``with`` block, or call `close`, to free the memory.
     """
 
     def __init__(self, model: str | Path | None = None, **arguments: Any):
@@ -50,7 +50,7 @@ class LLM:
 
     @property
     def trace(self) -> Trace:
-        """Records of the latest steps: sequences scheduled and waiting, with reasons and blocks."""
+        """Records of the last steps: what was scheduled, what waited and why, and the blocks."""
         return self.engine.trace
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -69,17 +69,17 @@ class LLM:
         A prompt is a string, a list of token ids, ``{"prompt": ...}`` or
         ``{"prompt_token_ids": ...}``. A dict may have a ``"cache_salt"``: prompts with different
         salts never share cached prefixes. Give one `SamplingParams` for all prompts or one for
-        each. `priority` has one number per prompt, and lower numbers are scheduled first; it needs
-        scheduling_policy="priority". All requests are checked before the first one runs, and
-        InvalidRequestError names the invalid one. A later error in a request ends that request
-        with ``finish_reason="error"``.
+        each. `priority` has one number per prompt, the lowest scheduled first, and needs
+        scheduling_policy="priority". All requests are checked before the first one runs:
+        InvalidRequestError names the invalid one. A later error ends only the request that it is
+        in, with ``finish_reason="error"``.
         """
         listed = list_prompts(prompts)
-        urgency = list_priorities(priority, len(listed), self.engine.args.scheduling_policy)
+        priorities = list_priorities(priority, len(listed), self.engine.args.scheduling_policy)
         requests = [
-            self._request(prompt, params, f"prompt {index}: " if len(listed) > 1 else "", urgent)
-            for index, (prompt, params, urgent) in enumerate(
-                zip(listed, self._params(sampling_params, len(listed)), urgency, strict=True)
+            self._request(prompt, params, f"prompt {index}: " if len(listed) > 1 else "", urgency)
+            for index, (prompt, params, urgency) in enumerate(
+                zip(listed, self._params(sampling_params, len(listed)), priorities, strict=True)
             )
         ]
         return [live.output() for live in self._run(requests, "Generating", "req", use_tqdm)]
@@ -92,9 +92,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Generate from one prompt, yielding the cumulative output after every step. With
-        `output_kind` ``DELTA`` yield only the new part; with ``FINAL_ONLY`` only the last output.
-        """
+        """Generate from one prompt and yield the output after every step: all of it so far, or with
+        `output_kind` ``DELTA`` the new part. ``FINAL_ONLY`` yields only the last output."""
         listed = list_prompts(prompt)
         if len(listed) != 1:
             raise InvalidRequestError(

@@ -6,7 +6,7 @@
           share (prefix hit, from             cached blocks: to the back, so that
           anywhere in the list)               the least recently used is evicted first
 
-The pool only counts. The tensors are in `layers/kv_cache.py`.
+The pool holds no tensors: they are in `layers/kv_cache.py`.
 """
 
 from collections import Counter, OrderedDict
@@ -36,7 +36,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can return, including free cached blocks."""
+        """Number of free blocks, cached ones included."""
         return len(self._free)
 
     def is_free(self, block: int) -> bool:
@@ -44,10 +44,7 @@ class BlockPool:
         return self.ref_counts[block] == 0
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks from the front of the free list, each with reference count 1.
-
-        Cached blocks among them are evicted from the prefix index.
-        """
+        """Take `count` blocks from the front of the free list, and evict cached ones among them."""
         if count > len(self._free):
             raise AccountingError(f"{count} blocks were requested, but {len(self._free)} are free.")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -78,8 +75,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Decrement the reference counts of a block table.
 
-        The last block is freed first, so that it is evicted before the prefix, which more prompts
-        share.
+        The last block is freed first, so that it is evicted first: more prompts share the first.
         """
         for block in reversed(blocks):
             if self.ref_counts[block] < 1:
@@ -94,8 +90,8 @@ class BlockPool:
         """Compare reference counts and free list with `tables`, which must be all block tables.
 
         Raises:
-            AccountingError: a reference count is not the number of tables with the block, a block
-                in a table is free, or a table has a block twice or one that does not exist.
+            AccountingError: a reference count is not the number of tables that contain the block, a
+                block in a table is free, or a table contains a block twice or an unknown block.
         """
         holders: Counter[int] = Counter()
         for table in tables:

@@ -16,11 +16,11 @@ from minillm.cache.prefix import Match
 
 NAME_BYTES = 16
 
-Place = int | str  # identifies a prefix: the number of its last entry, or the salt if empty
+Place = int | str  # a prefix: the number of its last entry, or the salt if it is empty
 
 
 class Cursor(NamedTuple):
-    """The hash of a prefix, and the entry of its last block."""
+    """The end of a prefix: its hash, and which entry it ends with."""
 
     name: bytes
     place: Place
@@ -38,8 +38,8 @@ class Entry(NamedTuple):
 class HashChain:
     """Looks up each block by its hash, then compares its tokens and its parent entry.
 
-    A hash collision is therefore a miss, and never a hit in another user's cache
-    (GHSA-rm76-4mrf-v9r8): entry numbers are unique, so equal parents mean equal prefixes.
+    Entry numbers are unique, so equal parents mean equal prefixes: a hash collision is a miss, and
+    never a hit in another user's cache (GHSA-rm76-4mrf-v9r8).
     """
 
     def __init__(self, block_size: int):
@@ -47,10 +47,10 @@ class HashChain:
         self.lost: list[int] = []
         self._entries: dict[bytes, Entry] = {}
         self._names: dict[int, bytes] = {}  # block -> its name
-        self._num_entries = 0  # created so far; the number of the newest entry
+        self._num_entries = 0  # number of the newest entry
 
     def start(self, salt: str) -> Cursor:
-        """The cursor of a salt. Python's `hash` differs between processes and is easy to forge."""
+        """The cursor of an empty prefix. Collisions of Python's `hash` would be easy to forge."""
         salted = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES)
         return Cursor(salted.digest(), salt)
 

@@ -32,24 +32,17 @@ class BlockCopy(NamedTuple):
 class BlockTable:
     """The blocks of one sequence: on the device, or in host memory while it is swapped out.
 
-    Attributes:
-        salt: the request's `cache_salt`.
-        blocks, host_blocks: block numbers on the device and in host memory; one list is empty.
-        num_adopted: number of leading blocks that came from the prefix cache.
-        num_indexed: number of leading blocks that are in the prefix index.
-        cursor, name: the end of these blocks in the prefix index and in `PrefixHistory`.
-        epoch: the manager's `epoch` when the table started. Its full blocks enter the prefix cache
-            only while the two are equal; -1 means that its contents may be wrong.
+    Its full blocks are cached only while its `epoch` is that of the manager.
     """
 
-    salt: str = ""
-    blocks: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)
-    num_adopted: int = 0
-    cursor: Cursor = None
-    num_indexed: int = 0
-    name: int = 0
-    epoch: int = 0
+    salt: str = ""  # the request's `cache_salt`
+    blocks: list[int] = field(default_factory=list)  # block numbers on the device
+    host_blocks: list[int] = field(default_factory=list)  # block numbers in host memory
+    num_adopted: int = 0  # leading blocks that came from the prefix cache
+    cursor: Cursor = None  # end of the indexed blocks in the prefix index
+    num_indexed: int = 0  # leading blocks that are in the prefix index
+    name: int = 0  # end of the indexed blocks in `PrefixHistory`
+    epoch: int = 0  # the manager's when the table started; -1: contents may be wrong
 
     @property
     def adopted(self) -> list[int]:
@@ -58,7 +51,7 @@ class BlockTable:
 
 
 class BlockManager:
-    """Manages `num_blocks` device blocks of `block_size` tokens, and `num_host_blocks` to swap to.
+    """Manages `num_blocks` blocks of `block_size` tokens on the device, and the swap space.
 
     `prefix_cache` is "hash", "radix" or None. `epoch` counts the resets of the prefix cache.
     `unwritten` maps cached blocks to the step that will write them.
@@ -104,19 +97,19 @@ class BlockManager:
     def report(
         self, token_ids: Sequence[int], num_cached: int, salt: str, reads: bool = True
     ) -> PrefixReport:
-        """Why prompt tokens missed the cache; without `reads` it was not looked up."""
+        """Why prompt tokens missed the cache; `reads`: whether the request looked it up."""
         if self.prefix_cache is None or not reads:
             return PrefixReport(unread=len(token_ids))
         known = num_cached
-        if len(token_ids) - num_cached <= self.block_size:  # look up the last one, too
+        if len(token_ids) - num_cached <= self.block_size:  # `limit` excluded the last token
             known = max(known, self.match(token_ids, len(token_ids), salt).num_tokens)
         return self._history.report(token_ids, num_cached, known, salt)
 
     def cost_of(self, match: Match, num_blocks: int) -> int:
         """Free blocks that a new table of `num_blocks` blocks takes if it starts with `match`.
 
-        Matched blocks in use cost nothing. Matched free blocks leave the free list, and so does a
-        free `partial` block until it is copied.
+        Matched blocks that are in use cost nothing; free ones, and a free `partial` block until it
+        is copied, leave the free list.
         """
         return max(num_blocks - len(match.blocks), 0) + sum(map(self.pool.is_free, match.held))
 
@@ -138,8 +131,8 @@ class BlockManager:
     ) -> None:
         """Cache the table's full blocks within the first `num_computed` positions.
 
-        These positions must be committed, or be prompt tokens that plan `step` computes. In the
-        latter case the blocks count as unwritten until `settle(step)`.
+        These positions are committed, or they are prompt tokens that plan `step` computes: then
+        the blocks count as unwritten until `settle(step)`.
         """
         size = self.block_size
         if (table.num_indexed + 1) * size > num_computed:  # no new full block: most decode steps
@@ -166,7 +159,7 @@ class BlockManager:
         self.pool.use_lost_first()
 
     def is_written_by(self, step: int, match: Match) -> bool:
-        """Whether plan `step` writes blocks of the match; the last block is then one of them."""
+        """Whether plan `step` writes blocks of the match: if so, it writes the last one."""
         return bool(match.blocks) and self.unwritten.get(match.blocks[-1]) == step
 
     def settle(self, step: int) -> None:
@@ -175,8 +168,7 @@ class BlockManager:
             self.unwritten = {block: when for block, when in self.unwritten.items() if when > step}
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix index. Running sequences keep their blocks, but add neither these nor
-        later ones to the index."""
+        """Empty the prefix index. No block of a running sequence enters it again."""
         self.epoch += 1
         for block in range(self.pool.num_blocks):
             if block in self.index:
@@ -212,7 +204,7 @@ class BlockManager:
         return copy
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
-        """Free the blocks behind the first `num_tokens` positions."""
+        """Free the blocks after the first `num_tokens` positions."""
         kept = self.blocks_for(num_tokens)
         if kept < len(table.blocks):
             self.pool.release(table.blocks[kept:])
@@ -241,8 +233,8 @@ class BlockManager:
     # ---- freeing -------------------------------------------------------------------------
 
     def forget(self, table: BlockTable) -> None:
-        """Remove the blocks that this sequence computed from the prefix index, and cache no more of
-        them, because they may be wrong. Adopted blocks stay cached."""
+        """Remove the blocks that this sequence computed, which may be wrong, from the prefix index,
+        and add no more of them. Adopted blocks stay cached."""
         table.epoch = -1
         for block in table.blocks[table.num_adopted :]:
             if block in self.index:
@@ -278,11 +270,8 @@ class BlockManager:
         return moves
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Compare the pools with `tables`, which must be all, and the tables with each other.
-
-        Raises:
-            AccountingError: the state is inconsistent; the message names the block.
-        """
+        """Compare the pools with `tables`, which must be all tables, and these with each other;
+        raises AccountingError."""
         tables = list(tables)
         self.pool.check_invariants([table.blocks for table in tables])
         self.host.check_invariants([table.host_blocks for table in tables])

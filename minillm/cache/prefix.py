@@ -26,7 +26,7 @@ class Match(NamedTuple):
 
     @property
     def held(self) -> list[int]:
-        """The first blocks of a table that starts with this match; `partial` until it is copied."""
+        """The blocks that a new table starts with: `blocks`, and `partial` until it is copied."""
         return list(self.blocks) if self.partial is None else [*self.blocks, self.partial]
 
 
@@ -41,11 +41,9 @@ class PrefixIndex(Protocol):
 
     def start(self, salt: str) -> Cursor:
         """The cursor before the first token. Prompts with different salts never share blocks."""
-        ...
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
         """The longest cached prefix of `token_ids`, at most `limit` tokens."""
-        ...
 
     def insert(self, cursor: Cursor, token_ids: tuple[int, ...], block: int) -> Cursor:
         """Cache one full block after `cursor`; returns the cursor behind it.
@@ -54,19 +52,15 @@ class PrefixIndex(Protocol):
         not enter the index. Returns None if an earlier block of the prefix was evicted: the caller
         starts again from the first block.
         """
-        ...
 
     def forget(self, block: int) -> None:
         """Remove the block, because its contents change."""
-        ...
 
     def __contains__(self, block: int) -> bool:
         """Whether the block is cached."""
-        ...
 
     def __len__(self) -> int:
-        """Number of cached blocks, including those whose predecessor was evicted."""
-        ...
+        """Number of cached blocks, also those behind an evicted block."""
 
 
 class NoPrefixCache:

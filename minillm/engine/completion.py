@@ -13,34 +13,16 @@ from minillm.text.tokenizer import Tokenizer
 class Completion:
     """Completion `index` of a request.
 
-    Any of `eos_token_ids` ends it unless `ignore_eos`; for the first of them the stop reason is
-    None, as in vLLM. `max_tokens` is already limited by the context length.
+    Unless `ignore_eos`, any of `eos_token_ids` ends it. At the first of these the stop reason is
+    None, as in vLLM; at another it is the token id.
     """
 
     __slots__ = (
-        "_cumulative",
-        "_detokenizer",
-        "_eos",
-        "_error",
-        "_failure",
-        "_last",
-        "_logprobs",
-        "_num_read",
-        "_num_written",
-        "_prompt_token_ids",
-        "_stop_ids",
-        "_stop_reason",
-        "_stops",
-        "_text",
-        "_tokenizer",
-        "_unread",
-        "_writes",
-        "finish_reason",
-        "index",
-        "max_tokens",
-        "params",
-        "token_ids",
-    )
+        "_cumulative", "_detokenizer", "_eos", "_error", "_failure", "_has_text", "_logprobs",
+        "_num_detokenized", "_num_read", "_prompt_token_ids", "_stop_ids", "_stop_reason",
+        "_stops", "_text", "_text_end", "_tokenizer", "_unread", "finish_reason", "index",
+        "max_tokens", "params", "token_ids",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -58,7 +40,7 @@ class Completion:
         self._stop_ids = (*self._eos, *params.stop_token_ids)
         self._stop_reason: str | int | None = None
         self._error: str | None = None
-        self._cumulative = 0.0
+        self._cumulative = 0.0  # log-probability
         self._logprobs: list[Logprobs] = []
         self._tokenizer, self._prompt_token_ids = tokenizer, prompt_token_ids
         self._stops: StopStrings | None = None
@@ -66,9 +48,9 @@ class Completion:
             self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         # Created with the first text: a waiting request does not need it, and creating may fail.
         self._detokenizer: IncrementalDetokenizer | None = None
-        self._writes = tokenizer is not None and params.detokenize
-        self._num_written = 0  # tokens that have been detokenized
-        self._last: int | None = None  # detokenize tokens before this index; None: all
+        self._has_text = tokenizer is not None and params.detokenize
+        self._num_detokenized = 0
+        self._text_end: int | None = None  # detokenize tokens before this index; None: all
         self._failure: Exception | None = None  # the detokenizer's error
         self._text: list[str] = []
         self._unread: list[str] = []  # text that no delta output has returned
@@ -87,7 +69,7 @@ class Completion:
             self._end_at(token_id)
             return
         if self._stops is not None:
-            self._write(count >= self.params.min_tokens)
+            self._detokenize(count >= self.params.min_tokens)
             if self._stops.matched is not None:
                 self.finish("stop", self._stops.matched)
                 return
@@ -97,7 +79,7 @@ class Completion:
     def _end_at(self, token_id: int) -> None:
         """Finish at a stop token, whose text is included if `include_stop_str_in_output`."""
         if not self.params.include_stop_str_in_output:
-            self._last = len(self.token_ids) - 1
+            self._text_end = len(self.token_ids) - 1
         primary = bool(self._eos) and token_id == self._eos[0]
         self.finish("stop", None if primary else token_id)
 
@@ -112,7 +94,7 @@ class Completion:
     def output(self, delta: bool = False) -> CompletionOutput:
         """The output so far, or with `delta` the part that is new since the last call."""
         try:
-            self._write()
+            self._detokenize()
         except Exception as error:  # raised again with the next token, which ends the completion
             self._failure = error
         start, end = 0, len(self.token_ids)
@@ -133,9 +115,9 @@ class Completion:
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End, and add the text held back for a possible stop string or incomplete character."""
-        self._write()
+        self._detokenize()
         if self._detokenizer is not None:
-            self._show(self._detokenizer.flush())
+            self._add_up_to_stop(self._detokenizer.flush())
             if self._stops is not None:
                 self._add(self._stops.flush())
                 # The text held back may complete a stop string.
@@ -143,14 +125,14 @@ class Completion:
                     reason, stop_reason = "stop", self._stops.matched
         self.finish_reason, self._stop_reason = reason, stop_reason
 
-    def _write(self, may_stop: bool = True) -> None:
-        """Detokenize all new tokens. Without stop strings this runs only when an output is read or
-        the completion ends, for many tokens at once."""
+    def _detokenize(self, may_stop: bool = True) -> None:
+        """Detokenize all new tokens: after each token if there are stop strings, otherwise only
+        when an output is read or the completion ends."""
         if self._failure is not None:
             raise self._failure
-        if not self._writes:
+        if not self._has_text:
             return
-        new = self.token_ids[self._num_written : self._last]
+        new = self.token_ids[self._num_detokenized : self._text_end]
         if not new:
             return
         if self._detokenizer is None and self._tokenizer is not None:
@@ -160,10 +142,10 @@ class Completion:
             )
         if self._detokenizer is not None:
             text = self._detokenizer.push(new)
-            self._num_written += len(new)
-            self._show(text, may_stop)
+            self._num_detokenized += len(new)
+            self._add_up_to_stop(text, may_stop)
 
-    def _show(self, text: str, may_stop: bool = True) -> None:
+    def _add_up_to_stop(self, text: str, may_stop: bool = True) -> None:
         if self._stops is not None:
             text = self._stops.push(text, may_stop)
         self._add(text)

@@ -13,25 +13,14 @@ from minillm.text.tokenizer import Tokenizer
 class LiveRequest:
     """The handle of a request that `Engine.add` returns, with its outputs so far.
 
-    `num_updates` grows whenever `output` has something new.
+    `num_updates` increases whenever `output` has changed.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_ended",
-        "_first_token",
-        "_last_token",
-        "_num_read",
-        "_prompt_token_ids",
-        "_scheduled",
-        "_tokenizer",
-        "completions",
-        "finished",
-        "num_updates",
-        "prompt_logprobs",
-        "request",
-        "sequences",
-    )
+        "__weakref__", "_ended", "_first_token", "_last_token", "_num_read", "_prompt_token_ids",
+        "_scheduled", "_tokenizer", "completions", "finished", "num_updates", "prompt_logprobs",
+        "request", "sequences",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,7 +30,7 @@ class LiveRequest:
         tokenizer: Tokenizer | None,
     ):
         self.request = request
-        self.sequences = {0: first}
+        self.sequences = {0: first}  # by completion index; forks are added
         self.completions = [
             Completion(
                 index,
@@ -85,10 +74,10 @@ class LiveRequest:
         except Exception as error:  # a detokenization error ends this completion only
             completion.fail(f"The text of this completion failed: {in_one_line(error)}")
         if completion.finish_reason is not None:
-            self._end_one(time)
+            self._record_end(time)
         return completion.finish_reason
 
-    def _end_one(self, time: float) -> None:
+    def _record_end(self, time: float) -> None:
         self._ended = time
         self.finished = all(each.finish_reason is not None for each in self.completions)
 
@@ -111,13 +100,13 @@ class LiveRequest:
                 completion.finish(reason)
             except Exception as failure:
                 completion.fail(f"The text of this completion failed: {in_one_line(failure)}")
-        self._end_one(time)
+        self._record_end(time)
 
     def add_prompt_logprobs(
         self, start: int, entries: list[dict[int, TokenLogprob]], time: float
     ) -> bool:
-        """Add the logprobs of prompt positions from `start`, skipping positions that were
-        recomputed. Returns whether the request is unfinished."""
+        """Add the logprobs of prompt positions from `start`, except those known already (the
+        positions were recomputed). Returns whether the request is unfinished."""
         known = self.prompt_logprobs or [None]
         try:
             known += [with_text(each, self._tokenizer) for each in entries[len(known) - start :]]
@@ -148,18 +137,18 @@ class LiveRequest:
         arrival, report = self.request.arrival, self.sequences[0].report
         end = self._ended if self.finished and self._ended is not None else perf_counter()
         first, last = self._first_token, self._last_token
-        num_recomputed = num_preemptions = num_drafted = num_accepted = most = 0
+        num_recomputed = num_preemptions = num_drafted = num_accepted = longest = 0
         for sequence in self.sequences.values():
             num_recomputed += sequence.num_recomputed
             num_preemptions += sequence.num_preemptions
             num_drafted += sequence.num_draft_tokens
             num_accepted += sequence.num_accepted_tokens
         for completion in self.completions:
-            most = max(most, len(completion.token_ids))
+            longest = max(longest, len(completion.token_ids))
         return RequestMetrics(
             (self._scheduled or end) - arrival,
             None if first is None else first - arrival,
-            (last - first) / (most - 1) if first and last and most > 1 else None,
+            (last - first) / (longest - 1) if first and last and longest > 1 else None,
             end - arrival,
             report.cached if report else 0,
             num_recomputed,

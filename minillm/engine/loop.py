@@ -51,7 +51,7 @@ from minillm.trace.recorder import Trace
 
 
 class Engine:
-    """A loaded model that serves requests. Raises the errors of `open_model` and `load_model`."""
+    """A loaded model that serves requests."""
 
     def __init__(self, args: EngineArgs):
         limit_threads()
@@ -126,7 +126,7 @@ class Engine:
         Raises InvalidRequestError if the prompt or a parameter cannot be served.
         """
         if prompt_token_ids is None:
-            # An empty text is refused even if the tokenizer would add a start token to it.
+            # An empty text is invalid, even if the tokenizer would add a start token.
             prompt_token_ids = self.encode(prompt) if prompt else ()
         self.check_prompt(prompt_token_ids)
         if params.stop and self.tokenizer is None:
@@ -222,12 +222,12 @@ class Engine:
             first = self.scheduler.add(request)
             live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
             self._live[request.request_id] = live
-        except InvalidRequestError:  # the id belongs to another request, which goes on
+        except InvalidRequestError:  # another request has this id, and is not aborted
             raise
         except BaseException:
             try:
                 self.abort(request.request_id)
-            except AccountingError:  # Ctrl-C interrupted the scheduler's accounting
+            except AccountingError:  # Ctrl-C interrupted the scheduler
                 self._abort_all("abort")
             raise
         return live
@@ -329,7 +329,7 @@ class Engine:
         if result.suspect:
             scheduler.distrust(plan, result.suspect)
         rows = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
-        # With steps in flight, a completion may have ended in the step before this one.
+        # A sequence that finished in the previous step may still have a row in this one.
         owners = [
             (row, one) for row, one in rows if one.status is not Status.FINISHED and not one.is_void
         ]
@@ -357,7 +357,7 @@ class Engine:
         result: StepResult,
         now: float,
     ) -> None:
-        """Give one row's results to its request, and finish the completions that they end."""
+        """Give one row's results to its request, and finish completions that have ended."""
         prompt = result.prompt_logprobs.get(row.seq_id)
         if prompt is not None and not live.add_prompt_logprobs(*prompt, now):
             self.scheduler.abort(live.request.request_id, "error")
@@ -383,8 +383,8 @@ class Engine:
                     break
 
     def _abort_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """End all requests. The scheduler may be in an inconsistent state, so it is replaced by a
-        new one with an empty prefix cache."""
+        """End all requests. A new scheduler with an empty prefix cache replaces the old one, which
+        may be in an inconsistent state."""
         now = perf_counter()
         for live in self._live.values():
             live.end(reason, now, error)

@@ -24,8 +24,7 @@ def give_tokens(
     sampler: Sampler,
     result: StepResult,
 ) -> None:
-    """Write the sampled tokens and the errors of the rows to `result`. The tokens of forks are in
-    the result of their parent's row.
+    """Write the sampled tokens and the errors of the rows to `result`.
 
     Args:
         read: waits for the tokens, int64 [K], and the largest logit of each, float32 [K].

@@ -1,8 +1,8 @@
 """The executor interface: the boundary between scheduling and computation.
 
-The engine schedules with token counts (`scheduling/`) and sends step plans. An executor holds the
-model, the KV cache and the sampler, and returns tokens. `runner.Runner` executes in this process;
-plans and results are plain data (`wire.py`), so other executors can run in other processes.
+The scheduler needs only token counts, and sends step plans. An executor holds the model, the KV
+cache and the sampler, and returns tokens. `runner.Runner` executes in this process; plans and
+results are plain data (`wire.py`), so other executors can run in other processes.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from minillm.scheduling.record import StepRecord
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a scheduler may allocate: KV blocks on the device and the host, and rows."""
+    """What the scheduler may allocate: KV blocks on device and host, and rows of the batch."""
 
     num_blocks: int
     block_size: int
@@ -29,25 +29,20 @@ class Executor(Protocol):
     """Executes step plans in launch order."""
 
     def capacity(self) -> Capacity:
-        """Number of blocks and rows. Constant."""
-        ...
+        """Numbers of blocks and rows, which never change."""
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step without waiting. One earlier step may be uncollected; with pipeline
         parallelism, as many as there are stages."""
-        ...
 
     def reset(self) -> None:
         """Remove all sequences; the next plan may not refer to them."""
-        ...
 
     def stats(self) -> dict[str, int]:
         """Allocated bytes by use: weights, kv_cache, swap_space, activations, ..."""
-        ...
 
     def close(self) -> None:
         """Free the memory. May be called twice."""
-        ...
 
 
 @runtime_checkable
@@ -56,7 +51,6 @@ class RemoteExecutor(Protocol):
 
     def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
         """Register a callback for its failure. Any thread may call it."""
-        ...
 
 
 @dataclass(slots=True)

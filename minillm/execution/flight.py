@@ -13,17 +13,13 @@ class StepResult:
     """The result of a step. Dictionaries are keyed by seq_id.
 
     Attributes:
-        token_ids: accepted tokens of each row with logits; for a row that forks, one token per
-            completion. None for a sample that failed.
+        token_ids: for each row with logits its accepted tokens, or one token per completion if the
+            row forks; None for a failed sample.
         logprobs: log-probabilities of each token, for requests with `logprobs`.
-        prompt_logprobs: (first position, entries): one entry per prompt position from there on.
-        errors: sample index -> message; a failed row has the same message for all its samples.
+        prompt_logprobs: the first position, and one entry for each prompt position from there on.
+        errors: sample index -> message. If a row fails, all its samples have the same message.
         suspect: rows whose KV may be wrong, because the forward pass failed or its logits are not
             finite. A row whose logits processors exclude every token is not suspect.
-        num_drafted: number of drafts verified, for each row that had drafts.
-        graph_rows: batch size of the CUDA graph that was replayed; 0 for an eager step.
-        why_eager: why no graph was replayed, if the runner has graphs.
-        ranks: time of each rank, with several ranks.
     """
 
     token_ids: dict[int, list[int | None]] = field(default_factory=dict)
@@ -33,10 +29,10 @@ class StepResult:
     )
     errors: dict[int, dict[int, str]] = field(default_factory=dict)
     suspect: set[int] = field(default_factory=set)
-    num_drafted: dict[int, int] = field(default_factory=dict)
-    graph_rows: int = 0
-    why_eager: str = ""
-    ranks: list[RankTime] = field(default_factory=list)
+    num_drafted: dict[int, int] = field(default_factory=dict)  # drafts verified
+    graph_rows: int = 0  # batch size of the replayed CUDA graph; 0 for an eager step
+    why_eager: str = ""  # why no graph was replayed, if the runner has graphs
+    ranks: list[RankTime] = field(default_factory=list)  # times of each rank
 
     def fail(self, row: Row, error: object) -> None:
         """Record that all samples of a row failed."""
@@ -45,7 +41,7 @@ class StepResult:
         self.suspect.add(row.seq_id)
 
     def fail_samples(self, row: Row, errors: dict[int, str]) -> None:
-        """Record that some samples of a row failed although the forward pass ran."""
+        """Record that some samples of a row failed."""
         self.errors[row.seq_id] = errors
         if NOT_FINITE in errors.values():
             self.suspect.add(row.seq_id)

@@ -1,7 +1,7 @@
 """The model runner: executes a step plan (inputs, forward pass, logits, sampling).
 
-The batch is persistent: each running sequence keeps its row between steps, with its tokens and its
-block table on the device. A plan lists only the changes, so a step costs O(rows) list work.
+The batch is persistent: each running sequence keeps its row between steps, with its last token and
+its block table on the device. A plan lists only what changed since the last one.
 
     launch    update rows and blocks -> forward pass (eager, or one CUDA graph) -> hidden states
               -> logits of the requested positions -> sampling -> tokens on the device
@@ -43,8 +43,8 @@ T = TypeVar("T")
 class Runner:
     """The executor of one process: owns the model, the KV cache and the host swap space.
 
-    When a forward pass or sampling raises, its rows run again one at a time. Rows that fail alone
-    are reported in `StepResult.errors`; the other rows are unaffected.
+    When a forward pass or sampling raises, its rows run again one at a time. Only the rows that
+    raise again fail (`StepResult.errors`).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Runner:
         max_blocks: int,
     ):
         self.model, self.kv, self.host = model, kv, host
-        # Deterministic mode: log-probabilities row by row, so that batch size cannot change them.
+        # Deterministic mode: log-probabilities do not depend on the batch size.
         self.row_by_row = isinstance(model, TiledDecoder)
         self.device = model.device
         self.rows = DeviceRows(max_num_seqs, max_blocks, self.device)
@@ -75,7 +75,7 @@ class Runner:
         per row, in at most `max_bytes`. Later steps replay them."""
         if isinstance(self.model, Decoder):
             parts = self.model, self.kv, self.rows, capture
-            if num_drafts:  # the largest first: the others reuse its memory pool
+            if num_drafts:  # the larger graphs first: the smaller ones reuse their memory
                 self.verify_graphs = DecodeGraphs(*parts, 1 + num_drafts)
                 self.verify_graphs.record_all(max_bytes)
             self.graphs = DecodeGraphs(*parts)
@@ -153,7 +153,7 @@ class Runner:
     def _update_rows(self, plan: StepPlan) -> None:
         for seq_id in plan.dropped:
             state = self._rows.pop(seq_id)
-            state.drafts = []  # the row may be reused before these drafts would be verified
+            state.drafts = []  # so that `collect` does not append to the reused row
             self.sampler.edits.drop(state.row)
             self._free_rows.append(state.row)
         if self.graphs is not None and plan.dropped:
@@ -213,7 +213,7 @@ class Runner:
         states = self._states(rows)
         ids, pending = self._input_ids(states)
         if most == 1:
-            self._feed_old(states)
+            self._upload_last_tokens(states)
         row_ids, starts = [state.row for _, state in states], [row.start for row in rows]
         counts, on_device = [row.num_tokens for row in rows], [source for _, source in pending]
         indices = graphs.launch(row_ids, starts, counts, ids, on_device)
@@ -223,8 +223,8 @@ class Runner:
         result.graph_rows = graphs.num_rows
         return graphs.hidden[self._tensor(indices)]
 
-    def _feed_old(self, states: RowStates) -> None:
-        """Copy last tokens that only the host has to `DeviceRows.last`, where graphs read them."""
+    def _upload_last_tokens(self, states: RowStates) -> None:
+        """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read."""
         new = [(state.row, state.token_ids[row.start]) for row, state in states if not state.is_fed]
         if new:
             place, token = upload(self.device, *np.array(new, dtype=np.int64).T)
@@ -235,7 +235,7 @@ class Runner:
     def _attempt(
         self, rows: Sequence[Row], run: Callable[[Sequence[Row]], T], result: StepResult
     ) -> list[tuple[Sequence[Row], T]]:
-        """Run all rows together; if that raises, each alone. Rewriting KV slots is harmless."""
+        """Run all rows together; if that raises, each alone, which writes the same KV again."""
         if not rows:
             return []
         try:
@@ -270,8 +270,8 @@ class Runner:
         return batch
 
     def _input_ids(self, states: RowStates) -> tuple[list[int], list[tuple[int, int]]]:
-        """The input ids of a flat batch, and (index, row) of each token that only the device has;
-        its input id is a placeholder 0."""
+        """The input ids of a flat batch, and (index, row) of each token that is only on the device,
+        for which the input id is 0."""
         input_ids: list[int] = []
         pending: list[tuple[int, int]] = []
         for row, state in states:
@@ -294,7 +294,7 @@ class Runner:
     def _sample(
         self, rows: Sequence[Row], hidden: Tensor, flight: Flight, part: Sequence[Row]
     ) -> None:
-        """Sample tokens for `part` of the `rows` that `hidden` belongs to."""
+        """Sample tokens for `part` of the `rows`. `hidden` has the hidden states of all `rows`."""
         states = self._states(part)
         logits = self.model.logits(self._wanted(rows, hidden, part))  # [R, V]
         row_ids: list[int] = []
@@ -358,7 +358,7 @@ class Runner:
             state.is_fed = True
 
     def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor, flight: Flight) -> None:
-        """Start computing the prompt log-probabilities that requests of these rows ask for."""
+        """Compute the prompt log-probabilities that these rows request, to be read later."""
         end = 0
         for row in rows:
             start, end = end, end + row.num_tokens
@@ -390,7 +390,7 @@ def ends_of(rows: Sequence[Row]) -> list[int]:
 
 
 def runner_of(executor: Executor) -> Runner:
-    """The runner of an engine, for benchmarks; ConfigError if its model is in other processes."""
+    """The runner of an engine, for benchmarks; ConfigError if it runs in other processes."""
     if not isinstance(executor, Runner):
         raise ConfigError(f"A Runner is needed; this engine has a {type(executor).__name__}.")
     return executor

@@ -12,22 +12,14 @@ from minillm.scheduling.plan import NewSequence
 
 @dataclass(slots=True)
 class SequenceRow:
-    """The runner's state of one sequence.
+    """The runner's state of one sequence."""
 
-    Attributes:
-        row: index in `DeviceRows`.
-        token_ids: tokens known to the host; lags behind the device while a step is in flight.
-        is_fed: whether the last token is in `DeviceRows.last` for the next step.
-        drafts: draft tokens that the step in flight verifies.
-        law: the distribution they were drawn from (`speculative/proposer.py`).
-    """
-
-    row: int
+    row: int  # in `DeviceRows` and `Sampler`
     new: NewSequence
-    token_ids: list[int]
-    is_fed: bool = False
-    drafts: list[int] = field(default_factory=list)
-    law: Tensor | None = None
+    token_ids: list[int]  # known to the host; without the tokens of a step in flight
+    is_fed: bool = False  # whether the last token is in `DeviceRows.last`
+    drafts: list[int] = field(default_factory=list)  # verified by the step in flight
+    law: Tensor | None = None  # distributions that the drafts were drawn from
 
     @classmethod
     def of(cls, row: int, new: NewSequence) -> "SequenceRow":

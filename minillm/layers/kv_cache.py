@@ -1,7 +1,7 @@
 """The KV cache tensors. The scheduler only counts blocks; this file defines their layout.
 
-Layers use two methods, `write` and `attend`. Other layouts and precisions, and the trainer,
-implement the same protocol (`AttentionBackend`).
+Layers call `write` and `attend`, the protocol `AttentionBackend`. Other caches, and the trainer,
+implement it, too.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,15 @@ from minillm.ops.c_library import use_large_pages
 
 
 class AttentionBackend(Protocol):
-    """The interface of attention layers to cached keys and values."""
+    """How attention layers access cached keys and values."""
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] at the batch's slots."""
-        ...
 
     def attend(
         self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
     ) -> Tensor:
         """Causal attention of query [N, H, Dk] over its sequences -> [N, H, Dv]."""
-        ...
 
 
 class KVCache:

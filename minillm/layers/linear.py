@@ -17,7 +17,7 @@ class Linear(Matrix):
     """y = x W^T + b, [N, in] -> [N, out], where W concatenates several checkpoint matrices.
 
     `Linear("model.layers.0.self_attn.", 576, {"q_proj": 576, "k_proj": 192, "v_proj": 192})`
-    computes three projections in one product.
+    computes three projections in one matrix product.
     """
 
     def __init__(self, prefix: str, in_features: int, outputs: dict[str, int], bias: bool = False):

@@ -13,9 +13,8 @@ def inverse_frequencies(
 ) -> Tensor:
     """Inverse frequency of each pair of dimensions, float32 [dim / 2].
 
-    `dynamic` and `longrope` depend on the context length. `max_model_len` is used, once per engine,
-    and not the current length: cached keys remain valid as the sequence grows, and chunked prefill
-    does not change the output.
+    `dynamic` and `longrope` depend on the context length. Here that is `max_model_len` and not the
+    current length, so that cached keys remain valid as a sequence grows.
     """
     exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim  # [dim / 2]
     theta = rope.theta

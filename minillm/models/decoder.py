@@ -19,10 +19,9 @@ from minillm.ops.batch import Batch
 
 MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
 
-
 MethodOf = Callable[[Matrix], LinearMethod]  # selects the storage of each matrix
 
-# x [N, d], rope, batch, kv -> the output of the layers, or None if they must run one by one.
+# x [N, d], rope, batch, kv -> x and residual [N, d], or None: run the layers one by one.
 LayersMethod = Callable[
     [Tensor, tuple[Tensor, Tensor], Batch, AttentionBackend], tuple[Tensor, Tensor] | None
 ]
@@ -31,8 +30,8 @@ LayersMethod = Callable[
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a pre-norm and a residual connection.
 
-    The next norm adds a block's output to the residual stream, because a fused add and norm is one
-    pass over memory. So a layer returns its MLP output and the residual stream without it.
+    A fused kernel adds the output of attention or MLP to the residual stream and applies the next
+    norm. So a layer returns its MLP output, and the residual stream to which it is not yet added.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -76,10 +75,6 @@ class Decoder(nn.Module):
         max_model_len: context length for RoPE schemes that depend on it.
         method_of: selects how each matrix is stored.
         shard: selects this rank's part of the checkpoint (`parallel/shard.py`).
-
-    Attributes:
-        all_layers: runs all layers in one call, if the model supports it.
-        plain_torch: use torch operations only, for attention too (`models/packing.py`).
     """
 
     def __init__(
@@ -106,8 +101,8 @@ class Decoder(nn.Module):
             self.lm_head: Linear | None = None
             if not config.tie_word_embeddings:
                 self.lm_head = Linear("", config.hidden_size, {"lm_head": config.vocab_size})
-        self.all_layers: LayersMethod | None = None
-        self.plain_torch = False
+        self.all_layers: LayersMethod | None = None  # runs all layers in one call
+        self.plain_torch = False  # only torch operations, for attention too (`models/packing.py`)
         if shard is not None:
             shard(self)
         for each in self.modules():
@@ -176,7 +171,7 @@ def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) 
     """Allocate a module that was built on the meta device: matrices by their methods, other
     parameters in `dtype`, buffers in their own dtype.
 
-    This needs no global default dtype, so two threads can load models at the same time.
+    Torch's default dtype is not changed, so two threads can load models at the same time.
     """
     for part in module.modules():
         if isinstance(part, Matrix):

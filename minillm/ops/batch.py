@@ -1,4 +1,4 @@
-"""Inputs of operations: the flat batch, one layer's KV cache, and the attention prologue."""
+"""Inputs of operations: the flat batch, one layer's KV cache, parameters of QK norm and RoPE."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -14,41 +14,36 @@ class Batch:
     to `slot_mapping` and which attend causally to their sequence.
 
         tokens      | a a a | b | c c |        B = 3, N = 6
-        query_start   0       3   4     6      rows of a sequence: [start, next start)
-        seq_lens      8       5   2            length after this step; the length before it is
-                                               seq_len - number of rows
+        query_start   0       3   4     6      tokens of a sequence: [start, next start)
+        seq_lens      8       5   2            length after this step, here 5, 4 and 0 before it
     """
 
     input_ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64, position of each token in its sequence
-    slot_mapping: Tensor  # [N] int64, block * block_size + offset; if shorter, the rest is padding
+    slot_mapping: Tensor  # [N] int64, block * block_size + offset; -1 or missing: padding
     query_start: Tensor  # [B + 1] int32
     seq_lens: Tensor  # [B] int32
-    block_tables: Tensor  # [B, M] int64
-    logits_indices: Tensor  # [K] int64, tokens whose logits are needed
-    max_query_len: int
+    block_tables: Tensor  # [B, M] int64, M: blocks of the longest sequence
+    logits_indices: Tensor  # [K] int64, indices of the tokens whose logits are needed
+    max_query_len: int  # largest number of tokens of a sequence
 
 
 AttentionMode = Literal["fast", "plain", "invariant"]
-"""How attention is computed: with the fastest kernel, with plain torch operations, or with a
-batch-invariant kernel."""
+"""The fastest kernel, plain torch operations, or a batch-invariant kernel."""
 
 
 class Pages(NamedTuple):
-    """One layer's keys and values in the KV cache.
-
-    The scales are for a quantised cache, which no operation supports yet.
-    """
+    """One layer's KV cache. Scales are for a quantised cache, which no operation supports yet."""
 
     key: Tensor  # [blocks, Hkv, block_size, D]
-    value: Tensor  # [blocks, Hkv, block_size, Dv]; with MLA the first values of the key
+    value: Tensor  # [blocks, Hkv, block_size, Dv]; with MLA a view: the key's first Dv dimensions
     key_scale: Tensor | None = None  # [blocks, Hkv, block_size]
     value_scale: Tensor | None = None  # [blocks, Hkv, block_size]
 
 
 class Prologue(NamedTuple):
-    """Steps between the QKV projection and attention: heads are split, queries and keys normalised
-    (QK norm) if there are weights [D], then rotated (RoPE)."""
+    """What happens between QKV projection and attention: heads are split, queries and keys are
+    normalised (QK norm) if there are weights [D], then RoPE is applied."""
 
     num_kv_heads: int
     q_norm: Tensor | None

@@ -6,8 +6,8 @@ The order of operations is vLLM's::
     allowed_token_ids -> bad_words -> min_tokens -> logit_bias -> penalties   edits.py
     temperature -> min_p -> top_k -> top_p -> argmax(logits + Gumbel noise)   ops/sampling.py
 
-A `Sampler` keeps the sampling parameters and logits processors of every row of the persistent
-batch. It needs no earlier token on the host, so a step can be launched before the previous one is
+A `Sampler` keeps the sampling parameters and logits processors ("edits") of every row of the
+persistent batch. Their state is on the device, so a step can be launched before the previous one is
 collected.
 """
 
@@ -31,13 +31,13 @@ from minillm.sampling.rules import DraftedToken, Rule, drafts_at
 __all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]
 
 NO_TOKEN = -1  # in `SampledBatch.token_ids`: the row failed
-SIGN = 2**63
+HALF_RANGE = 2**63  # of 64-bit integers
 NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 NO_LAWS: Mapping[int, Tensor | None] = MappingProxyType({})
 
 
 class DrawParams(NamedTuple):
-    """One row of a `Pack`, without seed, sample index and position."""
+    """A request's sampling parameters, as a row of `Pack` (the kernel's input) has them."""
 
     floats: tuple[float, float, float]  # temperature (0 is greedy), min-p, top-p
     top_k: int  # 0 is off
@@ -45,7 +45,7 @@ class DrawParams(NamedTuple):
 
 
 def draw_params(params: SamplingParams) -> DrawParams:
-    """The values of a request's sampling parameters in a `Pack`."""
+    """The row of a request."""
     temperature = 0.0 if params.greedy else params.temperature
     truncates = temperature > 0 and (params.top_k > 0 or params.top_p < 1)
     return DrawParams((temperature, params.min_p, params.top_p), max(params.top_k, 0), truncates)
@@ -53,14 +53,13 @@ def draw_params(params: SamplingParams) -> DrawParams:
 
 def signed(seed: int) -> int:
     """A seed wrapped to a signed 64-bit integer."""
-    return (seed + SIGN) % (2 * SIGN) - SIGN
+    return (seed + HALF_RANGE) % (2 * HALF_RANGE) - HALF_RANGE
 
 
 class Sampler:
     """Samples tokens for rows of the persistent batch, whose parameters it keeps.
 
-    With a `rule` (speculative decoding), the rule decides which token is emitted at drafted
-    positions.
+    In speculative decoding a `rule`, if set, decides the token at each drafted position.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
@@ -105,22 +104,20 @@ class Sampler:
         """Sample tokens without waiting for the device.
 
         A token depends only on its row: logits, parameters, seed, sample index and position (and
-        drafts, with a rule). The other rows and the batch size do not change it.
+        drafts, with a rule). Other rows and the batch size do not change it.
 
         Args:
             logits: [R, V], any floating-point dtype; not modified.
-            rows: row of the persistent batch for each of the R logits. A row with several logits
-                is repeated, adjacent.
+            rows: row of the persistent batch for each of the R logits; those of one row adjacent.
             positions: sequence position of each of the R sampled tokens.
-            forks: number of additional samples from each of the R logits, for the next sample
-                indices; empty if there are none.
-            drafts: row -> draft tokens, for rows with several logits that have edits or that the
-                rule verifies. The row's second logits follow its first draft, and so on.
+            forks: number of forks of each of the R logits, each with one more sample; or empty.
+            drafts: row -> draft tokens, for rows with several logits: logits i + 1 of the row are
+                computed after its draft i. Needed for rows with edits, and for the rule.
             laws: row -> distributions [drafts, V] that its drafts were drawn from, if known.
 
         Returns:
-            Tokens, int64 [K], samples of the same logits adjacent; and the largest logit that each
-            was sampled from, float32 [K], not finite if sampling failed.
+            Tokens, int64 [K], K = R + number of forks, those of one row adjacent; and for each the
+            largest logit, float32 [K], not finite if sampling failed.
         """
         counts = [1 + each for each in forks] if any(forks) else [1] * len(rows)
         spread = len(rows) < sum(counts)
@@ -142,15 +139,15 @@ class Sampler:
                     where = [place for place, i in enumerate(of) if i in chosen]
                 samples = torch.tensor(where, device=self.device)
                 at = [positions[i] for i in part]
-                edited = self.edits.apply(_some(logits, part), [rows[i] for i in part], at)
+                edited = self.edits.apply(_take_rows(logits, part), [rows[i] for i in part], at)
                 if index is not None:
                     each = torch.tensor([counts[i] for i in part])
                     edited = edited.repeat_interleave(each, dim=0)
                 guessed = [drafted[place] for place in where] if drafted else []
-                own, left = self._draw(edited, pack.select(samples), guessed, logits.dtype)
-                model = best[samples]  # an error in the model's own logits takes precedence
+                own, own_best = self._draw(edited, pack.select(samples), guessed, logits.dtype)
+                raw_best = best[samples]  # if not finite, the model failed, and not its edits
                 tokens[samples] = own
-                best[samples] = torch.where(model.isfinite(), left, model)
+                best[samples] = torch.where(raw_best.isfinite(), own_best, raw_best)
         return tokens, best
 
     def _draw(
@@ -160,8 +157,8 @@ class Sampler:
         drafted: Sequence[DraftedToken | None],
         model_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One token and the largest logit of each row of logits. The rule decides the tokens of
-        rows with a draft in `drafted`."""
+        """A token for each row of logits, and the largest logit. The rule decides tokens of rows
+        with a draft in `drafted`."""
         tokens, best = choose(logits, pack, model_dtype)
         rule, places = self.rule, [i for i, each in enumerate(drafted) if each is not None]
         if rule is None or not places:
@@ -175,8 +172,8 @@ class Sampler:
         return tokens, best
 
     def _greedy(self, pack: Pack, edited: Collection[int]) -> Pack:
-        """The pack for unedited logits. Rows with edits are set to greedy: only their largest logit
-        is used, so no noise is drawn for them."""
+        """The pack for unedited logits: greedy for rows with edits, of which only the largest logit
+        is used, so that no noise is drawn for them."""
         if not edited:
             return pack
         at = torch.tensor(sorted(edited)).to(self.device)
@@ -189,8 +186,8 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]],
     ) -> Iterator[list[int]]:
-        """Groups of `members` whose logits are edited together, at most one per row: the first
-        logits of each row, then the second as if the first draft had been accepted, and so on."""
+        """Groups of logits (`members`) to edit together, at most one per row: the first logits of
+        each row, then the second as if the first draft were accepted, and so on."""
         if len(members) == len({rows[i] for i in members}):
             yield members
             return
@@ -244,7 +241,7 @@ class Sampler:
         return self._last[1]._replace(position=position)
 
 
-def _some(logits: Tensor, places: list[int]) -> Tensor:
+def _take_rows(logits: Tensor, places: list[int]) -> Tensor:
     """Some rows of logits; a view if they are adjacent."""
     first, end = places[0], places[-1] + 1
     if places == list(range(first, end)):
@@ -253,7 +250,7 @@ def _some(logits: Tensor, places: list[int]) -> Tensor:
 
 
 def edited_samples(members: list[int], of: list[int] | None) -> Collection[int]:
-    """Samples drawn from edited logits. `members` indexes logits; `of` maps samples to logits."""
+    """Indices of samples drawn from edited logits (`members`). `of` maps samples to logits."""
     if of is None or not members:
         return set(members)
     chosen = set(members)
@@ -262,17 +259,11 @@ def edited_samples(members: list[int], of: list[int] | None) -> Collection[int]:
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """One sampled token per row.
+    """One sampled token per row."""
 
-    Attributes:
-        token_ids: K ids; `NO_TOKEN` for a failed row.
-        logprobs: K entries; for a row with `logprobs=k` the sampled token, then the top k.
-        failed: row -> error message, for rows that could not be sampled.
-    """
-
-    token_ids: list[int]
-    logprobs: list[dict[int, TokenLogprob] | None]
-    failed: dict[int, str]
+    token_ids: list[int]  # [K]; `NO_TOKEN` for a failed row
+    logprobs: list[dict[int, TokenLogprob] | None]  # [K]; with logprobs=k: sampled token, top k
+    failed: dict[int, str]  # row -> error message
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False) -> SampledBatch:

@@ -1,7 +1,4 @@
-"""Admission: which requests can ever run, and whether the next waiting sequence may run now.
-
-A seat is one of the `max_num_seqs` places in the running set.
-"""
+"""Admission: whether a request fits at all, and whether the next waiting sequence may run now."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
@@ -20,13 +17,13 @@ MAX_REPEATED_REFUSALS = 16  # steps that reuse a refusal without another cache l
 
 @dataclass(slots=True)
 class Refusal:
-    """A waiting sequence that lacked blocks, and the state in which it was refused."""
+    """A waiting sequence that lacked blocks. Later steps repeat the refusal while it holds."""
 
     blocked: Blocked
     sequence: Sequence
-    oldest: Sequence | None
-    num_free: int
-    steps_left: int
+    oldest: Sequence | None  # `waiting[0]` at the time
+    num_free: int  # free blocks at the time
+    steps_left: int  # steps that may still repeat it
 
 
 class Admission:
@@ -62,8 +59,8 @@ class Admission:
     def last_refusal(self, waiting: list[Sequence], running: list[Sequence]) -> Blocked | None:
         """The last refusal for lack of blocks, if it most likely still holds; else None.
 
-        It saves the prefix cache lookup of long prompts in every step. A prefix that another
-        request has cached since is noticed after at most `MAX_REPEATED_REFUSALS` steps.
+        Repeating it saves a prefix cache lookup per step. If another request has since cached the
+        prefix, admission finds it after at most `MAX_REPEATED_REFUSALS` steps.
         """
         last = self._refusal
         if (
@@ -75,7 +72,7 @@ class Admission:
         ):
             return None
         available = self.blocks.pool.num_free - self.num_reserved(running) - self.headroom
-        if available >= last.blocked.needed:  # blocks are no longer reserved
+        if available >= last.blocked.needed:  # running sequences reserve fewer blocks now
             return None
         last.steps_left -= 1
         return replace(last.blocked, available=available)
@@ -92,11 +89,11 @@ class Admission:
         return self.policy.key(sequence.request, sequence.arrival, cached)
 
     def num_reserved(self, running: list[Sequence]) -> int:
-        """Free blocks that are reserved for running sequences."""
+        """Free blocks that running sequences reserve."""
         return sum(map(self.num_reserved_for, running))
 
     def num_reserved_for(self, sequence: Sequence) -> int:
-        """Free blocks that are reserved for one running sequence: its target less those it has."""
+        """Free blocks that one running sequence reserves: its target minus its blocks."""
         return max(self.target(sequence) - len(sequence.table.blocks), 0)
 
     def target(self, sequence: Sequence) -> int:
@@ -104,11 +101,8 @@ class Admission:
         return self._target(sequence, self.blocks.block_size)
 
     def match(self, sequence: Sequence) -> Match:
-        """The cached prefix of a sequence.
-
-        The last token is always computed, because the next token is sampled from its logits. With
-        `prompt_logprobs` the whole prompt is computed once.
-        """
+        """The cached prefix of a sequence, without its last token, whose logits are needed. With
+        `prompt_logprobs` it is empty until the whole prompt has been computed once."""
         request = sequence.request
         wanted = request.params.prompt_logprobs is not None
         needs_all = wanted and sequence.furthest < len(request.prompt_token_ids)
@@ -131,7 +125,7 @@ class Admission:
             match = self.match(sequence)
             needed = self.blocks.cost_of(match, target)
             if needed > available and match.partial is not None:
-                match = self.blocks.whole(match)  # the partial block and its copy do not both fit
+                match = self.blocks.whole(match)  # no room for the partial block and its copy
                 needed = self.blocks.cost_of(match, target)
             left = sequence.num_tokens - match.num_tokens
         if left > budget and not self.config.enable_chunked_prefill:
@@ -165,11 +159,7 @@ def remove(queue: list[Sequence], sequence: Sequence) -> None:
 
 
 def check_fits(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None:
-    """Check that the request fits if it runs alone.
-
-    Raises:
-        InvalidRequestError: it does not; the message says what it needs and what there is.
-    """
+    """Raise InvalidRequestError if the request does not fit even if it runs alone."""
     n = request.params.n
     if n > config.max_num_seqs:
         raise InvalidRequestError(

@@ -15,13 +15,11 @@ class Row(NamedTuple):
     """The tokens of one sequence that a step computes: positions `start` to `start + num_tokens`.
 
     Logits are computed at the last `num_logits` positions: 1 if the row reaches the last known
-    token, k + 1 to verify k drafted tokens, 0 for a prefill chunk that ends earlier.
+    token, k + 1 to verify k drafted tokens, 0 for an earlier prefill chunk or with max_tokens=0.
 
     `num_forks` other completions of the request fork from the sequence after this row. Each samples
-    its first token from the row's last logits.
-
-    The row's block table is the first `num_kept` blocks of the sequence's previous row, followed by
-    `blocks`.
+    its first token from the row's last logits. The row's block table is the first `num_kept` blocks
+    of the sequence's previous row, followed by `blocks`.
     """
 
     seq_id: int
@@ -40,7 +38,7 @@ class Row(NamedTuple):
     def end_after(self, num_accepted: int) -> int:
         """The end of the valid positions if `num_accepted` of the sampled tokens are accepted.
 
-        Positions of rejected drafts are invalid and are computed again with other tokens.
+        Positions of rejected drafts are computed again, with other tokens.
         """
         end = self.start + self.num_tokens
         return end if num_accepted >= self.num_logits else end - self.num_logits + num_accepted
@@ -67,19 +65,19 @@ class NewSequence(NamedTuple):
 class StepPlan:
     """One step: what changed since the last plan, and the rows to compute.
 
-    The executor applies the attributes in the order in which they are listed here: a block that one
-    of them frees may be the target of the next.
+    The executor applies the attributes in the order below, because a block that one of them frees
+    may be the target of the next.
 
     Attributes:
         rebalance: number of the expert placement to change to; 0 keeps the current one.
         learned: tokens sampled since the last plan, by seq_id, for pipeline stages without sampler.
         dropped: seq_ids of sequences to forget.
-        new: sequences that the executor does not know yet.
+        new: sequences to add.
         swap_out: block copies (device, host).
         copies: block copies on the device (copy-on-write).
         swap_in: block copies (host, device).
-        rows: rows to compute. Rows of one token come first. An exception are rows that read
-            blocks which another row of this plan writes: they come after it.
+        rows: rows to compute, those of one token first. A row that reads blocks which another row
+            of this plan writes comes after it.
         shares: with data parallelism, the plan of each model copy (`data_parallel.py`).
     """
 

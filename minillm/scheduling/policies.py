@@ -2,7 +2,7 @@
 
 A scheduling policy gives each request a key. Waiting sequences are admitted in ascending order of
 their keys; the running sequence with the largest key is preempted first. If the first waiting
-sequence does not fit, those behind it wait too. So a request waits only for the requests that the
+sequence does not fit, those behind it wait, too. So a request waits only for requests that the
 policy puts ahead of it.
 """
 
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from minillm.scheduling.request import Key, Request, Sequence
 
-TOKENS_PER_PLACE = 16
+TOKENS_PER_PLACE = 16  # tokens that move a request by one place in the queue
 WINDOW = 128  # waiting sequences whose cached tokens are looked up per step
 
 
@@ -35,7 +35,7 @@ def fcfs(request: Request, arrival: int, num_cached: int) -> Key:
 
 
 def priority(request: Request, arrival: int, num_cached: int) -> Key:
-    """The lowest `priority` first. Starvation is possible: any number of requests may overtake."""
+    """The lowest `priority` first. A request may starve: any number of others may overtake it."""
     return (request.priority, arrival)
 
 

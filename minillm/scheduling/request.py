@@ -14,34 +14,23 @@ Key = tuple[float, ...]  # sort key of the queues; the smallest is first
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and its sampling parameters, validated for the model.
-
-    Attributes:
-        max_tokens: maximum new tokens, at most what the context length allows; 0 only computes the
-            prompt.
-        seed: seed for sampling, the same for all `params.n` completions.
-        priority: lower is more urgent; used only by the policy "priority".
-        cache_salt: prompts with different salts never share cached blocks.
-        stop_ids: token ids that end a completion, masked until `params.min_tokens`.
-        bad_words_ids: `params.bad_words`, tokenized.
-        arrival: time in seconds, by `time.perf_counter`.
-    """
+    """One prompt and its sampling parameters, validated for the model."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    max_tokens: int
+    max_tokens: int  # at most what the context length allows; 0: only compute the prompt
     prompt: str | None = None
-    seed: int = 0
-    priority: int = 0
-    cache_salt: str = ""
-    stop_ids: tuple[int, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    arrival: float = field(default_factory=time.perf_counter)
+    seed: int = 0  # for sampling, the same for all `params.n` completions
+    priority: int = 0  # lower is more urgent; only for the policy "priority"
+    cache_salt: str = ""  # prompts with different salts never share cached blocks
+    stop_ids: tuple[int, ...] = ()  # end a completion; masked until `params.min_tokens`
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # `params.bad_words`, tokenized
+    arrival: float = field(default_factory=time.perf_counter)  # in seconds
 
     @property
     def max_computed(self) -> int:
-        """Maximum KV cache positions: all tokens but the last new one, which is never computed."""
+        """Maximum number of KV cache positions. The KV of the last new token is never computed."""
         return len(self.prompt_token_ids) + max(self.max_tokens - 1, 0)
 
 
@@ -58,76 +47,52 @@ class Sequence:
 
         token_ids   | prompt ............... | generated ... |
         num_computed ------------------>|
-                     in the KV cache    | uncomputed: 1 token in decode, more in prefill
+                     in the KV cache    | uncomputed
 
-    This is the only difference between prefill and decode.
+    Prefill and decode differ only in the number of uncomputed tokens: in decode it is 1.
 
-    The first `num_committed` positions are in the KV cache. `num_computed` may be larger: it also
-    counts what uncommitted plans are expected to compute (`ahead.py`). Forks, swaps and the prefix
-    cache use generated tokens only once they are committed.
+    `num_committed` counts positions that were cached or whose step is committed. `num_computed`
+    also counts those that uncommitted plans are expected to compute (`ahead.py`). Forks, swaps and
+    the prefix cache use generated tokens only once they are committed.
 
     A request starts as one sequence. When its prompt is computed, the other `n - 1` completions
-    fork from it. Until then it takes their seats, too: `num_seats` is 1 + `num_forks`.
+    fork from it. A sequence takes one of `max_num_seqs` seats, and until then one per future fork.
     """
 
     __slots__ = (
-        "arrival",
-        "awaits_commit",
-        "end",
-        "furthest",
-        "index",
-        "is_void",
-        "key",
-        "last_step",
-        "num_accepted_tokens",
-        "num_committed",
-        "num_computed",
-        "num_draft_tokens",
-        "num_forks",
-        "num_in_flight",
-        "num_pending",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_recomputed",
-        "num_sent",
-        "report",
-        "request",
-        "seq_id",
-        "status",
-        "table",
-        "token_ids",
-    )
+        "arrival", "awaits_commit", "end", "furthest", "index", "is_void", "key", "last_step",
+        "num_accepted_tokens", "num_committed", "num_computed", "num_draft_tokens", "num_forks",
+        "num_in_flight", "num_pending", "num_preemptions", "num_prompt_tokens", "num_recomputed",
+        "num_sent", "report", "request", "seq_id", "status", "table", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, index: int, arrival: int, key: Key):
         self.seq_id, self.request, self.index = seq_id, request, index
-        self.arrival = arrival  # number of requests that came before
+        self.arrival = arrival  # number of earlier requests
         self.key = key  # from the scheduling policy; the smallest is first
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.end = self.num_prompt_tokens + request.max_tokens  # maximum `len(token_ids)`
         self.table = BlockTable(request.cache_salt)
         self.status = Status.WAITING
-        self.num_committed = 0  # positions in the KV cache, by committed plans
-        self.num_computed = 0  # positions, also those of uncommitted plans
-        self.num_sent: int | None = None  # blocks known to the executor; None: unknown to it
+        self.num_committed = 0  # positions that were cached or computed by committed plans
+        self.num_computed = 0  # also counts uncommitted plans
+        self.num_sent: int | None = None  # blocks sent to the executor; None: it does not know it
         self.num_forks = request.params.n - 1 if index == 0 else 0
-        self.furthest = 0  # positions computed at least once, also before a preemption
-        self.num_in_flight = 0  # uncommitted plans with a row of it
-        self.num_pending = 0  # tokens that an uncommitted plan samples
-        self.awaits_commit = False  # its next row needs the commit of its last one
-        self.last_step = 0  # the newest plan with a row of it
-        self.is_void = False  # it read blocks of a failed row; recomputed (`doubt.py`)
+        self.furthest = 0  # largest `num_committed` so far; below it, tokens are recomputed
+        self.num_in_flight = 0  # number of uncommitted plans that have a row for it
+        self.num_pending = 0  # tokens that uncommitted plans will sample
+        self.awaits_commit = False  # its next row must wait until the last is committed
+        self.last_step = 0  # number of the newest plan that has a row for it
+        self.is_void = False  # it read blocks of a failed row: recompute it (`doubt.py`)
         self.num_recomputed = 0
         self.num_preemptions = 0
-        self.num_draft_tokens = 0  # drafted tokens of its rows
-        self.num_accepted_tokens = 0  # drafted tokens that were accepted
-        self.report: PrefixReport | None = (
-            None  # prefix cache hits and misses at its first admission
-        )
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.report: PrefixReport | None = None  # prefix cache hits and misses, once admitted
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens, and pending ones of uncommitted plans."""
+        """Known tokens, and those that uncommitted plans will sample."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -136,7 +101,7 @@ class Sequence:
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     def advance(self, start: int, end: int) -> int:
-        """Commit positions `start` to `end`; returns how many of them were recomputed."""
+        """Commit positions `start` to `end`; returns how many of them were computed before."""
         again = 0
         if start < self.furthest:
             again = min(end, self.furthest) - start
@@ -145,7 +110,7 @@ class Sequence:
         return again
 
     def restart(self, num_computed: int) -> None:
-        """Set the number of committed positions; uncommitted plans no longer count."""
+        """Set `num_committed`, and forget uncommitted plans: `ahead.py` counts these again."""
         self.num_committed = self.num_computed = num_computed
         self.num_pending, self.awaits_commit, self.is_void = 0, False, False
         if num_computed > self.furthest:
@@ -153,7 +118,7 @@ class Sequence:
 
     @property
     def num_seats(self) -> int:
-        """Seats it takes of `max_num_seqs`: its own, and one per completion not yet forked."""
+        """Seats it takes of `max_num_seqs`: its own, and one per future fork."""
         return 1 + self.num_forks
 
     @property

@@ -52,9 +52,9 @@ class Scheduler:
         self.admission = Admission(config, blocks, self.policy)
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrivals, self.seq_ids = 0, count()
-        self.num_seats = 0  # taken of `max_num_seqs`, including those of future forks
-        self._dropped: list[int] = []
-        self._readers: set[int] = set()  # seq_ids: the new plan computes their prefix
+        self.num_seats = 0  # seats taken of `max_num_seqs`, including those of future forks
+        self._dropped: list[int] = []  # seq_ids for `StepPlan.dropped` of the next plan
+        self._readers: set[int] = set()  # seq_ids whose cached prefix the new plan itself computes
         self._uncommitted = UncommittedPlans()
         self.in_flight = self._uncommitted.sequences  # sequences of uncommitted plans
 
@@ -96,10 +96,10 @@ class Scheduler:
     def finish(
         self, seq_id: int, reason: str = "stop", time: float | None = None, num_cut: int = 0
     ) -> None:
-        """Finish a sequence that stopped or failed; a finished one only gets its record corrected.
+        """Finish a sequence that stopped or failed; if it has finished, only correct its record.
 
-        Its blocks are freed now, or when its last row in flight is committed. For the record,
-        `time` None is the time of the step's tokens; the last `num_cut` tokens are behind a stop.
+        Its blocks are freed now, or when its last row in flight is committed. The last `num_cut`
+        tokens, sampled after a stop, are removed. `time` None is the time of the step's tokens.
         """
         self.log.cut(seq_id, num_cut, self.counters)
         sequence = self.sequences.get(seq_id)
@@ -128,9 +128,8 @@ class Scheduler:
         return bool(self.sequences)
 
     def restarted(self) -> "Scheduler":
-        """A new scheduler with the same limits and no requests, for use after an internal error.
-
-        Counters, step numbers and sequence numbers continue, so they are unique in a trace."""
+        """A new scheduler without requests, for use after an internal error. Step and sequence
+        numbers continue, so that they are unique in a trace."""
         scheduler = Scheduler(self.config, self.blocks.emptied(), self.policy, self.drafts)
         scheduler.log, scheduler.counters = self.log, self.counters
         scheduler.seq_ids, scheduler._num_arrivals = self.seq_ids, self._num_arrivals
@@ -176,12 +175,12 @@ class Scheduler:
         """Add rows for running sequences, decode rows first; returns the remaining budget.
 
         The budget is at least `max_num_seqs`, so it suffices for every decoding sequence."""
-        most = most_decoding(len(self.running), self.config)
+        max_decode_rows = most_decoding(len(self.running), self.config)
         for sequence in scheduling_order(self.running, self.config):
             if sequence.status is not Status.RUNNING or sequence.awaits_commit:
                 continue  # preempted in this plan, or waits for a commit
-            if len(plan.rows) >= most and sequence.num_uncomputed == 1:
-                continue  # left to another plan of the pipeline
+            if len(plan.rows) >= max_decode_rows and sequence.num_uncomputed == 1:
+                continue  # left for another plan of the pipeline
             num_tokens = self._make_room(sequence, self._chunk(sequence, budget), plan)
             if num_tokens:
                 self._add_row(plan, sequence, num_tokens)
@@ -197,11 +196,10 @@ class Scheduler:
         return min(wanted, limit) if limit else wanted
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> int:
-        """Preempt sequences, the last in policy order first, until `num_tokens` fit into blocks.
+        """Preempt sequences behind `sequence`, the last first, until `num_tokens` fit into blocks.
 
-        Returns the number of tokens that fit: fewer than `num_tokens`, maybe 0, if no sequence
-        behind `sequence` can be preempted. Sequences with a row in flight or in this plan are not
-        preempted, so they advance: there is no deadlock.
+        Returns the number of tokens that fit: fewer, maybe 0, if nothing is left to preempt.
+        Sequences with a row in flight or in this plan are not preempted, so some always advance.
         """
         start, pool = sequence.num_computed, self.blocks.pool
         if not num_tokens or pool.num_free > num_tokens:  # at most 1 block per token and 1 copy
@@ -229,8 +227,8 @@ class Scheduler:
         mode = self.config.preemption_mode
         if mode == "swap" and not self.blocks.can_swap_out(victim.table):
             mode = "recompute"  # host memory is full
-        lost = Preemption(victim.seq_id, winner.seq_id, mode, victim.num_committed)
-        self.record.preempted.append(lost)
+        event = Preemption(victim.seq_id, winner.seq_id, mode, victim.num_committed)
+        self.record.preempted.append(event)
         if mode == "swap":
             plan.swap_out += self.blocks.swap_out(victim.table)
             self.counters.num_preemptions_swap += 1
@@ -280,8 +278,8 @@ class Scheduler:
             self.waiting = [seq for seq in self.waiting if seq.status is Status.WAITING]
 
     def _begin(self, sequence: Sequence, match: Match) -> None:
-        """Start a sequence with its cached prefix. Cached tokens are counted at the first admission
-        only: after a preemption a sequence may find its own blocks."""
+        """Start a sequence with its cached prefix. Only the first admission counts cached tokens:
+        after a preemption, a sequence may find its own blocks in the cache."""
         if sequence.report is None:
             reads = sequence.request.params.prompt_logprobs is None
             sequence.report = self.blocks.report(
@@ -310,8 +308,8 @@ class Scheduler:
         row = next_row(plan, sequence, num_tokens, self.blocks)
         plan.rows.append(row)
         self._uncommitted.add_row(sequence)
-        ends = num_tokens == row.num_logits == 1  # decode: the one uncomputed token
-        if ends and row.start >= sequence.num_prompt_tokens:
+        is_last = num_tokens == row.num_logits == 1  # the only uncomputed token
+        if is_last and row.start >= sequence.num_prompt_tokens:
             self.log.record.num_decode_tokens += 1
         else:
             self.log.record.num_prefill_tokens += num_tokens
@@ -330,14 +328,14 @@ class Scheduler:
     ) -> list[Sequence]:
         """Apply the result of the oldest plan; returns the sequences that forked.
 
-        `sampled` has the tokens of each row with logits: usually one, 1 to `num_logits` if
-        `num_drafted` tokens were verified, one per completion if the row forks. None means that
-        sampling failed; this finishes the sequence, as `max_tokens` does. For all other reasons to
-        stop the engine calls `finish`.
+        `sampled` has the tokens of each row with logits: usually one, 1 to `num_logits` if drafts
+        were verified (`num_drafted`), one per completion if the row forks; None: sampling failed.
+        This finishes sequences that failed or reached `max_tokens`. On a stop token or stop string
+        the engine calls `finish`.
         """
         record = self._uncommitted.pop(plan)
         self.blocks.settle(plan.step)
-        # If a later step is planned, its record gets this commit's events, with this time.
+        # If a later step is planned, events of this commit go to its record, with this step's time.
         self.log.time = record.computed if self._uncommitted.plans else None
         forks: list[Sequence] = []
         for row in plan.rows:
@@ -355,23 +353,23 @@ class Scheduler:
                 continue
             tokens = sampled[row.seq_id] if row.num_logits else []
             own, others = (tokens[:1], tokens[1:]) if row.num_forks else (tokens, ())
-            again = sequence.advance(row.start, row.end_after(len(own)))
-            if again:
-                record.num_recomputed_tokens += again
-                self.counters.num_recomputed_tokens += again
+            recomputed = sequence.advance(row.start, row.end_after(len(own)))
+            if recomputed:
+                record.num_recomputed_tokens += recomputed
+                self.counters.num_recomputed_tokens += recomputed
             failed = accept(sequence, own)  # before indexing: accepted drafts may fill a block
             self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_committed)
             if row.num_logits > 1 and self.drafts is not None:
                 drafted = self.drafts.settle(sequence, own, num_drafted, self.blocks)
                 self.log.draft(record, sequence, drafted, self.counters)
             children = [self._fork(sequence, i) for i in range(1, len(tokens))] if others else ()
-            self._end_by_count(sequence, failed)
+            self._finish_if_done(sequence, failed)
             for child, token in zip(children, others, strict=True) if others else ():
-                self._end_by_count(child, accept(child, [token]))
+                self._finish_if_done(child, accept(child, [token]))
             forks += children
         return forks
 
-    def _end_by_count(self, sequence: Sequence, failed: bool) -> None:
+    def _finish_if_done(self, sequence: Sequence, failed: bool) -> None:
         """Finish a sequence if sampling failed, or if it has `max_tokens` new tokens and its whole
         prompt is computed."""
         is_full = sequence.num_tokens >= sequence.end
@@ -379,8 +377,8 @@ class Scheduler:
             self.finish(sequence.seq_id, "error" if failed else "length")
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
-        """Add another completion of the request. It shares the parent's blocks until it writes, and
-        takes a seat that the parent held for it."""
+        """Add another completion of the request, which shares the parent's blocks (copy-on-write).
+        It takes a seat that the parent held for it."""
         parent.num_forks -= 1
         child = self._new_sequence(parent.request, index, parent.arrival, parent.key[:-1])
         child.table = self.blocks.fork(parent.table)

@@ -218,12 +218,12 @@ def test_a_text_that_fails_while_it_is_read_ends_its_completion_with_the_next_to
             raise RuntimeError("planted")
         write(self, may_stop)
 
-    write = Completion._write
+    write = Completion._detokenize
     with make(folder) as llm:
         limit_steps(llm, monkeypatch)
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         right = [tokens(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-        monkeypatch.setattr(Completion, "_write", broken)
+        monkeypatch.setattr(Completion, "_detokenize", broken)
         lives = [llm.engine.add(llm.engine.make_request(str(i), None, prompt, params))
                  for i, prompt in enumerate(PROMPTS)]  # fmt: skip
         while llm.engine.has_work:

@@ -157,14 +157,14 @@ def test_the_last_delta_of_an_aborted_request(engine, monkeypatch):
 def test_a_text_that_fails_hurts_its_own_request_only(engine, folder, monkeypatch, kind):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_kind=kind)
     right = right_for(folder, params)
-    write = Completion._write
+    write = Completion._detokenize
 
     def broken(self: Completion, may_stop: bool = True) -> None:
         if self._prompt_token_ids[0] == 6 and len(self.token_ids) > 3:
             raise RuntimeError("planted")
         write(self, may_stop)
 
-    monkeypatch.setattr(Completion, "_write", broken)
+    monkeypatch.setattr(Completion, "_detokenize", broken)
 
     async def main() -> None:
         streams = [engine.generate(p, params, str(i)) for i, p in enumerate(PROMPTS)]
