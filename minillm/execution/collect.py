@@ -8,13 +8,11 @@ from torch import Tensor
 
 from minillm.errors import MinillmError, in_one_line
 from minillm.execution.flight import StepResult
-from minillm.execution.state import SequenceRow
+from minillm.execution.state import RowStates, SequenceRow
 from minillm.sampling.logprobs import LogprobTable, PromptLogprobs, TokenLogprob, failure_of
 from minillm.sampling.sampler import Sampler
 from minillm.sampling.verify import match, until_stop
 from minillm.scheduling.plan import Row
-
-RowStates = list[tuple[Row, SequenceRow]]
 
 
 def give_tokens(

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.execution.collect import RowStates, error_text, give_tokens, store_prompt_logprobs
+from minillm.execution.collect import error_text, give_tokens, store_prompt_logprobs
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.graphs import Capture, DecodeGraphs
-from minillm.execution.state import DeviceRows, SequenceRow
+from minillm.execution.state import DeviceRows, RowStates, SequenceRow
 from minillm.layers.kv_cache import KVCache
 from minillm.models.batches import make_batch
 from minillm.models.decoder import Decoder

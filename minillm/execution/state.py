@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minillm.models.batches import BlockTables
 from minillm.sampling.edits import SamplingRow
-from minillm.scheduling.plan import NewSequence
+from minillm.scheduling.plan import NewSequence, Row
 
 
 @dataclass(slots=True)
@@ -55,3 +55,6 @@ class DeviceRows:
         if self.device.type != "cpu":
             self.tables.device[target] = self.tables.device[source]
         self.last[target] = self.last[source]
+
+
+RowStates = list[tuple[Row, SequenceRow]]  # rows of a plan, each with its sequence
