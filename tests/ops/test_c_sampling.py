@@ -463,7 +463,7 @@ def test_what_c_would_read_wrongly_is_refused(c):
                 cpu_sampling.choose_tokens(wrong, *columns, model_dtype=torch.float32)
         for place, (name, _) in enumerate(cpu_sampling.COLUMNS):
             for wrong in (columns[place][:1], columns[place].to(torch.float64)):
-                with pytest.raises(ValueError, match=f"{name} is .* for 2 rows"):
+                with pytest.raises(ValueError, match=f"{name} is .* one per row"):
                     cpu_sampling.choose_tokens(
                         logits, *columns[:place], wrong, *columns[place + 1 :]
                     )
