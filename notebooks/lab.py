@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,10 +51,20 @@ SETTINGS = {
 
 
 def stripped(notebook: Notebook) -> Notebook:
-    """The chapter as if nobody had run it."""
+    """The chapter before it is run, for a learner's folder."""
     for _, cell in code_cells(notebook):
         cell["outputs"], cell["execution_count"] = [], None
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = without_code_links(cell["source"])
     return notebook
+
+
+def without_code_links(text: str) -> str:
+    """Names of files in place of links to the engine's code, which JupyterLab cannot open: it sees
+    the copies' folder only."""
+    text = re.sub(r"\[`[^`\]]+`\]\(\.\./(minillm/[^)#]+)\)", r"`\1`", text)
+    return re.sub(r"\[([^\]]+)\]\(\.\./(minillm/[^)#]+)[^)]*\)", r"\1 (`\2`)", text)
 
 
 def digest(notebook: Notebook) -> str:
@@ -136,7 +147,10 @@ def prepare(source: Path, folder: Path) -> tuple[Desk, list[str]]:
             if path.exists():
                 place = folder / path.relative_to(source)
                 place.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, place)
+                if path.suffix == ".md":
+                    write_text(place, without_code_links(path.read_text(encoding="utf-8")))
+                else:
+                    shutil.copyfile(path, place)
         settings = folder / ".jupyter" / "labconfig" / "default_setting_overrides.json"
         write_text(settings, json.dumps(SETTINGS, indent=1) + "\n")
         write_text(folder / ".copied.json", json.dumps(desk.copied, indent=1) + "\n")

@@ -72,6 +72,16 @@ def test_a_broken_link_is_found(tmp_path):
     assert list(broken_links(page)) == ["#two is no heading", "gone.md is not there"]
 
 
+CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_links_into_the_engine(chapter):
+    files = re.findall(r"\]\(\.\./(minillm/[\w./]+)\)", text_of(chapter))
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
 def commands(text: str) -> list[str]:
     """The course's commands that a page tells somebody to type, for python and for a container."""
     joined = text.replace("\\\n", " ")

@@ -199,3 +199,21 @@ def test_preparing_alone_starts_nothing(tmp_path, monkeypatch, capsys):
     assert names == {path.name for path in chapter_paths(NOTEBOOKS)}
     assert "Copied the chapters" in capsys.readouterr().out
     assert json.loads((tmp_path / "notebooks" / ".copied.json").read_text()).keys() == names
+
+
+def test_links_to_the_engine_become_names_of_files() -> None:
+    """JupyterLab opens files of the learner's folder only."""
+    chapter = "Read [`cache/blocks.py`](../minillm/cache/blocks.py), then [02](02_next.ipynb)."
+    assert (
+        lab.without_code_links(chapter)
+        == "Read `minillm/cache/blocks.py`, then [02](02_next.ipynb)."
+    )
+    page = "on the [reading path](../minillm/README.md#the-reading-path)."
+    assert lab.without_code_links(page) == "on the reading path (`minillm/README.md`)."
+
+
+def test_copies_of_the_course_have_no_link_out_of_their_folder(desk: Path) -> None:
+    lab.prepare(lab.NOTEBOOKS, desk)
+    for path in [*desk.glob("*.ipynb"), *desk.glob("*.md")]:
+        assert "](../" not in path.read_text("utf-8"), path.name
+    assert "](../minillm/" in (lab.NOTEBOOKS / "07_paged_attention.ipynb").read_text("utf-8")
