@@ -561,7 +561,7 @@ def test_ctrl_c_in_the_middle_of_the_books_leaves_nothing_of_a_request(
         raise KeyboardInterrupt  # the sequence is booked, but in no line
 
     with monkeypatch.context() as patch:
-        patch.setattr("minillm.scheduling.scheduler.enter", interrupted)
+        patch.setattr("minillm.scheduling.scheduler.insert", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, PLAIN, use_tqdm=False)
     assert_idle(llm.engine)

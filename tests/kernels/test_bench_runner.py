@@ -903,7 +903,10 @@ def no_gpu():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["mlaa"], "There is no kernel family 'mlaa'; there are flash_attention, .* mean mla?"),
+        (
+            ["mlaa"],
+            "There is no kernel family 'mlaa'; the families are flash_attention, .* mean mla?",
+        ),
         (["mla", "--seconds", "0"], r"--seconds is 0\.0; it must be a number above 0"),
         (["mla", "--seconds", "nan"], "--seconds is nan"),
         (["mla"], "There is no GPU"),

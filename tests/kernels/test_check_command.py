@@ -128,7 +128,7 @@ def test_the_sanitizer_s_verdict_counts(monkeypatch, capsys):
     ("arguments", "sentence"),
     [
         ([], "torch sees no CUDA GPU here"),
-        (["mal"], "There is no kernel family 'mal'; there are flash_attention"),
+        (["mal"], "There is no kernel family 'mal'; the families are flash_attention"),
     ],
 )
 def test_what_cannot_run_says_why(arguments, sentence, monkeypatch, capsys):

@@ -419,7 +419,7 @@ def test_differences_are_told():
 
 
 def test_a_readme_without_a_table_is_refused():
-    with pytest.raises(TableError, match="There are no lines '<!-- compiled: begin"):
+    with pytest.raises(TableError, match="has no lines '<!-- compiled: begin"):
         compiled_table.section("nothing")
     with pytest.raises(TableError, match="is empty; fill it with --write"):
         compiled_table.made_with(f"{compiled_table.BEGIN}\n{compiled_table.END}")

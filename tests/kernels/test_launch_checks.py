@@ -238,7 +238,7 @@ def test_bounds_of_sequences_are_looked_at_when_debugging(bounds, monkeypatch):
     check_starts("query_start", starts, 5)
     monkeypatch.setattr(launch, "DEBUG", True)
     check_starts("query_start", torch.tensor([0, 0, 3, 5]), 5)
-    with refused(rf"query_start is {re.escape(str(bounds))}; it must begin with 0, never fall, "
+    with refused(rf"query_start is {re.escape(str(bounds))}; it must begin with 0, not decrease, "
                  "and end with at most 5, the number of rows."):  # fmt: skip
         check_starts("query_start", starts, 5)
 
@@ -274,7 +274,7 @@ def test_a_kernel_says_that_triton_is_missing():
     )
     assert done.stdout.splitlines() == [
         f"{name} minillm_kernels.launch.TritonMissingError: minillm's kernels need Triton, which "
-        "is not installed (it exists for Linux: pip install triton); minillm_kernels.reference has "
+        "is not installed (on Linux: pip install triton); minillm_kernels.reference has "
         "the same operations in plain torch."
         for name in modules
     ]

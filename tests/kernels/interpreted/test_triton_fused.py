@@ -170,7 +170,7 @@ def good(**changed: object) -> dict[str, object]:
         ({"qkv": torch.ones(3, 64)}, "qkv is [3, 64]; it must be [N, H + 2 Hkv, D]."),
         ({"qkv": torch.ones(3, 4, 16, dtype=BF16)}, "qkv is torch.bfloat16 and k_cache"),
         ({"qkv": torch.ones(3, 4, 12)}, "qkv has a head_dim of 12; it must be a multiple of 8"),
-        ({"qkv": torch.ones(3, 2, 16)}, "qkv has 2 heads, and the caches 1 KV heads"),
+        ({"qkv": torch.ones(3, 2, 16)}, "qkv has 2 heads and the caches 1 KV heads"),
         ({"qkv": torch.ones(3, 16, 4).transpose(1, 2)}, "qkv has strides (64, 1, 4)"),
         ({"q_weight": None}, "only one of q_weight and k_weight is given"),
         ({"k_weight": torch.ones(8)}, "k_weight is [8]; it must be [16]."),

@@ -141,7 +141,7 @@ def test_a_tile_fits_into_shared_memory() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda x, w: gemv.linear(x.repeat(9, 1), w), "x has 18 rows; this kernel is for at most"),
+        (lambda x, w: gemv.linear(x.repeat(9, 1), w), "x has 18 rows; this kernel takes at most"),
         (lambda x, w: gemv.linear(x[0], w), "x is [16]; it must be [M, in]."),
         (lambda x, w: gemv.linear(x, w[:, :8]), "weight is [4, 8]; it must be [out, 16]."),
         (lambda x, w: gemv.linear(x, w.half()), "x is torch.float32 and weight torch.float16"),

@@ -169,7 +169,7 @@ def test_bad_input(changes: dict[str, Any], sentence: str) -> None:
 
 
 def test_limits_of_heads_and_blocks() -> None:
-    with pytest.raises(KernelError, match="129 query heads share a KV head; at most 128 can"):
+    with pytest.raises(KernelError, match="129 query heads share a KV head; the maximum is 128"):
         called(
             q=torch.zeros(4, 129, 32),
             k_cache=torch.zeros(6, 1, 16, 32),
