@@ -115,8 +115,8 @@ class EngineArgs(CheckedArguments):
     and down projections; other models log a warning and need the same `tensor_parallel_size`. It
     is slower (``python -m minillm.lab.benchmarks.deterministic`` measures how much).
 
-    On a GPU, the decode steps of a batch size are captured as a CUDA graph at the first use;
-    `enforce_eager` runs every step eagerly, on a CPU with plain torch.
+    On a GPU, the decode steps of several batch sizes are captured as CUDA graphs when the engine
+    starts; `enforce_eager` runs every step eagerly, on a CPU with plain torch.
     `speculative_config` enables speculative decoding (`SpeculativeConfig`), for example
     ``{"method": "ngram", "num_speculative_tokens": 4}``; by default it changes no token.
 
