@@ -8,7 +8,7 @@
 
 A step of B rows with drafts, of which G are accepted, yields B + G tokens, and takes v times as
 long as a plain step (one without drafts). It gains if (1 + G / B) / v is above 1. `survival.py`
-predicts G, `step_times.py` predicts v.
+predicts G, `plan/step_times.py` predicts v.
 
 A draft position of a row is drafted if its survival, the probability that it is accepted, reaches a
 level. The level is the same for all rows: that of `LEVELS` with the best predicted gain.
