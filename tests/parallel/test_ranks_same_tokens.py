@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.errors import EngineDeadError
+from minillm.errors import ConfigError, EngineDeadError
 from minillm.parallel import shard
 from minillm.parallel.communicator import Traffic
 from minillm.parallel.executor import Ranks
@@ -131,6 +131,7 @@ WITH_EXPERTS = [
     (name, sizes, CELLS[(11 * i + 3) % len(CELLS)])
     for i, (name, sizes) in enumerate(zip(MIXTURES, ((2, 1), (2, 1), (2, 2), (4, 1)), strict=True))
 ]
+SIX_EXPERTS = "qwen3_moe", (4, 1)  # 4 ranks cannot hold whole experts of its 6: refused below
 OTHER_EXPERTS = [
     each
     for each in (
@@ -139,8 +140,14 @@ OTHER_EXPERTS = [
         for sizes in ((2, 1), (4, 1), (2, 2))
         for cell in CELLS
     )
-    if each not in WITH_EXPERTS
+    if each not in WITH_EXPERTS and each[:2] != SIX_EXPERTS
 ]
+
+
+def test_experts_that_do_not_divide_are_refused(reference_of):
+    name, sizes = SIX_EXPERTS
+    with pytest.raises(ConfigError, match=r"which does not divide 6 experts .* it can be 1, 2"):
+        check(reference_of(name), sizes, CELLS[0], enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize(("name", "sizes", "cell"), named(WITH_EXPERTS))
