@@ -7,11 +7,12 @@
 A sum adds the parts as a balanced tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), in float32 and
 rounds once. All ranks get the same bits, and the bits of a row do not depend on the rest of the
 batch; a ring all-reduce guarantees neither, because it starts each chunk at another rank. Ranks
-whose parts are subtrees of one tree get its bits for any number of ranks (`fixed_sums`).
+whose parts are subtrees of one tree get its bits for any number of ranks (`models/fixed_sums.py`).
 
 A transport implements `exchange`; `add_up` and `distribute` may be overridden with faster versions.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from threading import Barrier, BrokenBarrierError
@@ -37,7 +38,7 @@ class Traffic(NamedTuple):
     num_bytes: int
 
 
-class Communicator:
+class Communicator(ABC):
     """One rank of a group of `size` ranks, all of which make the same calls in the same order."""
 
     def __init__(self, rank: int, size: int):
@@ -88,14 +89,14 @@ class Communicator:
         own = zip(self.exchange(padded), ends, counts[:, self.rank].tolist(), strict=True)
         return torch.cat([part[end - count : end] for part, end, count in own])
 
+    @abstractmethod
     def exchange(self, part: Tensor) -> Tensor:
         """The transport of `gather`: [..] -> [size, ..], any dtype."""
-        raise NotImplementedError
 
-    def abort(self) -> None:
+    def abort(self) -> None:  # noqa: B027 (optional: a group of one rank has nothing to abort)
         """Make pending and later calls of the other ranks raise, after a failure of this rank."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (optional)
         """Release system resources. Idempotent."""
 
     @property

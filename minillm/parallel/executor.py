@@ -10,6 +10,7 @@ last one samples; the others learn its tokens from a later plan.
 """
 
 import struct
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,7 +92,7 @@ def check_agreement(hashes: Sequence[str]) -> None:
             )
 
 
-class Ranks:
+class Ranks(ABC):
     """Distributes plans to ranks and joins their answers; the ranks are threads or processes.
 
     With several stages, it adds to each plan the tokens that earlier stages have not seen. Before
@@ -165,12 +166,13 @@ class Ranks:
             own = result.token_ids[row.seq_id][:1] if row.num_logits else []
             self._learned[row.seq_id] = [token for token in own if token is not None]
 
+    @abstractmethod
     def _execute(self, bodies: Sequence[bytes]) -> Callable[[], list[Answer]]:
         """Send each rank its plan; the returned function waits for the answers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _stats(self) -> list[dict[str, int]]:
-        raise NotImplementedError
+        """The counters of each rank."""
 
 
 class RankThreads(Ranks):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from minillm.lab.benchmarks import expert_placement
+from minillm.lab.benchmarks import collectives, expert_placement
 from minillm.lab.benchmarks.parallel import fit_sums, fitted, predicted
 from minillm.lab.parallel_cost import large_model_predictions
 
@@ -54,3 +54,17 @@ def test_experts_placed_by_load_are_more_even_in_the_steps_that_follow():
     assert [row["batch"] for row in rows[::3]] == [8, 64, 512]
     assert all(row["before"] < row["after"] <= 1 for row in rows)
     assert all(row["before"] < 0.75 and row["after"] > 0.85 for row in rows if row["batch"] == 512)
+
+
+def test_two_processes_are_measured_over_sockets():
+    rows = collectives.measure("sockets", 3)
+    assert {(row["kind"], row["bytes"]) for row in rows} == {
+        ("sockets", size) for size in collectives.SIZES
+    }
+    assert all(row[call] > 0 for row in rows for call in collectives.CALLS)
+
+
+def test_a_median_of_no_call_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        collectives.main(["--calls", "0"])
+    assert "--calls is 0; it must be at least 1" in capsys.readouterr().err

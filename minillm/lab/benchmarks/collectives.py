@@ -139,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=500, help="calls per median (500)")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
+    if chosen.calls < 1:
+        parser.error(f"--calls is {chosen.calls}; it must be at least 1")
     if chosen.rank:
         kind, rank, place = chosen.rank.split(",")
         be_rank(kind, int(rank), int(place), chosen.calls)
