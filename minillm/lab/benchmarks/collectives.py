@@ -104,6 +104,9 @@ def be_rank(kind: str, rank: int, place: int, calls: int) -> None:
         communicator = SocketCommunicator(rank, [None, other] if rank == 0 else [other, None])
     else:
         communicator = SharedMemoryCommunicator(rank, place)
+    found = communicator.gather(torch.tensor([rank])).flatten().tolist()
+    if found != list(range(RANKS)):
+        raise MinillmError(f"The ranks of {kind} answer as {found}; their order is wrong.")
     rows: Rows = []
     for name in ("float32", "bfloat16"):
         for num_bytes in SIZES:
