@@ -1,7 +1,7 @@
 """OpenVINO GenAI through `ContinuousBatchingPipeline`, with a model exported by optimum-intel.
 
 The model is exported once, with 16-bit weights. The inference precision and the KV cache's dtype
-(8 bits by default) are set to the requested dtype.
+(8 bits by default) are set to the requested dtype, or to float32 where the plugin has no bf16.
 """
 
 import os
@@ -16,6 +16,7 @@ from typing import Any
 from .protocol import Timeline
 
 PRECISIONS = MappingProxyType({"bfloat16": "bf16", "float32": "f32"})
+FLOATS = ("FP32", "FP16", "BF16")  # of the plugin's capabilities
 WEIGHTS = MappingProxyType({"bfloat16": "fp16", "float32": "fp32"})  # dtype of the exported file
 
 
@@ -24,7 +25,6 @@ class Worker:
 
     def open(self, options: dict[str, Any]) -> dict[str, Any]:
         """Load the model; exports it first if there is no export yet."""
-        precision = PRECISIONS[options["dtype"]]
         start = time.perf_counter()
         folder, exported = export(Path(options["model"]), options["dtype"], Path(options["cache"]))
         export_seconds = time.perf_counter() - start if exported else 0.0
@@ -32,6 +32,12 @@ class Worker:
         import openvino_genai as genai
 
         self._genai, self._tensor = genai, openvino.Tensor
+        able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        precision = PRECISIONS[options["dtype"]]
+        if (
+            precision == "bf16" and "BF16" not in able
+        ):  # emulated bf16 takes many times as long as float32
+            precision = "f32"
         start = time.perf_counter()
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = -(-options["kv_cache_bytes"] // 2**30)
@@ -51,6 +57,7 @@ class Worker:
             "kv_cache": precision,
             "seconds": time.perf_counter() - start,
             "export_seconds": export_seconds,
+            "path": f"CPU plugin with {', '.join(each for each in able if each in FLOATS)}",
         }
 
     def _config(self, new_tokens: int) -> Any:

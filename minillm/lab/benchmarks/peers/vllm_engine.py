@@ -1,13 +1,24 @@
 """vLLM on a CPU, through `LLM` and single steps of its `LLMEngine`."""
 
 import os
+import re
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .protocol import Timeline
 
 GIB = 2**30
+# Instruction sets in ascending order, and the functions of torch.cpu that report them.
+REPORTS = MappingProxyType(
+    {
+        "avx2": (),
+        "avx512": ("_is_avx512_supported",),
+        "avx512_bf16": ("_is_avx512_bf16_supported",),
+        "amx": ("_is_amx_tile_supported", "_is_amx_fp16_supported"),
+    }
+)
 
 
 class Worker:
@@ -25,6 +36,7 @@ class Worker:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CACHE_ROOT": str(Path(options["cache"]) / "vllm"),
         }
+        limit_detection(options.get("isa"))
         import vllm
 
         self._vllm = vllm
@@ -47,6 +59,7 @@ class Worker:
             "block_size": config.cache_config.block_size,
             "preload": os.path.basename(os.environ.get("LD_PRELOAD", "")),
             "multiprocessing": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
+            "path": path(),
         }
 
     def _params(self, new_tokens: int) -> Any:
@@ -79,6 +92,27 @@ class Worker:
             use_tqdm=False,
         )
         return {"tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+
+
+def limit_detection(isa: str | None) -> None:
+    """Have torch.cpu report no instruction sets above `isa`: vLLM chooses its library by them."""
+    if isa is not None:
+        import torch
+
+        order = list(REPORTS)
+        for higher in order[order.index(isa) + 1 :]:
+            for name in REPORTS[higher]:
+                setattr(torch.cpu, name, lambda: False)
+
+
+def path() -> str:
+    """vLLM's library of C++ functions in this process, and the set of torch's own functions."""
+    import torch
+
+    maps = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
+    libraries = sorted(set(re.findall(r"/vllm/(_C\w*)\.", maps)))
+    torch_uses = torch.backends.cpu.get_cpu_capability()
+    return f"library {', '.join(libraries) or 'unknown'}, torch with {torch_uses}"
 
 
 def cores(threads: int) -> list[int]:
