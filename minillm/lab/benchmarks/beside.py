@@ -94,7 +94,7 @@ def report(
         "busy_process": "an empty Python loop",
         "processors": processors,
         "fair_share": share,
-        "how": f"The fair share is {share:.0%} of the idle speed: the {threads} threads of an engine "
+        "how": f"The fair share is {share:.0%} of the idle speed: {threads} threads of an engine "
         f"and {count} busy processes share {processors} processors, with the same time for each.",
         "results": rows,
     }

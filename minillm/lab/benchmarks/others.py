@@ -58,6 +58,11 @@ def watching(
         watch.busy = min((group_ticks(ours, proc) - before) / ticks, 1.0)
 
 
+def reported(proc: Path = PROC) -> bool:
+    """Whether the kernel reports the time of all processors (Linux does)."""
+    return (proc / "stat").exists()
+
+
 def busy_ticks(proc: Path) -> int:
     """Busy ticks, summed over all processors."""
     try:
