@@ -118,7 +118,7 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
         )
         measured += beside["results"]
     too_low = disturbance(measured, ", so these figures are too low")
-    return [*lines, *limits(found["processor"]), *found["left_out"].values(), *too_low]
+    return [*lines, *limits(found.get("processor", {})), *found["left_out"].values(), *too_low]
 
 
 def limits(processor: Mapping[str, Any]) -> list[str]:
@@ -127,5 +127,5 @@ def limits(processor: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} was asked for {one['asked']} and {words[one['obeyed']]}"
         + (f": {', '.join(one['evidence'])}." if one["evidence"] else ".")
-        for name, one in processor["engines"].items()
+        for name, one in processor.get("engines", {}).items()
     ]

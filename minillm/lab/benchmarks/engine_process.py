@@ -61,7 +61,7 @@ def environment(name: str, threads: int) -> dict[str, str]:
     if name == OWN:
         variables["PYTHONPATH"] = str(ROOT)
     if ISA in variables:  # oneDNN then names its instruction set once; runs are not logged
-        variables["ONEDNN_VERBOSE"] = "dispatch"
+        variables["ONEDNN_VERBOSE"] = "dispatch,filter=rnn"
     return variables
 
 

@@ -2,11 +2,12 @@
 
 Each library reads its own environment variable:
 
-    MINILLM_C_ISA        minillm's C functions
-    ONEDNN_MAX_CPU_ISA   oneDNN, in torch, vLLM and OpenVINO
-    ATEN_CPU_CAPABILITY  torch's own functions
-    OV_CPU_MAX_ISA       OpenVINO's CPU plugin, in addition to its oneDNN
-    GLIBC_TUNABLES       memory copies of the C library (AVX2 only)
+    MINILLM_C_ISA            minillm's C functions
+    ONEDNN_MAX_CPU_ISA       oneDNN, in torch, vLLM and OpenVINO
+    ATEN_CPU_CAPABILITY      torch's own functions
+    TORCHINDUCTOR_CPP_MARCH  functions that torch.compile generates, which vLLM uses
+    OV_CPU_MAX_ISA           OpenVINO's CPU plugin, in addition to its oneDNN
+    GLIBC_TUNABLES           memory copies of the C library (AVX2 only)
 
 vLLM chooses its functions by ``torch.cpu``, which reads no variable: `peers/vllm_engine.py` changes
 what it reports. oneDNN says in the engine's log which set it uses, and Linux says whether a thread
@@ -38,6 +39,7 @@ ONEDNN: Mapping[str, str] = MappingProxyType(
     {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE_BF16",
      "amx": "AVX512_CORE_AMX"}
 )  # fmt: skip
+MARCH: Mapping[str, str] = MappingProxyType({"avx2": "x86-64-v3", "avx512": "x86-64-v4"})
 NO_AVX512 = ",".join(f"-AVX512{part}" for part in ("F", "VL", "BW", "DQ", "CD"))
 # Words in oneDNN's description of an instruction set, highest first.
 WORDS = (("AMX", "amx"), ("bfloat16", "avx512_bf16"), ("AVX-512", "avx512"), ("AVX2", "avx2"))
@@ -82,6 +84,8 @@ def variables_of(isa: str) -> dict[str, str]:
         "OV_CPU_MAX_ISA": ONEDNN[isa],
         "ATEN_CPU_CAPABILITY": "avx2" if isa == "avx2" else "avx512",
     }
+    if isa in MARCH:
+        found["TORCHINDUCTOR_CPP_MARCH"] = MARCH[isa]
     if isa == "avx2":
         found["GLIBC_TUNABLES"] = f"glibc.cpu.hwcaps={NO_AVX512}"
     return found

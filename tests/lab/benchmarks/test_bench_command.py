@@ -164,6 +164,7 @@ def test_a_comparison_from_end_to_end(
 ) -> None:
     file = tmp_path / "result.json"
     arguments = [what, "tiny", "--quick", "--threads", "1", "--vs", "vllm,openvino"]
+    arguments += ["--beside", "1"] if what == "decode" else []
     code, out, err = bench(*arguments, "--json", str(file), capsys=capsys)
     assert code == 0, err
     found = json.loads(file.read_text())
@@ -179,6 +180,10 @@ def test_a_comparison_from_end_to_end(
         assert 0 < low <= middle <= high
     assert "times the best peer, vllm." in " ".join(out.split())
     assert "run 2 of minillm" in err
+    assert ("run 2 of vllm, beside 1" in err) == (what == "decode") == ("beside" in found)
+    for one in found.get("beside", {"results": []})["results"]:
+        assert one["over_idle"] > 0
+        assert len(one["runs"]) == 2
     assert "Ceilings before: 1 TFLOP/s in bf16; bandwidth:" in out
 
 

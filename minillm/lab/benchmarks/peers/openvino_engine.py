@@ -1,7 +1,8 @@
 """OpenVINO GenAI through `ContinuousBatchingPipeline`, with a model exported by optimum-intel.
 
 The model is exported once, with 16-bit weights. The inference precision and the KV cache's dtype
-(8 bits by default) are set to the requested dtype, or to float32 where the plugin has no bf16.
+(8 bits by default) are set to the requested dtype; where the plugin has no bf16, it computes in
+float32.
 """
 
 import os
@@ -46,7 +47,7 @@ class Worker:
         scheduler.enable_prefix_caching = False
         properties = {
             "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,
+            "KV_CACHE_PRECISION": PRECISIONS[options["dtype"]],
             "INFERENCE_NUM_THREADS": options["threads"],
             "ENABLE_HYPER_THREADING": True,
         }
@@ -54,7 +55,7 @@ class Worker:
         return {
             "version": genai.__version__,
             "weights": f"{WEIGHTS[options['dtype']]} on disk, computed in {precision}",
-            "kv_cache": precision,
+            "kv_cache": PRECISIONS[options["dtype"]],
             "seconds": time.perf_counter() - start,
             "export_seconds": export_seconds,
             "path": f"CPU plugin with {', '.join(each for each in able if each in FLOATS)}",

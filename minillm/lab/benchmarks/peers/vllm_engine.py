@@ -34,7 +34,7 @@ class Worker:
             "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores(options["threads"]))),
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(Path(options["cache"]) / "vllm"),
+            "VLLM_CACHE_ROOT": str(Path(options["cache"]) / f"vllm{options.get('isa') or ''}"),
         }
         limit_detection(options.get("isa"))
         import vllm
@@ -95,7 +95,8 @@ class Worker:
 
 
 def limit_detection(isa: str | None) -> None:
-    """Have torch.cpu report no instruction sets above `isa`: vLLM chooses its library by them."""
+    """Have torch.cpu report no instruction sets above `isa`, because vLLM chooses its library by
+    these reports."""
     if isa is not None:
         import torch
 
