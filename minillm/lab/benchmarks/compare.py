@@ -151,8 +151,8 @@ def measure(
 def who_obeyed(work: Work, contest: Contest) -> dict[str, Any]:
     """Whether each engine kept to the instruction set of --isa; empty without it."""
     return {
-        name: obedience(work.isa, read_log(log_of(name)), contest.avx512.get(name))
-        for name in contest.facts
+        name: obedience(work.isa, read_log(log_of(name)), facts, contest.avx512.get(name))
+        for name, facts in contest.facts.items()
         if work.isa is not None
     }
 

@@ -123,7 +123,7 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
 
 def limits(processor: Mapping[str, Any]) -> list[str]:
     """With --isa: what was asked of each engine, and whether it obeyed."""
-    words = {True: "obeyed", False: "did not obey", None: "left no evidence"}
+    words = {True: "obeyed", False: "did not obey", None: "shows no evidence of what it used"}
     return [
         f"{name} was asked for {one['asked']} and {words[one['obeyed']]}"
         + (f": {', '.join(one['evidence'])}." if one["evidence"] else ".")

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from minillm.lab.benchmarks.beside import busy_processes
 from minillm.lab.benchmarks.engine_process import EngineFailedError
 from minillm.lab.benchmarks.others import DISTURBED, Watch, watching
-from minillm.lab.benchmarks.processor import seconds_since_avx512
+from minillm.lab.benchmarks.processor import avx512_used
 
 WARM_UP = 8  # warm-up requests of the offline workload
 Row = Sequence[float]  # seconds, new tokens, sequences started, sequences complete
@@ -173,9 +173,9 @@ class Contest:
 
     def _note_registers(self, one: Contestant, taken: float) -> None:
         """Note whether an engine used AVX-512 registers during a run of `taken` seconds."""
-        since = seconds_since_avx512([one.group])
-        if since is not None:
-            self.avx512[one.name] = self.avx512.get(one.name, False) or since < taken
+        used = avx512_used([one.group], taken)
+        if used is not None:
+            self.avx512[one.name] = self.avx512.get(one.name, False) or used
 
     def _drop(self, one: Contestant, why: str) -> None:
         self.failed[one.name] = why

@@ -10,8 +10,8 @@ Each library reads its own environment variable:
     GLIBC_TUNABLES           memory copies of the C library (AVX2 only)
 
 vLLM chooses its functions by ``torch.cpu``, which reads no variable: `peers/vllm_engine.py` changes
-what it reports. oneDNN says in the engine's log which set it uses, and Linux says whether a thread
-used AVX-512 registers. OpenVINO's float32 matrix products (MLAS) obey no variable.
+what it reports. Evidence is what the engine reports, what its oneDNN writes into the log, and what
+Linux knows of AVX-512 registers. OpenVINO's products of float32 weights (MLAS) obey no variable.
 """
 
 import os
@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minillm.errors import ConfigError, did_you_mean
+from minillm.lab.benchmarks.others import LEAST_TICKS
 from minillm.plan import machine
 
 ISA = "MINILLM_C_ISA"
@@ -108,18 +109,23 @@ def limited(isa: str | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def seconds_since_avx512(groups: Iterable[int], proc: Path = PROC) -> float | None:
-    """Seconds since a thread of the process groups last used AVX-512 registers; infinite if none
-    did, None if the kernel does not say (Linux on x86 with AVX-512 does)."""
-    groups, found = frozenset(groups), []
-    for file in proc.glob("[0-9]*/task/[0-9]*/arch_status"):
+def avx512_used(groups: Iterable[int], seconds: float, proc: Path = PROC) -> bool | None:
+    """Whether a thread of the process groups that computed may have used AVX-512 registers within
+    the last `seconds`; None if the kernel does not say (Linux on x86 does).
+
+    False is certain. True is not: values that Python or NumPy left in these registers, or that a
+    thread inherited, count as used.
+    """
+    groups, used = frozenset(groups), []
+    for folder in (file.parent for file in proc.glob("[0-9]*/task/[0-9]*/arch_status")):
         try:
-            if int((file.parent / "stat").read_text().rpartition(")")[2].split()[2]) in groups:
-                found.append(int(file.read_text().split()[1]))
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            elapsed = int((folder / "arch_status").read_text().split()[1])  # -1 if never
         except (OSError, LookupError, ValueError):  # the thread has ended
             continue
-    used = [value / 1000 for value in found if value >= 0]
-    return min(used, default=float("inf")) if found else None
+        if int(fields[2]) in groups and int(fields[11]) + int(fields[12]) >= LEAST_TICKS:
+            used.append(0 <= elapsed < 1000 * seconds)
+    return any(used) if used else None
 
 
 def onednn_says(log: str) -> str | None:
@@ -128,14 +134,21 @@ def onednn_says(log: str) -> str | None:
     return next((isa for word, isa in WORDS if word in said), None)
 
 
-def obedience(isa: str, log: str, registers: bool | None) -> dict[str, Any]:
-    """Whether an engine kept to `isa` (None: unknown), by its log and by its use of AVX-512
-    registers during the runs."""
-    order, evidence, kept = list(FLAGS), [], []
-    if (onednn := onednn_says(log)) is not None:
-        evidence.append(f"its oneDNN uses {onednn}")
-        kept.append(order.index(onednn) <= order.index(isa))
-    if isa == "avx2" and registers is not None:
-        evidence.append(f"AVX-512 registers were {'' if registers else 'not '}used in its runs")
-        kept.append(not registers)
+def obedience(
+    isa: str, log: str, facts: Mapping[str, Any], registers: bool | None
+) -> dict[str, Any]:
+    """Whether an engine kept to `isa` (None: unknown), by the sets in its log and its `facts`, and
+    by its use of AVX-512 registers, of which only their absence proves something."""
+    order = list(FLAGS)
+    said = dict(facts.get("uses", {}))
+    if (logged := onednn_says(log)) is not None:
+        said["oneDNN"] = logged
+    evidence = [f"{part} uses {name}" for part, name in said.items()]
+    kept = [order.index(name) <= order.index(isa) for name in said.values()]
+    if isa == "avx2" and registers is False:
+        evidence.append("no thread used AVX-512 registers")
+        kept.append(True)
+    if exempt := facts.get("exempt"):
+        evidence.append(f"{exempt} cannot be limited")
+        kept.append(False)
     return {"asked": isa, "obeyed": all(kept) if kept else None, "evidence": evidence}

@@ -23,12 +23,12 @@ from minillm.lab.benchmarks.peers import vllm_engine
 from minillm.lab.benchmarks.processor import (
     FLAGS,
     ISA,
+    avx512_used,
     check_isa,
     limited,
     obedience,
     onednn_says,
     processor_class,
-    seconds_since_avx512,
     variables_of,
 )
 from minillm.lab.commands import bench
@@ -50,10 +50,8 @@ ONEDNN_LINES = {
 }
 PROBE = """
 import torch
-from tests.lab.benchmarks.test_bench_isa import worked_with_avx512
-torch.set_num_threads(1)
-worked_with_avx512(0.5)
-print(torch.backends.cpu.get_cpu_capability(), worked_with_avx512(0.3))
+from tests.lab.benchmarks.test_bench_isa import torch_uses_avx512
+print(torch.backends.cpu.get_cpu_capability(), torch_uses_avx512())
 """
 
 
@@ -124,42 +122,49 @@ def test_the_highest_set_of_several_libraries_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("isa", "line", "registers", "obeyed"),
+    ("isa", "line", "facts", "registers", "obeyed"),
     [
-        ("avx2", "AVX2", False, True),
-        ("avx2", "AVX2", True, False),
-        ("avx2", "AVX512_CORE", False, False),
-        ("avx2", None, None, None),
-        ("avx2", None, False, True),
-        ("avx512", "AVX512_CORE", True, True),  # these registers are allowed
-        ("avx512", "AVX512_CORE_BF16", None, False),
-        ("avx512_bf16", "AVX2", None, True),
+        ("avx2", "AVX2", {}, None, True),
+        ("avx2", "AVX2", {}, True, True),  # used registers prove nothing
+        ("avx2", "AVX512_CORE", {}, False, False),
+        ("avx2", None, {}, None, None),
+        ("avx2", None, {}, True, None),
+        ("avx2", None, {}, False, True),
+        ("avx2", "AVX2", {"uses": {"torch": "avx512"}}, None, False),
+        ("avx2", None, {"uses": {"torch": "avx2"}}, None, True),
+        ("avx2", "AVX2", {"exempt": "its products"}, None, False),
+        ("avx512", "AVX512_CORE", {"exempt": ""}, True, True),
+        ("avx512", "AVX512_CORE_BF16", {}, None, False),
+        ("avx512_bf16", "AVX2", {}, None, True),
     ],
 )
 def test_an_engine_obeyed_if_all_evidence_says_so(
-    isa: str, line: str | None, registers: bool | None, obeyed: bool | None
+    isa: str, line: str | None, facts: dict, registers: bool | None, obeyed: bool | None
 ) -> None:
-    found = obedience(isa, ONEDNN_LINES[line] if line else "", registers)
+    found = obedience(isa, ONEDNN_LINES[line] if line else "", facts, registers)
     assert (found["asked"], found["obeyed"]) == (isa, obeyed)
     (said,) = limits({"engines": {"vllm": found}})
-    words = {True: "and obeyed", False: "and did not obey", None: "and left no evidence."}
+    words = {True: "and obeyed:", False: "and did not obey:", None: "and shows no evidence"}
     assert f"vllm was asked for {isa} {words[obeyed]}" in said
 
 
-def test_threads_of_other_groups_do_not_count(tmp_path: Path) -> None:
-    def thread(pid: int, tid: int, group: int, elapsed: int) -> None:
+def test_threads_that_computed_count(tmp_path: Path) -> None:
+    def thread(pid: int, tid: int, group: int, elapsed: int, ticks: int = 20) -> None:
         folder = tmp_path / str(pid) / "task" / str(tid)
-        folder.mkdir(parents=True)
-        (folder / "stat").write_text(f"{tid} (a) b) S 1 {group} 0")
+        folder.mkdir(parents=True, exist_ok=True)
+        fields = f"S 1 {group} {'0 ' * 8} {ticks} 0"
+        (folder / "stat").write_text(f"{tid} (a) b) {fields}")
         (folder / "arch_status").write_text(f"AVX512_elapsed_ms:\t{elapsed}\n")
 
-    assert seconds_since_avx512([5], tmp_path) is None
+    assert avx512_used([5], 2.0, tmp_path) is None
+    thread(11, 12, 5, 1, ticks=0)  # it has not computed
+    assert avx512_used([5], 2.0, tmp_path) is None
     thread(11, 11, 5, -1)
-    assert seconds_since_avx512([5], tmp_path) == float("inf")
-    thread(11, 12, 5, 2500)
-    thread(13, 13, 6, 4)
-    assert seconds_since_avx512([5], tmp_path) == 2.5
-    assert seconds_since_avx512([5, 6], tmp_path) == 0.004
+    thread(11, 13, 5, 2500)
+    thread(14, 15, 6, 4)  # of another group
+    assert avx512_used([5], 2.0, tmp_path) is False
+    assert avx512_used([5], 3.0, tmp_path) is True
+    assert avx512_used([5, 6], 2.0, tmp_path) is True
 
 
 @pytest.mark.skipif(not Path("/proc/self/arch_status").exists(), reason="the kernel does not say")
@@ -170,10 +175,7 @@ def test_torch_obeys_and_the_kernel_confirms_it() -> None:
     """torch uses AVX-512 in this process, which has no limit, and not in one with --isa avx2."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("torch is limited here")
-    used, end = False, time.perf_counter() + 20
-    while not used and time.perf_counter() < end:
-        used = worked_with_avx512(0.1)
-    assert used
+    assert torch_uses_avx512()
     with limited("avx2"):
         told = subprocess.run([sys.executable, "-c", PROBE], env=environment("minillm", 1),
                               text=True, capture_output=True, check=True, cwd=ROOT,
@@ -181,13 +183,17 @@ def test_torch_obeys_and_the_kernel_confirms_it() -> None:
     assert told.stdout.split() == ["AVX2", "False"]
 
 
-def worked_with_avx512(duration: float) -> bool:
-    """Whether AVX-512 registers are used while torch works for some seconds."""
-    x, start = torch.randn(64, 256), time.perf_counter()
-    while time.perf_counter() - start < duration:
-        torch.softmax(x @ x.T, -1)
-    since = seconds_since_avx512([os.getpgrp()])
-    return since is not None and since < duration
+def torch_uses_avx512() -> bool | None:
+    """Whether AVX-512 registers are used while two threads of torch work."""
+    threads, start = torch.get_num_threads(), time.perf_counter()
+    torch.set_num_threads(2)
+    try:
+        x = torch.randn(512, 512)
+        while (taken := time.perf_counter() - start) < 1.0:
+            torch.softmax(x @ x.T, -1)
+        return avx512_used([os.getpgrp()], taken / 2)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_vllm_is_told_of_no_higher_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,14 +214,14 @@ def test_vllm_is_told_of_no_higher_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_json_and_the_table_say_who_obeyed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """minillm used AVX-512 registers in its runs; vllm used them long before."""
+    """minillm's fake oneDNN used AVX-512; vllm's did not, and its threads used no registers."""
     groups = {"minillm": 1, "vllm": 2}
-    since = {1: 0.0, 2: 60.0}
-    monkeypatch.setattr(contest, "seconds_since_avx512", lambda asked: since[asked[0]])
+    monkeypatch.setattr(contest, "avx512_used", lambda asked, seconds: asked == [1])
     monkeypatch.setattr(compare, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(compare, "measure_ceiling", lambda *ask: Ceiling({SUMS: 1e9}, 1e9, 1e9))
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "vllm.log").write_text(ONEDNN_LINES["AVX2"] + "\n")
+    for name, limit in (("minillm", "AVX512_CORE"), ("vllm", "AVX2")):
+        (tmp_path / "logs" / f"{name}.log").write_text(ONEDNN_LINES[limit] + "\n")
 
     def start(name: str, work: Work, log: Path) -> FakeEngine:
         engine = FakeEngine(name, [0])
@@ -232,8 +238,8 @@ def test_the_json_and_the_table_say_who_obeyed(
     }  # fmt: skip
     show(found, Terminal())
     shown = " ".join(capsys.readouterr().out.split())
-    assert "minillm was asked for avx2 and did not obey: AVX-512 registers were used in" in shown
-    assert "vllm was asked for avx2 and obeyed: its oneDNN uses avx2, AVX-512 registers" in shown
+    assert "minillm was asked for avx2 and did not obey: oneDNN uses avx512." in shown
+    assert "vllm was asked for avx2 and obeyed: oneDNN uses avx2, no thread used AVX-512" in shown
     assert "all engines limited to avx2)" in shown
 
 

@@ -16,7 +16,8 @@ from typing import Any
 from .protocol import Timeline
 
 PRECISIONS = MappingProxyType({"bfloat16": "bf16", "float32": "f32"})
-FLOATS = ("FP32", "FP16", "BF16")  # of the plugin's capabilities
+# Capabilities of the plugin that need these instruction sets.
+MARKS = (("BF16", "avx512_bf16"), ("WINOGRAD", "avx512"), ("FP32", "avx2"))
 WEIGHTS = MappingProxyType({"bfloat16": "fp16", "float32": "fp32"})  # dtype of the exported file
 
 
@@ -57,7 +58,8 @@ class Worker:
             "kv_cache": precision,
             "seconds": time.perf_counter() - start,
             "export_seconds": export_seconds,
-            "path": f"CPU plugin with {', '.join(each for each in able if each in FLOATS)}",
+            "uses": {"its CPU plugin": next(name for mark, name in MARKS if mark in able)},
+            "exempt": "its products of float32 weights" * (options["dtype"] == "float32"),
         }
 
     def _config(self, new_tokens: int) -> Any:
