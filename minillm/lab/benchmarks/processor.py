@@ -41,7 +41,7 @@ ONEDNN: Mapping[str, str] = MappingProxyType(
      "amx": "AVX512_CORE_AMX"}
 )  # fmt: skip
 MARCH: Mapping[str, str] = MappingProxyType({"avx2": "x86-64-v3", "avx512": "x86-64-v4"})
-NO_AVX512 = ",".join(f"-AVX512{part}" for part in ("F", "VL", "BW", "DQ", "CD"))
+NO_AVX512 = "-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ,-AVX512CD"
 # Words in oneDNN's description of an instruction set, highest first.
 WORDS = (("AMX", "amx"), ("bfloat16", "avx512_bf16"), ("AVX-512", "avx512"), ("AVX2", "avx2"))
 SAID = re.compile(r"^onednn_verbose,.*cpu,isa:(.*)$", re.MULTILINE)
