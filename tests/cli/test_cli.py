@@ -816,7 +816,7 @@ def test_a_disturbed_demonstration_says_so_first_and_blames_nobody_else(
     text = demo.explanation(cost, machine, 0.003, others)
     disturbed = bool(start)
     assert text.startswith(start or "Each token needs")
-    assert ("so these figures and the bound are too low" in text) == disturbed
+    assert ("so the bound and these figures are too low" in text) == disturbed
     assert ("read more slowly than the memory" in text) != disturbed
     assert "memory-bound; in a batch" in text
     assert demo.share(0.003) == "0.3%"

@@ -244,7 +244,7 @@ def busy(hardware: Hardware, others: float) -> str:
         )
     else:
         return ""
-    return f"{what}, so these figures and the bound are too low: run it again when the machine is idle. "
+    return f"{what}, so the bound and these figures are too low: run it again on an idle machine. "
 
 
 def show_next(terminal: Terminal) -> None:
