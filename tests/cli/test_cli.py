@@ -801,8 +801,8 @@ def test_the_demonstration_is_timed_after_a_warm_up(
     ("source", "others", "reported", "start"),
     [
         (MEASURED, 0.05, True, ""),  # the load is an average, which may be of before
-        (MEASURED, 0.48, True, "Other programs used up to 48% of the processors meanwhile, so"),
-        (DISTURBED, 0.0, True, "Other programs ran during the bandwidth measurement, so these"),
+        (MEASURED, 0.48, True, "Other programs used up to 48% of the processors meanwhile, so the"),
+        (DISTURBED, 0.0, True, "Other programs ran during the bandwidth measurement, so the"),
         (MEASURED, 0.0, False, "Other programs are running (load 99 on "),
     ],
 )
