@@ -53,12 +53,12 @@ class Warm:
         self._socket.settimeout(SECONDS)
         self._turn = threading.Lock()
         with theirs:
-            process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "minillm_exercises.server"],
                 stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 cwd=environment["HOME"], env=environment,
             )  # fmt: skip
-        weakref.finalize(self, _end, self._socket, process)
+        weakref.finalize(self, _end, self._socket, self.process)
 
     def order(self, what: Mapping[str, object], *files: int) -> int:
         """Send a message with open files; the number of the process it is about.
