@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from minillm.config import RopeConfig
-from minillm.ops import cpu
 
 
 def inverse_frequencies(
@@ -83,10 +82,6 @@ def attention_factor(rope: RopeConfig, max_position_embeddings: int) -> float:
     return yarn_temperature(rope.factor, 1.0)
 
 
-ONE_THREAD = 32768  # numbers: torch copies more with several threads
-LEAST_ROWS = 256  # of a table of cos and sin
-
-
 class RotaryEmbedding(nn.Module):
     """Positions [N] -> cos and sin [N, dim / 2] in float32, computed once per forward pass."""
 
@@ -98,35 +93,8 @@ class RotaryEmbedding(nn.Module):
         with torch.device("cpu"):
             frequencies = inverse_frequencies(rope, dim, max_position_embeddings, max_model_len)
         self.frequencies = nn.Buffer(frequencies, persistent=False)
-        self._table = frequencies[:0], frequencies[:0]  # cos and sin
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[N] -> two of [N, dim / 2]"""
-        if positions.device.type != "cpu" or not len(positions) or not cpu.takes(self.frequencies):
-            return self._compute(positions)
-        least, most = (int(each) for each in positions.aminmax())
-        if least < 0:
-            return self._compute(positions)
-        cos, sin = self._table_of(most + 1)
-        if len(positions) * cos.shape[1] <= ONE_THREAD:
-            return cos[positions], sin[positions]
-        parts = positions.split(max(ONE_THREAD // cos.shape[1], 1))
-        found = torch.empty(2, len(positions), cos.shape[1])
-        for part, to in zip(parts, found.split(len(parts[0]), dim=1), strict=True):
-            to[0], to[1] = cos[part], sin[part]
-        return found[0], found[1]
-
-    def _table_of(self, size: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of at least `size` positions, kept between steps: torch computes them with
-        several threads, even for one position, and these would compete with the threads of C."""
-        table = self._table
-        if len(table[0]) < size:
-            rows = max(size, 2 * len(table[0]), LEAST_ROWS)
-            with torch.inference_mode(False):  # also used where there are gradients
-                table = self._compute(torch.arange(rows, device="cpu"))
-            self._table = table
-        return table
-
-    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float().unsqueeze(1) * self.frequencies
         return angles.cos() * self.factor, angles.sin() * self.factor

@@ -4,8 +4,6 @@ threads do in the meantime; and deliberate mistakes in that file, each of which 
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -101,7 +99,8 @@ def ends(c: CDLL, patience: float = PATIENCE) -> None:
 
 def waits(c: CDLL) -> None:
     """The job is not over before a piece that sleeps."""
-    assert c.sleeps_until_done() == 0
+    for _ in range(5):
+        assert c.sleeps_until_done() == 0
 
 
 def does_not_wait_long(c: CDLL) -> None:
@@ -204,34 +203,6 @@ def test_two_engines_in_one_process():
     finally:
         torch.set_num_threads(before)
     assert found["a"] == found["b"] == found["alone"]
-
-
-STEPS = """
-import os
-import torch
-from minillm import LLM, SamplingParams
-
-torch.set_num_threads(1)
-llm = LLM("tiny", num_gpu_blocks_override=64)
-prompts = [{"prompt_token_ids": [5 + i] * 150} for i in range(3)]
-for threads in (1, 2):
-    torch.set_num_threads(threads)
-    for temperature in (0.0, 1.0):
-        sampling = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True)
-        llm.generate(prompts, sampling, use_tqdm=False)
-    print(len(os.listdir("/proc/self/task")))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="a system without /proc")
-def test_torch_starts_no_threads_in_a_step():
-    """With a second thread, prefill and decode steps start one worker of C, and none of torch."""
-    if not cpu.panels_are_fast(torch.bfloat16):
-        pytest.skip("layers are called one by one")
-    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    one, two = map(int, done.stdout.split())
-    assert two == one + 1
 
 
 MISTAKES: dict[str, tuple[tuple[tuple[str, str], ...], Callable[[CDLL], None]]] = {
