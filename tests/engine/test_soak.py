@@ -239,14 +239,14 @@ def test_a_dead_engine_ends_the_run(monkeypatch):
 def printed(tmp_path, capsys, monkeypatch) -> tuple[str, dict]:
     monkeypatch.setattr(soak.torch, "set_num_threads", lambda number: None)
     path = tmp_path / "soak.json"
-    assert soak.main(["--tiny", "40", "--oracle", "400", "--json", str(path)]) == 0
+    assert soak.main(["--tiny", "16", "--oracle", "400", "--json", str(path)]) == 0
     return capsys.readouterr().out, json.loads(path.read_text("utf-8"))
 
 
 def test_the_command_prints_a_table_and_writes_json(printed):
     text, report = printed
     assert report["benchmark"] == "soak"
-    assert [run["requests"] for run in report["runs"]] == [200, 200, 20, 20]
+    assert [run["requests"] for run in report["runs"]] == [200, 200, 8, 8]
     for run in report["runs"]:
         assert run["name"] in text
         assert sum(run["outcomes"].values()) == run["requests"]
