@@ -8,16 +8,6 @@
 #define COLUMNS 32 /* of B and C: two AMX tiles, or two vectors of 16 */
 #define ROUND_UP(x, to) (((x) + (to) - 1) / (to) * (to))
 
-/* The maximum of each lane; b if one is NaN. */
-static inline vec larger(vec a, vec b) {
-#if defined(WIDE)
-    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    words first = (words)(a > b);
-    return (vec)(((words)a & first) | ((words)b & ~first));
-#endif
-}
-
 /* 2^x for x <= 0, error below 2e-7: x = n + r, 2^r by a minimax polynomial on 0 <= r <= 1.
  * Exactly 1 at 0, exactly 0 at -infinity, NaN stays NaN. */
 static inline vec exp2_vec(vec x) {
@@ -85,17 +75,17 @@ static inline void store_words(word *to, vec even, vec odd) {
 #endif
 }
 
-/* C = A B, or C += A B if `add`. Rows of A are `a_stride` words apart; m is a multiple of M_STEP.
+/* C = A B, or C += A B if `add`. Rows of A are `a_stride` words apart; m is a multiple of BLOCK.
  */
 static __attribute__((noinline)) void multiply_vectors(float *c, const word *a, int64_t a_stride,
                                                        const word *b, int64_t m, int64_t k,
                                                        int add) {
-    for (int64_t i = 0; i < m; i += M_STEP, c += M_STEP * COLUMNS, a += M_STEP * a_stride)
+    for (int64_t i = 0; i < m; i += BLOCK, c += BLOCK * COLUMNS, a += BLOCK * a_stride)
         for (int64_t column = 0; column < COLUMNS; column += 2 * LANES) {
-            vec sums[M_STEP][2] = {0};
+            vec sums[BLOCK][2] = {0};
             float *at = c + column;
             if (add)
-                for (int r = 0; r < M_STEP; r++) {
+                for (int r = 0; r < BLOCK; r++) {
                     sums[r][0] = load_vec(at + r * COLUMNS);
                     sums[r][1] = load_vec(at + r * COLUMNS + LANES);
                 }
@@ -103,12 +93,12 @@ static __attribute__((noinline)) void multiply_vectors(float *c, const word *a, 
                 vec left = load_vec(b + j * COLUMNS + column);
                 vec right = load_vec(b + j * COLUMNS + column + LANES);
 #pragma GCC unroll 8
-                for (int r = 0; r < M_STEP; r++) {
-                    sums[r][0] = multiply_add(sums[r][0], a[r * a_stride + j], left);
-                    sums[r][1] = multiply_add(sums[r][1], a[r * a_stride + j], right);
+                for (int r = 0; r < BLOCK; r++) {
+                    sums[r][0] = multiply_add(sums[r][0], all_lanes(a[r * a_stride + j]), left);
+                    sums[r][1] = multiply_add(sums[r][1], all_lanes(a[r * a_stride + j]), right);
                 }
             }
-            for (int r = 0; r < M_STEP; r++) {
+            for (int r = 0; r < BLOCK; r++) {
                 store_vec(at + r * COLUMNS, sums[r][0]);
                 store_vec(at + r * COLUMNS + LANES, sums[r][1]);
             }

@@ -15,10 +15,10 @@
 #include <immintrin.h>
 #define WIDE
 #define LANES 16
-#define M_STEP 8 /* rows of a product kept in registers, two vectors each */
+#define BLOCK 8 /* rows of a product whose sums are kept in registers, two vectors each */
 #else
 #define LANES 8
-#define M_STEP 4
+#define BLOCK 6
 #endif
 #if defined(ELEMENT_BF16) && defined(WIDE) && defined(__AVX512BF16__)
 #define PAIR 2 /* elements per word */
@@ -43,14 +43,53 @@ static inline vec load_vec(const void *p) {
 
 static inline void store_vec(void *p, vec v) { memcpy(p, &v, sizeof v); }
 
-/* sum + a b, for one word of A and a vector of words of B. */
-static inline vec multiply_add(vec sum, word a, vec b) {
-#if PAIR == 2
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+/* Select lanes of a (0 to LANES - 1) and b (LANES to 2 LANES - 1). */
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-    float f;
-    memcpy(&f, &a, 4);
-    return sum + b * f;
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
+#endif
+
+/* The maximum of each lane; b if one is NaN. */
+static inline vec larger(vec a, vec b) {
+#if defined(WIDE)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    words first = (words)(a > b);
+    return (vec)(((words)a & first) | ((words)b & ~first));
+#endif
+}
+
+/* A word in all lanes. */
+static inline vec all_lanes(word a) { return (vec)((words){0} + a); }
+
+/* sum + a b, for vectors of words. */
+static inline vec multiply_add(vec sum, vec a, vec b) {
+#if PAIR == 2
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return sum + a * b;
+#endif
+}
+
+/* Words of LANES outputs from a row of a panel, where an output has two adjacent inputs: the words
+ * of step 0, or of step 1 if PAIR is 1. */
+static inline vec panel_words(const element *b, const int step) {
+#if PAIR == 2
+    (void)step;
+    return load_vec(b);
+#elif defined(ELEMENT_BF16)
+    words both;
+    memcpy(&both, b, sizeof both);
+    return (vec)(step ? both & 0xffff0000 : both << 16); /* the lower half of a word is first */
+#elif LANES == 16
+    vec first = load_vec(b), second = load_vec(b + LANES);
+    if (step) return SHUFFLE(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return SHUFFLE(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+#else
+    vec first = load_vec(b), second = load_vec(b + LANES);
+    if (step) return SHUFFLE(first, second, 1, 3, 5, 7, 9, 11, 13, 15);
+    return SHUFFLE(first, second, 0, 2, 4, 6, 8, 10, 12, 14);
 #endif
 }
 
