@@ -36,6 +36,12 @@
 #define COPY_WORDS (1 << 18) /* of the float32 copy of some rows of x: 1 MiB */
 #define LEVELS 4          /* of the tree of up to 8 parts, including the leaves */
 
+#if defined(ELEMENT_BF16)
+#define TWO 2 /* adjacent inputs of an output in a panel */
+#else
+#define TWO 1
+#endif
+
 /* Whether AMX tiles are available; checked once. */
 static int with_tiles(void) {
     static int known; /* 0: not checked; concurrent checks get the same result */
@@ -56,8 +62,8 @@ void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
                 element line[STEP] = {0};
                 int64_t row = p * PANEL + j;
                 if (row < out) memcpy(line, w + row * in + k, sizeof line);
-                for (int64_t i = 0; i < STEP; i += 2)
-                    memcpy(to + i * PANEL + j * 2, line + i, 2 * sizeof(element));
+                for (int64_t i = 0; i < STEP; i += TWO)
+                    memcpy(to + i * PANEL + j * TWO, line + i, TWO * sizeof(element));
             }
         }
 }
@@ -151,23 +157,40 @@ static inline void tiles_of_rows(const element *x, const element *panel, int64_t
 }
 #endif
 
+/* Words of LANES outputs: of two inputs at once, or of the first or second (`step`). */
+static inline vec weights(const element *panel, const int step) {
+#if TWO == 1
+    return load_vec(panel + step * PANEL);
+#elif PAIR == 2
+    (void)step;
+    return load_vec(panel);
+#else
+    words both;
+    memcpy(&both, panel, sizeof both);
+    return (vec)(step ? both & 0xffff0000 : both << 16); /* the lower half of a word is first */
+#endif
+}
+
 /* sums [rows, 32] += `rows` rows of x, `stride` words apart, by LANES * `vecs` outputs of a panel
- * and `in` inputs. The same lines are prefetched `ahead` bytes later, if that is not 0. */
+ * and `in` inputs. As many bytes are prefetched from `next` on, if it is not NULL. */
 static inline __attribute__((always_inline)) void block_by_outputs(const int rows, const int vecs,
                                                                    const word *x,
                                                                    const element *panel, int64_t in,
-                                                                   int64_t stride, int64_t ahead,
+                                                                   int64_t stride, const char *next,
                                                                    float *sums) {
     vec sum[BLOCK][PANEL / LANES];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vecs; c++) sum[r][c] = load_vec(sums + r * PANEL + c * LANES);
     for (int64_t k = 0; k < in; k += 2, panel += 2 * PANEL) {
-        if (ahead)
-            for (int byte = 0; byte < 2 * vecs * LANES * (int)sizeof(element); byte += 64)
-                __builtin_prefetch((const char *)panel + ahead + byte);
+        if (next)
+            for (int line = 0; line < 2 * vecs * LANES * (int)sizeof(element); line += 64, next += 64)
+                __builtin_prefetch(next);
         for (int step = 0; step < 2 / PAIR; step++, x++) {
             vec b[PANEL / LANES];
-            for (int c = 0; c < vecs; c++) b[c] = panel_words(panel + 2 * LANES * c, step);
+            for (int c = 0; c < vecs; c++) {
+                b[c] = weights(panel + TWO * LANES * c, step);
+                KEEP_IN_REGISTER(b[c]);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 vec a = all_lanes(x[r * stride]);
@@ -187,11 +210,12 @@ static inline __attribute__((always_inline)) void block_by_outputs(const int row
  */
 static inline __attribute__((always_inline)) void block(const int rows, const word *x,
                                                         const element *panel, int64_t in,
-                                                        int64_t stride, int64_t ahead,
+                                                        int64_t stride, const char *next,
                                                         float *sums) {
     const int vecs = rows > 2 ? 2 : PANEL / LANES;
     for (int first = 0; first < PANEL; first += vecs * LANES)
-        block_by_outputs(rows, vecs, x, panel + 2 * first, in, stride, ahead, sums + first);
+        block_by_outputs(rows, vecs, x, panel + TWO * first, in, stride,
+                         next ? next + first * in * (int64_t)sizeof(element) : 0, sums + first);
 }
 
 /* Multiply any number of rows by one panel, into sums [rows, 32]. A piece of the panel stays in the
@@ -201,21 +225,22 @@ static void vectors_by_panel(const word *x, const element *panel, int64_t in, in
     const int64_t piece = PIECE_BYTES / (PANEL * (int64_t)sizeof(element));
     memset(sums, 0, (size_t)(rows * PANEL) * sizeof(float));
     for (int64_t k = 0; k < in; k += piece, panel += piece * PANEL, x += piece / PAIR) {
-        int64_t now = in - k < piece ? in - k : piece, ahead = AHEAD_VECTORS;
+        int64_t now = in - k < piece ? in - k : piece;
+        const char *next = (const char *)panel + AHEAD_VECTORS;
         const word *from = x;
         float *to = sums;
-        for (int64_t left = rows; left > 0; left -= BLOCK, ahead = 0) {
+        for (int64_t left = rows; left > 0; left -= BLOCK, next = 0) {
             switch (left < BLOCK ? left : BLOCK) {
-                case 1: block(1, from, panel, now, stride, ahead, to); break;
-                case 2: block(2, from, panel, now, stride, ahead, to); break;
-                case 3: block(3, from, panel, now, stride, ahead, to); break;
-                case 4: block(4, from, panel, now, stride, ahead, to); break;
-                case 5: block(5, from, panel, now, stride, ahead, to); break;
+                case 1: block(1, from, panel, now, stride, next, to); break;
+                case 2: block(2, from, panel, now, stride, next, to); break;
+                case 3: block(3, from, panel, now, stride, next, to); break;
+                case 4: block(4, from, panel, now, stride, next, to); break;
+                case 5: block(5, from, panel, now, stride, next, to); break;
 #if BLOCK > 6
-                case 6: block(6, from, panel, now, stride, ahead, to); break;
-                case 7: block(7, from, panel, now, stride, ahead, to); break;
+                case 6: block(6, from, panel, now, stride, next, to); break;
+                case 7: block(7, from, panel, now, stride, next, to); break;
 #endif
-                default: block(BLOCK, from, panel, now, stride, ahead, to);
+                default: block(BLOCK, from, panel, now, stride, next, to);
             }
             from += BLOCK * stride;
             to += BLOCK * PANEL;
@@ -477,9 +502,9 @@ int64_t panel_rows(const element *panels, const int64_t *ids, element *y, int64_
             wrong++;
             continue;
         }
-        const element *pair = panels + ids[row] / PANEL * PANEL * in + ids[row] % PANEL * 2;
-        for (int64_t k = 0; k < in; k += 2, pair += 2 * PANEL)
-            memcpy(y + row * in + k, pair, 2 * sizeof(element));
+        const element *at = panels + ids[row] / PANEL * PANEL * in + ids[row] % PANEL * TWO;
+        for (int64_t k = 0; k < in; k += TWO, at += TWO * PANEL)
+            memcpy(y + row * in + k, at, TWO * sizeof(element));
     }
     return wrong;
 }

@@ -72,27 +72,6 @@ static inline vec multiply_add(vec sum, vec a, vec b) {
 #endif
 }
 
-/* Words of LANES outputs from a row of a panel, where an output has two adjacent inputs: the words
- * of step 0, or of step 1 if PAIR is 1. */
-static inline vec panel_words(const element *b, const int step) {
-#if PAIR == 2
-    (void)step;
-    return load_vec(b);
-#elif defined(ELEMENT_BF16)
-    words both;
-    memcpy(&both, b, sizeof both);
-    return (vec)(step ? both & 0xffff0000 : both << 16); /* the lower half of a word is first */
-#elif LANES == 16
-    vec first = load_vec(b), second = load_vec(b + LANES);
-    if (step) return SHUFFLE(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    return SHUFFLE(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-#else
-    vec first = load_vec(b), second = load_vec(b + LANES);
-    if (step) return SHUFFLE(first, second, 1, 3, 5, 7, 9, 11, 13, 15);
-    return SHUFFLE(first, second, 0, 2, 4, 6, 8, 10, 12, 14);
-#endif
-}
-
 #if defined(AMX)
 /* Request the tile registers from Linux (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
 static inline int has_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
