@@ -27,12 +27,14 @@
 #define ROWS 48           /* a multiple of BLOCK */
 #endif
 #define FEW 16            /* up to so many rows (one tile), panels are processed in pairs */
-#define AHEAD 2048        /* prefetch distance in bytes */
-#ifndef PIECE_BYTES
-#define PIECE_BYTES 8192
-#define AHEAD_VECTORS 8192
+#define AHEAD 2048        /* prefetch distance in bytes, of tiles */
+#define AHEAD_VECTORS 8192 /* and of vectors */
+#if defined(WIDE)
+#define PIECE 1024        /* inputs of a panel that are multiplied by all rows before the next */
+#else
+#define PIECE 128         /* a quarter or half of L1: half of the outputs are multiplied at a time */
 #endif
-#define CHUNK_BYTES 1048576 /* of x, half of a large L2: each panel is read once per chunk */
+#define CHUNK_BYTES (1 << 20) /* of the words of x, half of a large L2: a panel is read once for all */
 #define COPY_WORDS (1 << 18) /* of the float32 copy of some rows of x: 1 MiB */
 #define LEVELS 4          /* of the tree of up to 8 parts, including the leaves */
 
@@ -67,15 +69,6 @@ void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
             }
         }
 }
-
-/* AVX2 has 16 registers: read a panel twice, instead of keeping both inputs of each output. */
-#if LANES == 8
-#define KEEP_IN_REGISTER(v) __asm__ volatile("" : "+x"(v))
-#define FEW_REGISTERS __asm__ volatile("" ::: "memory")
-#else
-#define FEW_REGISTERS
-#define KEEP_IN_REGISTER(v)
-#endif
 
 #if defined(AMX)
 /* Multiply up to 32 rows of x [.., in], `stride` apart, by one panel, into sums [rows, 32]. */
@@ -199,7 +192,7 @@ static inline __attribute__((always_inline)) void block_by_outputs(const int row
                     KEEP_IN_REGISTER(sum[r][c]);
                 }
             }
-            FEW_REGISTERS;
+            FORGET_MEMORY;
         }
     }
     for (int r = 0; r < rows; r++)
@@ -222,10 +215,9 @@ static inline __attribute__((always_inline)) void block(const int rows, const wo
  * first cache for all rows; the next piece is prefetched with the first rows. */
 static void vectors_by_panel(const word *x, const element *panel, int64_t in, int64_t stride,
                              int64_t rows, float *sums) {
-    const int64_t piece = PIECE_BYTES / (PANEL * (int64_t)sizeof(element));
     memset(sums, 0, (size_t)(rows * PANEL) * sizeof(float));
-    for (int64_t k = 0; k < in; k += piece, panel += piece * PANEL, x += piece / PAIR) {
-        int64_t now = in - k < piece ? in - k : piece;
+    for (int64_t k = 0; k < in; k += PIECE, panel += PIECE * PANEL, x += PIECE / PAIR) {
+        int64_t now = in - k < PIECE ? in - k : PIECE;
         const char *next = (const char *)panel + AHEAD_VECTORS;
         const word *from = x;
         float *to = sums;
@@ -424,7 +416,7 @@ static void multiply(const product *p) {
         return;
     }
     int64_t num_panels = (p->out + PANEL - 1) / PANEL;
-    int64_t chunk = CHUNK_BYTES / (p->in * 2) / ROWS * ROWS;
+    int64_t chunk = CHUNK_BYTES / (p->in / PAIR * (int64_t)sizeof(word)) / ROWS * ROWS;
     if (chunk < ROWS) chunk = ROWS;
     int64_t tasks = num_panels * ((p->n + chunk - 1) / chunk);
     int64_t share = (num_panels + omp_get_max_threads() - 1) / omp_get_max_threads();

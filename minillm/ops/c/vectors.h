@@ -60,6 +60,16 @@ static inline vec larger(vec a, vec b) {
 #endif
 }
 
+/* AVX2 has 16 registers, and GCC copies sums between them, or to the stack. The first keeps a value
+ * in its register, the second makes the compiler read memory again rather than keep a copy. */
+#if defined(__AVX2__) && !defined(WIDE)
+#define KEEP_IN_REGISTER(v) __asm__ volatile("" : "+x"(v))
+#define FORGET_MEMORY __asm__ volatile("" ::: "memory")
+#else
+#define KEEP_IN_REGISTER(v)
+#define FORGET_MEMORY
+#endif
+
 /* A word in all lanes. */
 static inline vec all_lanes(word a) { return (vec)((words){0} + a); }
 
