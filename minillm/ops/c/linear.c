@@ -16,7 +16,8 @@
  * dimension into equal parts, which are added as a balanced tree, so that several ranks can compute
  * the parts and get the bits of a single process.
  */
-#include <omp.h>
+#include <stdatomic.h>
+#include "threads.h"
 #include "vectors.h"
 
 #define PANEL 32          /* outputs */
@@ -35,7 +36,6 @@
 #define PIECE 128         /* a quarter or half of L1: half of the outputs are multiplied at a time */
 #endif
 #define CHUNK_BYTES (1 << 20) /* of the words of x, half of a large L2: a panel is read once for all */
-#define COPY_WORDS (1 << 18) /* of the float32 copy of some rows of x: 1 MiB */
 #define LEVELS 4          /* of the tree of up to 8 parts, including the leaves */
 
 #if defined(ELEMENT_BF16)
@@ -54,20 +54,35 @@ static int with_tiles(void) {
 /* Instructions of products: 2 AMX tiles, 1 vectors of bf16 pairs, 0 float32. */
 int64_t panel_unit(void) { return with_tiles() ? 2 : PAIR == 2; }
 
-/* W -> panels, a cache line (of bf16) of each row at a time. Rows after the last are 0. */
-void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
-#pragma omp parallel for
-    for (int64_t p = 0; p < (out + PANEL - 1) / PANEL; p++)
+/* A weight to be packed. */
+typedef struct {
+    const element *w;
+    element *panels;
+    int64_t out, in;
+} packing;
+
+/* Pack panels `begin` to `end` - 1, a cache line (of bf16) of each row at a time. */
+static void pack_some(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const packing *c = context;
+    int64_t in = c->in;
+    for (int64_t p = begin; p < end; p++)
         for (int64_t k = 0; k < in; k += STEP) {
-            element *to = panels + (p * in + k) * PANEL;
+            element *to = c->panels + (p * in + k) * PANEL;
             for (int64_t j = 0; j < PANEL; j++) {
                 element line[STEP] = {0};
                 int64_t row = p * PANEL + j;
-                if (row < out) memcpy(line, w + row * in + k, sizeof line);
+                if (row < c->out) memcpy(line, c->w + row * in + k, sizeof line);
                 for (int64_t i = 0; i < STEP; i += TWO)
                     memcpy(to + i * PANEL + j * TWO, line + i, TWO * sizeof(element));
             }
         }
+    (void)thread;
+}
+
+/* W -> panels. Rows after the last are 0. */
+void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
+    packing all = {w, panels, out, in};
+    divide_job((out + PANEL - 1) / PANEL, out * in / 4, pack_some, &all);
 }
 
 #if defined(AMX)
@@ -248,6 +263,7 @@ typedef struct {
     float *totals;
     int64_t n, in, out, gated, parts;
     int amx;
+    int64_t chunk; /* rows of a task, if there are more than 16 */
 } product;
 
 /* Multiply up to 16 rows of a part by two panels, which may be the same, into sums and others. */
@@ -352,37 +368,33 @@ static inline int64_t columns_of(int64_t first, int64_t out, int64_t gated) {
     return gated || out - first > PANEL ? PANEL : out - first;
 }
 
-/* Up to 16 rows: each thread processes adjacent panels in pairs, or if `gated`, pairs of gate and
- * up. An odd last panel is paired with itself. */
-static void few_rows(const product *p) {
+/* Up to 16 rows by panels `begin` to `end` - 1, in pairs, or if `gated`, pairs of gate and up. An
+ * odd last panel is paired with itself. */
+static void few_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const product *p = context;
     int64_t num_panels = (p->out + PANEL - 1) / PANEL, n = p->n, out = p->out;
-#pragma omp parallel
-    {
-        float sums[2][LEVELS * FEW * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
-        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        int64_t end = num_panels * (thread + 1) / threads;
-        take_tiles(p->amx, n, n);
-        for (int64_t at = num_panels * thread / threads; at < end; at += p->gated ? 1 : 2) {
-            int64_t other = p->gated ? at + num_panels : at + 1 < end ? at + 1 : at;
-            sum_pair(p, p->panels + at * PANEL * p->in, p->panels + other * PANEL * p->in, sums[0],
-                     sums[1]);
-            for (int64_t i = 0; i < 2; i++) {
-                int64_t first = (i ? other : at) * PANEL;
-                read_bias(p->bias ? p->bias + first : 0, columns_of(first, out, p->gated),
-                          biases[i]);
-            }
-            if (p->gated) {
-                write_gated(sums[0], sums[1], biases[0], biases[1], p->y + at * PANEL, n, out);
-                continue;
-            }
-            for (int64_t i = 0; i <= other - at; i++) {
-                int64_t first = (at + i) * PANEL, columns = columns_of(first, out, 0);
-                if (p->totals) write_totals(sums[i], p->totals + first, n, columns, out);
-                else write_rows(sums[i], biases[i], p->y + first, n, columns, out);
-            }
+    float sums[2][LEVELS * FEW * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
+    take_tiles(p->amx, n, n);
+    for (int64_t at = begin; at < end; at += p->gated ? 1 : 2) {
+        int64_t other = p->gated ? at + num_panels : at + 1 < end ? at + 1 : at;
+        sum_pair(p, p->panels + at * PANEL * p->in, p->panels + other * PANEL * p->in, sums[0],
+                 sums[1]);
+        for (int64_t i = 0; i < 2; i++) {
+            int64_t first = (i ? other : at) * PANEL;
+            read_bias(p->bias ? p->bias + first : 0, columns_of(first, out, p->gated), biases[i]);
         }
-        give_tiles_back(p->amx);
+        if (p->gated) {
+            write_gated(sums[0], sums[1], biases[0], biases[1], p->y + at * PANEL, n, out);
+            continue;
+        }
+        for (int64_t i = 0; i <= other - at; i++) {
+            int64_t first = (at + i) * PANEL, columns = columns_of(first, out, 0);
+            if (p->totals) write_totals(sums[i], p->totals + first, n, columns, out);
+            else write_rows(sums[i], biases[i], p->y + first, n, columns, out);
+        }
     }
+    give_tiles_back(p->amx);
+    (void)thread;
 }
 
 /* Rows `begin` to `end` - 1 by panel `at`. */
@@ -407,60 +419,72 @@ static void rows_by_one(const product *p, int64_t at, int64_t begin, int64_t end
     }
 }
 
-/* A task is a panel and a chunk of rows. Up to 32 rows, each thread gets adjacent panels (one
- * memory stream); with more rows, tasks are scheduled dynamically. */
-static void multiply(const product *p) {
-    if (p->n <= 0) return;
-    if (p->n <= FEW) {
-        few_rows(p);
-        return;
+/* Tasks `begin` to `end` - 1 of more rows. A task is a panel and a chunk of rows. */
+static void many_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const product *p = context;
+    int64_t num_panels = (p->out + PANEL - 1) / PANEL, shaped = 0;
+    for (int64_t task = begin; task < end; task++) {
+        int64_t row = task / num_panels * p->chunk;
+        int64_t last = row + p->chunk < p->n ? row + p->chunk : p->n;
+        rows_by_one(p, task % num_panels, row, last, &shaped);
     }
-    int64_t num_panels = (p->out + PANEL - 1) / PANEL;
-    int64_t chunk = CHUNK_BYTES / (p->in / PAIR * (int64_t)sizeof(word)) / ROWS * ROWS;
-    if (chunk < ROWS) chunk = ROWS;
-    int64_t tasks = num_panels * ((p->n + chunk - 1) / chunk);
-    int64_t share = (num_panels + omp_get_max_threads() - 1) / omp_get_max_threads();
-    int64_t at_once = p->n <= ROWS ? share : 1;
-#pragma omp parallel
-    {
-        int64_t shaped = 0;
-#pragma omp for schedule(dynamic, at_once)
-        for (int64_t task = 0; task < tasks; task++) {
-            int64_t begin = task / num_panels * chunk;
-            int64_t end = begin + chunk < p->n ? begin + chunk : p->n;
-            rows_by_one(p, task % num_panels, begin, end, &shaped);
-        }
-        give_tiles_back(p->amx);
-    }
+    give_tiles_back(p->amx);
+    (void)thread;
 }
 
-/* Rows of x as words: x itself, or without bf16 instructions a float32 copy, so that an input is
- * converted once for all panels. Up to `most_rows` at a time. */
-static inline const word *words_of(const element *x, int64_t count) {
+/* The time of a product on one thread: 32 bytes of weights a nanosecond, and 256 multiplications
+ * with tiles, 128 with pairs and 64 in float32. */
+static int64_t nanoseconds_of(const product *p) {
+    int64_t weights = p->in * p->out * (p->gated ? 2 : 1);
+    return weights * (int64_t)sizeof(element) / 32 + weights * p->n / (p->amx ? 256 : 64 * PAIR);
+}
+
+static void multiply(product *p) {
+    if (p->n <= 0) return;
+    int64_t num_panels = (p->out + PANEL - 1) / PANEL, time = nanoseconds_of(p);
+    if (p->n <= FEW) {
+        int64_t threads = threads_for(time), piece = piece_for(num_panels, threads, time);
+        if (p->amx) piece = (piece + 1) / 2 * 2; /* tiles process panels in pairs */
+        run_job(num_panels, piece, threads, few_rows, p);
+        return;
+    }
+    p->chunk = CHUNK_BYTES / (p->in / PAIR * (int64_t)sizeof(word)) / ROWS * ROWS;
+    if (p->chunk < ROWS) p->chunk = ROWS;
+    divide_job(num_panels * ((p->n + p->chunk - 1) / p->chunk), time, many_rows, p);
+}
+
 #if defined(ELEMENT_BF16) && PAIR == 1
+/* Without bf16 instructions, products read a float32 copy of some rows of x, so that an input is
+ * converted once for all panels. The copy belongs to the calling thread. */
+#define COPY_WORDS (1 << 18)
+
+static inline const word *words_of(const element *x, int64_t count) {
     static _Thread_local float copy[COPY_WORDS] __attribute__((aligned(64)));
     for (int64_t i = 0; i < count; i++) copy[i] = load(x[i]);
     return (const word *)copy;
-#else
-    (void)count;
-    return (const word *)x;
-#endif
 }
 
-static inline int64_t most_rows(int64_t in) {
-#if defined(ELEMENT_BF16) && PAIR == 1
-    return COPY_WORDS / in;
+static inline int64_t rows_at_once(int64_t in) {
+    int64_t most = COPY_WORDS / in;
+    return most > ROWS ? most / ROWS * ROWS : most;
+}
 #else
+static inline const word *words_of(const element *x, int64_t count) {
+    (void)count;
+    return (const word *)x;
+}
+
+static inline int64_t rows_at_once(int64_t in) {
     (void)in;
     return INT64_MAX;
-#endif
 }
+#endif
 
 /* All rows of a product. */
 static void run(product p, const element *x) {
-    int64_t rows = p.n, most = most_rows(p.in);
-    for (; rows > 0; rows -= p.n, x += p.n * p.in) {
-        p.n = rows < most ? rows : most;
+    int64_t left = p.n, most = rows_at_once(p.in);
+    for (; left > 0; left -= p.n, x += p.n * p.in) {
+        p.n = left < most ? left : most;
         p.x = words_of(x, p.n * p.in);
         multiply(&p);
         if (p.totals) p.totals += p.n * p.out;
@@ -473,14 +497,38 @@ static void run(product p, const element *x) {
  * y = silu(first half) * second half. */
 void panel_product(const element *x, const element *panels, const element *bias, element *y,
                    int64_t n, int64_t in, int64_t out, int64_t gated) {
-    run((product){0, panels, bias, y, 0, n, in, out, gated, 1, with_tiles()}, x);
+    run((product){0, panels, bias, y, 0, n, in, out, gated, 1, with_tiles(), 0}, x);
 }
 
 /* x [n, in], panels -> float32 y [n, out], not rounded: sums over 1, 2, 4 or 8 equal parts of the
  * inner dimension, each a multiple of 32, added as a balanced tree. */
 void panel_sums(const element *x, const element *panels, float *y, int64_t n, int64_t in,
                 int64_t out, int64_t parts) {
-    run((product){0, panels, 0, 0, y, n, in, out, 0, parts, with_tiles()}, x);
+    run((product){0, panels, 0, 0, y, n, in, out, 0, parts, with_tiles(), 0}, x);
+}
+
+/* Rows of a weight in panels to be copied. */
+typedef struct {
+    const element *panels;
+    const int64_t *ids;
+    element *y;
+    int64_t in, out;
+    _Atomic int64_t wrong; /* number of invalid ids */
+} lookup;
+
+static void copy_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    lookup *c = context;
+    for (int64_t row = begin; row < end; row++) {
+        int64_t id = c->ids[row];
+        if (id < 0 || id >= c->out) {
+            c->wrong++;
+            continue;
+        }
+        const element *pair = c->panels + id / PANEL * PANEL * c->in + id % PANEL * 2;
+        for (int64_t k = 0; k < c->in; k += 2, pair += 2 * PANEL)
+            memcpy(c->y + row * c->in + k, pair, 2 * sizeof(element));
+    }
+    (void)thread;
 }
 
 /* Rows `ids` [n] of a weight in panels -> y [n, in], for a tied embedding. Returns the number of
