@@ -51,8 +51,19 @@ static int with_tiles(void) {
     return known > 0;
 }
 
-/* Instructions of products: 2 AMX tiles, 1 vectors of bf16 pairs, 0 float32. */
-int64_t panel_unit(void) { return with_tiles() ? 2 : PAIR == 2; }
+/* Instructions of products: 0 any, 1 AVX2, 2 AVX-512, 3 AVX-512 with pairs of bf16, 4 AMX tiles. */
+int64_t panel_unit(void) {
+    if (with_tiles()) return 4;
+#if PAIR == 2
+    return 3;
+#elif defined(WIDE)
+    return 2;
+#elif defined(__AVX2__) && defined(__FMA__)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 /* A weight to be packed. */
 typedef struct {
@@ -524,9 +535,9 @@ static void copy_rows(void *context, int64_t begin, int64_t end, int64_t thread)
             c->wrong++;
             continue;
         }
-        const element *pair = c->panels + id / PANEL * PANEL * c->in + id % PANEL * 2;
-        for (int64_t k = 0; k < c->in; k += 2, pair += 2 * PANEL)
-            memcpy(c->y + row * c->in + k, pair, 2 * sizeof(element));
+        const element *at = c->panels + id / PANEL * PANEL * c->in + id % PANEL * TWO;
+        for (int64_t k = 0; k < c->in; k += TWO, at += TWO * PANEL)
+            memcpy(c->y + row * c->in + k, at, TWO * sizeof(element));
     }
     (void)thread;
 }
@@ -535,16 +546,7 @@ static void copy_rows(void *context, int64_t begin, int64_t end, int64_t thread)
  * invalid ids; their rows are not written. */
 int64_t panel_rows(const element *panels, const int64_t *ids, element *y, int64_t n, int64_t in,
                    int64_t out) {
-    int64_t wrong = 0;
-#pragma omp parallel for reduction(+ : wrong) if (n > ROWS)
-    for (int64_t row = 0; row < n; row++) {
-        if (ids[row] < 0 || ids[row] >= out) {
-            wrong++;
-            continue;
-        }
-        const element *at = panels + ids[row] / PANEL * PANEL * in + ids[row] % PANEL * TWO;
-        for (int64_t k = 0; k < in; k += TWO, at += TWO * PANEL)
-            memcpy(y + row * in + k, at, TWO * sizeof(element));
-    }
-    return wrong;
+    lookup all = {panels, ids, y, in, out, 0};
+    divide_job(n, n * in, copy_rows, &all);
+    return all.wrong;
 }
