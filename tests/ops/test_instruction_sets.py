@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from minillm import LLM, SamplingParams
 from minillm.errors import ConfigError
 from minillm.ops import c_library, instruction_sets
 from minillm.plan import machine
@@ -91,26 +92,24 @@ def test_unknown_and_missing_sets_are_errors(processor, monkeypatch, name):
 
 GENERATE = """
 import sys
-from minillm import LLM, SamplingParams
+import torch
 from minillm.ops import cpu
-llm = LLM("tiny", num_gpu_blocks_override=64, dtype=sys.argv[1])
+from tests.ops.test_instruction_sets import greedy
 print(cpu.describe(getattr(torch, sys.argv[1])))
-greedy = SamplingParams(temperature=0.0, max_tokens=12)
-prompts = ["def add(a, b):", "Once upon a time there was a little dog. " * 8]
-print([each.outputs[0].token_ids for each in llm.generate(prompts, greedy, use_tqdm=False)])
+print(greedy(sys.argv[1]))
 """
 TITLES = {"avx512": "AVX-512", "avx2": "AVX2"}
 
 
-def generate(name: str, dtype: str) -> list[str]:
-    """The path, and greedy tokens, in a process with this instruction set."""
-    env = {**os.environ, "MINILLM_C_ISA": name}
-    env.pop("ATEN_CPU_CAPABILITY", None)
-    done = subprocess.run(
-        [sys.executable, "-c", GENERATE, dtype], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def greedy(dtype: str) -> list[list[int]]:
+    """Tokens of a short and a longer prompt."""
+    llm = LLM("tiny", num_gpu_blocks_override=64, dtype=dtype)
+    parameters = SamplingParams(temperature=0.0, max_tokens=12)
+    prompts = ["def add(a, b):", "Once upon a time there was a little dog. " * 8]
+    return [
+        list(each.outputs[0].token_ids)
+        for each in llm.generate(prompts, parameters, use_tqdm=False)
+    ]
 
 
 CELLS = [("avx2", "float32")]
@@ -121,12 +120,14 @@ CELLS += [
 
 
 @pytest.mark.parametrize(("name", "dtype"), CELLS)
-def test_greedy_text_is_that_of_torch(name, dtype):
-    """float32 as torch alone; bf16, which C rounds at other places, as the best set of C."""
+def test_greedy_text_is_that_of_the_best_set(name, dtype):
     if name not in [each.name for each in instruction_sets.available()]:
         pytest.skip(f"a processor without {name}")
     c_variants.built("AVX2", "F32")  # skips without a compiler
-    path, tokens = generate(name, dtype)
+    env = {**os.environ, instruction_sets.VARIABLE: name}
+    command = [sys.executable, "-c", GENERATE, dtype]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    path, tokens = done.stdout.splitlines()
     assert path == f"C functions of our own, {TITLES[name]} products"
-    expected = generate("none" if dtype == "float32" else instruction_sets.available()[0].name, dtype)
-    assert tokens == expected[1]
+    assert tokens == str(greedy(dtype))
