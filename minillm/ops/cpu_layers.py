@@ -6,7 +6,7 @@ uses one allocation for all intermediate results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p, memmove
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -157,7 +157,7 @@ class Layers:
             block_tables = block_tables.contiguous()
         cpu.check_batch(slot_mapping, query_start, seq_lens, block_tables)
         cpu.check_rope(rope, count, self.shape.head_dim)
-        x = x.clone()
+        x = _copied(x)
         residual = torch.empty_like(x)
         memory = self._take(count)
         cos, sin = rope[0].contiguous(), rope[1].contiguous()
@@ -209,6 +209,14 @@ class Layers:
     def _sizes(self, count: int) -> list[int]:
         unit = ALIGNMENT // self.dtype.itemsize
         return [-(-count * width // unit) * unit for width in self._widths]
+
+
+def _copied(x: Tensor) -> Tensor:
+    """A contiguous copy, by one thread: torch's threads would compete with those of C."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    memmove(out.data_ptr(), x.data_ptr(), x.nbytes)
+    return out
 
 
 def _layer(weights: LayerWeights, keys: Tensor, values: Tensor) -> _Layer:

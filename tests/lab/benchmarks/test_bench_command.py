@@ -71,6 +71,19 @@ def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["decode", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2."),
         (["decode", "--repeats", "0"], "--repeats is 0; it must be at least 1."),
         (["decode", "--threads", "0"], "--threads is 0; it must be at least 1."),
+        (["decode", "--beside", "two"], "--beside is 'two'; it must be a number of busy processes"),
+        (["prefill", "--beside", "-1"], "--beside is '-1'; it must be a number of busy processes"),
+        (
+            ["offline", "--beside", "0"],
+            "--beside is '0'; it must be a number of busy processes from",
+        ),
+        (["decode", "--beside", "999"], "which is 8 per processor."),
+        (["startup", "--beside", "2"], "--beside is for decode, prefill, offline; leave it out of"),
+        (
+            ["decode", "--isa", "avx1024"],
+            "--isa is 'avx1024'; it must be one of avx2, avx512, avx5",
+        ),
+        (["scale", "--isa", "avx2"], "--isa is for decode, prefill, offline; leave it out of"),
         (["offline", "--requests", "0"], "--requests is 0; it must be at least 1."),
         (["offline", "--lengths", "long"], "--lengths is 'long'; it must be lognormal or uniform."),
         (["decode", "--dtype", "int8"], "--dtype is 'int8'; it must be bfloat16 or float32."),
@@ -151,6 +164,7 @@ def test_a_comparison_from_end_to_end(
 ) -> None:
     file = tmp_path / "result.json"
     arguments = [what, "tiny", "--quick", "--threads", "1", "--vs", "vllm,openvino"]
+    arguments += ["--beside", "1"] if what == "decode" else []
     code, out, err = bench(*arguments, "--json", str(file), capsys=capsys)
     assert code == 0, err
     found = json.loads(file.read_text())
@@ -166,6 +180,10 @@ def test_a_comparison_from_end_to_end(
         assert 0 < low <= middle <= high
     assert "times the best peer, vllm." in " ".join(out.split())
     assert "run 2 of minillm" in err
+    assert ("run 2 of vllm, beside 1" in err) == (what == "decode") == ("beside" in found)
+    for one in found.get("beside", {"results": []})["results"]:
+        assert one["over_idle"] > 0
+        assert len(one["runs"]) == 2
     assert "Ceilings before: 1 TFLOP/s in bf16; bandwidth:" in out
 
 
