@@ -4,14 +4,17 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
 from minillm import LLM, SamplingParams
+from minillm.engine import setup
 from minillm.errors import ConfigError
 from minillm.ops import c_library, instruction_sets
 from minillm.plan import machine
-from tests.ops import c_variants
+from tests.ops import c_variants, small_decoders
 
 V3 = "sse4_2 avx avx2 fma f16c bmi1 bmi2 movbe"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -26,7 +29,7 @@ def processor(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def become(flags: str, kind: str = "x86_64") -> None:
-        monkeypatch.setattr(machine, "cpu_instructions", lambda: flags)
+        monkeypatch.setattr(machine, "cpu_instructions", lambda *_: flags)
         monkeypatch.setattr(platform, "machine", lambda: kind)
 
     return become
@@ -88,6 +91,24 @@ def test_unknown_and_missing_sets_are_errors(processor, monkeypatch, name):
     assert str(error.value) == (
         f"MINILLM_C_ISA is {name!r}; this processor allows avx512_bf16, avx512, avx2, none."
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "eager", "dtype"),
+    [
+        ({}, False, "bfloat16"),
+        ({}, True, "float32"),
+        ({"hidden_size": 48}, False, "float32"),
+        ({"head_dim": 8}, False, "float32"),
+    ],
+)
+def test_auto_without_bf16_instructions(processor, monkeypatch, change, eager, dtype):
+    """bf16 where all products and attention are ours, float32 where torch computes a part."""
+    c_variants.built("AVX2", "BF16")
+    processor(V3)
+    monkeypatch.setattr(setup.cpu, "panels_are_fast", lambda dtype: dtype == torch.bfloat16)
+    config = replace(small_decoders.BASE, **change)
+    assert setup.choose_dtype("auto", config, torch.device("cpu"), eager) == dtype
 
 
 GENERATE = """
