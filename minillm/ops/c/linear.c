@@ -17,9 +17,9 @@
  * the parts and get the bits of a single process.
  */
 #include <omp.h>
+#include "panels.h"
 #include "vectors.h"
 
-#define PANEL 32          /* outputs */
 #define STEP 32           /* inputs per tile instruction; `in` is a multiple */
 #define ROWS 32           /* rows of x that are processed together: two tiles */
 #define FEW 16            /* up to so many rows (one tile), panels are processed in pairs */
@@ -218,6 +218,7 @@ typedef struct {
     element *y;
     float *totals;
     int64_t n, in, out, gated, parts;
+    int64_t x_stride, y_stride; /* between rows */
     int amx;
 } product;
 
@@ -226,12 +227,12 @@ static inline void multiply_pair(const product *p, const element *x, const eleme
                                  const element *other, int64_t size, float *sums, float *others) {
 #if defined(AMX)
     if (p->amx) {
-        tiles_by_pair(x, panel, other, size, p->in, sums, others);
+        tiles_by_pair(x, panel, other, size, p->x_stride, sums, others);
         return;
     }
 #endif
-    vectors_by_panel(x, panel, size, p->in, p->n, sums);
-    if (other != panel) vectors_by_panel(x, other, size, p->in, p->n, others);
+    vectors_by_panel(x, panel, size, p->x_stride, p->n, sums);
+    if (other != panel) vectors_by_panel(x, other, size, p->x_stride, p->n, others);
 }
 
 /* Multiply up to 32 rows of a part by one panel. Only tiles use `first` (first use of this panel)
@@ -241,12 +242,12 @@ static inline void multiply_rows(const product *p, const element *x, const eleme
                                  float *sums) {
 #if defined(AMX)
     if (p->amx) {
-        tiles_of_rows(x, panel, size, p->in, rows, first, shaped, sums);
+        tiles_of_rows(x, panel, size, p->x_stride, rows, first, shaped, sums);
         return;
     }
 #endif
     (void)first, (void)shaped;
-    vectors_by_panel(x, panel, size, p->in, rows, sums);
+    vectors_by_panel(x, panel, size, p->x_stride, rows, sums);
 }
 
 /* The sum of part `part` is in sums[height]. Add all pairs of subtrees that it completes. Returns
@@ -323,36 +324,40 @@ static inline int64_t columns_of(int64_t first, int64_t out, int64_t gated) {
     return gated || out - first > PANEL ? PANEL : out - first;
 }
 
-/* Up to 16 rows: each thread processes adjacent panels in pairs, or if `gated`, pairs of gate and
- * up. An odd last panel is paired with itself. */
-static void few_rows(const product *p) {
+/* Up to 16 rows by panels `begin` to `end` - 1, in pairs, or if `gated`, pairs of gate and up. An
+ * odd last panel is paired with itself. */
+static void few_rows_by_panels(const product *p, int64_t begin, int64_t end) {
+    float sums[2][LEVELS * FEW * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
     int64_t num_panels = (p->out + PANEL - 1) / PANEL, n = p->n, out = p->out;
+    take_tiles(p->amx, n, n);
+    for (int64_t at = begin; at < end; at += p->gated ? 1 : 2) {
+        int64_t other = p->gated ? at + num_panels : at + 1 < end ? at + 1 : at;
+        sum_pair(p, p->panels + at * PANEL * p->in, p->panels + other * PANEL * p->in, sums[0],
+                 sums[1]);
+        for (int64_t i = 0; i < 2; i++) {
+            int64_t first = (i ? other : at) * PANEL;
+            read_bias(p->bias ? p->bias + first : 0, columns_of(first, out, p->gated), biases[i]);
+        }
+        if (p->gated) {
+            write_gated(sums[0], sums[1], biases[0], biases[1], p->y + at * PANEL, n, p->y_stride);
+            continue;
+        }
+        for (int64_t i = 0; i <= other - at; i++) {
+            int64_t first = (at + i) * PANEL, columns = columns_of(first, out, 0);
+            if (p->totals) write_totals(sums[i], p->totals + first, n, columns, p->y_stride);
+            else write_rows(sums[i], biases[i], p->y + first, n, columns, p->y_stride);
+        }
+    }
+    give_tiles_back(p->amx);
+}
+
+/* Up to 16 rows: each thread processes adjacent panels. */
+static void few_rows(const product *p) {
+    int64_t num_panels = (p->out + PANEL - 1) / PANEL;
 #pragma omp parallel
     {
-        float sums[2][LEVELS * FEW * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
         int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        int64_t end = num_panels * (thread + 1) / threads;
-        take_tiles(p->amx, n, n);
-        for (int64_t at = num_panels * thread / threads; at < end; at += p->gated ? 1 : 2) {
-            int64_t other = p->gated ? at + num_panels : at + 1 < end ? at + 1 : at;
-            sum_pair(p, p->panels + at * PANEL * p->in, p->panels + other * PANEL * p->in, sums[0],
-                     sums[1]);
-            for (int64_t i = 0; i < 2; i++) {
-                int64_t first = (i ? other : at) * PANEL;
-                read_bias(p->bias ? p->bias + first : 0, columns_of(first, out, p->gated),
-                          biases[i]);
-            }
-            if (p->gated) {
-                write_gated(sums[0], sums[1], biases[0], biases[1], p->y + at * PANEL, n, out);
-                continue;
-            }
-            for (int64_t i = 0; i <= other - at; i++) {
-                int64_t first = (at + i) * PANEL, columns = columns_of(first, out, 0);
-                if (p->totals) write_totals(sums[i], p->totals + first, n, columns, out);
-                else write_rows(sums[i], biases[i], p->y + first, n, columns, out);
-            }
-        }
-        give_tiles_back(p->amx);
+        few_rows_by_panels(p, num_panels * thread / threads, num_panels * (thread + 1) / threads);
     }
 }
 
@@ -361,19 +366,20 @@ static void rows_by_one(const product *p, int64_t at, int64_t begin, int64_t end
     float sums[2][LEVELS * ROWS * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
     const element *panel = p->panels + at * p->in * PANEL;
     int64_t first = at * PANEL, out = p->out, columns = columns_of(first, out, p->gated);
+    int64_t apart = p->y_stride;
     read_bias(p->bias ? p->bias + first : 0, columns, biases[0]);
     if (p->gated) read_bias(p->bias ? p->bias + out + first : 0, PANEL, biases[1]);
     for (int64_t row = begin; row < end; row += ROWS) {
-        int64_t rows = end - row < ROWS ? end - row : ROWS, to = row * out + first;
-        const element *x = p->x + row * p->in;
+        int64_t rows = end - row < ROWS ? end - row : ROWS, to = row * apart + first;
+        const element *x = p->x + row * p->x_stride;
         sum_rows(p, x, panel, rows, row == begin, shaped, sums[0]);
         if (p->gated) {
             sum_rows(p, x, panel + out * p->in, rows, row == begin, shaped, sums[1]);
-            write_gated(sums[0], sums[1], biases[0], biases[1], p->y + to, rows, out);
+            write_gated(sums[0], sums[1], biases[0], biases[1], p->y + to, rows, apart);
         } else if (p->totals) {
-            write_totals(sums[0], p->totals + to, rows, columns, out);
+            write_totals(sums[0], p->totals + to, rows, columns, apart);
         } else {
-            write_rows(sums[0], biases[0], p->y + to, rows, columns, out);
+            write_rows(sums[0], biases[0], p->y + to, rows, columns, apart);
         }
     }
 }
@@ -410,15 +416,29 @@ static void multiply(const product *p) {
  */
 void panel_product(const element *x, const element *panels, const element *bias, element *y,
                    int64_t n, int64_t in, int64_t out, int64_t gated) {
-    product p = {x, panels, bias, y, 0, n, in, out, gated, 1, with_tiles()};
+    product p = {x, panels, bias, y, 0, n, in, out, gated, 1, in, out, with_tiles()};
     multiply(&p);
+}
+
+/* Panels `begin` to `end` - 1 of a product, by the calling thread. */
+void panel_piece(const piece_of_product *w, int64_t begin, int64_t end) {
+    product p = {w->x,     w->panels, w->bias,     w->y,        0, w->n, w->in, w->out,
+                 w->gated, 1,         w->x_stride, w->y_stride, with_tiles()};
+    if (p.n <= 0) return;
+    if (p.n <= FEW) {
+        few_rows_by_panels(&p, begin, end);
+        return;
+    }
+    int64_t shaped = 0;
+    for (int64_t at = begin; at < end; at++) rows_by_one(&p, at, 0, p.n, &shaped);
+    give_tiles_back(p.amx);
 }
 
 /* x [n, in], panels -> float32 y [n, out], not rounded: sums over 1, 2, 4 or 8 equal parts of the
  * inner dimension, each a multiple of 32, added as a balanced tree. */
 void panel_sums(const element *x, const element *panels, float *y, int64_t n, int64_t in,
                 int64_t out, int64_t parts) {
-    product p = {x, panels, 0, 0, y, n, in, out, 0, parts, with_tiles()};
+    product p = {x, panels, 0, 0, y, n, in, out, 0, parts, in, out, with_tiles()};
     multiply(&p);
 }
 
