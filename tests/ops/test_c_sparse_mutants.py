@@ -13,7 +13,7 @@ from tests.ops import test_c_experts as tests
 from tests.ops.test_c_mutants import QUICKLY
 
 V2, V3, QWEN = "deepseek v2", "deepseek v3", "experts in some layers"
-ODD = "latent, low-rank queries, biases"
+ODD, PIECES = "latent, low-rank queries, biases", "pieces"
 MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     "the expert before's gate": (
         "experts.c", r"w->gate_up \+ e \* 2", "w->gate_up + (e ? e - 1 : 0) * 2", QWEN
@@ -28,7 +28,7 @@ MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     "shared experts are dropped": ("experts.c", r"    if \(j->shared\)", "    if (0)", V2),
     "shared biases are dropped": ("experts.c", r"w->shared_gate_up_bias", "0", V2),
     "panels of a piece begin at 0": (
-        "experts.c", r"begin - first, stop - first", "0, stop - begin", QWEN
+        "experts.c", r"begin - first, stop - first", "0, stop - begin", PIECES
     ),
     "weights are not normalised": ("routing.c", r"s->normalize \?", "0 ?", QWEN),
     "weights are not scaled": ("routing.c", r" \* s->factor;", ";", V2),
@@ -91,14 +91,26 @@ def mutated(file: str, pattern: str, mistake: str, folder: Path) -> Path:
     return folder / "mutant.so"
 
 
+def check(name: str) -> None:
+    """The test that should find a mistake."""
+    if name != PIECES:
+        tests.check_one_call(name, torch.float32)
+        return
+    before = torch.get_num_threads()
+    try:
+        tests.check_pieces(tests.set_threads)
+    finally:
+        tests.set_threads(before)
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     file, pattern, mistake, decoder = MUTANTS[name]
     monkeypatch.setenv(cpu.PANELS, "1")
     if cpu.functions(torch.float32) is None:
         pytest.skip(cpu.describe(torch.float32))
-    tests.check_one_call(decoder, torch.float32)
+    check(decoder)
     wrong = c_library.load(mutated(file, pattern, mistake, tmp_path))
     tests.use_library(monkeypatch, wrong)
     with pytest.raises(AssertionError):
-        tests.check_one_call(decoder, torch.float32)
+        check(decoder)
