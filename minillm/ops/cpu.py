@@ -6,7 +6,7 @@ could make C access memory outside a tensor are checked here or in C, and raise 
 
 import os
 from collections.abc import Callable
-from ctypes import CDLL, c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minillm.errors import ConfigError
 from minillm.ops.batch import Batch, Pages
-from minillm.ops.c_library import Element, NoLibrary, library
+from minillm.ops.c_library import Element, Library, NoLibrary, Threads, library
 
 ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
     (torch.bfloat16, "BF16"),
@@ -48,6 +48,7 @@ class Functions:
     panel_sums: Callable[..., None]
     panel_rows: Callable[..., int]
     panel_unit: int  # index in UNITS: the instructions of products
+    threads: Threads
 
 
 @cache
@@ -55,7 +56,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
     """The functions for tensors of this dtype; None if there are none."""
     element = dict(ELEMENTS).get(dtype)
     built = None if element is None else library(element)
-    if not isinstance(built, CDLL):
+    if not isinstance(built, Library):
         return None
 
     def bind(name: str, result: Any, *arguments: Any) -> Callable:
@@ -77,6 +78,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("panel_sums", None, P, P, P, N, N, N, N),
         bind("panel_rows", N, P, P, P, N, N, N),
         bind("panel_unit", N)(),
+        built.threads,
     )
 
 
@@ -99,7 +101,6 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
     """
     if x.device.type != "cpu" or functions(x.dtype) is None:
         return False
-    torch.get_num_threads()  # sets the number of OpenMP threads in a new thread
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
     if torch.is_autocast_enabled("cpu"):
@@ -111,9 +112,11 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
     return not any(each is not None and each.requires_grad for each in (x, *others))
 
 
-def _functions(dtype: torch.dtype) -> Functions:
+def ready(dtype: torch.dtype) -> Functions:
+    """The functions for tensors of this dtype, set to torch's number of threads."""
     if (found := functions(dtype)) is None:
         raise RuntimeError(f"there are no C functions for {dtype}; check `takes` first.")
+    found.threads.follow_torch()
     return found
 
 
@@ -126,7 +129,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     _check(weight.shape == (d,), "weight", weight, f"[{d}]")
     out = torch.empty_like(x)
-    run = _functions(x.dtype).rms_norm
+    run = ready(x.dtype).rms_norm
     run(x.data_ptr(), d, weight.data_ptr(), out.data_ptr(), x.numel() // max(d, 1), d, eps)
     return out
 
@@ -138,7 +141,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     _check(residual.shape == x.shape, "residual", residual, str(list(x.shape)))
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
-    _functions(x.dtype).add_rms_norm(
+    ready(x.dtype).add_rms_norm(
         x.data_ptr(),
         residual.data_ptr(),
         weight.data_ptr(),
@@ -158,7 +161,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     _check(gate_up.shape[-1] == 2 * size, "gate_up", gate_up, "[.., 2 I]")
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
     rows = out.numel() // max(size, 1)
-    _functions(out.dtype).silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size)
+    ready(out.dtype).silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size)
     return out
 
 
@@ -199,7 +202,7 @@ def norm_rope_write(
     _check(k_cache.stride()[2:] == (d, 1), "k_cache", k_cache, "of contiguous rows")
     both = q_weight is not None and k_weight is not None
     q = qkv.new_empty(count, heads, d)
-    wrong = _functions(qkv.dtype).norm_rope_write(
+    wrong = ready(qkv.dtype).norm_rope_write(
         qkv.data_ptr(),
         q_weight.data_ptr() if both and q_weight is not None else None,
         k_weight.data_ptr() if both and k_weight is not None else None,
@@ -250,7 +253,7 @@ def paged_attention(
         block_tables = block_tables.contiguous()
     check_tables(query_start, seq_lens, block_tables)
     _check(fits_vectors(heads // kv_heads, d, dv), "q", q, f"[.., a multiple of {LANES}]")
-    found = _functions(q.dtype)
+    found = ready(q.dtype)
     out = q.new_empty(count, heads, dv)
     strides = (c_int64 * 6)(*k_cache.stride()[:3], *v_cache.stride()[:3])
     arguments = (
@@ -318,7 +321,7 @@ def pack_panels(weight: Tensor, panels: Tensor) -> None:
     right = panels.shape == shape and panels.dtype == weight.dtype and panels.is_contiguous()
     _check(right, "panels", panels, f"contiguous {list(shape)}, {weight.dtype}")
     weight = weight.contiguous()
-    pack = _functions(weight.dtype).pack_panels
+    pack = ready(weight.dtype).pack_panels
     pack(weight.data_ptr(), panels.data_ptr(), *weight.shape)
 
 
@@ -337,7 +340,7 @@ def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
         _check_vector("bias", bias, out_features, x.dtype)
     out = x.new_empty(count, out_features)
     at = None if bias is None else bias.data_ptr()
-    run = _functions(x.dtype).panel_product
+    run = ready(x.dtype).panel_product
     run(x.data_ptr(), panels.data_ptr(), at, out.data_ptr(), count, size, out_features, 0)
     return out
 
@@ -351,7 +354,7 @@ def rows_of_panels(panels: Tensor, ids: Tensor, out_features: int) -> Tensor:
     _check(len(panels) == -(-out_features // 32), "panels", panels, f"of {out_features} outputs")
     size = 2 * panels.shape[1]
     out = panels.new_empty(len(ids), size)
-    run = _functions(panels.dtype).panel_rows
+    run = ready(panels.dtype).panel_rows
     where = panels.data_ptr(), ids.data_ptr(), out.data_ptr()
     if run(*where, len(ids), size, out_features):
         raise IndexError(f"A token id is outside of 0 to {out_features - 1}.")

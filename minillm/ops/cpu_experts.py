@@ -103,7 +103,7 @@ def panel_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids
             f"ids are {list(ids.shape)} and weights {list(weights.shape)}; both must be "
             f"[{len(x)}, k]."
         )
-    torch.get_num_threads()  # sets the number of threads in a new thread, as in `cpu.takes`
+    cpu.ready(x.dtype)
     x, ids, weights = x.contiguous(), ids.long().contiguous(), weights.float().contiguous()
     given, out = numbers(shape), torch.empty_like(x)
     memory = torch.empty(memory_bytes(x.dtype, given, len(x)), dtype=torch.uint8)

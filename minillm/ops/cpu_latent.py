@@ -91,7 +91,7 @@ def head_linear(x: Tensor, panels: Tensor, out_features: int) -> Tensor:
             f"x is {list(x.shape)}, {x.dtype}, which does not fit panels {list(panels.shape)}, "
             f"{panels.dtype}."
         )
-    torch.get_num_threads()  # sets the number of threads in a new thread, as in `cpu.takes`
+    cpu.ready(x.dtype)
     if x.stride(2) != 1:
         x = x.contiguous()
     out = x.new_empty(count, heads, out_features)

@@ -210,6 +210,7 @@ class Layers:
             residual.data_ptr(),
             *self._buffers(memory, count),
         )
+        cpu.ready(self.dtype)
         for first, last, halves in self._calls(by_halves=all_reduce is not None):
             status = self._run(self._layers, first, last, halves, byref(self._shape), byref(step))
             cpu.raise_for(status, self.keys[0], count)

@@ -8,7 +8,7 @@ the top-p boundary is within about 10^-6 of a token, that token may be included 
 
 from array import array
 from collections.abc import Callable
-from ctypes import CDLL, Structure, byref, c_int64, c_void_p
+from ctypes import Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops import cpu
-from minillm.ops.c_library import library
+from minillm.ops.c_library import Library, Threads, library
 from minillm.ops.philox import Purpose
 
 P, N = c_void_p, c_int64
@@ -46,6 +46,7 @@ class Functions:
     choose_tokens: Callable[..., int]
     describe_tokens: Callable[..., int]
     draw_from_shard: Callable[..., int]
+    threads: Threads
 
 
 @cache
@@ -53,17 +54,17 @@ def functions(dtype: torch.dtype) -> Functions | None:
     """The functions for logits of this dtype; None if there are none."""
     element = dict(cpu.ELEMENTS).get(dtype)
     built = None if element is None else library(element)
-    return bind(built) if isinstance(built, CDLL) else None
+    return bind(built) if isinstance(built, Library) else None
 
 
-def bind(built: CDLL) -> Functions:
+def bind(built: Library) -> Functions:
     """The functions of a library."""
     choose, describe, draw = built.choose_tokens, built.describe_tokens, built.draw_from_shard
     choose.restype = describe.restype = draw.restype = c_int64
     choose.argtypes = [P, N, P, N, N, N, P, P]
     describe.argtypes = [P, N, N, N, P, N, P, P, P]
     draw.argtypes = [P, N, P, N, N, N, N, P, P, P]
-    return Functions(choose, describe, draw)
+    return Functions(choose, describe, draw, built.threads)
 
 
 def takes(logits: Tensor, model_dtype: torch.dtype | None = None) -> bool:
@@ -228,6 +229,7 @@ class Rows:
 def _functions(dtype: torch.dtype) -> Functions:
     if (found := functions(dtype)) is None:
         raise RuntimeError(f"there are no C functions for {dtype}; check `takes` first.")
+    found.threads.follow_torch()
     return found
 
 

@@ -53,11 +53,7 @@ def panel_sums(x: Tensor, panels: Tensor, out_features: int, parts: int) -> Tens
             f"x is {list(x.shape)}, {x.dtype}, which does not fit panels {list(panels.shape)}, "
             f"{panels.dtype}."
         )
-    found = cpu.functions(x.dtype)
-    if found is None:
-        raise RuntimeError(f"There are no C functions for {x.dtype}; check `cpu.takes` first.")
-    torch.get_num_threads()  # initialises OpenMP in a new thread, as in `cpu.takes`
     out = torch.empty(count, out_features, dtype=F32)
     where = x.data_ptr(), panels.data_ptr(), out.data_ptr()
-    found.panel_sums(*where, count, size, out_features, parts)
+    cpu.ready(x.dtype).panel_sums(*where, count, size, out_features, parts)
     return out

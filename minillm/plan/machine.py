@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path("/")
 UNKNOWN_MEMORY = 4 * 2**30  # assumed where it cannot be read (Windows): that of a small laptop
 UNKNOWN_CACHE = 32 * 2**20  # assumed where it cannot be read
+NO_QUOTA = 2.0**20  # processors
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
@@ -40,11 +41,15 @@ def cpu_count(root: Path = ROOT) -> int:
     is rounded down, because one thread too many delays every parallel section."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
-    for directory in _group_directories("cpu", root):
-        quota, period = _cpu_quota(directory)
-        if quota > 0 and period > 0:
-            count = min(count, quota // period)
-    return max(1, count)
+    return max(1, min(count, int(cpu_quota(root))))
+
+
+def cpu_quota(root: Path = ROOT) -> float:
+    """Processors that the container's CPU quota is worth, for example 1.5; a large number if there
+    is no quota."""
+    found = [_cpu_quota(directory) for directory in _group_directories("cpu", root)]
+    shares = [quota / period for quota, period in found if quota > 0 and period > 0]
+    return min(shares, default=NO_QUOTA)
 
 
 def cpu_has_bf16(root: Path = ROOT) -> bool:

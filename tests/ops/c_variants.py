@@ -6,7 +6,8 @@ read.
 
 import os
 import tempfile
-from ctypes import CDLL
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -32,6 +33,7 @@ PRODUCT_PATHS = PATHS | {  # of linear.c and layers.c
 NEEDS = {"no tiles": "avx512_bf16", "no pairs": "avx2", "plain C": "avx2"}  # an instruction set
 NEEDS |= {"tiles in C": "avx512_bf16", "baseline": "sse2"}
 ELEMENTS: dict[c_library.Element, torch.dtype] = {"BF16": torch.bfloat16, "F32": torch.float32}
+DIVIDED = ("-DSTARTING_NANOSECONDS=1",)  # small jobs, too, are divided among the threads
 BAND = 64  # elements on each side
 MARK = 119.0
 
@@ -45,7 +47,7 @@ def folder() -> Path:
     return Path(tempfile.gettempdir()) / f"minillm-c-{run}"
 
 
-def bind(built: CDLL, dtype: torch.dtype) -> cpu.Functions:
+def bind(built: c_library.Library, dtype: torch.dtype) -> cpu.Functions:
     """The functions of a library that was built for this type."""
     with patch.object(cpu, "library", lambda element: built):
         found = cpu.functions.__wrapped__(dtype)
@@ -61,11 +63,12 @@ def skip_without_instructions(path: str) -> None:
 
 
 @cache
-def built(path: str, element: c_library.Element) -> CDLL:
+def built(path: str, element: c_library.Element) -> c_library.Library:
     """The library as compiled for one of PRODUCT_PATHS; skips the test where that cannot be."""
     skip_without_instructions(path)
     try:
-        return c_library.load(c_library.find_or_build(element, PRODUCT_PATHS[path], folder()))
+        flags = *PRODUCT_PATHS[path], *DIVIDED
+        return c_library.load(c_library.find_or_build(element, flags, folder()))
     except c_library.NoLibrary as reason:
         pytest.skip(str(reason))
 
@@ -74,6 +77,16 @@ def built(path: str, element: c_library.Element) -> CDLL:
 def functions(path: str, element: c_library.Element) -> cpu.Functions:
     """Its functions."""
     return bind(built(path, element), ELEMENTS[element])
+
+
+@contextmanager
+def with_threads(found: cpu.Functions, count: int) -> Iterator[None]:
+    """Compute with this number of threads, then with one."""
+    found.threads.set(count)
+    try:
+        yield
+    finally:
+        found.threads.set(1)
 
 
 class Guarded:

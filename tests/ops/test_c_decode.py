@@ -3,8 +3,6 @@ per sequence and with several: whose bits are those of each query alone."""
 
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import c_int64
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops import cpu
-from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions
+from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, with_threads
 from tests.ops.test_c_prefill import Batch, bounds, make_batch
 
 NAN = float("nan")
@@ -133,7 +131,7 @@ def test_values_may_be_a_part_of_the_keys(attend, dims):
 @pytest.mark.parametrize("window", [None, 600])
 def test_few_heads_and_long_sequences_are_divided(attend, window, threads):
     """Parts of a sequence, of which a short one beside it has none."""
-    with using(threads):
+    with with_threads(attend.functions, threads):
         batch = decode_batch(
             attend.dtype, [1500, 1, 3], kv_heads=1, group=5, d=32, window=window, block_size=64
         )
@@ -167,17 +165,6 @@ def several(dtype: torch.dtype, seed: int, most: int) -> Batch:
     )
 
 
-@contextmanager
-def using(threads: int) -> Iterator[None]:
-    """As many threads, and afterwards what it was."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("most", [2, 5, 16])
 @pytest.mark.parametrize("seed", range(8))
 def test_several_queries_are_attention_and_each_what_it_is_alone(attend, seed, most):
@@ -194,11 +181,11 @@ def test_bits_know_nothing_of_threads_queries_and_neighbours(attend, length, win
     lengths = [length, *range(3, 21)]
     batch = make_batch(attend.dtype, lengths, counts, kv_heads=2, group=3, window=window)
     batch.k_cache.mul_(2)  # steeper, so that maxima differ from part to part
-    with using(1):
+    with with_threads(attend.functions, 1):
         attend.check(batch)
         wanted = attend.alone(batch)
         assert torch.equal(attend(batch), wanted)
-    with using(3):
+    with with_threads(attend.functions, 3):
         assert torch.equal(attend(batch), wanted)
         first = replace(
             batch, q=batch.q[:5], query_start=bounds([5]), seq_lens=batch.seq_lens[:1],

@@ -170,20 +170,7 @@ def test_more_tokens_than_are_processed_together():
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture
-def three_threads():
-    """More threads than one, for jobs that are large enough."""
-    before = torch.get_num_threads()
-    yield lambda count: set_threads(count)
-    set_threads(before)
-
-
-def set_threads(count: int) -> None:
-    torch.set_num_threads(count)
-    cpu_experts.library("F32").set_threads(c_int64(count))  # type: ignore[union-attr]
-
-
-def check_pieces(threads) -> None:
+def check_pieces() -> None:
     """Pieces of a job, in any order, give the bits of one piece."""
     torch.manual_seed(0)
     x, ids, weights = torch.randn(9, 256), torch.randint(0, 8, (9, 4)), torch.rand(9, 4)
@@ -191,9 +178,13 @@ def check_pieces(threads) -> None:
     given = x, packed(gate_up), packed(down), weights, ids
     heads = torch.randn(9, 24, 128), packed(torch.randn(24, 256, 128))
     results = []
-    for count in (1, 3):
-        threads(count)
-        results.append((panel_experts(*given), head_linear(*heads, 256)))
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append((panel_experts(*given), head_linear(*heads, 256)))
+    finally:
+        torch.set_num_threads(before)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
     torch.testing.assert_close(
@@ -201,8 +192,8 @@ def check_pieces(threads) -> None:
     )
 
 
-def test_several_threads_give_the_bits_of_one(three_threads):
-    check_pieces(three_threads)
+def test_several_threads_give_the_bits_of_one():
+    check_pieces()
 
 
 def test_a_token_with_nan_stays_alone():

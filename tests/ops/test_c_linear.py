@@ -11,7 +11,7 @@ from minillm.errors import ConfigError
 from minillm.layers.linear import Linear
 from minillm.layers.linear_methods import PanelLinearMethod, frozen
 from minillm.ops import cpu
-from tests.ops.c_variants import ELEMENTS, PRODUCT_PATHS, Guarded, functions, poisoned
+from tests.ops.c_variants import ELEMENTS, PRODUCT_PATHS, Guarded, functions, poisoned, with_threads
 
 BF16, F32 = torch.bfloat16, torch.float32
 NAN = float("nan")
@@ -122,15 +122,13 @@ def test_an_embedding_s_rows(c):
 
 def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(c):
     x, panels = c.draw(100, 96), c.pack(c.draw(200, 96, seed=1))
-    whole, threads = c.product(x, panels, None, 200), torch.get_num_threads()
+    whole = c.product(x, panels, None, 200)
     for begin, end in ((0, 1), (17, 49), (90, 100)):
         part = poisoned(x[begin:end])
         assert torch.equal(c.product(part, panels, None, 200), whole[begin:end])
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(c.product(x, panels, None, 200), whole)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (2, 3, 4):
+        with with_threads(c.c, count):
+            assert torch.equal(c.product(x, panels, None, 200), whole)
 
 
 def test_nan_stays_in_its_row_or_its_output(c):

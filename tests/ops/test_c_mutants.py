@@ -20,7 +20,7 @@ from tests.ops import test_c_layers as layers
 from tests.ops import test_c_linear as linear
 from tests.ops import test_c_rows as rows
 from tests.ops import test_c_sums as sums
-from tests.ops.c_variants import ELEMENTS, functions
+from tests.ops.c_variants import DIVIDED, ELEMENTS, functions, with_threads
 
 QUICKLY = "-O1"
 
@@ -96,12 +96,8 @@ def outside(c):
 
 def products(c):
     """With one thread, so that a thread has two panels and takes them as a pair."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with with_threads(c[0], 1):
         linear.test_products(linear.Panels(*c), 96, 33, biased=True)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def gates(c):
@@ -136,9 +132,9 @@ MUTANTS = {
     "lanes are not all added": Mutant(r"j < 16; j\+\+\) sum \+=", "j < 15; j++) sum +=", norm, N),
     "eps is forgotten": Mutant(r" \+ eps\);\n(    for .* out)", r");\n\1", rows.test_eps_counts, N),
     "rows are thought to touch": Mutant(
-        r"x \+ row \* stride", "x + row * d", rows.test_norm_of_rows_that_lie_apart, N
+        r"x \+ row \* c->stride", "x + row * c->d", rows.test_norm_of_rows_that_lie_apart, N
     ),
-    "the norm is that of x alone": Mutant(r"norm_row\(s, w", "norm_row(a, w", total, A),
+    "the norm is that of x alone": Mutant(r"norm_row\(s, c->w", "norm_row(a, c->w", total, A),
     "the sum is not stored": Mutant(
         r"s\[i\] = store\(load\(a\[i\]\)", "s[i] = store(0.f", total, A
     ),
@@ -162,22 +158,22 @@ MUTANTS = {
         S,
     ),
     "the halves of the gate change places": Mutant(
-        r"\*up = gate \+ size",
-        "*up = gate, *unused = gate + size",
+        r"\*up = gate \+ c->size",
+        "*up = gate, *unused = gate + c->size",
         lambda c: rows.test_gate(c, 17),
         S,
     ),
     "rotation backwards": Mutant(r"x\[i\] \* cos\[i\] - x", "x[i] * cos[i] + x", head, W),
     "pairs are halves": Mutant(r"x\[2 \* i\] \* cos", "x[i] * cos", pairs, W),
     "keys get the queries' norm": Mutant(
-        r"norm_and_rotate\(k, k_w", "norm_and_rotate(k, q_w", head, W
+        r"norm_and_rotate\(k, p->k_w", "norm_and_rotate(k, p->q_w", head, W
     ),
     "values from the keys": Mutant(r"\*v = k \+ kv_heads \* d", "*v = k", head, W),
     "every head in the first's place": Mutant(
-        r"v_cache \+ at \+ h \* head_stride", "v_cache + at", head, W
+        r"v_cache \+ at,", "v_cache + at - h * p->head_stride,", head, W
     ),
     "wrong slots are not counted": Mutant(
-        r"if \(slot >= all_slots\) wrong\+\+;",
+        r"if \(slot >= p->all_slots\) p->wrong\+\+;",
         "",
         rows.test_a_slot_that_does_not_exist_is_counted_and_not_written,
         W,
@@ -230,9 +226,9 @@ MUTANTS = {
         r"\*panel = p->panels \+ at \* p", "*panel = p->panels + (at ? at - 1 : 0) * p", products, L
     ),
     "the row beside the embedding's": Mutant(
-        r"ids\[row\] % PANEL \* 2", "ids[row] % PANEL", embedded, "panel_rows"
+        r"id % PANEL \* 2", "id % PANEL", embedded, "panel_rows"
     ),
-    "chunks begin at 0": Mutant(r"= task / num_panels \* chunk", "= 0", chunks, L),
+    "chunks begin at 0": Mutant(r"= task / num_panels \* p->chunk", "= 0", chunks, L),
     "parts are added from left to right": Mutant(
         r"; part & 1; part >>= 1\)", "; part > 0; part = 0)", tree, "panel_sums"
     ),
@@ -312,8 +308,9 @@ def build_with(
         file.write_text(text)
         count += changes
     assert count == 1, f"{pattern} is there {count} times"
-    command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.wide_vectors(), QUICKLY]
-    c_library.build([*command, *options], [folder / "c" / names[0]], folder / "mutant.so")
+    command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu(), QUICKLY]
+    sources = [folder / "c" / name for name in (names[0], "threads.c")]
+    c_library.build([*command, *options, *DIVIDED], sources, folder / "mutant.so")
     return folder / "mutant.so"
 
 
@@ -321,21 +318,20 @@ def with_mistake(mutant: Mutant, folder: Path) -> cpu.Functions:
     """The functions of its path, one of which is mistaken."""
     right = functions(mutant.path, mutant.element)
     model = getattr(right, mutant.function)
-    wrong = getattr(c_library.load(mutated(mutant, folder)), mutant.function)
+    built = c_library.load(mutated(mutant, folder))
+    wrong = getattr(built, mutant.function)
     wrong.restype, wrong.argtypes = model.restype, model.argtypes
-    return replace(right, **{mutant.function: wrong})
+    return replace(right, **{mutant.function: wrong, "threads": c_library.Threads(built)})
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path):
     mutant = MUTANTS[name]
     dtype = ELEMENTS[mutant.element]
-    threads = torch.get_num_threads()
     mutant.found_by((functions(mutant.path, mutant.element), dtype))
     wrong = with_mistake(mutant, tmp_path)  # outside: a pattern that is not there is no finding
     with pytest.raises(AssertionError):
         mutant.found_by((wrong, dtype))
-    assert torch.get_num_threads() == threads
 
 
 # ---- layers.c ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from minillm.ops import c_library, cpu
 from minillm.ops.batch import Batch as FlatBatch
 from minillm.ops.batch import Pages
 from minillm_kernels import reference
-from tests.ops.c_variants import PRODUCT_PATHS, skip_without_instructions
+from tests.ops.c_variants import DIVIDED, PRODUCT_PATHS, skip_without_instructions, with_threads
 
 PATHS = PRODUCT_PATHS
 ELEMENTS = {"BF16": torch.bfloat16, "F32": torch.float32}
@@ -36,16 +36,17 @@ def attend(request, path, tmp_path_factory):
         command = [
             str(c_library.find_compiler()),
             *c_library.FLAGS,
-            *c_library.wide_vectors(),
+            *c_library.for_this_cpu(),
             *PATHS[path],
             f"-DELEMENT_{request.param}",
         ]
         made = tmp_path_factory.mktemp("prefill") / "prefill.so"
-        c_library.build(command, [c_library.SOURCES / "prefill.c"], made)
-        function = c_library.load(made).prefill_attention
+        sources = [c_library.SOURCES / name for name in ("prefill.c", "threads.c")]
+        c_library.build([*command, *DIVIDED], sources, made)
+        built = c_library.load(made)
     except c_library.NoLibrary as reason:
         pytest.skip(str(reason))
-    return Attend(function, ELEMENTS[request.param])
+    return Attend(built, ELEMENTS[request.param])
 
 
 @dataclass
@@ -92,11 +93,11 @@ class Batch:
 class Attend:
     """Calls the C function with the arguments of a batch."""
 
-    def __init__(self, function, dtype: torch.dtype):
-        p, n = c_void_p, c_int64
+    def __init__(self, built: c_library.Library, dtype: torch.dtype):
+        p, n, function = c_void_p, c_int64, built.prefill_attention
         function.restype = n
         function.argtypes = (p, p, p, p, n, p, p, p, n, c_float, n, p, n, n, n, n, n, n)
-        self.function, self.dtype = function, dtype
+        self.function, self.threads, self.dtype = function, built.threads, dtype
 
     def __call__(self, batch: Batch, fewest: int = 1, out: Tensor | None = None) -> Tensor:
         q, k, v, tables = batch.q, batch.k_cache, batch.v_cache, batch.block_tables
@@ -232,12 +233,10 @@ def test_a_row_has_the_same_bits_however_its_prompt_is_cut(attend, window):
 
 def test_a_row_has_the_same_bits_with_more_threads(attend):
     batch = make_batch(attend.dtype, [400, 9, 77])
-    alone, threads = attend(batch), torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(attend(batch), alone)
-    finally:
-        torch.set_num_threads(threads)
+    alone = attend(batch)
+    for count in (2, 3, 4):
+        with with_threads(attend, count):
+            assert torch.equal(attend(batch), alone)
 
 
 def test_large_scores_neither_overflow_nor_vanish(attend):

@@ -17,7 +17,7 @@ from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
 from minillm.sampling.logprobs import describe
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
-from tests.ops.c_variants import PATHS, folder, functions, poisoned
+from tests.ops.c_variants import DIVIDED, PATHS, folder, functions, poisoned
 
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.bfloat16, torch.float32)
@@ -55,7 +55,7 @@ def using(found: cpu_sampling.Functions | None):
 def load(path: str) -> cpu_sampling.Functions:
     """As compiled for one of PATHS. The element type of a library makes no difference here."""
     functions(path, "F32")  # skips the test where this cannot be built
-    file = c_library.find_or_build("F32", PATHS[path], folder())
+    file = c_library.find_or_build("F32", (*PATHS[path], *DIVIDED), folder())
     return cpu_sampling.bind(c_library.load(file))
 
 

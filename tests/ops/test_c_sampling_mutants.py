@@ -14,6 +14,7 @@ import torch
 
 from minillm.ops import c_library, cpu_sampling
 from tests.ops import test_c_sampling as sampling
+from tests.ops.c_variants import DIVIDED
 from tests.ops.test_c_mutants import QUICKLY
 
 
@@ -112,9 +113,9 @@ MUTANTS = {
         r"memory\[i\] = -INFINITY;", "memory[i] = 0;", masked
     ),
     "noise by the place in the shard": Mutant(r"r->before \+ block", "block", shards),
-    "the best of the shard": Mutant(r"r\.best = best\[i\]", "r.best += 0 * best[i]", shards),
+    "the best of the shard": Mutant(r"r\.best = c->best\[i\]", "r.best += 0 * c->best[i]", shards),
     "the noise alone": Mutant(r"total = peak \+ noise", "total = noise", shards),
-    "min-p of the whole only": Mutant(r"floor = q\.floor;\n(?= +for .*\n +tokens\[i\] = draw)",
+    "min-p of the whole only": Mutant(r"floor = q\.floor;\n(?= +for .*\n +c->tokens\[i\] = draw)",
                                       "floor = -INFINITY;\n", shards),
     "ranks of ties": Mutant(r"\? ranks\[j\] : j \+ 1", "? j + 1 : j + 1", logprobs),
     "ties in falling order": Mutant(r"a->id < b->id \? -1 : 1", "a->id < b->id ? 1 : -1", logprobs),
@@ -130,9 +131,9 @@ def with_mistake(mutant: Mutant, place: Path) -> cpu_sampling.Functions:
     text, count = re.subn(mutant.pattern, mutant.mistake, source.read_text())
     assert count == 1, f"{mutant.pattern} is there {count} times"
     source.write_text(text)
-    options = [*c_library.FLAGS, *c_library.wide_vectors(), QUICKLY, "-DELEMENT_F32"]
+    options = [*c_library.FLAGS, *c_library.for_this_cpu(), QUICKLY, *DIVIDED, "-DELEMENT_F32"]
     command = [str(c_library.find_compiler()), *options]
-    c_library.build(command, [source], place / "mutant.so")
+    c_library.build(command, [source, place / "c/threads.c"], place / "mutant.so")
     return cpu_sampling.bind(c_library.load(place / "mutant.so"))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from minillm.layers.linear_methods import finished
 from minillm.ops import cpu, cpu_sums
 from minillm.parallel.communicator import tree_sum
-from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, poisoned
+from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, poisoned, with_threads
 from tests.ops.test_c_decode import Attend
 from tests.ops.test_c_linear import BUILDS, F32, NAN, Panels
 from tests.ops.test_c_prefill import make_batch
@@ -83,14 +83,12 @@ def test_a_finished_sum_is_the_product(c):
         )
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_an_output_depends_on_its_rows_alone(c, threads):
+@pytest.mark.parametrize("count_of_threads", [1, 2, 3])
+def test_an_output_depends_on_its_rows_alone(c, count_of_threads):
     """Any outputs of any rows, with any number of threads: the bits of all of them together."""
     x, weight = c.draw(40, 96), c.draw(200, 96, seed=1)
-    before = torch.get_num_threads()
     whole, total = c.product(x, c.pack(weight), None, 200), c.sums(x, c.pack(weight), 200, 1)
-    try:
-        torch.set_num_threads(threads)
+    with with_threads(c.c, count_of_threads):
         for count in range(1, 41):
             low = 7 * count % 150
             held = slice(low, low + 1 + 5 * count % 50)
@@ -99,21 +97,16 @@ def test_an_output_depends_on_its_rows_alone(c, threads):
             assert torch.equal(c.product(rows, panels, None, out), whole[40 - count :, held])
             assert torch.equal(c.sums(rows, panels, out, 1), total[40 - count :, held])
             assert torch.equal(c.sums(rows, panels, out, 1), c.sums(rows, panels, out, 1))
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("parts", [4, 8])
 def test_threads_do_not_change_a_sum_of_parts(c, parts):
     panels = c.pack(c.draw(200, 8 * 32, seed=1))
     for count in (1, 16, 40):
-        x, before = c.draw(count, 8 * 32), torch.get_num_threads()
+        x = c.draw(count, 8 * 32)
         whole = c.sums(x, panels, 200, parts)
-        try:
-            torch.set_num_threads(3)
+        with with_threads(c.c, 3):
             assert torch.equal(c.sums(x, panels, 200, parts), whole)
-        finally:
-            torch.set_num_threads(before)
         assert torch.equal(c.sums(poisoned(x[:1]), panels, 200, parts), whole[:1])
 
 

@@ -14,9 +14,9 @@
  * depends on its position, keys and window, but not on the batch, on other queries of its sequence
  * or on the number of threads.
  */
-#include <omp.h>
 #include <stdlib.h>
 #include "lanes.h"
+#include "threads.h"
 
 #define TILE 64         /* maximum positions of a tile */
 #define TILE_BYTES 4096 /* maximum bytes of a head's keys in a tile */
@@ -24,6 +24,7 @@
 #define FIRST_PARTS 8
 #define LATER_PART 512  /* positions of later parts: longer, because joining parts has a cost */
 #define TASKS 4         /* tasks per thread, for load balance */
+#define WORK 16         /* products of a query and a key or value per nanosecond and thread */
 #define TOGETHER 4      /* query heads whose sums are kept in registers at the same time */
 #define MOST_QUERIES 16 /* maximum queries of a sequence */
 #if defined(ELEMENT_BF16)
@@ -374,6 +375,41 @@ static element *result(const problem *p, const batch *given, int64_t b) {
     return given->out + given->query_start[b] * p->kv_heads * p->group * p->dv;
 }
 
+/* A batch that is computed: sequences, or parts of sequences if `divided`. */
+typedef struct {
+    const problem *all;
+    const batch *given;
+    float *states;         /* of each part, or two for each thread */
+    int64_t size, most;    /* floats of a state; parts of the longest sequence */
+    int divided;
+} attention;
+
+/* Tasks `begin` to `end` - 1: a sequence each, or a part of a sequence, the longest parts first. */
+static void attend_some(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const attention *a = context;
+    int64_t each = a->divided ? a->most : 1;
+    for (int64_t task = begin; task < end; task++) {
+        int64_t b = task / each, i = each - 1 - task % each;
+        problem p = sequence(a->all, a->given, b);
+        range parts = parts_of(&p);
+        if (p.queries == 0 || i >= parts.end - parts.begin) continue;
+        if (a->divided) attend(&p, parts.begin + i, a->states + (b * a->most + i) * a->size);
+        else attend_all(&p, a->states + thread * 2 * a->size, result(&p, a->given, b));
+    }
+}
+
+/* Tasks `begin` to `end` - 1: join the parts of a KV head of a sequence each. */
+static void join_some(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const attention *a = context;
+    for (int64_t task = begin; task < end; task++) {
+        int64_t b = task / a->all->kv_heads, head = task % a->all->kv_heads;
+        problem p = sequence(a->all, a->given, b);
+        if (p.queries)
+            join_all(&p, head, a->states + b * a->most * a->size, a->size, result(&p, a->given, b));
+    }
+    (void)thread;
+}
+
 static int points_outside(const problem *p, const batch *given, int64_t sequences, int64_t n,
                           int64_t num_blocks, int64_t columns) {
     for (int64_t b = 0; b < sequences; b++) {
@@ -419,7 +455,7 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
     };
     batch given = {q, out, query_start, seq_lens, tables, table_stride};
     if (points_outside(&all, &given, sequences, n, num_blocks, columns)) return 2;
-    int64_t rows = 0, most = 0, work = 0, threads = omp_get_max_threads();
+    int64_t rows = 0, most = 0, work = 0;
     for (int64_t b = 0; b < sequences; b++) {
         problem p = sequence(&all, &given, b);
         range parts = parts_of(&p);
@@ -429,30 +465,15 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
         work += p.queries * p.length;
     }
     if (rows == 0) return 0;
-    int64_t divided = most > 1 && threads > 1 && sequences < TASKS * threads;
-    int64_t each = divided ? most : 1, size = rows * STATE(dv);
-    int64_t places = divided ? sequences * most : 2 * threads;
+    int64_t time = work * heads * (d + dv) / WORK, threads = threads_for(time);
+    int divided = most > 1 && threads > 1 && sequences < TASKS * threads;
+    int64_t size = rows * STATE(dv), places = divided ? sequences * most : 2 * threads;
     float *states = malloc((size_t)(places * size) * sizeof(float));
     if (!states) return 1;
-#pragma omp parallel if (work > PART)
-    {
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < sequences * each; task++) {
-            int64_t b = task / each, i = each - 1 - task % each; /* longest parts first */
-            problem p = sequence(&all, &given, b);
-            range parts = parts_of(&p);
-            if (p.queries == 0 || i >= parts.end - parts.begin) continue;
-            if (divided) attend(&p, parts.begin + i, states + (b * most + i) * size);
-            else attend_all(&p, states + omp_get_thread_num() * 2 * size, result(&p, &given, b));
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < (divided ? sequences * kv_heads : 0); task++) {
-            int64_t b = task / kv_heads;
-            problem p = sequence(&all, &given, b);
-            if (p.queries == 0) continue;
-            join_all(&p, task % kv_heads, states + b * most * size, size, result(&p, &given, b));
-        }
-    }
+    attention a = {&all, &given, states, size, most, divided};
+    int64_t tasks = divided ? sequences * most : sequences;
+    run_job(tasks, piece_for(tasks, threads, time), threads, attend_some, &a);
+    if (divided) divide_job(sequences * kv_heads, sequences * most * size, join_some, &a);
     free(states);
     return 0;
 }

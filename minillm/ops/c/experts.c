@@ -15,8 +15,6 @@
 
 #define MOST_TOKENS 1024 /* that are processed together: limits the memory for their rows */
 #define BLOCK 512        /* columns of a token's output that are added up at a time */
-#define PANELS 4         /* of a piece of the second products, whose panels are short */
-#define BYTES_PER_NANOSECOND 40 /* about what one core reads */
 
 /* The products of all experts that have rows. */
 typedef struct {
@@ -121,14 +119,12 @@ static void multiply_panels(void *context, int64_t begin, int64_t end, int64_t t
     }
 }
 
-static void multiply(batch *all, int64_t piece) {
-    int64_t bytes = 0;
-    for (int64_t i = 0; i < all->count; i++) {
-        const piece_of_product *p = &all->products[i];
-        bytes += p->in * p->out * (p->gated + 1) * (int64_t)sizeof(element);
-    }
-    run_job(all->starts[all->count], piece, threads_for(bytes / BYTES_PER_NANOSECOND),
-            multiply_panels, all);
+/* All products as one job. Pieces are pairs of panels, which tiles multiply together. */
+static void multiply(batch *all) {
+    int64_t nanoseconds = 0, count = all->starts[all->count];
+    for (int64_t i = 0; i < all->count; i++) nanoseconds += product_time(&all->products[i]);
+    int64_t threads = threads_for(nanoseconds), piece = piece_for(count, threads, nanoseconds);
+    run_job(count, (piece + 1) / 2 * 2, threads, multiply_panels, all);
 }
 
 /* Copy tokens to the rows of their experts. */
@@ -184,10 +180,10 @@ static void run_experts(const expert_weights *w, const expert_shape *s, const el
         add_expert(b, x, w->shared_gate_up, w->shared_gate_up_bias, w->shared_down,
                    w->shared_down_bias, b->shared_units, b->shared_output, n, hidden,
                    s->shared_size);
-    run_job(n, 4, threads_for(moved / 16), copy_rows, &j);
-    multiply(&b->up, 1);
-    multiply(&b->down, PANELS);
-    run_job(n, 1, threads_for(moved / 8), add_outputs, &j);
+    divide_job(n, moved / 16, copy_rows, &j);
+    multiply(&b->up);
+    multiply(&b->down);
+    divide_job(n, moved / 8, add_outputs, &j);
 }
 
 void moe_half(const expert_weights *w, const expert_shape *s, const element *x, element *out,

@@ -11,8 +11,6 @@
 #include "layers.h"
 #include "threads.h"
 
-#define BYTES_PER_NANOSECOND 40 /* about what one core reads */
-
 /* Intermediate results of `n` tokens. */
 typedef struct {
     element *q_low, *q, *kv; /* [n, q_rank], [n, heads, nope + rope], [n, rank + rope] */
@@ -65,8 +63,7 @@ static void multiply_heads(void *context, int64_t begin, int64_t end, int64_t th
 
 /* A product of its own for each head of every token. */
 static void each_head(head_products *heads, int64_t count) {
-    int64_t bytes = count * heads->first.in * heads->first.out * (int64_t)sizeof(element);
-    run_job(count, 1, threads_for(bytes / BYTES_PER_NANOSECOND), multiply_heads, heads);
+    divide_job(count, count * product_time(&heads->first), multiply_heads, heads);
 }
 
 /* x -> queries of all heads [n, heads, nope + rope]. */

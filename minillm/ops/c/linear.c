@@ -16,8 +16,9 @@
  * dimension into equal parts, which are added as a balanced tree, so that several ranks can compute
  * the parts and get the bits of a single process.
  */
-#include <omp.h>
+#include <stdatomic.h>
 #include "panels.h"
+#include "threads.h"
 #include "vectors.h"
 
 #define STEP 32           /* inputs per tile instruction; `in` is a multiple */
@@ -37,20 +38,35 @@ static int with_tiles(void) {
 /* Instructions of products: 2 AMX tiles, 1 vectors of bf16 pairs, 0 float32. */
 int64_t panel_unit(void) { return with_tiles() ? 2 : PAIR == 2; }
 
-/* W -> panels, a cache line (of bf16) of each row at a time. Rows after the last are 0. */
-void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
-#pragma omp parallel for
-    for (int64_t p = 0; p < (out + PANEL - 1) / PANEL; p++)
+/* A weight to be packed. */
+typedef struct {
+    const element *w;
+    element *panels;
+    int64_t out, in;
+} packing;
+
+/* Pack panels `begin` to `end` - 1, a cache line (of bf16) of each row at a time. */
+static void pack_some(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const packing *c = context;
+    int64_t in = c->in;
+    for (int64_t p = begin; p < end; p++)
         for (int64_t k = 0; k < in; k += STEP) {
-            element *to = panels + (p * in + k) * PANEL;
+            element *to = c->panels + (p * in + k) * PANEL;
             for (int64_t j = 0; j < PANEL; j++) {
                 element line[STEP] = {0};
                 int64_t row = p * PANEL + j;
-                if (row < out) memcpy(line, w + row * in + k, sizeof line);
+                if (row < c->out) memcpy(line, c->w + row * in + k, sizeof line);
                 for (int64_t i = 0; i < STEP; i += 2)
                     memcpy(to + i * PANEL + j * 2, line + i, 2 * sizeof(element));
             }
         }
+    (void)thread;
+}
+
+/* W -> panels. Rows after the last are 0. */
+void pack_panels(const element *w, element *panels, int64_t out, int64_t in) {
+    packing all = {w, panels, out, in};
+    divide_job((out + PANEL - 1) / PANEL, out * in / 4, pack_some, &all);
 }
 
 #if defined(AMX)
@@ -220,6 +236,7 @@ typedef struct {
     int64_t n, in, out, gated, parts;
     int64_t x_stride, y_stride; /* between rows */
     int amx;
+    int64_t chunk; /* rows of a task, if there are more than 16 */
 } product;
 
 /* Multiply up to 16 rows of a part by two panels, which may be the same, into sums and others. */
@@ -326,9 +343,10 @@ static inline int64_t columns_of(int64_t first, int64_t out, int64_t gated) {
 
 /* Up to 16 rows by panels `begin` to `end` - 1, in pairs, or if `gated`, pairs of gate and up. An
  * odd last panel is paired with itself. */
-static void few_rows_by_panels(const product *p, int64_t begin, int64_t end) {
-    float sums[2][LEVELS * FEW * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
+static void few_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const product *p = context;
     int64_t num_panels = (p->out + PANEL - 1) / PANEL, n = p->n, out = p->out;
+    float sums[2][LEVELS * FEW * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
     take_tiles(p->amx, n, n);
     for (int64_t at = begin; at < end; at += p->gated ? 1 : 2) {
         int64_t other = p->gated ? at + num_panels : at + 1 < end ? at + 1 : at;
@@ -349,16 +367,7 @@ static void few_rows_by_panels(const product *p, int64_t begin, int64_t end) {
         }
     }
     give_tiles_back(p->amx);
-}
-
-/* Up to 16 rows: each thread processes adjacent panels. */
-static void few_rows(const product *p) {
-    int64_t num_panels = (p->out + PANEL - 1) / PANEL;
-#pragma omp parallel
-    {
-        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        few_rows_by_panels(p, num_panels * thread / threads, num_panels * (thread + 1) / threads);
-    }
+    (void)thread;
 }
 
 /* Rows `begin` to `end` - 1 by panel `at`. */
@@ -384,31 +393,41 @@ static void rows_by_one(const product *p, int64_t at, int64_t begin, int64_t end
     }
 }
 
-/* A task is a panel and a chunk of rows. Up to 32 rows, each thread gets adjacent panels (one
- * memory stream); with more rows, tasks are scheduled dynamically. */
-static void multiply(const product *p) {
+/* Tasks `begin` to `end` - 1 of more rows. A task is a panel and a chunk of rows. */
+static void many_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const product *p = context;
+    int64_t num_panels = (p->out + PANEL - 1) / PANEL, shaped = 0;
+    for (int64_t task = begin; task < end; task++) {
+        int64_t row = task / num_panels * p->chunk;
+        int64_t last = row + p->chunk < p->n ? row + p->chunk : p->n;
+        rows_by_one(p, task % num_panels, row, last, &shaped);
+    }
+    give_tiles_back(p->amx);
+    (void)thread;
+}
+
+/* The time of a product on one thread: 32 bytes of weights and 256 multiplications a nanosecond. */
+static int64_t nanoseconds_of(int64_t n, int64_t in, int64_t out, int64_t gated) {
+    int64_t weights = in * out * (gated ? 2 : 1);
+    return weights * (int64_t)sizeof(element) / 32 + weights * n / 256;
+}
+
+int64_t product_time(const piece_of_product *w) {
+    return nanoseconds_of(w->n, w->in, w->out, w->gated);
+}
+
+static void multiply(product *p) {
     if (p->n <= 0) return;
+    int64_t num_panels = (p->out + PANEL - 1) / PANEL, time = nanoseconds_of(p->n, p->in, p->out, p->gated);
     if (p->n <= FEW) {
-        few_rows(p);
+        int64_t threads = threads_for(time), piece = piece_for(num_panels, threads, time);
+        if (p->amx) piece = (piece + 1) / 2 * 2; /* tiles process panels in pairs */
+        run_job(num_panels, piece, threads, few_rows, p);
         return;
     }
-    int64_t num_panels = (p->out + PANEL - 1) / PANEL;
-    int64_t chunk = CHUNK_BYTES / (p->in * 2) / ROWS * ROWS;
-    if (chunk < ROWS) chunk = ROWS;
-    int64_t tasks = num_panels * ((p->n + chunk - 1) / chunk);
-    int64_t share = (num_panels + omp_get_max_threads() - 1) / omp_get_max_threads();
-    int64_t at_once = p->n <= ROWS ? share : 1;
-#pragma omp parallel
-    {
-        int64_t shaped = 0;
-#pragma omp for schedule(dynamic, at_once)
-        for (int64_t task = 0; task < tasks; task++) {
-            int64_t begin = task / num_panels * chunk;
-            int64_t end = begin + chunk < p->n ? begin + chunk : p->n;
-            rows_by_one(p, task % num_panels, begin, end, &shaped);
-        }
-        give_tiles_back(p->amx);
-    }
+    p->chunk = CHUNK_BYTES / (p->in * 2) / ROWS * ROWS;
+    if (p->chunk < ROWS) p->chunk = ROWS;
+    divide_job(num_panels * ((p->n + p->chunk - 1) / p->chunk), time, many_rows, p);
 }
 
 /* x [n, in], panels, bias [out] or NULL -> y [n, out]; `in` is a multiple of 32. If `gated`, the
@@ -416,46 +435,56 @@ static void multiply(const product *p) {
  */
 void panel_product(const element *x, const element *panels, const element *bias, element *y,
                    int64_t n, int64_t in, int64_t out, int64_t gated) {
-    product p = {x, panels, bias, y, 0, n, in, out, gated, 1, in, out, with_tiles()};
+    product p = {x, panels, bias, y, 0, n, in, out, gated, 1, in, out, with_tiles(), 0};
     multiply(&p);
 }
 
 /* Panels `begin` to `end` - 1 of a product, by the calling thread. */
 void panel_piece(const piece_of_product *w, int64_t begin, int64_t end) {
-    product p = {w->x,     w->panels, w->bias,     w->y,        0, w->n, w->in, w->out,
-                 w->gated, 1,         w->x_stride, w->y_stride, with_tiles()};
+    product p = {w->x,     w->panels, w->bias,     w->y,        0,            w->n, w->in, w->out,
+                 w->gated, 1,         w->x_stride, w->y_stride, with_tiles(), w->n};
     if (p.n <= 0) return;
-    if (p.n <= FEW) {
-        few_rows_by_panels(&p, begin, end);
-        return;
-    }
-    int64_t shaped = 0;
-    for (int64_t at = begin; at < end; at++) rows_by_one(&p, at, 0, p.n, &shaped);
-    give_tiles_back(p.amx);
+    if (p.n <= FEW) few_rows(&p, begin, end, 0);
+    else many_rows(&p, begin, end, 0); /* one chunk: tasks are panels */
 }
 
 /* x [n, in], panels -> float32 y [n, out], not rounded: sums over 1, 2, 4 or 8 equal parts of the
  * inner dimension, each a multiple of 32, added as a balanced tree. */
 void panel_sums(const element *x, const element *panels, float *y, int64_t n, int64_t in,
                 int64_t out, int64_t parts) {
-    product p = {x, panels, 0, 0, y, n, in, out, 0, parts, in, out, with_tiles()};
+    product p = {x, panels, 0, 0, y, n, in, out, 0, parts, in, out, with_tiles(), 0};
     multiply(&p);
+}
+
+/* Rows of a weight in panels to be copied. */
+typedef struct {
+    const element *panels;
+    const int64_t *ids;
+    element *y;
+    int64_t in, out;
+    _Atomic int64_t wrong; /* number of invalid ids */
+} lookup;
+
+static void copy_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    lookup *c = context;
+    for (int64_t row = begin; row < end; row++) {
+        int64_t id = c->ids[row];
+        if (id < 0 || id >= c->out) {
+            c->wrong++;
+            continue;
+        }
+        const element *pair = c->panels + id / PANEL * PANEL * c->in + id % PANEL * 2;
+        for (int64_t k = 0; k < c->in; k += 2, pair += 2 * PANEL)
+            memcpy(c->y + row * c->in + k, pair, 2 * sizeof(element));
+    }
+    (void)thread;
 }
 
 /* Rows `ids` [n] of a weight in panels -> y [n, in], for a tied embedding. Returns the number of
  * invalid ids; their rows are not written. */
 int64_t panel_rows(const element *panels, const int64_t *ids, element *y, int64_t n, int64_t in,
                    int64_t out) {
-    int64_t wrong = 0;
-#pragma omp parallel for reduction(+ : wrong) if (n > ROWS)
-    for (int64_t row = 0; row < n; row++) {
-        if (ids[row] < 0 || ids[row] >= out) {
-            wrong++;
-            continue;
-        }
-        const element *pair = panels + ids[row] / PANEL * PANEL * in + ids[row] % PANEL * 2;
-        for (int64_t k = 0; k < in; k += 2, pair += 2 * PANEL)
-            memcpy(y + row * in + k, pair, 2 * sizeof(element));
-    }
-    return wrong;
+    lookup all = {panels, ids, y, in, out, 0};
+    divide_job(n, n * in, copy_rows, &all);
+    return all.wrong;
 }

@@ -11,13 +11,14 @@
  * multiples of TILE, and masked positions add exact zeros. So the result of a query does not depend
  * on the batch, the prefill chunks or the threads.
  */
-#include <omp.h>
 #include <stdlib.h>
+#include "threads.h"
 #include "tiles.h"
 
 #define TILE 128             /* positions of a tile */
 #define TASK_BYTES (1 << 19) /* queries and sums of a task, half of a small L2 */
 #define TASKS 4              /* tasks per thread, for load balance */
+#define WORK 64              /* products of a query and a key or value per nanosecond and thread */
 #define AHEAD 1024           /* prefetch distance in bytes */
 #define LOG2_E 1.44269504f
 
@@ -290,6 +291,34 @@ static int64_t cut(const problem *p, const int32_t *query_start, const int32_t *
     return count;
 }
 
+/* A batch that is computed. */
+typedef struct {
+    const problem *p;
+    const task *tasks;
+    int64_t columns, size; /* most rows of a task; bytes of a thread's memory */
+    char *memory;
+} attention;
+
+static void attend_some(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const attention *a = context;
+    scratch w;
+    divide(a->p, a->columns, (uintptr_t)(a->memory + thread * a->size), &w);
+    take_tiles(a->p->amx, 16, 16);
+    for (int64_t i = begin; i < end; i++) attend(a->p, &a->tasks[i], &w);
+    give_tiles_back(a->p->amx);
+}
+
+/* The time on one thread: each query attends to the positions before it. */
+static int64_t nanoseconds_of(const problem *p, const int32_t *query_start, const int32_t *seq_lens,
+                              int64_t sequences, int64_t fewest) {
+    int64_t pairs = 0;
+    for (int64_t b = 0; b < sequences; b++) {
+        int64_t queries = query_start[b + 1] - query_start[b];
+        if (queries >= fewest) pairs += queries * (seq_lens[b] - queries / 2);
+    }
+    return pairs * p->heads * (p->k.dim + p->v.dim) / WORK;
+}
+
 /* Causal attention of every sequence with at least `fewest` queries. The last query of a sequence
  * is at its last position.
  *
@@ -324,7 +353,8 @@ int64_t prefill_attention(const element *q, const element *k_cache, const elemen
         .scale = scale * LOG2_E, /* 2^x is cheaper than e^x */
         .amx = find_tiles(),
     };
-    int64_t threads = omp_get_max_threads(), count;
+    int64_t time = nanoseconds_of(&p, query_start, seq_lens, sequences, fewest);
+    int64_t threads = threads_for(time), count;
     int64_t columns = ROUND_UP(TASK_BYTES / 4 / (p.k_words + p.v_rows), COLUMNS);
     while ((count = cut(&p, query_start, seq_lens, sequences, fewest, columns, 0)) <
                TASKS * threads &&
@@ -337,14 +367,8 @@ int64_t prefill_attention(const element *q, const element *k_cache, const elemen
     char *memory = aligned_alloc(64, (size_t)(threads * size));
     if (memory && tasks) {
         cut(&p, query_start, seq_lens, sequences, fewest, columns, tasks);
-#pragma omp parallel private(w)
-        {
-            divide(&p, columns, (uintptr_t)(memory + omp_get_thread_num() * size), &w);
-            take_tiles(p.amx, 16, 16);
-#pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < count; i++) attend(&p, &tasks[i], &w);
-            give_tiles_back(p.amx);
-        }
+        attention a = {&p, tasks, columns, size, memory};
+        run_job(count, 1, threads, attend_some, &a);
     }
     int64_t failed = !(memory && tasks);
     free(memory);

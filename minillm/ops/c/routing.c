@@ -109,5 +109,5 @@ void choose_experts(const expert_shape *s, float *logits, const float *bias, int
                     float *weights, int64_t n) {
     routing r = {s, logits, bias, ids, weights};
     int64_t nanoseconds = n * s->experts * (s->chosen + 4); /* about one per comparison */
-    run_job(n, 8, threads_for(nanoseconds), choose_for_tokens, &r);
+    divide_job(n, nanoseconds, choose_for_tokens, &r);
 }

@@ -3,11 +3,9 @@
  *
  * Threads divide the rows, never a single row, so the result of a row depends only on that row.
  */
+#include <stdatomic.h>
 #include "latent.h"
 #include "threads.h"
-
-/* With fewer elements, waking a second thread costs more than it saves. */
-#define WORTH_THREADS 16384
 
 static inline float sum_of_squares(const element *restrict x, int64_t d) {
     float lanes[16] = {0}; /* one sum per vector lane: fixes the order of additions */
@@ -29,37 +27,71 @@ static inline void norm_row(const element *x, const element *weight, element *ou
     for (int64_t i = 0; i < d; i++) out[i] = store(load(x[i]) * scale * load(weight[i]));
 }
 
+/* Rows to be normalised: the arguments of `rms_norm` and `add_rms_norm`. */
+typedef struct {
+    const element *x, *residual, *weight;
+    element *out, *sum;
+    int64_t stride, d;
+    float eps;
+} norms;
+
+static void norm_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const norms *c = context;
+    for (int64_t row = begin; row < end; row++)
+        norm_row(c->x + row * c->stride, c->weight, c->out + row * c->d, c->d, c->eps);
+    (void)thread;
+}
+
 /* RMSNorm (Zhang and Sennrich, 2019): rows [n, d], `stride` elements apart, -> out [n, d]. */
 void rms_norm(const element *x, int64_t stride, const element *weight, element *out, int64_t n,
               int64_t d, float eps) {
-#pragma omp parallel for if (n * d > WORTH_THREADS)
-    for (int64_t row = 0; row < n; row++)
-        norm_row(x + row * stride, weight, out + row * d, d, eps);
+    norms all = {x, 0, weight, out, 0, stride, d, eps};
+    divide_job(n, n * d / 4, norm_rows, &all);
+}
+
+static void add_and_norm_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const norms *c = context;
+    int64_t d = c->d;
+    for (int64_t row = begin; row < end; row++) {
+        const element *a = c->x + row * d, *b = c->residual + row * d;
+        element *s = c->sum + row * d;
+#pragma GCC ivdep
+        for (int64_t i = 0; i < d; i++) s[i] = store(load(a[i]) + load(b[i]));
+        norm_row(s, c->weight, c->out + row * d, d, c->eps);
+    }
+    (void)thread;
 }
 
 /* sum = x + residual, rounded to the element type; out = norm(sum). All are [n, d]; `sum` may be
  * the same memory as `residual`. */
 void add_rms_norm(const element *x, const element *residual, const element *weight, element *out,
                   element *sum, int64_t n, int64_t d, float eps) {
-#pragma omp parallel for if (n * d > WORTH_THREADS)
-    for (int64_t row = 0; row < n; row++) {
-        const element *a = x + row * d, *b = residual + row * d;
-        element *s = sum + row * d;
-#pragma GCC ivdep
-        for (int64_t i = 0; i < d; i++) s[i] = store(load(a[i]) + load(b[i]));
-        norm_row(s, weight, out + row * d, d, eps);
+    norms all = {x, residual, weight, out, sum, d, d, eps};
+    divide_job(n, n * d / 4, add_and_norm_rows, &all);
+}
+
+/* Gates to be applied: the arguments of `silu_mul`. */
+typedef struct {
+    const element *gate_up;
+    element *out;
+    int64_t size;
+} gates;
+
+static void gate_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const gates *c = context;
+    for (int64_t row = begin; row < end; row++) {
+        const element *gate = c->gate_up + row * 2 * c->size, *up = gate + c->size;
+        element *restrict o = c->out + row * c->size;
+        for (int64_t i = 0; i < c->size; i++)
+            o[i] = store(rounded(silu(load(gate[i]))) * load(up[i]));
     }
+    (void)thread;
 }
 
 /* SwiGLU's gate (Shazeer, 2020): [n, 2 size] -> silu(first half) * second half, [n, size]. */
 void silu_mul(const element *gate_up, element *out, int64_t n, int64_t size) {
-#pragma omp parallel for if (n * size > WORTH_THREADS / 4)
-    for (int64_t row = 0; row < n; row++) {
-        const element *gate = gate_up + row * 2 * size, *up = gate + size;
-        element *restrict o = out + row * size;
-        for (int64_t i = 0; i < size; i++)
-            o[i] = store(rounded(silu(load(gate[i]))) * load(up[i]));
-    }
+    gates all = {gate_up, out, size};
+    divide_job(n, n * size, gate_rows, &all);
 }
 
 /* Rotary embedding (Su et al., 2021) of one head in float32. A pair is (i, i + d/2), or
@@ -94,6 +126,41 @@ static inline void norm_and_rotate(const element *x, const element *weight, floa
     rotate_head(head, cos, sin, out, d, interleaved);
 }
 
+/* The arguments of `norm_rope_write`. */
+typedef struct {
+    const element *qkv, *q_weight, *k_weight;
+    const float *cos, *sin;
+    element *k_cache, *v_cache, *q_out;
+    const int64_t *slots;
+    int64_t block_stride, head_stride, block_size, num_slots, all_slots;
+    int64_t heads, kv_heads, d;
+    float eps;
+    int interleaved;
+    _Atomic int64_t wrong; /* slots outside the cache */
+} projections;
+
+static void write_tokens(void *context, int64_t begin, int64_t end, int64_t thread) {
+    projections *p = context;
+    int64_t heads = p->heads, kv_heads = p->kv_heads, d = p->d;
+    for (int64_t token = begin; token < end; token++) {
+        const element *x = p->qkv + token * (heads + 2 * kv_heads) * d;
+        const float *c = p->cos + token * (d / 2), *s = p->sin + token * (d / 2);
+        for (int64_t h = 0; h < heads; h++)
+            norm_and_rotate(x + h * d, p->q_weight, p->eps, c, s,
+                            p->q_out + (token * heads + h) * d, d, p->interleaved);
+        int64_t slot = token < p->num_slots ? p->slots[token] : -1;
+        if (slot >= p->all_slots) p->wrong++;
+        if (slot < 0 || slot >= p->all_slots) continue;
+        int64_t at = slot / p->block_size * p->block_stride + slot % p->block_size * d;
+        for (int64_t h = 0; h < kv_heads; h++, at += p->head_stride) {
+            const element *k = x + (heads + h) * d, *v = k + kv_heads * d;
+            norm_and_rotate(k, p->k_weight, p->eps, c, s, p->k_cache + at, d, p->interleaved);
+            memcpy(p->v_cache + at, v, (size_t)d * sizeof(element));
+        }
+    }
+    (void)thread;
+}
+
 /* QK norm and RoPE; write keys and values to the cache.
  *
  *   qkv [n, heads + 2 kv_heads, d]      q, k and v of each token
@@ -111,26 +178,29 @@ int64_t norm_rope_write(const element *qkv, const element *q_weight, const eleme
                         int64_t head_stride, int64_t block_size, const int64_t *slots,
                         int64_t num_slots, element *q_out, int64_t n, int64_t heads,
                         int64_t kv_heads, int64_t d, int64_t all_slots) {
-    int64_t wrong = 0;
-#pragma omp parallel for reduction(+ : wrong) if (n * (heads + 2 * kv_heads) * d > WORTH_THREADS)
-    for (int64_t token = 0; token < n; token++) {
-        const element *x = qkv + token * (heads + 2 * kv_heads) * d;
-        const float *c = cos + token * (d / 2), *s = sin + token * (d / 2);
-        for (int64_t h = 0; h < heads; h++)
-            norm_and_rotate(x + h * d, q_weight, eps, c, s, q_out + (token * heads + h) * d, d,
-                            (int)interleaved);
-        int64_t slot = token < num_slots ? slots[token] : -1;
-        if (slot >= all_slots) wrong++;
-        if (slot < 0 || slot >= all_slots) continue;
-        int64_t at = slot / block_size * block_stride + slot % block_size * d;
-        for (int64_t h = 0; h < kv_heads; h++) {
-            const element *k = x + (heads + h) * d, *v = k + kv_heads * d;
-            norm_and_rotate(k, k_weight, eps, c, s, k_cache + at + h * head_stride, d,
-                            (int)interleaved);
-            memcpy(v_cache + at + h * head_stride, v, (size_t)d * sizeof(element));
-        }
-    }
-    return wrong;
+    projections all = {
+        .qkv = qkv,
+        .q_weight = q_weight,
+        .k_weight = k_weight,
+        .cos = cos,
+        .sin = sin,
+        .k_cache = k_cache,
+        .v_cache = v_cache,
+        .q_out = q_out,
+        .slots = slots,
+        .block_stride = block_stride,
+        .head_stride = head_stride,
+        .block_size = block_size,
+        .num_slots = num_slots,
+        .all_slots = all_slots,
+        .heads = heads,
+        .kv_heads = kv_heads,
+        .d = d,
+        .eps = eps,
+        .interleaved = (int)interleaved,
+    };
+    divide_job(n, n * (heads + 2 * kv_heads) * d / 2, write_tokens, &all);
+    return all.wrong;
 }
 
 /* The arguments of `latent_write`. */
@@ -185,6 +255,6 @@ int64_t latent_write(const latent_shape *s, const element *q, const element *kv,
     int64_t wrong = 0, numbers = n * (s->heads * s->rope + s->rank + s->rope);
     for (int64_t token = 0; token < n && token < num_slots; token++)
         wrong += slots[token] >= all_slots;
-    run_job(n, 1, threads_for(numbers), write_latents, &w);
+    divide_job(n, numbers, write_latents, &w);
     return wrong;
 }

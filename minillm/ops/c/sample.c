@@ -20,14 +20,14 @@
  *
  * Threads divide the rows, never a single row, so the result of a row depends only on that row.
  */
-#include "common.h"
-#include <omp.h>
 #include <stdlib.h>
+#include "common.h"
+#include "threads.h"
 
 #define BLOCK 64           /* tokens; 16 Philox counters */
 #define PREFIX 64          /* minimum number of top tokens that top-p tries first */
 #define MOST_NOISE 22.875f /* bound of the largest noise, 22.8738 for word 0 */
-#define WORTH_THREADS 131072
+#define TOKENS 4           /* logits that a thread processes in a nanosecond */
 
 /* Sampling parameters, one value per row. Python fills it in, with the same order of fields
  * (`minillm/ops/cpu_sampling.py`). */
@@ -377,6 +377,40 @@ static int64_t choose_one(row *r, const request *q, int64_t purpose, list *l) {
     return draw(r, q, purpose, &total);
 }
 
+/* Rows of logits that are processed: the arguments of the functions below. */
+typedef struct {
+    const void *const *at;
+    int64_t wide, n, size, purpose, before, top;
+    const pack *p;
+    const int64_t *targets;
+    float *best, *totals, *logprobs;
+    int64_t *tokens, *ids, *ranks;
+    float *memory;                  /* `needed` floats of each thread */
+    int64_t blocks, listed, needed; /* blocks of a row; floats of a list */
+} rows;
+
+/* Process each row with its thread's memory. Returns 1 if out of memory. */
+static int64_t process_rows(rows *all, piece_work work) {
+    int64_t threads = threads_for(all->n * all->size / TOKENS);
+    all->memory = malloc((size_t)(all->needed * threads) * sizeof(float));
+    if (!all->memory) return 1;
+    run_job(all->n, 1, threads, work, all);
+    free(all->memory);
+    return 0;
+}
+
+static void choose_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const rows *c = context;
+    float *own = c->memory + c->needed * thread;
+    for (int64_t i = begin; i < end; i++) {
+        list l = {own + c->blocks, own + c->blocks + c->listed, 0};
+        row r = row_of(c->at[i], c->wide, c->size, own);
+        request q = request_of(c->p, i);
+        c->best[i] = r.best;
+        c->tokens[i] = choose_one(&r, &q, c->purpose, &l);
+    }
+}
+
 /* Sample one token per row.
  *
  *   at [n]              address of each row of logits; float32 if `wide`, else bf16
@@ -392,20 +426,22 @@ int64_t choose_tokens(const void *const *at, int64_t wide, const pack *p, int64_
         request q = request_of(p, i);
         if (truncates(&q)) listed = (blocks + 1) * BLOCK;
     }
-    int64_t needed = blocks + 2 * listed;
-    float *memory = malloc((size_t)(needed * omp_get_max_threads()) * sizeof(float));
-    if (!memory) return 1;
-#pragma omp parallel for schedule(dynamic) if (n > 1 && n * size > WORTH_THREADS)
-    for (int64_t i = 0; i < n; i++) {
-        float *own = memory + needed * omp_get_thread_num();
-        list l = {own + blocks, own + blocks + listed, 0};
-        row r = row_of(at[i], wide, size, own);
-        request q = request_of(p, i);
-        best[i] = r.best;
-        tokens[i] = choose_one(&r, &q, purpose, &l);
+    rows all = {.at = at, .wide = wide, .n = n, .size = size, .p = p, .purpose = purpose,
+                .best = best, .tokens = tokens, .blocks = blocks, .listed = listed,
+                .needed = blocks + 2 * listed};
+    return process_rows(&all, choose_rows);
+}
+
+static void draw_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const rows *c = context;
+    for (int64_t i = begin; i < end; i++) {
+        row r = row_of(c->at[i], c->wide, c->size, c->memory + c->needed * thread);
+        request q = request_of(c->p, i);
+        r.before = c->before, r.best = c->best[i];
+        r.temperature = q.temperature, r.floor = q.floor;
+        for (int64_t b = 0; b < c->blocks; b++) r.peaks[b] = scaled(&r, r.peaks[b]);
+        c->tokens[i] = draw(&r, &q, c->purpose, c->totals + i);
     }
-    free(memory);
-    return 0;
 }
 
 /* Sample from a rank's shard of the vocabulary.
@@ -421,19 +457,10 @@ int64_t draw_from_shard(const void *const *at, int64_t wide, const pack *p, int6
                         int64_t purpose, int64_t before, const float *best, float *totals,
                         int64_t *tokens) {
     int64_t blocks = (size + BLOCK - 1) / BLOCK;
-    float *memory = malloc((size_t)(blocks * omp_get_max_threads()) * sizeof(float));
-    if (!memory) return 1;
-#pragma omp parallel for schedule(dynamic) if (n > 1 && n * size > WORTH_THREADS)
-    for (int64_t i = 0; i < n; i++) {
-        row r = row_of(at[i], wide, size, memory + blocks * omp_get_thread_num());
-        request q = request_of(p, i);
-        r.before = before, r.best = best[i];
-        r.temperature = q.temperature, r.floor = q.floor;
-        for (int64_t b = 0; b < blocks; b++) r.peaks[b] = scaled(&r, r.peaks[b]);
-        tokens[i] = draw(&r, &q, purpose, totals + i);
-    }
-    free(memory);
-    return 0;
+    rows all = {.at = at, .wide = wide, .n = n, .size = size, .p = p, .purpose = purpose,
+                .before = before, .best = (float *)best, .totals = totals, .tokens = tokens,
+                .blocks = blocks, .needed = blocks};
+    return process_rows(&all, draw_rows);
 }
 
 /* ---- log-probabilities ---------------------------------------------------------------------- */
@@ -501,6 +528,18 @@ static void describe_one(row *r, int64_t target, int64_t top, list *l, float *lo
     for (int64_t j = 0; j <= top; j++) logprobs[j] = logprobs[j] - r->best - normaliser;
 }
 
+static void describe_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const rows *c = context;
+    float *own = c->memory + c->needed * thread, *first = own + c->blocks + c->blocks % 2;
+    for (int64_t i = begin; i < end; i++) {
+        list l = {first, first + c->listed, 0};
+        row r = row_of(c->at[i], c->wide, c->size, own);
+        int64_t out = i * (c->top + 1);
+        describe_one(&r, c->targets[i], c->top, &l, c->logprobs + out, c->ids + out,
+                     c->ranks + out);
+    }
+}
+
 /* Log-probabilities of rows of logits as in `choose_tokens`, each with a finite maximum.
  *
  *   targets [n]                              ids in [0, size)
@@ -513,17 +552,8 @@ int64_t describe_tokens(const void *const *at, int64_t wide, int64_t n, int64_t 
     for (int64_t i = 0; i < n; i++)
         if (targets[i] < 0 || targets[i] >= size) return 2;
     int64_t blocks = (size + BLOCK - 1) / BLOCK, listed = (blocks + 1) * BLOCK;
-    int64_t needed = blocks + blocks % 2 + 2 * listed;
-    float *memory = malloc((size_t)(needed * omp_get_max_threads()) * sizeof(float));
-    if (!memory) return 1;
-#pragma omp parallel for schedule(dynamic) if (n > 1 && n * size > WORTH_THREADS)
-    for (int64_t i = 0; i < n; i++) {
-        float *own = memory + needed * omp_get_thread_num();
-        list l = {own + blocks + blocks % 2, own + blocks + blocks % 2 + listed, 0};
-        row r = row_of(at[i], wide, size, own);
-        int64_t out = i * (top + 1);
-        describe_one(&r, targets[i], top, &l, logprobs + out, ids + out, ranks + out);
-    }
-    free(memory);
-    return 0;
+    rows all = {.at = at, .wide = wide, .n = n, .size = size, .targets = targets, .top = top,
+                .logprobs = logprobs, .ids = ids, .ranks = ranks, .blocks = blocks,
+                .listed = listed, .needed = blocks + blocks % 2 + 2 * listed};
+    return process_rows(&all, describe_rows);
 }

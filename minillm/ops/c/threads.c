@@ -21,7 +21,11 @@
 #define MOST_THREADS 256
 #define MOST_PIECES 65535        /* of a thread: they are numbered in 16 bits */
 #define SPIN_NANOSECONDS 100000
+#ifndef STARTING_NANOSECONDS      /* tests use less, so that small jobs are divided */
 #define STARTING_NANOSECONDS 4000 /* another thread is worth this much work for each thread */
+#endif
+#define PIECE_NANOSECONDS 5000    /* most work of a piece, if an item is not more */
+#define PIECES 8                  /* least number of pieces per thread */
 #define STACK_BYTES (8 << 20)
 
 #if defined(__x86_64__)
@@ -213,4 +217,16 @@ void set_threads(int64_t threads) {
 int64_t threads_for(int64_t nanoseconds) {
     int64_t worth = nanoseconds / STARTING_NANOSECONDS, most = num_threads();
     return worth < 1 ? 1 : worth < most ? worth : most;
+}
+
+int64_t piece_for(int64_t count, int64_t threads, int64_t nanoseconds) {
+    int64_t most = count / (threads * PIECES), each = nanoseconds / (count > 0 ? count : 1);
+    int64_t piece = PIECE_NANOSECONDS / (each > 0 ? each : 1);
+    piece = piece < most ? piece : most;
+    return piece > 1 ? piece : 1;
+}
+
+void divide_job(int64_t count, int64_t nanoseconds, piece_work work, void *context) {
+    int64_t threads = threads_for(nanoseconds);
+    run_job(count, piece_for(count, threads, nanoseconds), threads, work, context);
 }

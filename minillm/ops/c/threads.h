@@ -23,3 +23,10 @@ int64_t num_threads(void);
 /* The number of threads for work that takes one thread about `nanoseconds`: starting another costs
  * a few microseconds. */
 int64_t threads_for(int64_t nanoseconds);
+
+/* Items of a piece for a job of `count` items that takes one thread about `nanoseconds`: small
+ * enough that a delayed thread does not hold the others up, and several per thread. */
+int64_t piece_for(int64_t count, int64_t threads, int64_t nanoseconds);
+
+/* Run a job that takes one thread about `nanoseconds`, with `threads_for` and `piece_for`. */
+void divide_job(int64_t count, int64_t nanoseconds, piece_work work, void *context);
