@@ -214,13 +214,13 @@ static inline __attribute__((always_inline)) void block_by_outputs(const int row
         for (int c = 0; c < vecs; c++) store_vec(sums + r * PANEL + c * LANES, sum[r][c]);
 }
 
-/* The same for all outputs: at once for up to two rows, otherwise two vectors of outputs at a time.
+/* The same for all outputs: at once for up to two rows, otherwise some outputs at a time.
  */
 static inline __attribute__((always_inline)) void block(const int rows, const word *x,
                                                         const element *panel, int64_t in,
                                                         int64_t stride, const char *next,
                                                         float *sums) {
-    const int vecs = rows > 2 ? 2 : PANEL / LANES;
+    const int vecs = rows > 2 ? VECTORS : PANEL / LANES;
     for (int first = 0; first < PANEL; first += vecs * LANES)
         block_by_outputs(rows, vecs, x, panel + TWO * first, in, stride,
                          next ? next + first * in * (int64_t)sizeof(element) : 0, sums + first);
