@@ -51,8 +51,19 @@ static int with_tiles(void) {
     return known > 0;
 }
 
-/* Instructions of products: 2 AMX tiles, 1 vectors of bf16 pairs, 0 float32. */
-int64_t panel_unit(void) { return with_tiles() ? 2 : PAIR == 2; }
+/* Instructions of products: 0 any, 1 AVX2, 2 AVX-512, 3 AVX-512 with pairs of bf16, 4 AMX tiles. */
+int64_t panel_unit(void) {
+    if (with_tiles()) return 4;
+#if PAIR == 2
+    return 3;
+#elif defined(WIDE)
+    return 2;
+#elif defined(__AVX2__) && defined(__FMA__)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 /* A weight to be packed. */
 typedef struct {
