@@ -161,6 +161,7 @@ def connect(
         summed = [layer.attention.o_proj]
         if isinstance(layer.mlp, MoE):
             if num_slots:
+                model.all_layers = None  # C has no whole experts of a part of a layer
                 own = OwnExperts(layer.mlp.experts, split.share(num_slots))
                 layer.mlp.experts = own  # type: ignore[assignment]
             layer.mlp = SummedMoE(layer.mlp, communicator)
