@@ -203,7 +203,7 @@ def test_what_is_not_a_product_of_its_own_stays(dtype, either):
 def test_experts_and_absorbed_matrices_go_into_panels(name, dtype, panels):
     """No matrix stays as it was, and all layers run in one call."""
     model = build(MODELS[name], dtype)
-    before = [weakref.ref(each) for each in model.parameters() if each.dim() > 1]
+    before = [weakref.ref(each) for each in model.layers.parameters() if each.dim() > 1]
     packing.pack_weights(model)
     gc.collect()
     assert not any(each() is not None for each in before)

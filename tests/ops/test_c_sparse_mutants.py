@@ -72,6 +72,7 @@ MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     "the bias of latents": ("latent.c", r"w->kv_a_bias", "0", ODD),
 }  # fmt: skip
 
+
 def mutated(file: str, pattern: str, mistake: str, folder: Path) -> Path:
     """A library of the layers and the mistaken file; the other functions are the right ones."""
     shutil.copytree(c_library.SOURCES, folder / "c")

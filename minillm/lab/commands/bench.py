@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.cli.options import positive_integers
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, did_you_mean
 
@@ -38,10 +39,11 @@ examples:
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
 COMPARED = ("decode", "prefill", "offline")
 DRAFTING = ("draft", "acceptance")
+PREFILL = ("batch", "context", "repeats", "vs", "threads", "dtype", "device", "layers")
 # The options of each benchmark besides --json and --quick; any other option is an error.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "decode": ("batch", "context", "new_tokens", "repeats", "vs", "threads", "dtype", "device"),
-    "prefill": ("batch", "context", "repeats", "vs", "threads", "dtype", "device"),
+    "decode": (*PREFILL, "new_tokens"),
+    "prefill": PREFILL,
     "offline": ("requests", "lengths", "repeats", "vs", "threads", "dtype", "device"),
     "startup": ("repeats", "vs", "threads", "dtype"),
     "scale": ("batch", "context", "new_tokens", "repeats", "threads", "dtype", "plot"),
@@ -93,6 +95,7 @@ def add_options(parser: ArgumentParser) -> None:
     option("--dtype", metavar="NAME",
            help="dtype of weights and KV cache (bfloat16 if it is fast here)")  # fmt: skip
     option("--device", metavar="NAME", help="cpu or cuda (cpu)")
+    option("--layers", metavar="N", type=int, help="only the first N layers of a preset")
     option("--draft", metavar="MODEL", help="speculation: draft model (tiny has tiny-draft)")
     option("--acceptance", metavar="0.9,0.8",
            help="speculation: accept drafts at random with these rates")  # fmt: skip
@@ -185,12 +188,15 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
     config = find_config(name)
     cases = cases_of(args.what, given, config)
     check_dtype(given["dtype"])
+    model = model_for(name, engines, given["dtype"], terminal, args.layers)
+    if args.layers is not None:
+        name, config = f"{name}, {args.layers} layers", find_config(model)
     from minillm.lab.benchmarks.compare import Work
 
     return Work(
         what=args.what,
         name=name,
-        model=model_for(name, engines, given["dtype"], terminal),
+        model=model,
         config=config,
         cases=cases,
         repeats=given["repeats"],
@@ -223,20 +229,7 @@ def settings(args: Namespace) -> dict[str, Any]:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is {values[name]}; it must be at least {least}.")
     for name in ("batch", "context"):
-        values[name] = numbers(f"--{name}", values[name])
-    return values
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Parse ``1,16`` into positive integers."""
-    try:
-        values = tuple(int(item) for item in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or min(values) < 1:
-        raise ConfigError(
-            f"{option} is {text[:40]!r}; it must be a list of positive integers, such as 1,16."
-        )
+        values[name] = positive_integers(f"--{name}", values[name])
     return values
 
 
@@ -289,17 +282,21 @@ def cases_of(what: str, given: Mapping[str, Any], config: "ModelConfig") -> tupl
     )
 
 
-def model_for(name: str, engines: tuple[str, ...], dtype: str, terminal: Terminal) -> str:
-    """The model to open; for other engines a preset is written as a folder of random weights."""
+def model_for(
+    name: str, engines: tuple[str, ...], dtype: str, terminal: Terminal, layers: int | None = None
+) -> str:
+    """The model to open. For other engines, or cut to some layers, a preset becomes a folder."""
     if name.startswith("preset:"):
-        if len(engines) == 1:
+        if len(engines) == 1 and layers is None:
             return name
         from minillm.lab.benchmarks.checkpoint import checkpoint_of
 
         with terminal.progress("Writing random weights"):
-            folder = checkpoint_of(name.removeprefix("preset:"), dtype)
+            folder = checkpoint_of(name.removeprefix("preset:"), dtype, layers)
         terminal.remark(f"{name} with random weights is in {folder}")
         return str(folder)
+    if layers is not None:
+        raise ConfigError(f"--layers cuts presets only; {name} is none, so leave it out.")
     if len(engines) == 1:
         return name
     from minillm.models.checkpoint import find_folder
