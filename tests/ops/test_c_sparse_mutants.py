@@ -45,7 +45,7 @@ MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     ),
     "keys are not rotated": (
         "rows.c",
-        r"norm_and_rotate\(latent \+ s->rank, 0, 0, cos, sin, row \+ s->rank, s->rope, w->inter\w+\)",
+        r"norm_and_rotate\(latent \+ s->rank, [^;]*\)(?=;)",
         "memcpy(row + s->rank, latent + s->rank, (size_t)s->rope * sizeof(element))",
         "latent",
     ),
