@@ -138,10 +138,7 @@ class Layers:
         self._run.argtypes = (POINTER(_Layer), *which, POINTER(_Shape), POINTER(_Step))
         self._parts = [_parts(each) for each in weights]  # structures that a layer points to
         self._layers = (_Layer * len(weights))(
-            *(
-                _layer(each, keys[i], values[i], self._parts[i])
-                for i, each in enumerate(weights)
-            )
+            *(_layer(each, keys[i], values[i], self._parts[i]) for i, each in enumerate(weights))
         )
         self._latent = None if shape.latent is None else cpu_latent.numbers(shape.latent)
         self._experts = None if shape.experts is None else cpu_experts.numbers(shape.experts)
