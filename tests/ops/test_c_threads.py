@@ -4,6 +4,8 @@ threads do in the meantime; and deliberate mistakes in that file, each of which 
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,21 @@ from tests.ops.c_variants import folder
 
 PATIENCE = 30  # seconds until a job has failed
 JOBS = Path(__file__).with_name("jobs.c")
+STEPS = """
+import os
+import torch
+from minillm import LLM, SamplingParams
+
+torch.set_num_threads(1)
+llm = LLM("tiny", num_gpu_blocks_override=64)
+prompts = [{"prompt_token_ids": [5 + i] * 150} for i in range(3)]
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True)
+        llm.generate(prompts, sampling, use_tqdm=False)
+    print(len(os.listdir("/proc/self/task")))
+"""
 DELAY = (  # between reading a job and taking a piece, where a thread may lose its processor
     r"(void \*context = atomic_load\(&pool.context\);\n)",
     r"\1    if (thread) nanosleep(&(struct timespec){0, 1000000}, 0);\n",
@@ -255,3 +272,14 @@ def test_a_mistake_is_found(name, jobs, tmp_path):
     wrong = build(tmp_path, *changes)
     with pytest.raises(AssertionError):
         found_by(wrong)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="a system without /proc")
+def test_torch_starts_no_threads_in_a_step():
+    """With a second thread, prefill and decode steps start one worker of C, and none of torch."""
+    if not cpu.panels_are_fast(torch.bfloat16):
+        pytest.skip("layers are called one by one")
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one, two = map(int, done.stdout.split())
+    assert two == one + 1

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.cli.options import positive_integers
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, did_you_mean
 
@@ -45,8 +46,8 @@ CONTEST = ("repeats", "vs", "threads", "dtype", "device", "beside", "isa")
 DRAFTING = ("draft", "acceptance")
 # The options of each benchmark besides --json and --quick; any other option is an error.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "decode": ("batch", "context", "new_tokens", *CONTEST),
-    "prefill": ("batch", "context", *CONTEST),
+    "decode": ("batch", "context", "new_tokens", "layers", *CONTEST),
+    "prefill": ("batch", "context", "layers", *CONTEST),
     "offline": ("requests", "lengths", *CONTEST),
     "startup": ("repeats", "vs", "threads", "dtype"),
     "scale": ("batch", "context", "new_tokens", "repeats", "threads", "dtype", "plot"),
@@ -102,6 +103,7 @@ def add_options(parser: ArgumentParser) -> None:
            help="run every engine also beside N busy processes (not done)")  # fmt: skip
     option("--isa", metavar="NAME",
            help="limit all engines to avx2, avx512, avx512_bf16 or amx (no limit)")  # fmt: skip
+    option("--layers", metavar="N", type=int, help="only the first N layers of a preset")
     option("--draft", metavar="MODEL", help="speculation: draft model (tiny has tiny-draft)")
     option("--acceptance", metavar="0.9,0.8",
            help="speculation: accept drafts at random with these rates")  # fmt: skip
@@ -227,12 +229,15 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
     config = find_config(name)
     cases = cases_of(args.what, given, config)
     check_dtype(given["dtype"])
+    model = model_for(name, engines, given["dtype"], terminal, args.layers)
+    if args.layers is not None:
+        name, config = f"{name}, {args.layers} layers", find_config(model)
     from minillm.lab.benchmarks.compare import Work
 
     return Work(
         what=args.what,
         name=name,
-        model=model_for(name, engines, given["dtype"], terminal),
+        model=model,
         config=config,
         cases=cases,
         repeats=given["repeats"],
@@ -266,20 +271,7 @@ def settings(args: Namespace) -> dict[str, Any]:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is {values[name]}; it must be at least {least}.")
     for name in ("batch", "context"):
-        values[name] = numbers(f"--{name}", values[name])
-    return values
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Parse ``1,16`` into positive integers."""
-    try:
-        values = tuple(int(item) for item in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or min(values) < 1:
-        raise ConfigError(
-            f"{option} is {text[:40]!r}; it must be a list of positive integers, such as 1,16."
-        )
+        values[name] = positive_integers(f"--{name}", values[name])
     return values
 
 
@@ -332,17 +324,21 @@ def cases_of(what: str, given: Mapping[str, Any], config: "ModelConfig") -> tupl
     )
 
 
-def model_for(name: str, engines: tuple[str, ...], dtype: str, terminal: Terminal) -> str:
-    """The model to open; for other engines a preset is written as a folder of random weights."""
+def model_for(
+    name: str, engines: tuple[str, ...], dtype: str, terminal: Terminal, layers: int | None = None
+) -> str:
+    """The model to open. For other engines, or cut to some layers, a preset becomes a folder."""
     if name.startswith("preset:"):
-        if len(engines) == 1:
+        if len(engines) == 1 and layers is None:
             return name
         from minillm.lab.benchmarks.checkpoint import checkpoint_of
 
         with terminal.progress("Writing random weights"):
-            folder = checkpoint_of(name.removeprefix("preset:"), dtype)
+            folder = checkpoint_of(name.removeprefix("preset:"), dtype, layers)
         terminal.remark(f"{name} with random weights is in {folder}")
         return str(folder)
+    if layers is not None:
+        raise ConfigError(f"--layers cuts presets only; {name} is none, so leave it out.")
     if len(engines) == 1:
         return name
     from minillm.models.checkpoint import find_folder

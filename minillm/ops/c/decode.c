@@ -26,7 +26,7 @@
 #define TASKS 4         /* tasks per thread, for load balance */
 #define WORK 16         /* products of a query and a key or value per nanosecond and thread */
 #define TOGETHER 4      /* query heads whose sums are kept in registers at the same time */
-#define KEYS (LANES / 2) /* keys that two query heads are multiplied by at the same time */
+#define KEYS (LANES > 4 ? LANES / 2 : LANES) /* keys multiplied by two heads at the same time */
 #define MOST_QUERIES 16 /* maximum queries of a sequence */
 #if defined(ELEMENT_BF16)
 #define MOST_ROWS 16 /* maximum queries x heads of a group; above, prefill.c is as fast (AVX-512) */

@@ -38,6 +38,9 @@ static inline vec sum_each(vec *a) {
                     (2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
     return JOIN(a[0], a[1], (0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
                 (1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
+#elif LANES == 4
+    for (int i = 0; i < 2; i++) a[i] = JOIN(a[i], a[i + 2], (0, 1, 4, 5), (2, 3, 6, 7));
+    return JOIN(a[0], a[1], (0, 4, 2, 6), (1, 5, 3, 7));
 #else
     for (int i = 0; i < 4; i++)
         a[i] = JOIN(a[i], a[i + 4], (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15));
@@ -53,6 +56,9 @@ static inline vec sum_each(vec *a) {
 #define SWAP_4(a) SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
 #define SWAP_2(a) SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
 #define SWAP_1(a) SHUFFLE(a, a, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+#elif LANES == 4
+#define SWAP_2(a) SHUFFLE(a, a, 2, 3, 0, 1)
+#define SWAP_1(a) SHUFFLE(a, a, 1, 0, 3, 2)
 #else
 #define SWAP_4(a) SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3)
 #define SWAP_2(a) SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5)
@@ -63,7 +69,9 @@ static inline float largest(vec a) {
 #if LANES == 16
     a = larger(a, SWAP_8(a));
 #endif
+#if LANES > 4
     a = larger(a, SWAP_4(a));
+#endif
     a = larger(a, SWAP_2(a));
     return larger(a, SWAP_1(a))[0];
 }
@@ -72,7 +80,9 @@ static inline float sum_of(vec a) {
 #if LANES == 16
     a += SWAP_8(a);
 #endif
+#if LANES > 4
     a += SWAP_4(a);
+#endif
     a += SWAP_2(a);
     return (a + SWAP_1(a))[0];
 }

@@ -17,10 +17,10 @@
  * the parts and get the bits of a single process.
  */
 #include <stdatomic.h>
+#include "panels.h"
 #include "threads.h"
 #include "vectors.h"
 
-#define PANEL 32          /* outputs */
 #define STEP 32           /* inputs per tile instruction; `in` is a multiple */
 #if defined(AMX)
 #define ROWS 32           /* rows of x that are processed together: two tiles */
@@ -225,13 +225,13 @@ static inline __attribute__((always_inline)) void block_by_outputs(const int row
         for (int c = 0; c < vecs; c++) store_vec(sums + r * PANEL + c * LANES, sum[r][c]);
 }
 
-/* The same for all outputs: at once for up to two rows, otherwise two vectors of outputs at a time.
+/* The same for all outputs: at once for up to two rows, otherwise some outputs at a time.
  */
 static inline __attribute__((always_inline)) void block(const int rows, const word *x,
                                                         const element *panel, int64_t in,
                                                         int64_t stride, const char *next,
                                                         float *sums) {
-    const int vecs = rows > 2 ? 2 : PANEL / LANES;
+    const int vecs = rows > 2 ? VECTORS : PANEL / LANES;
     for (int first = 0; first < PANEL; first += vecs * LANES)
         block_by_outputs(rows, vecs, x, panel + TWO * first, in, stride,
                          next ? next + first * in * (int64_t)sizeof(element) : 0, sums + first);
@@ -273,6 +273,7 @@ typedef struct {
     element *y;
     float *totals;
     int64_t n, in, out, gated, parts;
+    int64_t x_stride, y_stride; /* between rows, in words and elements */
     int amx;
     int64_t chunk; /* rows of a task, if there are more than 16 */
 } product;
@@ -282,12 +283,12 @@ static inline void multiply_pair(const product *p, const word *x, const element 
                                  const element *other, int64_t size, float *sums, float *others) {
 #if defined(AMX)
     if (p->amx) {
-        tiles_by_pair((const element *)x, panel, other, size, p->in, sums, others);
+        tiles_by_pair((const element *)x, panel, other, size, p->x_stride * PAIR, sums, others);
         return;
     }
 #endif
-    vectors_by_panel(x, panel, size, p->in / PAIR, p->n, sums);
-    if (other != panel) vectors_by_panel(x, other, size, p->in / PAIR, p->n, others);
+    vectors_by_panel(x, panel, size, p->x_stride, p->n, sums);
+    if (other != panel) vectors_by_panel(x, other, size, p->x_stride, p->n, others);
 }
 
 /* Multiply up to 32 rows of a part by one panel. Only tiles use `first` (first use of this panel)
@@ -297,12 +298,13 @@ static inline void multiply_rows(const product *p, const word *x, const element 
                                  float *sums) {
 #if defined(AMX)
     if (p->amx) {
-        tiles_of_rows((const element *)x, panel, size, p->in, rows, first, shaped, sums);
+        tiles_of_rows((const element *)x, panel, size, p->x_stride * PAIR, rows, first, shaped,
+                      sums);
         return;
     }
 #endif
     (void)first, (void)shaped;
-    vectors_by_panel(x, panel, size, p->in / PAIR, rows, sums);
+    vectors_by_panel(x, panel, size, p->x_stride, rows, sums);
 }
 
 /* The sum of part `part` is in sums[height]. Add all pairs of subtrees that it completes. Returns
@@ -395,13 +397,13 @@ static void few_rows(void *context, int64_t begin, int64_t end, int64_t thread) 
             read_bias(p->bias ? p->bias + first : 0, columns_of(first, out, p->gated), biases[i]);
         }
         if (p->gated) {
-            write_gated(sums[0], sums[1], biases[0], biases[1], p->y + at * PANEL, n, out);
+            write_gated(sums[0], sums[1], biases[0], biases[1], p->y + at * PANEL, n, p->y_stride);
             continue;
         }
         for (int64_t i = 0; i <= other - at; i++) {
             int64_t first = (at + i) * PANEL, columns = columns_of(first, out, 0);
-            if (p->totals) write_totals(sums[i], p->totals + first, n, columns, out);
-            else write_rows(sums[i], biases[i], p->y + first, n, columns, out);
+            if (p->totals) write_totals(sums[i], p->totals + first, n, columns, p->y_stride);
+            else write_rows(sums[i], biases[i], p->y + first, n, columns, p->y_stride);
         }
     }
     give_tiles_back(p->amx);
@@ -413,19 +415,20 @@ static void rows_by_one(const product *p, int64_t at, int64_t begin, int64_t end
     float sums[2][LEVELS * ROWS * PANEL] __attribute__((aligned(64))), biases[2][PANEL];
     const element *panel = p->panels + at * p->in * PANEL;
     int64_t first = at * PANEL, out = p->out, columns = columns_of(first, out, p->gated);
+    int64_t apart = p->y_stride;
     read_bias(p->bias ? p->bias + first : 0, columns, biases[0]);
     if (p->gated) read_bias(p->bias ? p->bias + out + first : 0, PANEL, biases[1]);
     for (int64_t row = begin; row < end; row += ROWS) {
-        int64_t rows = end - row < ROWS ? end - row : ROWS, to = row * out + first;
-        const word *x = p->x + row * p->in / PAIR;
+        int64_t rows = end - row < ROWS ? end - row : ROWS, to = row * apart + first;
+        const word *x = p->x + row * p->x_stride;
         sum_rows(p, x, panel, rows, row == begin, shaped, sums[0]);
         if (p->gated) {
             sum_rows(p, x, panel + out * p->in, rows, row == begin, shaped, sums[1]);
-            write_gated(sums[0], sums[1], biases[0], biases[1], p->y + to, rows, out);
+            write_gated(sums[0], sums[1], biases[0], biases[1], p->y + to, rows, apart);
         } else if (p->totals) {
-            write_totals(sums[0], p->totals + to, rows, columns, out);
+            write_totals(sums[0], p->totals + to, rows, columns, apart);
         } else {
-            write_rows(sums[0], biases[0], p->y + to, rows, columns, out);
+            write_rows(sums[0], biases[0], p->y + to, rows, columns, apart);
         }
     }
 }
@@ -445,14 +448,19 @@ static void many_rows(void *context, int64_t begin, int64_t end, int64_t thread)
 
 /* The time of a product on one thread: 32 bytes of weights a nanosecond, and 256 multiplications
  * with tiles, 128 with pairs and 64 in float32. */
-static int64_t nanoseconds_of(const product *p) {
-    int64_t weights = p->in * p->out * (p->gated ? 2 : 1);
-    return weights * (int64_t)sizeof(element) / 32 + weights * p->n / (p->amx ? 256 : 64 * PAIR);
+static int64_t nanoseconds_of(int64_t n, int64_t in, int64_t out, int64_t gated) {
+    int64_t weights = in * out * (gated ? 2 : 1);
+    return weights * (int64_t)sizeof(element) / 32 + weights * n / (with_tiles() ? 256 : 64 * PAIR);
+}
+
+int64_t product_time(const piece_of_product *w) {
+    return nanoseconds_of(w->n, w->in, w->out, w->gated);
 }
 
 static void multiply(product *p) {
     if (p->n <= 0) return;
-    int64_t num_panels = (p->out + PANEL - 1) / PANEL, time = nanoseconds_of(p);
+    int64_t num_panels = (p->out + PANEL - 1) / PANEL;
+    int64_t time = nanoseconds_of(p->n, p->in, p->out, p->gated);
     if (p->n <= FEW) {
         int64_t threads = threads_for(time), piece = piece_for(num_panels, threads, time);
         if (p->amx) piece = (piece + 1) / 2 * 2; /* tiles process panels in pairs */
@@ -469,9 +477,11 @@ static void multiply(product *p) {
  * converted once for all panels. The copy belongs to the calling thread. */
 #define COPY_WORDS (1 << 18)
 
-static inline const word *words_of(const element *x, int64_t count) {
+static inline const word *words_of(const element *x, int64_t rows, int64_t in, int64_t *stride) {
     static _Thread_local float copy[COPY_WORDS] __attribute__((aligned(64)));
-    for (int64_t i = 0; i < count; i++) copy[i] = load(x[i]);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < in; k++) copy[r * in + k] = load(x[r * *stride + k]);
+    *stride = in;
     return (const word *)copy;
 }
 
@@ -480,8 +490,9 @@ static inline int64_t rows_at_once(int64_t in) {
     return most > ROWS ? most / ROWS * ROWS : most;
 }
 #else
-static inline const word *words_of(const element *x, int64_t count) {
-    (void)count;
+static inline const word *words_of(const element *x, int64_t rows, int64_t in, int64_t *stride) {
+    (void)rows, (void)in;
+    *stride /= PAIR;
     return (const word *)x;
 }
 
@@ -491,15 +502,19 @@ static inline int64_t rows_at_once(int64_t in) {
 }
 #endif
 
-/* All rows of a product. */
-static void run(product p, const element *x) {
+/* Panels `begin` to `end` - 1 of a product, by the calling thread, or with `end` = 0 all panels, as
+ * a job. Rows of x are `x_stride` elements apart. */
+static void run(product p, const element *x, int64_t x_stride, int64_t begin, int64_t end) {
     int64_t left = p.n, most = rows_at_once(p.in);
-    for (; left > 0; left -= p.n, x += p.n * p.in) {
-        p.n = left < most ? left : most;
-        p.x = words_of(x, p.n * p.in);
-        multiply(&p);
-        if (p.totals) p.totals += p.n * p.out;
-        else p.y += p.n * p.out;
+    for (; left > 0; left -= p.n, x += p.n * x_stride) {
+        p.n = p.chunk = left < most ? left : most;
+        p.x_stride = x_stride;
+        p.x = words_of(x, p.n, p.in, &p.x_stride);
+        if (end == 0) multiply(&p);
+        else if (p.n <= FEW) few_rows(&p, begin, end, 0);
+        else many_rows(&p, begin, end, 0); /* one chunk: tasks are panels */
+        if (p.totals) p.totals += p.n * p.y_stride;
+        else p.y += p.n * p.y_stride;
     }
 }
 
@@ -508,14 +523,23 @@ static void run(product p, const element *x) {
  * y = silu(first half) * second half. */
 void panel_product(const element *x, const element *panels, const element *bias, element *y,
                    int64_t n, int64_t in, int64_t out, int64_t gated) {
-    run((product){0, panels, bias, y, 0, n, in, out, gated, 1, with_tiles(), 0}, x);
+    product p = {0, panels, bias, y, 0, n, in, out, gated, 1, 0, out, with_tiles(), 0};
+    run(p, x, in, 0, 0);
+}
+
+/* Panels `begin` to `end` - 1 of a product, by the calling thread. */
+void panel_piece(const piece_of_product *w, int64_t begin, int64_t end) {
+    product p = {0, w->panels, w->bias, w->y, 0, w->n, w->in, w->out, w->gated, 1, 0, w->y_stride,
+                 with_tiles(), 0};
+    if (begin < end) run(p, w->x, w->x_stride, begin, end);
 }
 
 /* x [n, in], panels -> float32 y [n, out], not rounded: sums over 1, 2, 4 or 8 equal parts of the
  * inner dimension, each a multiple of 32, added as a balanced tree. */
 void panel_sums(const element *x, const element *panels, float *y, int64_t n, int64_t in,
                 int64_t out, int64_t parts) {
-    run((product){0, panels, 0, 0, y, n, in, out, 0, parts, with_tiles(), 0}, x);
+    product p = {0, panels, 0, 0, y, n, in, out, 0, parts, 0, out, with_tiles(), 0};
+    run(p, x, in, 0, 0);
 }
 
 /* Rows of a weight in panels to be copied. */

@@ -33,7 +33,22 @@ static inline vec exp2_vec(vec x) {
 #endif
 }
 
-#if !defined(WIDE)
+#if LANES == 4
+/* Words [4, 4] -> transposed: exchange the off-diagonal quarters of 4 and 2 rows. */
+static inline void transpose_4(const word *from, int64_t from_stride, word *to, int64_t to_stride) {
+    vec a[4], b[4];
+    for (int i = 0; i < 4; i++) a[i] = load_vec(from + i * from_stride);
+    for (int i = 0; i < 2; i++) {
+        b[i] = SHUFFLE(a[i], a[i + 2], 0, 1, 4, 5);
+        b[i + 2] = SHUFFLE(a[i], a[i + 2], 2, 3, 6, 7);
+    }
+    for (int i = 0; i < 4; i += 2) {
+        store_vec(to + i * to_stride, SHUFFLE(b[i], b[i + 1], 0, 4, 2, 6));
+        store_vec(to + (i + 1) * to_stride, SHUFFLE(b[i], b[i + 1], 1, 5, 3, 7));
+    }
+}
+#define TRANSPOSE_SOME transpose_4
+#elif LANES == 8
 /* Words [8, 8] -> transposed: exchange the off-diagonal quarters of 8, 4 and 2 rows. */
 static inline void transpose_8(const word *from, int64_t from_stride, word *to, int64_t to_stride) {
     vec a[8], b[8];
@@ -51,6 +66,7 @@ static inline void transpose_8(const word *from, int64_t from_stride, word *to, 
         store_vec(to + (i + 1) * to_stride, SHUFFLE(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15));
     }
 }
+#define TRANSPOSE_SOME transpose_8
 #endif
 
 /* Words [16, 16] -> transposed; strides in words. */
@@ -76,15 +92,18 @@ static inline void transpose(const word *from, int64_t from_stride, word *to, in
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * to_stride, rows[i]);
 #else
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 16; j += 8)
-            transpose_8(from + j * from_stride + i, from_stride, to + i * to_stride + j, to_stride);
+    for (int i = 0; i < 16; i += LANES)
+        for (int j = 0; j < 16; j += LANES)
+            TRANSPOSE_SOME(from + j * from_stride + i, from_stride, to + i * to_stride + j,
+                           to_stride);
 #endif
 }
 
 /* Rows k and k + 1 (k even) of a float32 matrix -> words in the layout of B. */
 static inline void store_words(word *to, vec even, vec odd) {
-#if PAIR == 2
+#if PAIR == 2 && defined(NEON)
+    store_vec(to, (vec)round_to_pairs((float32x4_t)even, (float32x4_t)odd));
+#elif PAIR == 2
     const __m512i alternate =
         _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -101,28 +120,29 @@ static inline __attribute__((always_inline)) void multiply_block(const int rows,
                                                                  const word *a, int64_t a_stride,
                                                                  const word *b, int64_t k,
                                                                  int add) {
-    for (int64_t column = 0; column < COLUMNS; column += 2 * LANES, c += 2 * LANES) {
-        vec sums[BLOCK][2] = {0};
+    for (int64_t column = 0; column < COLUMNS; column += VECTORS * LANES, c += VECTORS * LANES) {
+        vec sums[BLOCK][VECTORS] = {0};
         if (add)
             for (int r = 0; r < rows; r++)
-                for (int h = 0; h < 2; h++) sums[r][h] = load_vec(c + r * COLUMNS + h * LANES);
+                for (int h = 0; h < VECTORS; h++)
+                    sums[r][h] = load_vec(c + r * COLUMNS + h * LANES);
         for (int64_t j = 0; j < k; j++) {
-            vec right[2];
-            for (int h = 0; h < 2; h++) {
+            vec right[VECTORS];
+            for (int h = 0; h < VECTORS; h++) {
                 right[h] = load_vec(b + j * COLUMNS + column + h * LANES);
                 KEEP_IN_REGISTER(right[h]);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 vec left = all_lanes(a[r * a_stride + j]);
-                for (int h = 0; h < 2; h++) {
+                for (int h = 0; h < VECTORS; h++) {
                     sums[r][h] = multiply_add(sums[r][h], left, right[h]);
                     KEEP_IN_REGISTER(sums[r][h]);
                 }
             }
         }
         for (int r = 0; r < rows; r++)
-            for (int h = 0; h < 2; h++) store_vec(c + r * COLUMNS + h * LANES, sums[r][h]);
+            for (int h = 0; h < VECTORS; h++) store_vec(c + r * COLUMNS + h * LANES, sums[r][h]);
     }
 }
 

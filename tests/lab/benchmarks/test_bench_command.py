@@ -13,7 +13,7 @@ import pytest
 
 from minillm.cli import main
 from minillm.config import ModelConfig, RopeConfig
-from minillm.errors import UnsupportedFeatureError
+from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.benchmarks import ceiling, checkpoint, compare, startup
 from minillm.lab.benchmarks.ceiling import ONEDNN, OWN, SUMS, Ceiling, best_of
 from minillm.lab.benchmarks.compare import Work, cost_of, options, result, statement
@@ -379,6 +379,17 @@ def test_only_plain_decoders_are_written() -> None:
     for name in ("deepseek-v3", "mixtral-8x7b", "llama-3.1-8b"):
         with pytest.raises(UnsupportedFeatureError, match="leave out --vs"):
             checkpoint.check_writable(name, PRESETS[name])
+
+
+def test_first_layers_are_those_of_the_preset() -> None:
+    """Of any family; a number of layers that it does not have is an error."""
+    for name in ("deepseek-v2-lite", "qwen3-30b-a3b"):
+        config = preset(name)
+        cut = parse_config(checkpoint.first_layers(name, config, 3))
+        assert cut == replace(config, num_layers=3, moe_layers=config.moe_layers[:3])
+        for wrong in (0, config.num_layers + 1):
+            with pytest.raises(ConfigError, match="must be between 1 and"):
+                checkpoint.first_layers(name, config, wrong)
 
 
 def test_a_written_checkpoint_loads_here_and_in_transformers(
