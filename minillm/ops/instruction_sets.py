@@ -40,7 +40,6 @@ NEON = InstructionSet("neon", frozenset(), ("-march=native",))
 NEON_ON_MAC = InstructionSet("neon", frozenset(), ("-mcpu=native",))  # clang has no -march=native
 OTHER = InstructionSet("other", frozenset(), ("-march=native",))  # another kind of processor
 OTHER_X86 = InstructionSet("other", frozenset(), ("-march=native", *WIDE[1:]))  # old, or a Mac
-NAMES = (*(each.name for each in X86), NEON.name, NONE)
 
 
 def available() -> tuple[InstructionSet, ...]:

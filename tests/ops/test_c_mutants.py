@@ -302,10 +302,10 @@ MUTANTS = {
         r"panel \+= PIECE \* PANEL", "panel += 0", pieces, L, "BF16", "AVX2"
     ),
     "the first rows are copied again": Mutant(
-        r"x \+= p\.n \* p\.in\)", "x += 0)", chunks, L, "BF16", "AVX2"
+        r"x \+= p\.n \* x_stride\)", "x += 0)", chunks, L, "BF16", "AVX2"
     ),
     "one input for all": Mutant(
-        r"copy\[i\] = load\(x\[i\]\)", "copy[i] = load(x[0])", products, L, "BF16", "AVX2"
+        r"= load\(x\[r \* \*stride \+ k\]\)", "= load(x[0])", products, L, "BF16", "AVX2"
     ),
     "a key's sum is another's": Mutant(
         r"\(0, 1, 8, 9, 4, 5, 12, 13\), \(2",
