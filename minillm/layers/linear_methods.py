@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm import ops
 from minillm.errors import CheckpointError
 from minillm.ops import cpu
+from minillm.ops.cpu_sums import panel_sums
 
 ROWS = (1, 2, 4, 8, 16, 64, 256)  # numbers of rows that oneDNN is called with
 MOST_PADDED = 16  # remainders up to this size are padded to the next size
@@ -183,6 +185,10 @@ class LinearMethod:
         all-reduce. `finished` turns the reduced sum into the output."""
         return self.apply(matrix, x, None)
 
+    def logits(self, matrix: Matrix, x: Tensor) -> Tensor:
+        """[N, in] -> float32 [N, out], not rounded, for routers."""
+        return F.linear(x.float(), self.values(matrix).float())
+
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
         """Rows at `ids` [N] -> [N, in]"""
         return ops.embedding(ids, self.values(matrix))
@@ -252,6 +258,10 @@ class PanelLinearMethod(LinearMethod):
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """[N, in], [out] -> [N, out]"""
         return cpu.panel_linear(x, matrix.weight, bias, self.out_features)
+
+    def logits(self, matrix: Matrix, x: Tensor) -> Tensor:
+        """[N, in] -> float32 [N, out], not rounded"""
+        return panel_sums(x, matrix.weight, self.out_features, 1)
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
         """[N] -> [N, in]"""

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm import ops
@@ -37,7 +36,7 @@ class Router(Matrix):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, d] -> weights [N, k] and expert ids [N, k]"""
         moe = self.moe
-        logits = F.linear(x.float(), self.values().float())  # [N, E]
+        logits = self.method.logits(self, x)  # [N, E]
         scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
         weights, ids = ops.moe_route(
             scores,

@@ -1,20 +1,27 @@
-"""All layers of a dense decoder in one C call, for supported models."""
+"""All layers of a decoder in one C call, for supported models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from minillm.config import ModelConfig
 from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Linear
-from minillm.layers.linear_methods import PanelLinearMethod
+from minillm.layers.linear_methods import Matrix, PanelLinearMethod
+from minillm.layers.mla import LATENT_NORM_EPS, MLAttention
 from minillm.layers.mlp import MLP
+from minillm.layers.moe import MoE
+from minillm.layers.norm import RMSNorm
+from minillm.layers.panel_methods import PanelExpertsMethod, PanelHeadsMethod
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
+from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
+from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
 
 
@@ -40,7 +47,7 @@ class AllLayers:
         MLP in place. Exactly one rank owns the biases of these outputs."""
         self._sum = all_reduce
         if not owns_biases:
-            self.weights = [replace(each, o_bias=None, down_bias=None) for each in self.weights]
+            self.weights = [without_biases(each) for each in self.weights]
 
     @classmethod
     def of(cls, model: Decoder) -> "AllLayers | None":
@@ -74,55 +81,164 @@ class AllLayers:
         return not (any(self.hooks) or _has_any_global_hook())
 
 
+def without_biases(weights: LayerWeights) -> LayerWeights:
+    """A layer without the biases that only one rank adds."""
+    experts = weights.experts
+    if experts is not None:
+        experts = replace(experts, shared_down_bias=None)
+    return replace(weights, o_bias=None, down_bias=None, experts=experts)
+
+
 def fits(layer: nn.Module) -> bool:
-    """Whether a layer is grouped-query attention and a dense MLP, with all weights in panels."""
+    """Whether C supports a layer's attention and its MLP or experts, with all weights in panels."""
     if not isinstance(layer, DecoderLayer):
         return False
     attention, mlp = layer.attention, layer.mlp
-    if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+    if not isinstance(attention, Attention | MLAttention) or not isinstance(mlp, MLP | MoE):
         return False
-    return all(isinstance(each.method, PanelLinearMethod) for each in matrices(attention, mlp))
+    if isinstance(mlp, MoE) and not isinstance(mlp.experts.gate_up.method, PanelExpertsMethod):
+        return False
+    absorbed = [attention.kv_b_proj] if isinstance(attention, MLAttention) else []
+    return all(isinstance(each.method, PanelHeadsMethod) for each in absorbed) and all(
+        isinstance(each.method, PanelLinearMethod) for each in matrices(attention, mlp)
+    )
 
 
-def matrices(attention: Attention, mlp: MLP) -> tuple[Linear, Linear, Linear, Linear]:
-    """The four matrices of a layer, in order of use."""
-    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+def matrices(attention: Attention | MLAttention, mlp: MLP | MoE) -> list[Matrix]:
+    """The matrices of a layer, without `kv_b_proj` of MLA."""
+    found: list[Matrix] = [attention.o_proj]
+    if isinstance(attention, Attention):
+        found.append(attention.qkv_proj)
+    else:
+        low = [] if attention.q_a_proj is None else [attention.q_a_proj]
+        found += [*low, attention.q_proj, attention.kv_a_proj]
+    dense = mlp if isinstance(mlp, MLP) else mlp.shared
+    if isinstance(mlp, MoE):
+        found += [mlp.router, mlp.experts.gate_up, mlp.experts.down]
+    if dense is not None:
+        found += [dense.gate_up_proj, dense.down_proj]
+    return found
 
 
 def layer_weights(layer: Any) -> LayerWeights:
     """The tensors of a layer that `fits`."""
     attention, mlp = layer.attention, layer.mlp
-    qkv, o, gate_up, down = matrices(attention, mlp)
-    normed = attention.q_norm is not None
+    absorbed, mixed = isinstance(attention, MLAttention), isinstance(mlp, MoE)
+    qkv = None if absorbed else attention.qkv_proj
+    gate_up, down = (None, None) if mixed else (mlp.gate_up_proj, mlp.down_proj)
+    normed = not absorbed and attention.q_norm is not None
     return LayerWeights(
         input_norm=layer.input_norm.weight,
         mlp_norm=layer.mlp_norm.weight,
-        qkv=qkv.weight,
-        qkv_bias=qkv.bias,
+        qkv=weight_of(qkv),
+        qkv_bias=bias_of(qkv),
         q_norm=attention.q_norm.weight if normed else None,
         k_norm=attention.k_norm.weight if normed else None,
-        o=o.weight,
-        o_bias=o.bias,
-        gate_up=gate_up.weight,
-        gate_up_bias=gate_up.bias,
-        down=down.weight,
-        down_bias=down.bias,
+        o=attention.o_proj.weight,
+        o_bias=attention.o_proj.bias,
+        gate_up=weight_of(gate_up),
+        gate_up_bias=bias_of(gate_up),
+        down=weight_of(down),
+        down_bias=bias_of(down),
         window=attention.window,
+        latent=latent_weights(attention) if absorbed else None,
+        experts=expert_weights(mlp) if mixed else None,
+    )
+
+
+def weight_of(module: Matrix | RMSNorm | None) -> Tensor | None:
+    """The weight of a matrix or norm that a layer may not have."""
+    return None if module is None else module.weight
+
+
+def bias_of(matrix: Linear | None) -> Tensor | None:
+    """The bias, of a matrix that a layer may not have."""
+    return None if matrix is None else matrix.bias
+
+
+def latent_weights(attention: MLAttention) -> LatentWeights:
+    """The tensors of MLA."""
+    return LatentWeights(
+        q_a=weight_of(attention.q_a_proj),
+        q_a_bias=bias_of(attention.q_a_proj),
+        q_a_norm=weight_of(attention.q_a_norm),
+        q=attention.q_proj.weight,
+        kv_a=attention.kv_a_proj.weight,
+        kv_a_bias=attention.kv_a_proj.bias,
+        kv_a_norm=attention.kv_a_norm.weight,
+        keys=attention.kv_b_proj.weight,
+        values=attention.kv_b_proj.get_parameter("value_panels"),
+    )
+
+
+def expert_weights(layer: MoE) -> ExpertWeights:
+    """The tensors of a mixture of experts."""
+    shared = layer.shared
+    return ExpertWeights(
+        router=layer.router.weight,
+        bias=layer.router.bias,
+        gate_up=layer.experts.gate_up.weight,
+        down=layer.experts.down.weight,
+        shared_gate_up=None if shared is None else shared.gate_up_proj.weight,
+        shared_gate_up_bias=None if shared is None else shared.gate_up_proj.bias,
+        shared_down=None if shared is None else shared.down_proj.weight,
+        shared_down_bias=None if shared is None else shared.down_proj.bias,
     )
 
 
 def layer_shape(model: Decoder) -> LayerShape:
     """The common shape of the layers of a model that `fits`."""
     config = model.config
-    first: Any = model.layers[0]
+    layers: Sequence[Any] = list(model.layers)
     return LayerShape(
         hidden=config.hidden_size,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate=config.intermediate_size,
+        intermediate=config.intermediate_size if any(map(has_mlp, layers)) else 0,
         interleaved=config.rope.interleaved,
         eps=config.rms_norm_eps,
         qk_eps=config.rms_norm_eps,
-        scale=first.attention.scale,
+        scale=layers[0].attention.scale,
+        latent=latent_shape(config),
+        experts=next((expert_shape(each.mlp) for each in layers if not has_mlp(each)), None),
+    )
+
+
+def has_mlp(layer: Any) -> bool:
+    """Whether a layer has a dense MLP, not experts."""
+    return isinstance(layer.mlp, MLP)
+
+
+def latent_shape(config: ModelConfig) -> LatentShape | None:
+    """The sizes of MLA, if the model has it."""
+    mla = config.mla
+    if mla is None:
+        return None
+    return LatentShape(
+        heads=config.num_heads,
+        rank=mla.kv_lora_rank,
+        nope=mla.qk_nope_head_dim,
+        rope=mla.qk_rope_head_dim,
+        value=mla.v_head_dim,
+        q_rank=mla.q_lora_rank or 0,
+        eps=LATENT_NORM_EPS,
+    )
+
+
+def expert_shape(layer: MoE) -> ExpertShape:
+    """The sizes and the routing of a mixture of experts. Of a rank's part, those that it holds."""
+    moe, down = layer.router.moe, layer.experts.down
+    return ExpertShape(
+        hidden=layer.router.in_features,
+        experts=moe.num_experts,
+        chosen=moe.num_experts_per_token,
+        size=down.in_features,
+        shared_size=0 if layer.shared is None else layer.shared.down_proj.in_features,
+        sigmoid=moe.scoring == "sigmoid",
+        normalize=moe.normalize,
+        groups=moe.num_groups,
+        top_groups=moe.topk_groups,
+        best_two=moe.group_score == "top2",
+        factor=moe.routed_scaling_factor,
     )

@@ -22,7 +22,9 @@ from minillm.layers.linear_methods import (
 )
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
+from minillm.layers.moe import MoE
 from minillm.layers.norm import RMSNorm
+from minillm.layers.panel_methods import PanelExpertsMethod, pack_heads
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu
@@ -36,12 +38,13 @@ def pack_weights(model: Decoder) -> str:
     """Pack the weights of a model on a CPU for serving. Returns a summary for the log.
 
     The packed model can neither be trained nor saved. Experts and the matrix that MLA absorbs are
-    not packed, because they are not used in plain products.
+    packed in panels only, because oneDNN has no such products.
     """
     matrices = packable(model)
     chosen = [each for each in matrices if cpu.takes_panels(each.values())]
     if chosen:
         into_panels(chosen)
+    pack_parts(model)
     model.all_layers = AllLayers.of(model)
     count = sum(into_onednn(model, each) for each in matrices if each not in chosen)
     c_library.return_freed_memory()
@@ -82,6 +85,37 @@ def packable(model: Decoder) -> list[Linear | Embedding]:
         and id(each) not in absorbed
     ]
     return sorted(found, key=lambda each: isinstance(each, Embedding))
+
+
+def pack_parts(model: Decoder) -> None:
+    """Pack routers, experts and the matrices that MLA absorbs into panels, if their sizes fit."""
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            pack_experts(layer)
+        elif isinstance(layer, MLAttention):
+            mla, matrix = layer.mla, layer.kv_b_proj
+            sizes = mla.qk_nope_head_dim, mla.v_head_dim
+            whole = not any(each % cpu.PANEL_STEP for each in sizes)
+            if whole and is_plain(matrix) and cpu.takes_panels(matrix.values()):
+                pack_heads(matrix, layer.num_heads, *sizes)
+
+
+def pack_experts(layer: MoE) -> None:
+    """Pack the experts and the router of a layer, if their sizes fit."""
+    experts: Sequence[Matrix] = (layer.experts.gate_up, layer.experts.down)
+    weights = [each.values()[0] for each in experts if is_plain(each)]
+    if len(weights) < 2 or not all(
+        cpu.takes_panels(each) and len(each) % cpu.PANEL_STEP == 0 for each in weights
+    ):
+        return
+    into_panels(experts, lambda each: PanelExpertsMethod(each.out_features))
+    if is_plain(layer.router):
+        into_panels([layer.router])
+
+
+def is_plain(matrix: Matrix) -> bool:
+    """Whether a matrix is stored as in the checkpoint."""
+    return isinstance(matrix.method, PlainLinearMethod)
 
 
 def into_panels(

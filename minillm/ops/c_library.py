@@ -10,7 +10,6 @@ import hashlib
 import math
 import mmap
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
+from minillm.ops import instruction_sets
 from minillm.plan import machine
 
 Element = Literal["BF16", "F32"]
@@ -36,7 +36,6 @@ FLAGS = (
     "-fno-trapping-math",
     "-fPIC",
 )
-WIDE = ("-mprefer-vector-width=512",)  # the default is 256
 COMPILERS = ("gcc", "clang", "cc")
 BUILD_SECONDS = 60
 STALE_SECONDS = 3600  # age at which a build folder is removed
@@ -54,7 +53,10 @@ def library(element: Element) -> "Library | NoLibrary":
     """The library for one element type, built if necessary, or why there is none."""
     if os.environ.get(SWITCH) == "0":
         return NoLibrary(f"{SWITCH} is 0")
-    if element == "BF16" and not machine.cpu_has_bf16():
+    chosen = instruction_sets.chosen()
+    if chosen is None:
+        return NoLibrary(f"{instruction_sets.VARIABLE} is {instruction_sets.NONE}")
+    if element == "BF16" and not (chosen in instruction_sets.X86 or machine.cpu_has_bf16()):
         return NoLibrary("no bf16 instructions")
     try:
         return load(find_or_build(element))
@@ -67,9 +69,21 @@ def library(element: Element) -> "Library | NoLibrary":
 def load(path: Path) -> "Library":
     """Load a library."""
     try:
-        return Library(str(path))
+        loaded = Library(str(path))
     except OSError as error:
         raise NoLibrary(f"the library cannot be loaded: {error}") from error
+    one_thread_after_fork()
+    return loaded
+
+
+@cache
+def one_thread_after_fork() -> None:
+    """Make forked child processes use one thread. The C functions would start their own, but
+    torch's OpenMP runtime would wait forever for threads that only the parent has."""
+    import torch
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 class Threads:
@@ -115,7 +129,8 @@ def find_or_build(element: Element, flags: Sequence[str] = (), folder: Path | No
     sources = sorted(SOURCES.glob("*.[ch]"))
     if not sources:
         raise NoLibrary("its sources are missing")
-    name = f"{element.lower()}-{fingerprint(compiler, options, sources)}.so"
+    kind = (instruction_sets.chosen() or instruction_sets.OTHER).name
+    name = f"{element.lower()}-{kind}-{fingerprint(compiler, options, sources)}.so"
     folder = folder or cache_folder()
     path = folder / name
     if not path.exists() or not path.stat().st_size:  # empty after a power failure
@@ -135,16 +150,13 @@ def find_compiler() -> Path:
 
 
 def for_this_cpu() -> Sequence[str]:
-    """The flags for this CPU's instructions, and on x86-64 for 512-bit vectors."""
-    kind = platform.machine()
-    if kind == "arm64":  # a Mac: its clang has no -march=native
-        return ("-mcpu=native",)
-    return ("-march=native", *(WIDE if kind in ("x86_64", "AMD64") else ()))
+    """The flags for the chosen instruction set."""
+    return (instruction_sets.chosen() or instruction_sets.available()[-1]).flags
 
 
 def fingerprint(compiler: Path, options: Sequence[str], sources: Sequence[Path]) -> str:
-    """A hash of everything a library depends on, including the CPU's instruction set: machines of
-    different kinds may share a home folder."""
+    """A hash of everything a library depends on. The options name the instruction set, and those of
+    the processor are a part, because of -march=native: machines may share a home folder."""
     digest = hashlib.sha256()
     parts = [str(compiler), str(compiler.stat().st_mtime_ns), *options, machine.cpu_instructions()]
     for part in parts:

@@ -28,7 +28,7 @@ MOST_GROUP = 256  # query heads per KV head: decode.c has 64 floats of each on t
 MOST_DIM = 4096  # head size in attention; also on the stack
 PANEL_STEP = 32  # inputs of a weight in panels are a multiple of this
 PANELS = "MINILLM_PANELS"  # 1: weights in panels whenever C is available, 0: never
-UNITS = ("plain C", "AVX-512 BF16", "AMX")  # values of `panel_unit` in linear.c
+UNITS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX")  # values of `panel_unit` in linear.c
 P, N, F = c_void_p, c_int64, c_float
 
 
@@ -160,8 +160,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     _check(gate_up.shape[-1] == 2 * size, "gate_up", gate_up, "[.., 2 I]")
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
-    rows = out.numel() // max(size, 1)
-    ready(out.dtype).silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size)
+    where = gate_up.data_ptr(), out.data_ptr()
+    ready(out.dtype).silu_mul(*where, out.numel() // max(size, 1), size)
     return out
 
 
@@ -289,8 +289,8 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 
 
 def panels_are_fast(dtype: torch.dtype) -> bool:
-    """Whether weights of this dtype are stored in panels: if the CPU has AMX or AVX-512 BF16;
-    otherwise oneDNN is faster. `MINILLM_PANELS` overrides this."""
+    """Whether weights of this dtype are stored in panels: if the CPU has AVX2 or better; otherwise
+    oneDNN is faster. `MINILLM_PANELS` overrides this."""
     found, setting = functions(dtype), panels_setting()
     return found is not None and (setting == "1" if setting else found.panel_unit > 0)
 
@@ -314,15 +314,15 @@ def takes_panels(weight: Tensor) -> bool:
 
 
 def pack_panels(weight: Tensor, panels: Tensor) -> None:
-    """[out, in] -> [ceil(out / 32), in / 2, 32, 2], the layout of `c/linear.c`."""
+    """[out, in] -> [ceil(out / 32), in / 2, 32, 2], the layout of `c/linear.c`. Only bf16 panels
+    contain pairs: float32 panels are [.., in, 32] in the same memory."""
     size, shape = weight.shape[1], panels_shape(*weight.shape)
     fits = size % PANEL_STEP == 0 and weight.device.type == "cpu"
     _check(fits, "weight", weight, f"[.., a multiple of {PANEL_STEP}] on the CPU")
     right = panels.shape == shape and panels.dtype == weight.dtype and panels.is_contiguous()
     _check(right, "panels", panels, f"contiguous {list(shape)}, {weight.dtype}")
     weight = weight.contiguous()
-    pack = ready(weight.dtype).pack_panels
-    pack(weight.data_ptr(), panels.data_ptr(), *weight.shape)
+    ready(weight.dtype).pack_panels(weight.data_ptr(), panels.data_ptr(), *weight.shape)
 
 
 def panels_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
@@ -339,24 +339,24 @@ def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     if bias is not None:
         _check_vector("bias", bias, out_features, x.dtype)
     out = x.new_empty(count, out_features)
-    at = None if bias is None else bias.data_ptr()
-    run = ready(x.dtype).panel_product
-    run(x.data_ptr(), panels.data_ptr(), at, out.data_ptr(), count, size, out_features, 0)
+    where = x.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr()
+    ready(x.dtype).panel_product(*where, out.data_ptr(), count, size, out_features, 0)
     return out
 
 
 def rows_of_panels(panels: Tensor, ids: Tensor, out_features: int) -> Tensor:
     """Rows [N, in] of a weight in panels, for embedding lookup."""
     if not takes(panels):  # torch operations are intercepted
+        if panels.dtype == torch.float32:  # one input after the other
+            panels = panels.view(len(panels), -1, 32, 1)
         return panels[ids // 32, :, ids % 32].flatten(1)
     ids = ids.contiguous()
     _check_integers("ids", ids, torch.int64)
     _check(len(panels) == -(-out_features // 32), "panels", panels, f"of {out_features} outputs")
     size = 2 * panels.shape[1]
     out = panels.new_empty(len(ids), size)
-    run = ready(panels.dtype).panel_rows
     where = panels.data_ptr(), ids.data_ptr(), out.data_ptr()
-    if run(*where, len(ids), size, out_features):
+    if ready(panels.dtype).panel_rows(*where, len(ids), size, out_features):
         raise IndexError(f"A token id is outside of 0 to {out_features - 1}.")
     return out
 

@@ -6,15 +6,17 @@ uses one allocation for all intermediate results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p, memmove
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from minillm.ops import cpu
+from minillm.ops import cpu, cpu_experts, cpu_latent
 from minillm.ops.c_library import library
+from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
+from minillm.ops.cpu_latent import LatentShape, LatentWeights
 
 ALIGNMENT = 64  # bytes, a cache line
 ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
@@ -22,26 +24,33 @@ ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one layer: matrices in panels, norms and biases unpacked."""
+    """The weights of one layer: matrices in panels, norms and biases unpacked.
+
+    With MLA, `latent` takes the place of qkv and the norms of heads; in a mixture of experts,
+    `experts` that of gate_up and down.
+    """
 
     input_norm: Tensor
     mlp_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | None
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
-    gate_up: Tensor
+    gate_up: Tensor | None
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | None
     down_bias: Tensor | None
     window: int | None
+    latent: LatentWeights | None = None
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The common shape of all layers."""
+    """The common shape of all layers. Sizes of heads are not used with MLA (`latent`), nor is
+    `intermediate` if all layers are mixtures of experts."""
 
     hidden: int
     heads: int
@@ -52,10 +61,21 @@ class LayerShape:
     eps: float
     qk_eps: float
     scale: float
+    latent: LatentShape | None = None
+    experts: ExpertShape | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope
 
     @property
     def fits(self) -> bool:
         """Whether the C functions support these sizes."""
+        if self.experts is not None and not self.experts.fits:
+            return False
+        if self.latent is not None:
+            return self.latent.fits and self.intermediate % cpu.PANEL_STEP == 0
         if self.head_dim > cpu.MOST_HEAD_DIM or self.intermediate % cpu.PANEL_STEP:
             return False
         return cpu.fits_vectors(self.heads // self.kv_heads, self.head_dim, self.head_dim)
@@ -68,6 +88,8 @@ class _Layer(Structure):
             "gate_up", "gate_up_bias", "down", "down_bias", "k_cache", "v_cache",
         )),
         ("window", c_int64),
+        ("latent", c_void_p),
+        ("experts", c_void_p),
     )  # fmt: skip
 
 
@@ -79,6 +101,7 @@ class _Shape(Structure):
         )),
         ("cache_strides", c_int64 * 6),
         *((name, c_float) for name in ("eps", "qk_eps", "scale")),
+        *((name, c_void_p) for name in ("latent", "experts")),
     )  # fmt: skip
 
 
@@ -92,7 +115,7 @@ class _Step(Structure):
         )),
         ("table_stride", c_int64),
         *((name, c_void_p) for name in (
-            "x", "residual", "normed", "wide", "narrow", "attended",
+            "x", "residual", "normed", "wide", "narrow", "attended", "memory",
         )),
     )  # fmt: skip
 
@@ -107,15 +130,18 @@ class Layers:
             raise ValueError(f"{shape} is not supported in C; check `fits` first.")
         self.weights, self.shape = weights, shape  # keeps the weights alive
         self.keys, self.values = keys, values
-        self.dtype = weights[0].qkv.dtype
+        self.dtype = weights[0].o.dtype
         built = library(dict(cpu.ELEMENTS)[self.dtype])
         self._run = built.run_layers  # type: ignore[union-attr]
         self._run.restype = c_int64
         which = c_int64, c_int64, c_int64
         self._run.argtypes = (POINTER(_Layer), *which, POINTER(_Shape), POINTER(_Step))
+        self._parts = [_parts(each) for each in weights]  # structures that a layer points to
         self._layers = (_Layer * len(weights))(
-            *(_layer(each, keys[i], values[i]) for i, each in enumerate(weights))
+            *(_layer(each, keys[i], values[i], self._parts[i]) for i, each in enumerate(weights))
         )
+        self._latent = None if shape.latent is None else cpu_latent.numbers(shape.latent)
+        self._experts = None if shape.experts is None else cpu_experts.numbers(shape.experts)
         self._shape = _Shape(
             shape.hidden,
             shape.heads,
@@ -129,10 +155,13 @@ class Layers:
             shape.eps,
             shape.qk_eps,
             shape.scale,
+            _address(self._latent),
+            _address(self._experts),
         )
-        heads = shape.heads + 2 * shape.kv_heads
-        wide, narrow = heads * shape.head_dim, max(shape.heads * shape.head_dim, shape.intermediate)
-        self._widths = shape.hidden, wide, narrow, narrow
+        query = 0 if shape.latent else shape.heads * shape.head_dim
+        wide = query and query + 2 * shape.kv_heads * shape.head_dim
+        narrow = max(query, shape.intermediate)
+        self._widths = shape.hidden, wide, narrow, query
         self._spare: list[Tensor] = []  # reused between steps, because new pages must be zeroed
 
     def run(
@@ -156,8 +185,8 @@ class Layers:
         if block_tables.stride(1) != 1:
             block_tables = block_tables.contiguous()
         cpu.check_batch(slot_mapping, query_start, seq_lens, block_tables)
-        cpu.check_rope(rope, count, self.shape.head_dim)
-        x = x.clone()
+        cpu.check_rope(rope, count, self.shape.rotary_dim)
+        x = _copied(x)
         residual = torch.empty_like(x)
         memory = self._take(count)
         cos, sin = rope[0].contiguous(), rope[1].contiguous()
@@ -176,7 +205,7 @@ class Layers:
             block_tables.stride(0),
             x.data_ptr(),
             residual.data_ptr(),
-            *self._parts(memory, count),
+            *self._buffers(memory, count),
         )
         cpu.ready(self.dtype)
         for first, last, halves in self._calls(by_halves=all_reduce is not None):
@@ -201,17 +230,54 @@ class Layers:
         fits = bool(spare) and size <= len(spare[0])
         return spare[0] if fits else torch.empty(size, dtype=self.dtype)
 
-    def _parts(self, memory: Tensor, count: int) -> Iterator[int]:
-        """Addresses of the buffers normed, wide, narrow and attended, each [N, width]."""
+    def _buffers(self, memory: Tensor, count: int) -> Iterator[int]:
+        """Addresses of the buffers normed, wide, narrow and attended, each [N, width], and of the
+        memory for MLA and experts."""
         ends = accumulate(self._sizes(count), initial=0)
         return (memory.data_ptr() + end * self.dtype.itemsize for end in list(ends)[:-1])
 
     def _sizes(self, count: int) -> list[int]:
         unit = ALIGNMENT // self.dtype.itemsize
-        return [-(-count * width // unit) * unit for width in self._widths]
+        sizes = [count * width for width in self._widths]
+        sizes.append(self._bytes_of_parts(count) // self.dtype.itemsize)
+        return [-(-size // unit) * unit for size in sizes]
+
+    def _bytes_of_parts(self, count: int) -> int:
+        """Bytes that MLA and experts need, which they use in turn."""
+        latent, experts = self._latent, self._experts
+        return max(
+            0 if latent is None else cpu_latent.memory_bytes(self.dtype, latent, count),
+            0 if experts is None else cpu_experts.memory_bytes(self.dtype, experts, count),
+        )
 
 
-def _layer(weights: LayerWeights, keys: Tensor, values: Tensor) -> _Layer:
+def _copied(x: Tensor) -> Tensor:
+    """A contiguous copy, by one thread: torch's threads would compete with those of C."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    memmove(out.data_ptr(), x.data_ptr(), x.nbytes)
+    return out
+
+
+def _parts(weights: LayerWeights) -> tuple[Structure | None, Structure | None]:
+    """The structures of a layer's MLA and experts."""
+    latent, experts = weights.latent, weights.experts
+    return (
+        None if latent is None else cpu_latent.addresses(latent),
+        None if experts is None else cpu_experts.addresses(experts),
+    )
+
+
+def _address(structure: Structure | None) -> int | None:
+    return None if structure is None else addressof(structure)
+
+
+def _layer(
+    weights: LayerWeights,
+    keys: Tensor,
+    values: Tensor,
+    parts: tuple[Structure | None, Structure | None],
+) -> _Layer:
     """The addresses of one layer."""
     w = weights
     tensors = (
@@ -230,4 +296,8 @@ def _layer(weights: LayerWeights, keys: Tensor, values: Tensor) -> _Layer:
         keys,
         values,
     )
-    return _Layer(*(None if each is None else each.data_ptr() for each in tensors), w.window or 0)
+    return _Layer(
+        *(None if each is None else each.data_ptr() for each in tensors),
+        w.window or 0,
+        *map(_address, parts),
+    )

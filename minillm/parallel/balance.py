@@ -53,7 +53,7 @@ class BalancedExperts(nn.Module):
     ):
         super().__init__()
         self.by_slot, self.held, self.first_row = by_slot, held, first_row
-        self.communicator, self.device = communicator, held.down.values().device
+        self.communicator, self.device = communicator, held.down.weight.device
         shape = window_size, len(placement.copies)
         self._window = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self._num_steps = self.version = 0

@@ -97,6 +97,7 @@ def unpacked(rows: Tensor, *like: Tensor) -> Iterator[Tensor]:
 def dispatch_experts(model: Decoder, num_slots: int, communicator: Communicator) -> None:
     """Connect the loaded layers of one copy to the experts of all copies, in `num_slots` slots."""
     held = Split(communicator.rank, communicator.size).share(num_slots)
+    model.all_layers = None  # tokens travel to other copies in the middle of a layer
     for layer in list(model.modules()):
         if isinstance(layer, MoE):
             own = OwnExperts(layer.experts, held)

@@ -24,13 +24,13 @@ PATHS = {
     "native": (),
     "no tiles": NO_TILES,
     "no pairs": (*NO_TILES, "-mno-avx512bf16"),
-    "plain C": ("-march=x86-64-v3", "-mprefer-vector-width=256"),
+    "AVX2": ("-march=x86-64-v3", "-mprefer-vector-width=256"),
 }
 PRODUCT_PATHS = PATHS | {  # of linear.c and layers.c
     "tiles in C": (*NO_TILES, "-include", str(Path(__file__).with_name("tiles_in_c.h"))),
     "baseline": ("-march=x86-64", "-mprefer-vector-width=128"),
 }
-NEEDS = {"no tiles": "avx512_bf16", "no pairs": "avx2", "plain C": "avx2"}  # an instruction set
+NEEDS = {"no tiles": "avx512_bf16", "no pairs": "avx2", "AVX2": "avx2"}  # an instruction set
 NEEDS |= {"tiles in C": "avx512_bf16", "baseline": "sse2"}
 ELEMENTS: dict[c_library.Element, torch.dtype] = {"BF16": torch.bfloat16, "F32": torch.float32}
 DIVIDED = ("-DSTARTING_NANOSECONDS=1",)  # small jobs, too, are divided among the threads

@@ -54,6 +54,9 @@ def unpacked(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Decoder:
             mean, std = (1.0, 0.3) if name.endswith("norm.weight") else (0.0, 0.15)
             drawn = torch.empty(parameter.shape, dtype=BF16)
             parameter.copy_(drawn.normal_(mean, std, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("router.bias"):
+                buffer.copy_(torch.empty(buffer.shape).normal_(0.0, 0.3, generator=generator))
     return model
 
 

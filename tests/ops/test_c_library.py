@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.ops import c_library
+from minillm.ops import c_library, instruction_sets
 from minillm.ops.c_library import NoLibrary, find_or_build
 from minillm.plan import machine
 
@@ -29,7 +29,7 @@ SOURCE = "int answer(void) {{ return {number}; }}\n"
 @pytest.fixture(autouse=True)
 def nothing_switched_off(monkeypatch) -> None:
     """Whatever the environment of this test run leaves alone."""
-    for name in (c_library.SWITCH, "ATEN_CPU_CAPABILITY"):
+    for name in (c_library.SWITCH, instruction_sets.VARIABLE, instruction_sets.LIMIT):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -101,7 +101,7 @@ def test_nothing_else_stays_in_the_folder(sources, tmp_path):
 
 
 PROGRAM = """
-from minillm.ops import c_library
+from minillm.ops import c_library, instruction_sets
 from pathlib import Path
 c_library.SOURCES = Path({sources!r})
 print(c_library.find_or_build("F32"))
@@ -207,10 +207,12 @@ def test_flags_of_a_system(monkeypatch, sources, tmp_path, system, kind, flags):
     monkeypatch.setenv("CC", str(write_compiler(tmp_path / "clang", text)))
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "machine", lambda: kind)
+    monkeypatch.setattr(machine, "cpu_instructions", lambda: "")  # there is no /proc/cpuinfo
     find_or_build("F32", folder=tmp_path / "made")
     compiling, linking = log.read_text().splitlines()
     assert [each for each in compiling.split() if each.startswith("-m")] == flags
-    assert "-pthread" in compiling and "-pthread" in linking and "-shared" in linking
+    assert "-pthread" in compiling
+    assert {"-pthread", "-shared"} <= set(linking.split())
 
 
 def test_gcc_comes_before_clang_and_other_compilers(monkeypatch, tmp_path):
@@ -287,7 +289,8 @@ def test_the_switch(monkeypatch, reason):
 
 
 def test_no_bf16_instructions(monkeypatch):
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    """A processor whose instructions are unknown, or older than AVX2."""
+    monkeypatch.setattr(machine, "cpu_instructions", lambda *_: "sse4_2 avx")
     assert str(c_library.library.__wrapped__("BF16")) == "no bf16 instructions"
 
 
@@ -373,7 +376,8 @@ def test_generation_on_processors_that_can_less():
     """float32 in C, where torch was told to leave wide vectors alone."""
     tokens, path, path_of_float32 = generate(ATEN_CPU_CAPABILITY="avx2")
     assert tokens == "8"
-    assert path == path_of_float32 == "C functions of our own"
+    assert path == path_of_float32
+    assert path.startswith("C functions of our own")
 
 
 IMPORT = """

@@ -113,8 +113,12 @@ def chunks(c):
     linear.test_rows_in_several_chunks(linear.Panels(*c), 150, 8192, 40)
 
 
+def pieces(c):
+    linear.test_products(linear.Panels(*c), 576, 33, biased=True)
+
+
 def tree(c):
-    for count in (8, 40):
+    for count in (8, 60):
         sums.check_parts(sums.Sums(*c), count, 32, 33, 8)
 
 
@@ -218,7 +222,7 @@ MUTANTS = {
         r"i \? other : at\) \* PANEL", "at) * PANEL", products, L
     ),
     "neighbouring pairs are swapped": Mutant(
-        r"j \* 2, line \+ i,", "j * 2, line + (i ^ 2),", products, "pack_panels"
+        r"j \* TWO, line \+ i,", "j * TWO, line + (i ^ 2),", products, "pack_panels"
     ),
     "a gate is its own partner": Mutant(r"at \+ num_panels : at", "at : at", gates, L),
     "gate for up, with more rows": Mutant(r"panel \+ out \* p->in, rows", "panel, rows", gates, L),
@@ -227,7 +231,7 @@ MUTANTS = {
         r"\*panel = p->panels \+ at \* p", "*panel = p->panels + (at ? at - 1 : 0) * p", products, L
     ),
     "the row beside the embedding's": Mutant(
-        r"id % PANEL \* 2", "id % PANEL", embedded, "panel_rows"
+        r"id % PANEL \* TWO", "(id + 1) % PANEL * TWO", embedded, "panel_rows"
     ),
     "chunks begin at 0": Mutant(r"= task / num_panels \* p->chunk", "= 0", chunks, L),
     "parts are added from left to right": Mutant(
@@ -237,16 +241,19 @@ MUTANTS = {
         r"left\[i\] \+= right\[i\]", "left[i] += 0", tree, "panel_sums"
     ),
     "every part reads the first inputs": Mutant(
-        r"multiply_rows\(p, x \+ k,", "multiply_rows(p, x,", tree, "panel_sums"
+        r"multiply_rows\(p, x \+ k / PAIR,", "multiply_rows(p, x,", tree, "panel_sums"
     ),
     "every part reads the first weights": Mutant(
-        r"p->x \+ k, panel \+ k \* PANEL", "p->x + k, panel", tree, "panel_sums"
+        r"p->x \+ k / PAIR, panel \+ k \* PANEL", "p->x + k / PAIR, panel", tree, "panel_sums"
     ),
     "the other panel's parts are not added": Mutant(
         r"if \(other != panel\) join", "if (0) join", tree, "panel_sums"
     ),
-    "the next part overwrites the sum": Mutant(
-        r"return height \+ 1;", "return height;", tree, "panel_sums"
+    "the next part overwrites the sum": Mutant(  # without leaving the array
+        r"(part & 1)(; part >>= 1\)[\s\S]*?return height) \+ 1;",
+        r"\1 && height\2 + (part < 1);",
+        tree,
+        "panel_sums",
     ),
     "sums begin in the first row": Mutant(
         r"write_totals\(sums\[0\], p->totals \+ to",
@@ -264,36 +271,59 @@ MUTANTS = {
         r"_tile_loadd\(6, c, ", "_tile_loadd(6, b, ", products, L, "BF16", "tiles in C"
     ),
     "the second vector has the first's outputs": Mutant(
-        r"two = load_pairs\(b \+ 2 \* LANES\)",
-        "two = load_pairs(b)",
+        r"weights\(panel \+ TWO \* LANES \* c, step\)",
+        "weights(panel, step)",
         products,
         L,
         "BF16",
         "no tiles",
     ),
     "one row for all": Mutant(
-        r"x \+ r \* stride \+ k, two", "x + k, two", products, L, "BF16", "no tiles"
+        r"all_lanes\(x\[r \* stride\]\)", "all_lanes(x[0])", products, L, "BF16", "no tiles"
     ),
     "a row is left out": Mutant(
-        r"rows_by_panel\(3, x", "rows_by_panel(2, x + stride", products, L, "BF16", "no tiles"
+        r"block\(3, from", "block(2, from + stride", products, L, "BF16", "no tiles"
     ),
     "the second half of a panel is not computed": Mutant(
-        r"first < PANEL; first", "first < 2 * LANES; first", products, L, "BF16", "plain C"
+        r"first < PANEL; first", "first < 2 * LANES; first", products, L, "BF16", "AVX2"
     ),
     "the upper half of a word comes first": Mutant(
-        r"both & 0xffff0000", "both << 16", products, L, "BF16", "plain C"
+        r"both & 0xffff0000", "both << 16", products, L, "BF16", "AVX2"
     ),
     "odd inputs are left out": Mutant(
-        r"sum \+ b\.odd \* load\(x\[1\]\)", "sum", products, L, "BF16", "plain C"
+        r"step < 2 / PAIR; step\+\+, x\+\+",
+        "step < 1; step++, x += 2 / PAIR",
+        products,
+        L,
+        "BF16",
+        "AVX2",
     ),
-    "even weights twice": Mutant(r"b\[2 \* i \+ 1\]", "b[2 * i]", products, L, "F32", "plain C"),
+    "even weights twice": Mutant(r"panel \+ step \* PANEL", "panel", products, L, "F32", "AVX2"),
+    "every piece is the first": Mutant(
+        r"panel \+= PIECE \* PANEL", "panel += 0", pieces, L, "BF16", "AVX2"
+    ),
+    "the first rows are copied again": Mutant(
+        r"x \+= p\.n \* p\.in\)", "x += 0)", chunks, L, "BF16", "AVX2"
+    ),
+    "one input for all": Mutant(
+        r"copy\[i\] = load\(x\[i\]\)", "copy[i] = load(x[0])", products, L, "BF16", "AVX2"
+    ),
+    "a key's sum is another's": Mutant(
+        r"\(0, 1, 8, 9, 4, 5, 12, 13\), \(2",
+        "(0, 1, 8, 9, 12, 13, 4, 5), (2",
+        tiles,
+        D,
+        "F32",
+        "AVX2",
+    ),
+    "half of the lanes are not added": Mutant(r"a \+= SWAP_4\(a\);", "", tiles, D, "F32", "AVX2"),
 }
 
 
 def mutated(mutant: Mutant, folder: Path) -> Path:
     """A library of the one file that matters, with the mistake."""
     options = [*c_variants.PRODUCT_PATHS[mutant.path], f"-DELEMENT_{mutant.element}"]
-    names = mutant.file, "common.h"
+    names = mutant.file, "common.h", "lanes.h"
     return build_with(names, mutant.pattern, mutant.mistake, options, folder)
 
 

@@ -26,6 +26,7 @@
 #define TASKS 4         /* tasks per thread, for load balance */
 #define WORK 16         /* products of a query and a key or value per nanosecond and thread */
 #define TOGETHER 4      /* query heads whose sums are kept in registers at the same time */
+#define KEYS (LANES > 4 ? LANES / 2 : LANES) /* keys multiplied by two heads at the same time */
 #define MOST_QUERIES 16 /* maximum queries of a sequence */
 #if defined(ELEMENT_BF16)
 #define MOST_ROWS 16 /* maximum queries x heads of a group; above, prefill.c is as fast (AVX-512) */
@@ -122,33 +123,32 @@ static inline void prefetch_next(prefetches *w) {
     w->count--;
 }
 
-/* Scores q . k of one or two query heads for 16 keys, `first` elements after `rows`. Eight keys at
+/* Scores q . k of one or two query heads for LANES keys, `first` elements after `rows`. Some keys at
  * a time, so that addresses and sums stay in registers. */
 static inline __attribute__((always_inline)) void score(
     const int heads, const element *const *q, const element *const *rows, int64_t first, int64_t d,
     float scale, float *scores) {
     vec sums[2][LANES];
-    for (int half = 0; half < LANES; half += 8) {
-        vec sum[2][8] = {0};
+    for (int done = 0; done < LANES; done += KEYS) {
+        vec sum[2][KEYS] = {0};
         int64_t j = 0;
-#if defined(ELEMENT_BF16) && defined(__AVX512BF16__)
-        for (; j + 2 * LANES <= d; j += 2 * LANES) /* 32 products of bf16 pairs at once */
+#if PAIR == 2
+        for (; j + 2 * LANES <= d; j += 2 * LANES) /* products of bf16 pairs */
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                __m512bh key = (__m512bh)_mm512_loadu_si512(rows[half + i] + first + j);
+            for (int i = 0; i < KEYS; i++) {
+                vec key = load_vec(rows[done + i] + first + j);
                 for (int h = 0; h < heads; h++)
-                    sum[h][i] = (vec)_mm512_dpbf16_ps((__m512)sum[h][i], key,
-                                                      (__m512bh)_mm512_loadu_si512(q[h] + j));
+                    sum[h][i] = multiply_add(sum[h][i], load_vec(q[h] + j), key);
             }
 #endif
         for (; j < d; j += LANES)
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                vec key = load_elements(rows[half + i] + first + j);
+            for (int i = 0; i < KEYS; i++) {
+                vec key = load_elements(rows[done + i] + first + j);
                 for (int h = 0; h < heads; h++) sum[h][i] += key * load_elements(q[h] + j);
             }
         for (int h = 0; h < heads; h++)
-            for (int i = 0; i < 8; i++) sums[h][half + i] = sum[h][i];
+            for (int i = 0; i < KEYS; i++) sums[h][done + i] = sum[h][i];
     }
     for (int h = 0; h < heads; h++) {
         vec each = sum_each(sums[h]) * scale;
@@ -165,7 +165,7 @@ static inline __attribute__((always_inline)) void add_values(
     vec sum[TOGETHER][2]; /* a constant size keeps them in registers */
     for (int g = 0; g < group; g++)
         for (int c = 0; c < columns; c++)
-            sum[g][c] = load_floats(sums + g * stride + c * LANES);
+            sum[g][c] = load_vec(sums + g * stride + c * LANES);
     for (int64_t i = 0; i < count; i++) {
         if (later) prefetch_next(later);
         for (int c = 0; c < columns; c++) {
@@ -202,14 +202,14 @@ static inline void add_all_values(int64_t group, const float *weights, const ele
 /* Online softmax: replace the scores of a tile (padded with -inf) by weights, and rescale the state
  * to the new maximum. */
 static inline void reweigh(float *scores, int64_t count, float *state, int64_t dim) {
-    vec most = load_floats(scores), sums = {0};
-    for (int64_t i = LANES; i < count; i += LANES) most = larger(most, load_floats(scores + i));
+    vec most = load_vec(scores), sums = {0};
+    for (int64_t i = LANES; i < count; i += LANES) most = larger(most, load_vec(scores + i));
     float best = largest(most);
     best = state[dim] > best ? state[dim] : best;
     float origin = best == -INFINITY ? 0.f : best; /* -inf - -inf would be NaN */
     for (int64_t i = 0; i < count; i += LANES) {
         for (int64_t j = i; j < i + LANES; j++) scores[j] = fast_exp(scores[j] - origin);
-        sums += load_floats(scores + i);
+        sums += load_vec(scores + i);
     }
     float shrink = best == state[dim] ? 1.f : fast_exp(state[dim] - origin); /* usually 1 */
     state[dim] = best;

@@ -4,7 +4,7 @@
  * Threads divide the rows, never a single row, so the result of a row depends only on that row.
  */
 #include <stdatomic.h>
-#include "common.h"
+#include "latent.h"
 #include "threads.h"
 
 static inline float sum_of_squares(const element *restrict x, int64_t d) {
@@ -112,6 +112,18 @@ static inline void rotate_head(const float *restrict x, const float *restrict co
         }
 }
 
+/* Angles of the rotary embedding: cos and sin [n, half] of positions x frequencies, times `factor`.
+ * On one thread: torch starts several even for one position, and they take cores from ours. */
+void cos_sin(const int64_t *positions, const float *frequencies, float factor, float *cos,
+             float *sin, int64_t n, int64_t half) {
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t i = 0; i < half; i++) {
+            float angle = (float)positions[row] * frequencies[i];
+            cos[row * half + i] = cosf(angle) * factor;
+            sin[row * half + i] = sinf(angle) * factor;
+        }
+}
+
 /* A head of q or k: norm if there is a weight (QK norm), then RoPE. */
 static inline void norm_and_rotate(const element *x, const element *weight, float eps,
                                    const float *cos, const float *sin, element *out, int64_t d,
@@ -201,4 +213,60 @@ int64_t norm_rope_write(const element *qkv, const element *q_weight, const eleme
     };
     divide_job(n, n * (heads + 2 * kv_heads) * d / 2, write_tokens, &all);
     return all.wrong;
+}
+
+/* The arguments of `latent_write`. */
+typedef struct {
+    const latent_shape *shape;
+    const element *q, *kv, *weight;
+    const float *cos, *sin;
+    int interleaved;
+    element *cache, *query;
+    int64_t block_stride, row_stride, block_size, num_slots, all_slots;
+    const int64_t *slots;
+} latent_rows;
+
+/* Tokens `begin` to `end` - 1 of `latent_write`. */
+static void write_latents(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const latent_rows *w = context;
+    const latent_shape *s = w->shape;
+    int64_t from = s->nope + s->rope, to = s->rank + s->rope, half = s->rope / 2;
+    (void)thread;
+    for (int64_t token = begin; token < end; token++) {
+        const float *cos = w->cos + token * half, *sin = w->sin + token * half;
+        for (int64_t h = token * s->heads; h < (token + 1) * s->heads; h++)
+            norm_and_rotate(w->q + h * from + s->nope, 0, 0, cos, sin, w->query + h * to + s->rank,
+                            s->rope, w->interleaved);
+        int64_t slot = token < w->num_slots ? w->slots[token] : -1;
+        if (slot < 0 || slot >= w->all_slots) continue;
+        const element *latent = w->kv + token * to;
+        element *row = w->cache + slot / w->block_size * w->block_stride +
+                       slot % w->block_size * w->row_stride;
+        norm_row(latent, w->weight, row, s->rank, s->eps);
+        norm_and_rotate(latent + s->rank, 0, 0, cos, sin, row + s->rank, s->rope, w->interleaved);
+    }
+}
+
+/* RoPE of MLA's queries; write normed latents and rotated keys to the cache.
+ *
+ *   q [n, heads, nope + rope]      only the second part is read
+ *   kv [n, rank + rope]            latent and key part of each token
+ *   cache [blocks, block_size, rank + rope], strides in elements; slots as in norm_rope_write
+ *   query [n, heads, rank + rope]  only the second part is written
+ *
+ * Returns the number of slots outside the cache, which are skipped.
+ */
+int64_t latent_write(const latent_shape *s, const element *q, const element *kv,
+                     const element *weight, const float *cos, const float *sin,
+                     int64_t interleaved, element *cache, int64_t block_stride, int64_t row_stride,
+                     int64_t block_size, const int64_t *slots, int64_t num_slots,
+                     int64_t all_slots, element *query, int64_t n) {
+    latent_rows w = {s,     q,     kv,           weight,     cos,        sin,       (int)interleaved,
+                     cache, query, block_stride, row_stride, block_size, num_slots, all_slots,
+                     slots};
+    int64_t wrong = 0, numbers = n * (s->heads * s->rope + s->rank + s->rope);
+    for (int64_t token = 0; token < n && token < num_slots; token++)
+        wrong += slots[token] >= all_slots;
+    divide_job(n, numbers, write_latents, &w);
+    return wrong;
 }

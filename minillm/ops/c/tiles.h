@@ -8,16 +8,6 @@
 #define COLUMNS 32 /* of B and C: two AMX tiles, or two vectors of 16 */
 #define ROUND_UP(x, to) (((x) + (to) - 1) / (to) * (to))
 
-/* The maximum of each lane; b if one is NaN. */
-static inline vec larger(vec a, vec b) {
-#if defined(WIDE)
-    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    words first = (words)(a > b);
-    return (vec)(((words)a & first) | ((words)b & ~first));
-#endif
-}
-
 /* 2^x for x <= 0, error below 2e-7: x = n + r, 2^r by a minimax polynomial on 0 <= r <= 1.
  * Exactly 1 at 0, exactly 0 at -infinity, NaN stays NaN. */
 static inline vec exp2_vec(vec x) {
@@ -43,6 +33,42 @@ static inline vec exp2_vec(vec x) {
 #endif
 }
 
+#if LANES == 4
+/* Words [4, 4] -> transposed: exchange the off-diagonal quarters of 4 and 2 rows. */
+static inline void transpose_4(const word *from, int64_t from_stride, word *to, int64_t to_stride) {
+    vec a[4], b[4];
+    for (int i = 0; i < 4; i++) a[i] = load_vec(from + i * from_stride);
+    for (int i = 0; i < 2; i++) {
+        b[i] = SHUFFLE(a[i], a[i + 2], 0, 1, 4, 5);
+        b[i + 2] = SHUFFLE(a[i], a[i + 2], 2, 3, 6, 7);
+    }
+    for (int i = 0; i < 4; i += 2) {
+        store_vec(to + i * to_stride, SHUFFLE(b[i], b[i + 1], 0, 4, 2, 6));
+        store_vec(to + (i + 1) * to_stride, SHUFFLE(b[i], b[i + 1], 1, 5, 3, 7));
+    }
+}
+#define TRANSPOSE_SOME transpose_4
+#elif LANES == 8
+/* Words [8, 8] -> transposed: exchange the off-diagonal quarters of 8, 4 and 2 rows. */
+static inline void transpose_8(const word *from, int64_t from_stride, word *to, int64_t to_stride) {
+    vec a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = load_vec(from + i * from_stride);
+    for (int i = 0; i < 4; i++) {
+        b[i] = SHUFFLE(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        b[i + 4] = SHUFFLE(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+    for (int i = 0; i < 8; i += i % 4 == 1 ? 3 : 1) {
+        a[i] = SHUFFLE(b[i], b[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+        a[i + 2] = SHUFFLE(b[i], b[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+    for (int i = 0; i < 8; i += 2) {
+        store_vec(to + i * to_stride, SHUFFLE(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14));
+        store_vec(to + (i + 1) * to_stride, SHUFFLE(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15));
+    }
+}
+#define TRANSPOSE_SOME transpose_8
+#endif
+
 /* Words [16, 16] -> transposed; strides in words. */
 static inline void transpose(const word *from, int64_t from_stride, word *to, int64_t to_stride) {
 #if defined(WIDE)
@@ -66,14 +92,18 @@ static inline void transpose(const word *from, int64_t from_stride, word *to, in
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * to_stride, rows[i]);
 #else
-    for (int i = 0; i < 16; i++)
-        for (int j = 0; j < 16; j++) to[i * to_stride + j] = from[j * from_stride + i];
+    for (int i = 0; i < 16; i += LANES)
+        for (int j = 0; j < 16; j += LANES)
+            TRANSPOSE_SOME(from + j * from_stride + i, from_stride, to + i * to_stride + j,
+                           to_stride);
 #endif
 }
 
 /* Rows k and k + 1 (k even) of a float32 matrix -> words in the layout of B. */
 static inline void store_words(word *to, vec even, vec odd) {
-#if PAIR == 2
+#if PAIR == 2 && defined(NEON)
+    store_vec(to, (vec)round_to_pairs((float32x4_t)even, (float32x4_t)odd));
+#elif PAIR == 2
     const __m512i alternate =
         _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -85,34 +115,48 @@ static inline void store_words(word *to, vec even, vec odd) {
 #endif
 }
 
-/* C = A B, or C += A B if `add`. Rows of A are `a_stride` words apart; m is a multiple of M_STEP.
- */
+/* `rows` rows of C = A B, or C += A B if `add`. Rows of A are `a_stride` words apart. */
+static inline __attribute__((always_inline)) void multiply_block(const int rows, float *c,
+                                                                 const word *a, int64_t a_stride,
+                                                                 const word *b, int64_t k,
+                                                                 int add) {
+    for (int64_t column = 0; column < COLUMNS; column += VECTORS * LANES, c += VECTORS * LANES) {
+        vec sums[BLOCK][VECTORS] = {0};
+        if (add)
+            for (int r = 0; r < rows; r++)
+                for (int h = 0; h < VECTORS; h++)
+                    sums[r][h] = load_vec(c + r * COLUMNS + h * LANES);
+        for (int64_t j = 0; j < k; j++) {
+            vec right[VECTORS];
+            for (int h = 0; h < VECTORS; h++) {
+                right[h] = load_vec(b + j * COLUMNS + column + h * LANES);
+                KEEP_IN_REGISTER(right[h]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                vec left = all_lanes(a[r * a_stride + j]);
+                for (int h = 0; h < VECTORS; h++) {
+                    sums[r][h] = multiply_add(sums[r][h], left, right[h]);
+                    KEEP_IN_REGISTER(sums[r][h]);
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int h = 0; h < VECTORS; h++) store_vec(c + r * COLUMNS + h * LANES, sums[r][h]);
+    }
+}
+
+/* All rows; m is a multiple of 32. With blocks of 6, 32 are 4 x 6 + 2 x 4. */
 static __attribute__((noinline)) void multiply_vectors(float *c, const word *a, int64_t a_stride,
                                                        const word *b, int64_t m, int64_t k,
                                                        int add) {
-    for (int64_t i = 0; i < m; i += M_STEP, c += M_STEP * COLUMNS, a += M_STEP * a_stride)
-        for (int64_t column = 0; column < COLUMNS; column += 2 * LANES) {
-            vec sums[M_STEP][2] = {0};
-            float *at = c + column;
-            if (add)
-                for (int r = 0; r < M_STEP; r++) {
-                    sums[r][0] = load_vec(at + r * COLUMNS);
-                    sums[r][1] = load_vec(at + r * COLUMNS + LANES);
-                }
-            for (int64_t j = 0; j < k; j++) {
-                vec left = load_vec(b + j * COLUMNS + column);
-                vec right = load_vec(b + j * COLUMNS + column + LANES);
-#pragma GCC unroll 8
-                for (int r = 0; r < M_STEP; r++) {
-                    sums[r][0] = multiply_add(sums[r][0], a[r * a_stride + j], left);
-                    sums[r][1] = multiply_add(sums[r][1], a[r * a_stride + j], right);
-                }
-            }
-            for (int r = 0; r < M_STEP; r++) {
-                store_vec(at + r * COLUMNS, sums[r][0]);
-                store_vec(at + r * COLUMNS + LANES, sums[r][1]);
-            }
-        }
+    const int64_t whole = 32 % BLOCK ? 24 : 32;
+    for (int64_t i = 0; i < m; i += 32, c += 32 * COLUMNS, a += 32 * a_stride) {
+        for (int64_t r = 0; r < whole; r += BLOCK)
+            multiply_block(BLOCK, c + r * COLUMNS, a + r * a_stride, a_stride, b, k, add);
+        for (int64_t r = whole; r < 32; r += 4)
+            multiply_block(4, c + r * COLUMNS, a + r * a_stride, a_stride, b, k, add);
+    }
 }
 
 #if defined(AMX)

@@ -1,8 +1,10 @@
-/* Vectors and tiles for the products of linear.c and prefill.c, on four kinds of CPU.
+/* Vectors and tiles for the products of linear.c and prefill.c, on six kinds of CPU.
  *
  *   AMX                    tiles of 16 rows by 16 pairs of bf16
  *   AVX-512 with bf16      vectors of 16 pairs of bf16
  *   AVX-512                vectors of 16 float32
+ *   Arm with BF16          vectors of 4 pairs of bf16
+ *   Arm                    vectors of 4 float32
  *   any other              vectors of 8 float32, which the compiler may split
  *
  * A word is the input of one step of the inner product: a float32, or, on CPUs with bf16
@@ -15,12 +17,21 @@
 #include <immintrin.h>
 #define WIDE
 #define LANES 16
-#define M_STEP 8 /* rows of a product kept in registers, two vectors each */
+#define BLOCK 8   /* rows of a product whose sums are kept in registers, */
+#define VECTORS 2 /* and vectors of outputs of each row */
+#elif defined(__aarch64__)
+#include "neon.h"
+#define NEON
+#define LANES 4
+#define BLOCK 6 /* 24 of 32 registers are sums: 4 additions take 4 cycles each at the same time */
+#define VECTORS 4
 #else
 #define LANES 8
-#define M_STEP 4
+#define BLOCK 6
+#define VECTORS 2
 #endif
-#if defined(ELEMENT_BF16) && defined(WIDE) && defined(__AVX512BF16__)
+#if defined(ELEMENT_BF16) && \
+    ((defined(WIDE) && defined(__AVX512BF16__)) || (defined(NEON) && defined(ARM_BF16)))
 #define PAIR 2 /* elements per word */
 #else
 #define PAIR 1
@@ -43,14 +54,48 @@ static inline vec load_vec(const void *p) {
 
 static inline void store_vec(void *p, vec v) { memcpy(p, &v, sizeof v); }
 
-/* sum + a b, for one word of A and a vector of words of B. */
-static inline vec multiply_add(vec sum, word a, vec b) {
-#if PAIR == 2
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+/* Select lanes of a (0 to LANES - 1) and b (LANES to 2 LANES - 1). */
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-    float f;
-    memcpy(&f, &a, 4);
-    return sum + b * f;
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
+#endif
+
+/* The maximum of each lane; b if one is NaN. */
+static inline vec larger(vec a, vec b) {
+#if defined(WIDE)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    words first = (words)(a > b);
+    return (vec)(((words)a & first) | ((words)b & ~first));
+#endif
+}
+
+/* AVX2 has 16 registers, and GCC copies sums between them, or to the stack; on Arm, too. The first
+ * keeps a value in its register, the second makes the compiler read memory again rather than keep a
+ * copy. */
+#if defined(__AVX2__) && !defined(WIDE)
+#define KEEP_IN_REGISTER(v) __asm__ volatile("" : "+x"(v))
+#define FORGET_MEMORY __asm__ volatile("" ::: "memory")
+#elif defined(NEON)
+#define KEEP_IN_REGISTER(v) __asm__ volatile("" : "+w"(v))
+#define FORGET_MEMORY
+#else
+#define KEEP_IN_REGISTER(v)
+#define FORGET_MEMORY
+#endif
+
+/* A word in all lanes. */
+static inline vec all_lanes(word a) { return (vec)((words){0} + a); }
+
+/* sum + a b, for vectors of words. */
+static inline vec multiply_add(vec sum, vec a, vec b) {
+#if PAIR == 2 && defined(NEON)
+    return (vec)dot_pairs((float32x4_t)sum, (uint32x4_t)a, (uint32x4_t)b);
+#elif PAIR == 2
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return sum + a * b;
 #endif
 }
 

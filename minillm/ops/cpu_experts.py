@@ -1,0 +1,120 @@
+"""Mixture-of-experts layers in C (`c/experts.c`, `c/routing.c`), with all weights in panels."""
+
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from minillm.ops import cpu
+from minillm.ops.c_library import library
+
+MOST_EXPERTS = 4096  # as in routing.c, which has numbers for each on the stack
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The tensors of one layer; `shared_*` is the MLP of the shared experts."""
+
+    router: Tensor
+    bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    shared_gate_up: Tensor | None = None
+    shared_gate_up_bias: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The common shape of all mixture-of-experts layers, and how the router chooses."""
+
+    hidden: int
+    experts: int
+    chosen: int
+    size: int
+    shared_size: int = 0
+    sigmoid: bool = False
+    normalize: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    best_two: bool = False
+    factor: float = 1.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the C functions support these sizes."""
+        sizes = self.hidden, self.size, self.shared_size
+        return self.experts <= MOST_EXPERTS and not any(each % cpu.PANEL_STEP for each in sizes)
+
+
+class WeightAddresses(Structure):
+    """`expert_weights` of experts.h."""
+
+    _fields_ = tuple((each.name, c_void_p) for each in fields(ExpertWeights))
+
+
+class ShapeNumbers(Structure):
+    """`expert_shape` of experts.h."""
+
+    _fields_ = (
+        *((each.name, c_int64) for each in fields(ExpertShape)[:-1]),
+        ("factor", c_float),
+    )
+
+
+def addresses(weights: ExpertWeights) -> WeightAddresses:
+    """The addresses of the tensors, which the caller keeps alive."""
+    tensors = [getattr(weights, each.name) for each in fields(weights)]
+    return WeightAddresses(*(None if each is None else each.data_ptr() for each in tensors))
+
+
+def numbers(shape: ExpertShape) -> ShapeNumbers:
+    """The shape for C."""
+    return ShapeNumbers(*astuple(shape))
+
+
+def memory_bytes(dtype: torch.dtype, shape: ShapeNumbers, count: int) -> int:
+    """Bytes of memory for `count` tokens."""
+    built = library(dict(cpu.ELEMENTS)[dtype])
+    run = built.expert_memory  # type: ignore[union-attr]
+    run.restype, run.argtypes = c_int64, (POINTER(ShapeNumbers), c_int64)
+    return run(byref(shape), count)
+
+
+def panel_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """The weighted sum of each token's chosen experts, `reference.moe_experts` with panels.
+
+    x [N, d], weights and ids [N, k]; panels of gate_up [E x 2 I, d] and of down [E x d, I], each
+    [panels, in / 2, 32, 2] -> [N, d].
+    """
+    hidden, size = 2 * gate_up.shape[1], 2 * down.shape[1]
+    experts = down.shape[0] * 32 // hidden
+    shape = ExpertShape(hidden, experts, ids.shape[1], size)
+    due = cpu.panels_shape(2 * experts * size, hidden)
+    if x.shape[1:] != (hidden,) or gate_up.shape != due or x.dtype != gate_up.dtype:
+        raise ValueError(
+            f"x is {list(x.shape)}, {x.dtype}, which does not fit the experts' panels "
+            f"{list(gate_up.shape)} and {list(down.shape)}, {gate_up.dtype}."
+        )
+    if weights.shape != ids.shape or len(ids) != len(x):
+        raise ValueError(
+            f"ids are {list(ids.shape)} and weights {list(weights.shape)}; both must be "
+            f"[{len(x)}, k]."
+        )
+    cpu.ready(x.dtype)
+    x, ids, weights = x.contiguous(), ids.long().contiguous(), weights.float().contiguous()
+    given, out = numbers(shape), torch.empty_like(x)
+    memory = torch.empty(memory_bytes(x.dtype, given, len(x)), dtype=torch.uint8)
+    run = library(dict(cpu.ELEMENTS)[x.dtype]).chosen_experts  # type: ignore[union-attr]
+    run.restype = c_int64
+    run.argtypes = (
+        POINTER(WeightAddresses), POINTER(ShapeNumbers), *[c_void_p] * 4, c_int64, c_void_p,
+    )  # fmt: skip
+    tensors = addresses(ExpertWeights(gate_up, None, gate_up, down))  # the router is not used
+    tensors.router = None
+    where = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
+    if run(byref(tensors), byref(given), *where, len(x), memory.data_ptr()):
+        raise IndexError(f"An expert id is outside of 0 to {experts - 1}.")
+    return out

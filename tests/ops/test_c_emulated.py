@@ -1,0 +1,168 @@
+"""The C functions on Arm processors, with and without BF16 instructions, emulated by qemu: the
+checks of the other tests of C, against torch and float64, with bands around every tensor."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from minillm.ops import c_library, cpu, cpu_layers, cpu_sampling
+from tests.ops import c_variants, emulated, small_decoders
+from tests.ops import test_c_decode as decode
+from tests.ops import test_c_layers as layers
+from tests.ops import test_c_linear as linear
+from tests.ops import test_c_prefill as prefill
+from tests.ops import test_c_rows as rows
+from tests.ops import test_c_sampling as sampling
+from tests.ops import test_c_sums as sums
+from tests.ops.c_variants import ELEMENTS, with_threads
+
+CELLS = [(name, element) for name in emulated.MACHINES for element in ELEMENTS]
+FAST = ("neon_bf16", "BF16")
+BF16 = torch.bfloat16
+
+
+class Library:
+    """The functions of an emulated library for one element type."""
+
+    def __init__(self, built: emulated.Emulated, element: c_library.Element):
+        self.built, self.dtype = built, ELEMENTS[element]
+        self.functions = c_variants.bind(built, self.dtype)
+        self.both = self.functions, self.dtype
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(cell, marks=() if cell == FAST else pytest.mark.slow) for cell in CELLS],
+    ids=" ".join,
+)
+def library(request, tmp_path_factory) -> Iterator[Library]:
+    """The library of one machine; the fast one is compiled without much optimisation."""
+    name, element = request.param
+    machine = emulated.MACHINES[name]
+    options = ("-O1",) if request.param == FAST else ()
+    program = emulated.build(machine, element, tmp_path_factory.mktemp("emulated"), options=options)
+    built = emulated.Emulated(program, machine)
+    yield Library(built, element)
+    built.close()
+
+
+@pytest.fixture
+def c(library: Library) -> Iterator[Library]:
+    """The same, with the memory of this test."""
+    with library.built.memory.recorded():
+        yield library
+
+
+def test_rows(c):
+    rows.test_norm(c.both, 33)
+    rows.test_sum_and_norm(c.both, 100, in_place=True)
+    rows.test_gate(c.both, 33)
+    rows.test_query_and_cache(c.both, 24, normed=True, interleaved=False)
+    rows.test_query_and_cache(c.both, 24, normed=False, interleaved=True)
+
+
+def test_products(c):
+    panels = linear.Panels(*c.both)
+    for n in linear.COUNTS:
+        panels.check(n, 96, 33, biased=True)
+    linear.test_a_gated_product_is_the_product_and_then_the_gate(panels, 32, biased=True)
+    linear.test_an_embedding_s_rows(panels)
+    linear.test_sums_are_rounded_to_the_nearest_even(panels)
+    sums.check_parts(sums.Sums(*c.both), 17, 32, 33, 8)
+
+
+def test_decode_attention(c):
+    attend = decode.Attend(*c.both)
+    for length in (1, 17, 129):
+        decode.test_lengths_around_vectors_and_tiles(attend, length)
+    decode.test_every_number_of_query_heads(attend, 9)
+    decode.test_few_heads_and_long_sequences_are_divided(attend, 600, 3)
+    decode.test_what_points_outside_is_refused_and_nothing_is_written(attend, "a negative length")
+
+
+def test_prefill_attention(c):
+    attend = prefill.Attend(c.built, c.dtype)
+    attend.check(prefill.make_batch(c.dtype, [70, 9], [40, 9], d=48, block_size=16, window=50))
+
+
+def test_sampling(c):
+    found = cpu_sampling.bind(c.built)
+    for dtype in sampling.DTYPES:
+        sampling.test_the_tokens_are_torch_s(found, dtype, 1003)
+    sampling.test_shards_choose_what_the_whole_row_chooses(found, 129)
+    sampling.test_logprobs_are_those_of_float64(found, BF16, 1003, 5)
+
+
+def all_layers(c, monkeypatch, name: str) -> None:
+    """A decoder in one call, with the bits of layer by layer, and near to float64."""
+    usual = cpu.functions  # of float64 there are none
+    monkeypatch.setattr(cpu, "functions", lambda dtype: c.functions if usual(dtype) else None)
+    monkeypatch.setattr(cpu_layers, "library", lambda element: c.built)
+    monkeypatch.setenv(cpu.PANELS, "1")
+    model = small_decoders.build(small_decoders.CONFIGS[name], dtype=c.dtype)
+    layers.test_one_call_is_the_layers_one_by_one(model)
+    layers.test_one_call_is_near_to_float64(model)
+
+
+def test_all_layers(c, monkeypatch):
+    all_layers(c, monkeypatch, "qwen3, with norms of heads")
+
+
+def test_threads(c):
+    """Four threads, many small jobs: always the bits of one thread."""
+    panels = linear.Panels(*c.both)
+    x, weight = panels.draw(5, 64), panels.pack(panels.draw(320, 64, seed=1))
+    expected = panels.product(x, weight, None, 320)
+    with with_threads(c.functions, 4):
+        for _ in range(100):
+            assert torch.equal(panels.product(x, weight, None, 320), expected)
+
+
+@pytest.mark.slow
+def test_more_products(c):
+    panels = linear.Panels(*c.both)
+    for size, out in ((32, 1), (576, 100)):
+        linear.test_products(panels, size, out, biased=False)
+    linear.test_rows_in_several_chunks(panels, 65, 16384, 33)
+    linear.test_nan_stays_in_its_row_or_its_output(panels)
+    linear.test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(panels)
+    for parts in (1, 2, 4):
+        sums.test_parts_are_added_as_a_tree(sums.Sums(*c.both), parts, 96, 100)
+
+
+@pytest.mark.slow
+def test_more_rows(c):
+    rows.test_norm_of_rows_that_lie_apart(c.both)
+    rows.test_the_gate_of_extreme_numbers(c.both)
+    rows.test_the_gate_is_exact_to_a_few_units_of_the_last_place(c.both)
+    rows.test_sums_are_rounded_to_the_nearest_even(c.both)
+    rows.test_a_slot_that_does_not_exist_is_counted_and_not_written(c.both)
+
+
+@pytest.mark.slow
+def test_more_attention(c):
+    attend, prompts = decode.Attend(*c.both), prefill.Attend(c.built, c.dtype)
+    for seed in range(8):
+        decode.test_it_is_attention(attend, seed)
+        prefill.test_it_is_attention(prompts, seed)
+    decode.test_the_maximum_is_carried_from_tile_to_tile(attend)
+    decode.test_a_tile_of_scores_of_minus_infinity_weighs_nothing(attend)
+    decode.test_rows_of_length_zero_are_zero(attend)
+    prefill.test_values_may_be_a_part_of_the_keys(prompts, (48, 32))
+    prefill.test_a_row_has_the_same_bits_however_its_prompt_is_cut(prompts, 50)
+
+
+@pytest.mark.slow
+def test_more_sampling(c):
+    found = cpu_sampling.bind(c.built)
+    sampling.test_random_truncation_is_torch_s(found)
+    sampling.test_ties_at_the_edge(found)
+    sampling.test_the_noise_has_torch_s_bits(found)
+    sampling.test_a_row_is_drawn_alone_as_among_others_and_by_any_number_of_threads(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", small_decoders.CONFIGS)
+def test_all_layers_of_every_decoder(c, monkeypatch, name):
+    all_layers(c, monkeypatch, name)

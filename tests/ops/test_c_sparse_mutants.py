@@ -1,0 +1,113 @@
+"""Deliberate mistakes in the C sources of experts and latent attention, each of which
+`test_c_experts.py` must find."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm.ops import c_library, cpu
+from tests.ops import test_c_experts as tests
+from tests.ops.test_c_mutants import QUICKLY
+
+V2, V3, QWEN = "deepseek v2", "deepseek v3", "experts in some layers"
+ODD, PIECES = "latent, low-rank queries, biases", "pieces"
+MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
+    "the expert before's gate": (
+        "experts.c", r"w->gate_up \+ e \* 2", "w->gate_up + (e ? e - 1 : 0) * 2", QWEN
+    ),
+    "the neighbour's down": (
+        "experts.c", r"w->down \+ e \* hidden", "w->down + (e ^ 1) * hidden", QWEN
+    ),
+    "the weight of another choice": (
+        "experts.c", r"b->weights\[i\];", "b->weights[token * chosen];", QWEN
+    ),
+    "the first token's rows": ("experts.c", r"i / chosen \* hidden", "0", QWEN),
+    "shared experts are dropped": ("experts.c", r"    if \(j->shared\)", "    if (0)", V2),
+    "shared biases are dropped": ("experts.c", r"w->shared_gate_up_bias", "0", V2),
+    "panels of a piece begin at 0": (
+        "experts.c", r"begin - first, stop - first", "0, stop - begin", PIECES
+    ),
+    "weights are not normalised": ("routing.c", r"s->normalize \?", "0 ?", QWEN),
+    "weights are not scaled": ("routing.c", r" \* s->factor;", ";", V2),
+    "the bias has weight": (
+        "routing.c", r"weights\[i\] = scores\[ids\[i\]\]", "weights[i] = values[ids[i]]", V3
+    ),
+    "the bias is dropped": ("routing.c", r"bias \? scores\[e\]", "0 ? scores[e]", V3),
+    "all groups": ("routing.c", r"if \(s->groups > 1\)", "if (0)", V2),
+    "groups by their best": ("routing.c", r"best_two \? score", "0 ? score", V3),
+    "ids are sorted without weights": ("routing.c", r", weights\[j\] = weights\[j - 1\]", "", QWEN),
+    "softmax for sigmoid": ("routing.c", r"if \(s->sigmoid\)", "if (0)", V3),
+    "the rotated part comes first": (
+        "rows.c", r"w->q \+ h \* from \+ s->nope", "w->q + h * from", "latent"
+    ),
+    "keys are not rotated": (
+        "rows.c",
+        r"norm_and_rotate\(latent \+ s->rank, [^;]*\)(?=;)",
+        "memcpy(row + s->rank, latent + s->rank, (size_t)s->rope * sizeof(element))",
+        "latent",
+    ),
+    "latents have no norm": (
+        "rows.c",
+        r"norm_row\(latent, w->weight, row, s->rank, s->eps\)",
+        "memcpy(row, latent, (size_t)s->rank * sizeof(element))",
+        "latent",
+    ),
+    "the latent of the row before": (
+        "rows.c", r"w->kv \+ token \* to", "w->kv + (token ? token - 1 : 0) * to", "latent"
+    ),
+    "every slot is its block's first": (
+        "rows.c", r"slot % w->block_size \* w->row_stride", "0", "latent"
+    ),
+    "the first head's matrix": (
+        "latent.c", r"p\.panels \+= h \* p\.out \* p\.in;", "", "latent"
+    ),
+    "the first head's queries": ("latent.c", r"p\.x \+= h \* heads->x_step;", "", "latent"),
+    "queries without their norm": (
+        "latent.c", r"panel_product\(normed, w->q,", "panel_product(b->q_low, w->q,", ODD
+    ),
+    "the output's bias": ("latent.c", r"l->o_bias", "0", ODD),
+    "the bias of latents": ("latent.c", r"w->kv_a_bias", "0", ODD),
+}  # fmt: skip
+
+
+def mutated(file: str, pattern: str, mistake: str, folder: Path) -> Path:
+    """A library of the layers and the mistaken file; the other functions are the right ones."""
+    shutil.copytree(c_library.SOURCES, folder / "c")
+    source = folder / "c" / file
+    text, changes = re.subn(pattern, mistake, source.read_text())
+    assert changes == 1, f"{pattern} is there {changes} times"
+    source.write_text(text)
+    others = "-Wl,--no-as-needed", str(c_library.find_or_build("F32"))
+    command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu()]
+    # Those between the mistake and `run_layers`, so that it is not the right library's they call.
+    files = {file, "layers.c", "latent.c", "experts.c"}
+    c_library.build(
+        [*command, QUICKLY, "-DELEMENT_F32", *others],
+        [folder / "c" / each for each in sorted(files)],
+        folder / "mutant.so",
+    )
+    return folder / "mutant.so"
+
+
+def check(name: str) -> None:
+    """The test that should find a mistake."""
+    if name == PIECES:
+        tests.check_pieces()
+    else:
+        tests.check_one_call(name, torch.float32)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_found(name, tmp_path, monkeypatch):
+    file, pattern, mistake, decoder = MUTANTS[name]
+    monkeypatch.setenv(cpu.PANELS, "1")
+    if cpu.functions(torch.float32) is None:
+        pytest.skip(cpu.describe(torch.float32))
+    check(decoder)
+    wrong = c_library.load(mutated(file, pattern, mistake, tmp_path))
+    tests.use_library(monkeypatch, wrong)
+    with pytest.raises(AssertionError):
+        check(decoder)
