@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -354,11 +355,17 @@ def with_mistake(mutant: Mutant, folder: Path) -> cpu.Functions:
     return replace(right, **{mutant.function: wrong, "threads": c_library.Threads(built)})
 
 
+@cache
+def passes_without_a_mistake(test: Callable, path: str, element: c_library.Element) -> None:
+    """So what fails below is the mistake. Once for all mistakes that the same test finds."""
+    test((functions(path, element), ELEMENTS[element]))
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path):
     mutant = MUTANTS[name]
     dtype = ELEMENTS[mutant.element]
-    mutant.found_by((functions(mutant.path, mutant.element), dtype))
+    passes_without_a_mistake(mutant.found_by, mutant.path, mutant.element)
     wrong = with_mistake(mutant, tmp_path)  # outside: a pattern that is not there is no finding
     with pytest.raises(AssertionError):
         mutant.found_by((wrong, dtype))
