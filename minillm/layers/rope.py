@@ -95,6 +95,6 @@ class RotaryEmbedding(nn.Module):
             frequencies = inverse_frequencies(rope, dim, max_position_embeddings, max_model_len)
         self.frequencies = nn.Buffer(frequencies, persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[N] -> two of [N, dim / 2]"""
-        return ops.cos_sin(positions, self.frequencies, self.factor)
+    def forward(self, positions: Tensor, plain: bool = False) -> tuple[Tensor, Tensor]:
+        """[N] -> two of [N, dim / 2]; `plain` uses torch operations only."""
+        return ops.cos_sin(positions, self.frequencies, self.factor, plain)

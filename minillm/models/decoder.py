@@ -128,7 +128,7 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
         """N tokens -> hidden states [N, d]. Writes the tokens' KV to the cache."""
-        rope = self.rope(batch.positions)
+        rope = self.rope(batch.positions, self.plain_torch)
         x, residual = self.embedding(batch.input_ids), None
         done = None if self.all_layers is None else self.all_layers(x, rope, batch, kv)
         if done is not None:

@@ -80,9 +80,11 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     return _torch_rows(weight).embedding(token_ids, weight)
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def cos_sin(
+    positions: Tensor, frequencies: Tensor, factor: float, plain: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rotary angles: [N], float32 [D / 2] -> cos and sin times `factor`, [N, D / 2] each."""
-    found = cpu_rope if cpu.takes(frequencies) and not positions.is_floating_point() else reference
+    found = reference if plain or not cpu.takes(frequencies) else cpu_rope
     return found.cos_sin(positions, frequencies, factor)
 
 
