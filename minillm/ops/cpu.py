@@ -28,7 +28,9 @@ MOST_GROUP = 256  # query heads per KV head: decode.c has 64 floats of each on t
 MOST_DIM = 4096  # head size in attention; also on the stack
 PANEL_STEP = 32  # inputs of a weight in panels are a multiple of this
 PANELS = "MINILLM_PANELS"  # 1: weights in panels whenever C is available, 0: never
-UNITS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX")  # values of `panel_unit` in linear.c
+UNITS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX", "NEON", "NEON BF16")
+"""The instructions of products: values of `panel_unit` in linear.c."""
+SLOW_UNITS = ("plain C", "NEON")  # torch's products are taken instead
 P, N, F = c_void_p, c_int64, c_float
 
 
@@ -289,10 +291,12 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 
 
 def panels_are_fast(dtype: torch.dtype) -> bool:
-    """Whether weights of this dtype are stored in panels: if the CPU has AVX2 or better; otherwise
-    oneDNN is faster. `MINILLM_PANELS` overrides this."""
+    """Whether weights of this dtype are stored in panels: if the CPU has AVX2 or better, or Arm's
+    BF16; otherwise oneDNN is faster. `MINILLM_PANELS` overrides this."""
     found, setting = functions(dtype), panels_setting()
-    return found is not None and (setting == "1" if setting else found.panel_unit > 0)
+    if found is None or setting:
+        return found is not None and setting == "1"
+    return UNITS[found.panel_unit] not in SLOW_UNITS
 
 
 def panels_setting() -> str:
