@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from minillm.errors import ConfigError
+from minillm.lab.benchmarks import class_tables
+
 ROOT = Path(__file__).resolve().parent.parent
 README, RESULTS = ROOT / "README.md", ROOT / "notebooks" / "results"
 ENGINES = ("minillm", "openvino", "vllm")  # in the order of the columns
@@ -19,7 +22,8 @@ FILES = {
     ("0.6B", "decode"): ["qwen3-0.6b-decode"],
     ("0.6B", "prefill"): ["qwen3-0.6b-prefill-128", "qwen3-0.6b-prefill-2048"],
 }
-LINES = (RESULTS / "README.md").read_text("utf-8").splitlines()
+TEXT = (RESULTS / "README.md").read_text("utf-8")
+LINES = TEXT.partition(class_tables.SECTION)[0].splitlines()
 CASES = [match for line in LINES if (match := CASE.match(line))]
 
 
@@ -91,3 +95,84 @@ def test_the_readme_gives_the_range_of_the_table():
 
 def test_the_readme_is_short():
     assert README.read_text("utf-8").count("\n") < 200
+
+
+# ---- tables by processor class ------------------------------------------------------------------
+
+
+def test_the_tables_by_class_are_those_of_the_recorded_runs():
+    new = class_tables.section(RESULTS / "bench")
+    if class_tables.recorded(RESULTS / "bench"):
+        assert class_tables.replace_section(TEXT, new) == TEXT
+    else:
+        assert class_tables.SECTION not in TEXT
+
+
+def comparison(speeds: dict[str, float], kind: str, forced: str | None) -> dict:
+    """A recorded comparison of one case, with half of the idle speed beside one busy process."""
+    idle = [
+        {"engine": name, "batch": 16, "context": 1024, "tokens_per_second": {"median": speed}}
+        for name, speed in speeds.items()
+    ]
+    beside = [
+        {**one, "tokens_per_second": {"median": speeds[one["engine"]] / 2}, "over_idle": 0.5}
+        for one in idle
+    ]
+    evidence = {"asked": forced, "obeyed": False, "evidence": ["its oneDNN uses avx512"]}
+    return {
+        "benchmark": "decode", "model": "preset:m", "dtype": "bfloat16", "machine": "CPU",
+        "threads": 2, "results": idle,
+        "beside": {"processes": 1, "fair_share": 2 / 3, "results": beside},
+        "processor": {"class": forced or kind, "own_class": kind, "forced_isa": forced,
+                      "engines": {"vllm": evidence} if forced else {}},
+    }  # fmt: skip
+
+
+def test_each_class_has_a_table(tmp_path):
+    speeds = {"minillm": 3000.0, "vllm": 1000.0, "openvino": 2000.0}
+    plain = comparison(speeds, "amx", None)
+    forced = comparison({"minillm": 5.66, "vllm": 11.3}, "amx", "avx2")
+    for name, found in (("a-amx", plain), ("b-avx2", forced), ("old", {"benchmark": "decode"}),
+                        ("scale", {"benchmark": "scale"})):  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    file = tmp_path / "README.md"
+    file.write_text(f"# Title\n\n{class_tables.SECTION}\n\nold text\n\n## Next\n\nmore\n")
+    assert class_tables.main([str(tmp_path), "--into", str(file)]) == 0
+    assert (
+        file.read_text()
+        == f"""# Title
+
+{class_tables.SECTION}
+
+### amx: CPU, 2 threads
+
+| work | minillm | openvino | vllm | ratio to the best peer |
+|---|---|---|---|---|
+| m, bfloat16, decode, batch 16, context 1,024 | 3,000 | 2,000 | 1,000 | 1.50 |
+| m, bfloat16, decode, batch 16, context 1,024, beside 1 (fair: 67% of idle) | 1,500 (50%) \
+| 1,000 (50%) | 500 (50%) | 1.50 |
+
+Files: [a-amx](bench/a-amx.json)
+
+### avx2: CPU, 2 threads, limited from amx
+
+| work | minillm | vllm | ratio to the best peer |
+|---|---|---|---|
+| m, bfloat16, decode, batch 16, context 1,024 | 5.66 | 11.3 | 0.50 |
+| m, bfloat16, decode, batch 16, context 1,024, beside 1 (fair: 67% of idle) | 2.83 (50%) \
+| 5.65 (50%) | 0.50 |
+
+Files: [b-avx2](bench/b-avx2.json)
+
+vllm did not demonstrably keep to avx2: its oneDNN uses avx512.
+
+## Next
+
+more
+"""
+    )
+
+
+def test_a_file_without_the_section_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no section '## Speed by processor class'"):
+        class_tables.replace_section("# Title\n", "new")

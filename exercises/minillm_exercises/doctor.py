@@ -158,7 +158,7 @@ def _bf16(right: bool) -> Finding:
         return Finding("problem", "bf16", "bf16 products are wrong here", INSTALL)
     if cpu_has_bf16():
         return Finding("ok", "bf16", "in hardware")
-    return Finding("ok", "bf16", "computed without instructions of its own: minillm uses float32")
+    return Finding("ok", "bf16", "computed without instructions of its own, in float32")
 
 
 def torch_facts(run: Run = subprocess.run) -> Mapping[str, Any]:

@@ -18,12 +18,15 @@ from minillm_exercises.errors import ExerciseError
 from minillm_exercises.limits import DEFAULT, ON_GPU, Limits
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.server import GRACE
+from minillm_exercises.warm import SECONDS as START_SECONDS
+from minillm_exercises.warm import Forked, forked
+
+Server = subprocess.Popen[str] | Forked
 
 PASSED_ON = (
     "PATH", "LANG", "LC_ALL", "SYSTEMROOT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES",
     "TRITON_INTERPRET", "TRITON_LIBCUDA_PATH", "CC",
 )  # fmt: skip
-START_SECONDS = 180.0  # importing torch from a cold network disk
 
 
 class Runner:
@@ -34,7 +37,7 @@ class Runner:
 
     def __init__(self, exercise: Exercise) -> None:
         self._exercise = exercise
-        self._server: subprocess.Popen[str] | None = None
+        self._server: Server | None = None
         self._folder = tempfile.TemporaryDirectory(
             prefix="minillm-grade-", ignore_cleanup_errors=True
         )
@@ -93,7 +96,7 @@ class Runner:
             raise self._died() from None
         return self._answer(server, seconds)
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> Server:
         package = Path(__file__).resolve().parent
         paths = [str(package.parent), str(Path(minillm.__file__).resolve().parent.parent)]
         kernels = importlib.util.find_spec("minillm_kernels")  # the checks of kernels want it
@@ -103,21 +106,22 @@ class Runner:
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONHASHSEED": "0",
             "PYTHONIOENCODING": "utf-8",
-            "HOME": self._folder.name,
             "USER": "learner",
-            "TMPDIR": self._folder.name,
             "OMP_NUM_THREADS": "1",  # also: no thread is lost when the process forks
             "MKL_NUM_THREADS": "1",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not spoil the fork
             "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # macOS; torch here uses no Objective-C
         }
-        self._server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "minillm_exercises.server", str(self._exercise.checks)],
+        checks, folder = self._exercise.checks, self._folder.name
+        if "torch" in self._exercise.needs:
+            self._server = forked(environment, folder, checks)
+        self._server = self._server or subprocess.Popen(
+            [sys.executable, "-P", "-m", "minillm_exercises.server", str(checks)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd=self._folder.name,
-            env=environment,
+            cwd=folder,
+            env=environment | {"HOME": folder, "TMPDIR": folder},
             text=True,
             encoding="utf-8",
         )
@@ -129,7 +133,7 @@ class Runner:
             )
         return self._server
 
-    def _answer(self, server: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
+    def _answer(self, server: Server, seconds: float) -> dict[str, Any]:
         alarm = threading.Timer(seconds, server.kill)
         alarm.start()
         try:

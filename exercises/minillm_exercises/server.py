@@ -3,6 +3,8 @@
 ``python -m minillm_exercises.server CHECKS`` reads one job per line and answers with one line. Each
 job runs in a fork of this process, which takes milliseconds where importing torch takes seconds;
 where there is no fork, it runs in a new process. This process never runs code of a submission.
+
+Without an argument it is the process of `warm.py`, from which servers are forked.
 """
 
 import contextlib
@@ -13,13 +15,15 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from minillm_exercises.checking import Check
 from minillm_exercises.child import MAX_PRINTED, Job, kill_group, new_word, run_job
@@ -167,6 +171,44 @@ def serve(checks: Path) -> None:
         answer(supervise(replace(job, limits=ON_GPU) if _on_gpu() else job, checks, loaded))
 
 
+def fork_servers() -> None:
+    """Import torch; then fork a server for each message on the socket that is the input, until the
+    socket is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the servers
+    with contextlib.suppress(ImportError):  # a server says it of the checks
+        importlib.import_module("torch")
+    orders = socket.socket(fileno=os.dup(0))
+    while True:
+        message, files, *_ = socket.recv_fds(orders, 2**16, 2)
+        if not message:
+            return
+        order = json.loads(message)
+        if process_id := order.get("ended"):
+            os.waitpid(process_id, 0)
+        elif not (process_id := os.fork()):
+            orders.close()
+            _become_server(order, *files)
+        for file in files:
+            os.close(file)
+        orders.send(str(process_id).encode())
+
+
+def _become_server(order: Mapping[str, str], requests: int, answers: int) -> NoReturn:
+    """Take over what differs from server to server, and serve."""
+    try:
+        for ours, file in enumerate((requests, answers)):
+            os.dup2(file, ours)
+            os.close(file)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ["HOME"] = os.environ["TMPDIR"] = order["folder"]
+        tempfile.tempdir = None  # it is remembered
+        os.chdir(order["folder"])
+        sys.argv.append(order["checks"])
+        serve(Path(order["checks"]))
+    finally:
+        os._exit(0)
+
+
 def _on_gpu() -> bool:
     """Whether these checks launch compiled kernels (`triton_mode`), which have other limits."""
     mode = sys.modules.get("minillm_exercises.triton_mode")
@@ -174,4 +216,4 @@ def _on_gpu() -> bool:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    serve(Path(sys.argv[1])) if sys.argv[1:] else fork_servers()

@@ -76,10 +76,14 @@ def verify(
     manifest: dict[str, Exercise] | None = None,
     ids: Iterable[str] | None = None,
     progress: Callable[[str], None] | None = None,
+    repeat: bool = True,
 ) -> list[Problem]:
     """Everything wrong with the exercises called `ids` (all, if None) of `manifest`.
 
-    `progress` is given one line about each exercise when it is done.
+    Args:
+        progress: is called with one line about each exercise when it is done.
+        repeat: run each known-wrong submission twice, to show that its results do not depend on
+            chance.
 
     Raises:
         ExerciseError: an id that is not in the manifest, or a manifest that cannot be read.
@@ -88,18 +92,18 @@ def verify(
     exercises = [find(key, manifest) for key in (manifest if ids is None else ids)]
     problems: list[Problem] = []
     for exercise in exercises:
-        found, summary = _verify(exercise)
+        found, summary = _verify(exercise, repeat)
         problems += found
         if progress is not None:
             progress(f"{exercise.id}: {summary}, {len(found)} to mend")
     return problems
 
 
-def _verify(exercise: Exercise) -> tuple[list[Problem], str]:
+def _verify(exercise: Exercise, repeat: bool) -> tuple[list[Problem], str]:
     messages = list(_texts(exercise))
     try:
         with Grader(exercise) as grader:
-            trial = _Trial(exercise, grader)
+            trial = _Trial(exercise, grader, repeat)
             messages += trial.messages()
             summary = trial.summary
     except ExerciseError as error:
@@ -162,8 +166,8 @@ def _imported(tree: ast.Module) -> set[str]:
 class _Trial:
     """Tries one exercise's grader on submissions whose outcome is known."""
 
-    def __init__(self, exercise: Exercise, grader: Grader) -> None:
-        self._exercise, self._grader = exercise, grader
+    def __init__(self, exercise: Exercise, grader: Grader, repeat: bool) -> None:
+        self._exercise, self._grader, self._repeat = exercise, grader, repeat
         self.summary = "no solution"
 
     def messages(self) -> Iterator[str]:
@@ -299,7 +303,8 @@ class _Trial:
             why = finding.message.splitlines()[0]
             yield f"mutant {mutant.name} is refused, so that nobody can make this mistake: {why}"
             return
-        self._grader.forget(mutant)  # a second run of itself must do the same
+        if self._repeat:
+            self._grader.forget(mutant)  # a second run of itself must do the same
         verdict = self._grader.diagnose(verdicts[mutant.name])
         if verdict.status == "pass":
             yield (

@@ -51,6 +51,12 @@ def norm_linear(
     return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
+def cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Rotary angles: [N], float32 [D / 2] -> cos and sin times `factor`, [N, D / 2] each."""
+    angles = positions.float().unsqueeze(1) * frequencies
+    return angles.cos() * factor, angles.sin() * factor
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotary position embedding (Su et al., 2021), computed in float32.
 

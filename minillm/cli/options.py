@@ -13,6 +13,7 @@ from typing import Any
 
 from minillm.api.arguments import EngineArgs
 from minillm.api.sampling_params import SamplingParams
+from minillm.errors import ConfigError
 
 ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
           "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
@@ -70,6 +71,19 @@ def add_engine_options(parser: ArgumentParser) -> None:
                             "the output stays the same, except with "
                             "rejection_sample_method standard (vLLM's default)",
                        )  # fmt: skip
+
+
+def positive_integers(option: str, text: str) -> tuple[int, ...]:
+    """Parse ``1,16`` into positive integers."""
+    try:
+        values = tuple(int(item) for item in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1:
+        raise ConfigError(
+            f"{option} is {text[:40]!r}; it must be a list of positive integers, such as 1,16."
+        )
+    return values
 
 
 def json_object(text: str) -> Any:

@@ -58,7 +58,7 @@ class Engine:
         self.args = args
         self.source = open_model(args.model)
         self.device = choose_device(args.device)
-        self.dtype = choose_dtype(args.dtype, self.source.config, self.device)
+        self.dtype = choose_dtype(args.dtype, self.source.config, self.device, args.enforce_eager)
         self.tokenizer = open_tokenizer(args, self.source)
         draft = open_draft(args, self.source, self.tokenizer)
         self.max_model_len, self.memory = plan_memory(

@@ -17,6 +17,7 @@ from minillm.models.deterministic import PASS_ROWS
 from minillm.models.forward_pass import ForwardPass
 from minillm.models.loader import DTYPES, load_model
 from minillm.models.packing import copied_weight_bytes
+from minillm.ops import cpu
 from minillm.parallel.split import largest_part
 from minillm.plan import machine
 from minillm.plan.cost import BatchFit, MemoryPlan, memory_plan
@@ -52,13 +53,22 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
-def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> str:
+def choose_dtype(dtype: str, config: ModelConfig, device: torch.device, eager: bool = False) -> str:
     """The dtype of an engine; "auto" is the checkpoint's on a GPU and the fastest on a CPU."""
     if dtype != "auto":
         return dtype
     if device.type != "cpu":
         return config.dtype
-    return "bfloat16" if machine.cpu_has_bf16() else "float32"
+    fast = machine.cpu_has_bf16() or (not eager and is_fast_in_c(config))
+    return "bfloat16" if fast else "float32"
+
+
+def is_fast_in_c(config: ModelConfig) -> bool:
+    """Whether all matrices and the attention of a model are computed in C in bf16. Without bf16
+    instructions this reads half the bytes of float32, but torch's own bf16 is slow."""
+    sizes = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    fits = not any(size % cpu.PANEL_STEP for size in sizes) and config.head_dim % cpu.LANES == 0
+    return fits and not (config.moe or config.mla) and cpu.panels_are_fast(torch.bfloat16)
 
 
 def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from minillm import ops
 from minillm.config import RopeConfig
 
 
@@ -96,5 +97,4 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[N] -> two of [N, dim / 2]"""
-        angles = positions.float().unsqueeze(1) * self.frequencies
-        return angles.cos() * self.factor, angles.sin() * self.factor
+        return ops.cos_sin(positions, self.frequencies, self.factor)

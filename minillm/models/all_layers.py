@@ -98,10 +98,10 @@ def fits(layer: nn.Module) -> bool:
         return False
     if isinstance(mlp, MoE) and not isinstance(mlp.experts.gate_up.method, PanelExpertsMethod):
         return False
-    if isinstance(attention, MLAttention):
-        if not isinstance(attention.kv_b_proj.method, PanelHeadsMethod):
-            return False
-    return all(isinstance(each.method, PanelLinearMethod) for each in matrices(attention, mlp))
+    absorbed = [attention.kv_b_proj] if isinstance(attention, MLAttention) else []
+    return all(isinstance(each.method, PanelHeadsMethod) for each in absorbed) and all(
+        isinstance(each.method, PanelLinearMethod) for each in matrices(attention, mlp)
+    )
 
 
 def matrices(attention: Attention | MLAttention, mlp: MLP | MoE) -> list[Matrix]:

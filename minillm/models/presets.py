@@ -24,6 +24,7 @@ NAMES = (
     "qwen2.5-3b",
     "qwen3-0.6b",
     "qwen3-8b",
+    "qwen3-30b-a3b",
     "deepseek-v2-lite",
     "deepseek-v2",
     "deepseek-v3",  # without the 62nd layer, which drafts tokens (multi-token prediction)

@@ -10,7 +10,7 @@ from types import ModuleType
 from torch import Tensor
 
 from minillm.errors import UnsupportedFeatureError
-from minillm.ops import cpu
+from minillm.ops import cpu, cpu_rope
 from minillm.ops.batch import AttentionMode, Batch, Pages, Prologue
 from minillm.ops.dispatch import backend_of, uses_kernels
 from minillm_kernels import batch_invariant, reference
@@ -20,6 +20,7 @@ __all__ = [
     "add_rms_norm",
     "backend_of",
     "causal_attention",
+    "cos_sin",
     "embedding",
     "invariant_silu_mul",
     "linear",
@@ -77,6 +78,12 @@ def invariant_silu_mul(gate_up: Tensor) -> Tensor:
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """[N], [V, d] -> [N, d]"""
     return _torch_rows(weight).embedding(token_ids, weight)
+
+
+def cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Rotary angles: [N], float32 [D / 2] -> cos and sin times `factor`, [N, D / 2] each."""
+    found = cpu_rope if cpu.takes(frequencies) and not positions.is_floating_point() else reference
+    return found.cos_sin(positions, frequencies, factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -70,9 +70,21 @@ def library(element: Element) -> "Library | NoLibrary":
 def load(path: Path) -> "Library":
     """Load a library."""
     try:
-        return Library(str(path))
+        loaded = Library(str(path))
     except OSError as error:
         raise NoLibrary(f"the library cannot be loaded: {error}") from error
+    one_thread_after_fork()
+    return loaded
+
+
+@cache
+def one_thread_after_fork() -> None:
+    """Make forked child processes use one thread. The C functions would start their own, but
+    torch's OpenMP runtime would wait forever for threads that only the parent has."""
+    import torch
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 class Threads:

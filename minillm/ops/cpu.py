@@ -162,8 +162,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     _check(gate_up.shape[-1] == 2 * size, "gate_up", gate_up, "[.., 2 I]")
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
-    rows = out.numel() // max(size, 1)
-    ready(out.dtype).silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size)
+    where = gate_up.data_ptr(), out.data_ptr()
+    ready(out.dtype).silu_mul(*where, out.numel() // max(size, 1), size)
     return out
 
 
@@ -326,8 +326,7 @@ def pack_panels(weight: Tensor, panels: Tensor) -> None:
     right = panels.shape == shape and panels.dtype == weight.dtype and panels.is_contiguous()
     _check(right, "panels", panels, f"contiguous {list(shape)}, {weight.dtype}")
     weight = weight.contiguous()
-    pack = ready(weight.dtype).pack_panels
-    pack(weight.data_ptr(), panels.data_ptr(), *weight.shape)
+    ready(weight.dtype).pack_panels(weight.data_ptr(), panels.data_ptr(), *weight.shape)
 
 
 def panels_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
@@ -344,9 +343,8 @@ def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     if bias is not None:
         _check_vector("bias", bias, out_features, x.dtype)
     out = x.new_empty(count, out_features)
-    at = None if bias is None else bias.data_ptr()
-    run = ready(x.dtype).panel_product
-    run(x.data_ptr(), panels.data_ptr(), at, out.data_ptr(), count, size, out_features, 0)
+    where = x.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr()
+    ready(x.dtype).panel_product(*where, out.data_ptr(), count, size, out_features, 0)
     return out
 
 
@@ -361,9 +359,8 @@ def rows_of_panels(panels: Tensor, ids: Tensor, out_features: int) -> Tensor:
     _check(len(panels) == -(-out_features // 32), "panels", panels, f"of {out_features} outputs")
     size = 2 * panels.shape[1]
     out = panels.new_empty(len(ids), size)
-    run = ready(panels.dtype).panel_rows
     where = panels.data_ptr(), ids.data_ptr(), out.data_ptr()
-    if run(*where, len(ids), size, out_features):
+    if ready(panels.dtype).panel_rows(*where, len(ids), size, out_features):
         raise IndexError(f"A token id is outside of 0 to {out_features - 1}.")
     return out
 

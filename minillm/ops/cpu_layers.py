@@ -6,7 +6,7 @@ uses one allocation for all intermediate results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p, memmove
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -138,10 +138,7 @@ class Layers:
         self._run.argtypes = (POINTER(_Layer), *which, POINTER(_Shape), POINTER(_Step))
         self._parts = [_parts(each) for each in weights]  # structures that a layer points to
         self._layers = (_Layer * len(weights))(
-            *(
-                _layer(each, keys[i], values[i], self._parts[i])
-                for i, each in enumerate(weights)
-            )
+            *(_layer(each, keys[i], values[i], self._parts[i]) for i, each in enumerate(weights))
         )
         self._latent = None if shape.latent is None else cpu_latent.numbers(shape.latent)
         self._experts = None if shape.experts is None else cpu_experts.numbers(shape.experts)
@@ -189,7 +186,7 @@ class Layers:
             block_tables = block_tables.contiguous()
         cpu.check_batch(slot_mapping, query_start, seq_lens, block_tables)
         cpu.check_rope(rope, count, self.shape.rotary_dim)
-        x = x.clone()
+        x = _copied(x)
         residual = torch.empty_like(x)
         memory = self._take(count)
         cos, sin = rope[0].contiguous(), rope[1].contiguous()
@@ -252,6 +249,14 @@ class Layers:
             0 if latent is None else cpu_latent.memory_bytes(self.dtype, latent, count),
             0 if experts is None else cpu_experts.memory_bytes(self.dtype, experts, count),
         )
+
+
+def _copied(x: Tensor) -> Tensor:
+    """A contiguous copy, by one thread: torch's threads would compete with those of C."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    memmove(out.data_ptr(), x.data_ptr(), x.nbytes)
+    return out
 
 
 def _parts(weights: LayerWeights) -> tuple[Structure | None, Structure | None]:

@@ -22,8 +22,8 @@ class InstructionSet:
     flags: tuple[str, ...]
 
 
-V3 = frozenset("avx2 fma f16c bmi1 bmi2 movbe".split())
-V4 = V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+V3 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"])
+V4 = V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")  # the default is 256 bits
 BF16 = (*WIDE, "-mavx512bf16")
 X86 = (  # best first
@@ -44,8 +44,7 @@ NAMES = (*(each.name for each in X86), NEON_BF16.name, NEON.name, NONE)
 
 
 def available() -> tuple[InstructionSet, ...]:
-    """The sets of this processor, best first, as far as torch may use them (`LIMIT`). At least one.
-    """
+    """The sets of this processor, best first; limited to those of torch (`LIMIT`)."""
     kind = platform.machine()
     if kind in ("arm64", "aarch64"):
         return (NEON_BF16, NEON) if machine.arm_has_bf16() and not limited() else (NEON,)
@@ -76,7 +75,5 @@ def chosen() -> InstructionSet | None:
     if name not in sets:
         known = [*(each for each in sets if each != OTHER.name), NONE]
         why = f"with {LIMIT}={os.environ[LIMIT]}, " if limited() else ""
-        raise ConfigError(
-            f"{VARIABLE} is {name!r}; {why}this processor allows {', '.join(known)}."
-        )
+        raise ConfigError(f"{VARIABLE} is {name!r}; {why}this processor allows {', '.join(known)}.")
     return sets[name]

@@ -160,6 +160,8 @@ def connect(
     for layer in layers:
         summed = [layer.attention.o_proj]
         if isinstance(layer.mlp, MoE):
+            if layer.mlp.shared is not None and communicator.rank > 0:
+                layer.mlp.shared.down_proj.bias = None  # one rank adds it to the sum
             if num_slots:
                 model.all_layers = None  # C has no whole experts of a part of a layer
                 own = OwnExperts(layer.mlp.experts, split.share(num_slots))

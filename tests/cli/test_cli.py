@@ -13,7 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,12 +29,14 @@ from minillm.cli import generate, main
 from minillm.cli.app import COMMANDS
 from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
+from minillm.lab.benchmarks.others import Watch
 from minillm.lab.ceilings import DISTURBED, MEASURED
 from minillm.lab.commands import demo, place, plan
 from minillm.models import checkpoint
 from minillm.models.decoder import Decoder
 from minillm.models.families import parse_config
 from minillm.models.presets import PRESETS
+from minillm.ops import cpu
 from minillm.plan.cost import step_cost
 from minillm.plan.hardware import DATASHEET
 from tests.text.build import byte_level, write_folder
@@ -749,6 +751,12 @@ def small_demo(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(checkpoint, "preset", lambda name: config)
     machine = replace(DATASHEET["laptop-ddr5"], bandwidth=1e9, name="Round CPU")
     monkeypatch.setattr(demo, "measure", lambda refresh, device: machine)
+
+    @contextmanager
+    def watching(groups: object) -> Iterator[Watch]:
+        yield Watch(0.31)
+
+    monkeypatch.setattr(demo, "watching", watching)
     clock = SimpleNamespace(perf_counter=itertools.count(0, 0.001).__next__)
     monkeypatch.setattr(demo, "time", clock)
     monkeypatch.setattr(demo, "BUDGET", 0.0505)
@@ -770,24 +778,45 @@ def test_the_demonstration_writes_and_says_how_fast(base: Path, cli: Any) -> Non
                   for label in ("upper bound", "measured"))  # fmt: skip
     assert int(share[2]) == pytest.approx(100 * ran / bound, abs=1.5)
     assert row(shown.out, "batch 16").endswith("16 times batch 1")  # by that clock
+    with LLM(f"preset:{demo.BIG}", load_format="dummy") as llm:
+        assert row(shown.out, "operations") == cpu.describe(getattr(torch, llm.engine.dtype))
+    assert "Other programs used up to 31% of the processors meanwhile" in shown.out
     named = re.findall(r"\n  \S*minillm (\w+) ", shown.out)
     assert named == ["generate", "info", "plan", "trace", "bench"]
     assert "make lab" in shown.out
     assert max(map(len, shown.out.partition("How fast")[2].splitlines())) <= 80
 
 
+@pytest.mark.usefixtures("small_demo")
+def test_the_demonstration_is_timed_after_a_warm_up(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    monkeypatch.setattr(demo, "write_text", lambda llm, terminal: steps.append(len(llm.trace)))
+    assert cli().code == 0
+    assert steps == [demo.WARM_UP]
+
+
 @pytest.mark.parametrize(
-    ("load", "source", "disturbed"),
-    [(0.5, MEASURED, False), (99.0, MEASURED, True), (0.5, DISTURBED, True)],
+    ("source", "others", "reported", "start"),
+    [
+        (MEASURED, 0.05, True, ""),  # the load is an average, which may be of before
+        (MEASURED, 0.48, True, "Other programs used up to 48% of the processors meanwhile, so the"),
+        (DISTURBED, 0.0, True, "Other programs ran during the bandwidth measurement, so the"),
+        (MEASURED, 0.0, False, "Other programs are running (load 99 on "),
+    ],
 )
 def test_a_disturbed_demonstration_says_so_first_and_blames_nobody_else(
-    load: float, source: str, disturbed: bool, monkeypatch: pytest.MonkeyPatch
+    source: str, others: float, reported: bool, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load), raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0), raising=False)
+    monkeypatch.setattr(demo, "reported", lambda: reported)
     machine = replace(DATASHEET["laptop-ddr5"], source=source)
     cost = step_cost(PRESETS[demo.BIG], [1], [512], dtype="float32")
-    text = demo.explanation(cost, machine, 0.003)
-    assert text.startswith("Other programs are running") == disturbed
+    text = demo.explanation(cost, machine, 0.003, others)
+    disturbed = bool(start)
+    assert text.startswith(start or "Each token needs")
+    assert ("so the bound and these figures are too low" in text) == disturbed
     assert ("read more slowly than the memory" in text) != disturbed
     assert "memory-bound; in a batch" in text
     assert demo.share(0.003) == "0.3%"

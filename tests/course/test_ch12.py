@@ -67,9 +67,9 @@ def test_counting_leaves_the_engine_on_its_path(tiny):
     """Whoever watches torch otherwise sees plain torch, and would count calls that nobody makes."""
     assert not any(name.startswith("C ") for name in calls_of(DecodeStep.of(tiny)))
     llm = LLM("tiny", dtype="float32", device="cpu", max_model_len=512)
-    takes, functions = cpu.takes, cpu._functions
+    takes, functions = cpu.takes, cpu.ready
     counts = calls_of(DecodeStep.of(llm))
-    assert (cpu.takes, cpu._functions) == (takes, functions)
+    assert (cpu.takes, cpu.ready) == (takes, functions)
     layers = llm.engine.source.config.num_layers
     if NO_C:
         pytest.skip("no C functions here")

@@ -25,6 +25,7 @@ from tests.engine.small import (
     tokens,
     write_model,
 )
+from tests.pairs import pairwise
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=16, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -76,9 +77,10 @@ def fail_in_the_consumer(stream: list) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("num_read", [0, 1, 5, 15])
-@pytest.mark.parametrize("leave", [drop, close, fail_in_the_consumer])
+@pytest.mark.parametrize(
+    ("leave", "num_read", "n"),
+    pairwise([drop, close, fail_in_the_consumer], [0, 1, 5, 15], [1, 3]),
+)
 def test_a_stream_that_is_left_gives_its_blocks_back(llm, alone, leave, num_read, n):
     params = SamplingParams(n=n, temperature=0.8, seed=3, max_tokens=18, ignore_eos=True)
     stream = [llm.stream(FIRST, params)]
@@ -452,10 +454,9 @@ def test_abort_in_every_state(folder, alone, monkeypatch, state, n):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("at", [1, 2, 4])
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    ("overlaps", "at", "n", "again"), pairwise([False, True], [1, 2, 4], [1, 3], [False, True])
+)
 def test_abort_while_the_model_runs(folder, alone, monkeypatch, overlaps, at, n, again):
     """From a signal handler, say. The id may be in use again before the step ends."""
     llm = make(folder, async_scheduling=overlaps)

@@ -2,6 +2,7 @@
 
 Every fault is injected into a run of six requests whose tokens without the fault are known. The KV
 cache is filled with NaN before, so that reading a slot that was never written cannot go unnoticed.
+Of faults, settings and a third axis those run here in which any two meet; the others are slow.
 """
 
 import math
@@ -22,6 +23,7 @@ from minillm.sampling.sampler import Sampler
 from minillm.scheduling.scheduler import Scheduler
 from minillm.text.detokenizer import IncrementalDetokenizer
 from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens, write_model
+from tests.pairs import pairwise
 
 MARK = 200  # the token of the request that goes wrong; nobody else has it
 VICTIM = 2
@@ -243,9 +245,7 @@ def assert_only_the_victim_failed(
         assert list(have.token_ids) == whole[: len(have.token_ids)]
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("fault", ONE_FAILS)
+@pytest.mark.parametrize(("fault", "setting", "n"), pairwise([*ONE_FAILS], [*SETTINGS], [1, 3]))
 def test_one_request_fails_and_the_others_do_not_notice(
     folder, expected, monkeypatch, fault, setting, n
 ):
@@ -320,9 +320,7 @@ def test_what_only_fails_for_several_rows_fails_for_nobody(
     assert_idle(llm.engine)
 
 
-@pytest.mark.parametrize("step", [1, 4])
-@pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "index", "step"), pairwise([*SETTINGS], [0, 1, 2], [1, 4]))
 def test_one_of_three_samples_fails(folder, expected, monkeypatch, setting, index, step):
     llm, params = engine(folder, monkeypatch, **SETTINGS[setting]), all_params(3)
     right = expected(params)
@@ -480,9 +478,9 @@ ENGINE_DIES = {
 }
 
 
-@pytest.mark.parametrize("call", [1, 4])
-@pytest.mark.parametrize("place", ENGINE_DIES)
-@pytest.mark.parametrize("setting", ["chunks", "swap"])
+@pytest.mark.parametrize(
+    ("setting", "place", "call"), pairwise(["chunks", "swap"], [*ENGINE_DIES], [1, 4])
+)
 def test_the_engine_stops_with_one_clear_error(folder, monkeypatch, setting, place, call):
     llm = engine(folder, monkeypatch, **SETTINGS[setting])
     paused = llm.stream(PROMPTS[3], LONG)
@@ -531,9 +529,10 @@ INTERRUPTED = ENGINE_DIES | {
 BEFORE_THE_STEP = ("a request is added", "completions are made")
 
 
-@pytest.mark.parametrize("call", [1, 2])
-@pytest.mark.parametrize("place", INTERRUPTED)
-@pytest.mark.parametrize("setting", ["chunks", "recompute", "swap"])
+@pytest.mark.parametrize(
+    ("setting", "place", "call"),
+    pairwise(["chunks", "recompute", "swap"], [*INTERRUPTED], [1, 2]),
+)
 def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, setting, place, call):
     llm = engine(folder, monkeypatch, **SETTINGS[setting])
     params = all_params(3, prompt_logprobs=1)

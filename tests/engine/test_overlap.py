@@ -34,6 +34,7 @@ from tests.engine.small import (
     write_model,
 )
 from tests.execution.test_graphs import PROMPTS, SETTINGS, give_graphs, params_of, poison
+from tests.pairs import pairwise
 
 WITH_GRAPHS = (False, True)
 
@@ -111,9 +112,12 @@ def test_the_same_outputs(folder, expected, monkeypatch, kind, graphs):
     assert (num_ahead(llm) > 5) == (kind != "one token")
 
 
-@pytest.mark.parametrize("graphs", WITH_GRAPHS)
-@pytest.mark.parametrize("kind", ["as they are", "ends by tokens", "forks that stop", "penalties"])
-@pytest.mark.parametrize("setting", SETTINGS)
+ROOM_KINDS = ("as they are", "ends by tokens", "forks that stop", "penalties")
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "graphs"), pairwise([*SETTINGS], ROOM_KINDS, WITH_GRAPHS)
+)
 def test_the_same_outputs_where_there_is_little_room(
     folder, expected, monkeypatch, setting, kind, graphs
 ):
@@ -345,9 +349,10 @@ def test_the_engine_stops_with_one_clear_error(folder, monkeypatch, place, call)
     llm.close()
 
 
-@pytest.mark.parametrize("call", [1, 2, 5])
-@pytest.mark.parametrize("place", INTERRUPTED)
-@pytest.mark.parametrize("setting", ["one batch", "recompute", "swap"])
+@pytest.mark.parametrize(
+    ("setting", "place", "call"),
+    pairwise(["one batch", "recompute", "swap"], [*INTERRUPTED], [1, 2, 5]),
+)
 def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, setting, place, call):
     llm = overlapped(folder, monkeypatch, False, **SETTINGS[setting])
     with monkeypatch.context() as patch:

@@ -45,6 +45,12 @@ MODELS = {
     "latent attention": replace(
         BASE, family="deepseek_v2", num_kv_heads=4, mla=MLAConfig(32, 16, 8, 12, q_lora_rank=24)
     ),
+    "experts in panels": replace(
+        BASE, family="qwen3_moe", moe=MoEConfig(32, 2, 64, 32), moe_layers=(True, False)
+    ),
+    "latent attention in panels": replace(
+        BASE, family="deepseek_v2", num_kv_heads=4, mla=MLAConfig(32, 32, 32, 32, q_lora_rank=32)
+    ),
 }
 
 
@@ -179,7 +185,8 @@ def test_without_onednn_everything_stays(monkeypatch, no_panels):
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_what_is_not_a_product_of_its_own_stays(dtype, either):
-    """Experts, and the matrix that latent attention absorbs into its queries."""
+    """Experts, and the matrix that latent attention absorbs into its queries, of sizes that are
+    not whole panels."""
     for name in ("experts", "latent attention"):
         model, same = build(MODELS[name], dtype), build(MODELS[name], dtype)
         packing.pack_weights(model)
@@ -189,6 +196,18 @@ def test_what_is_not_a_product_of_its_own_stays(dtype, either):
             if "experts" in path or "kv_b_proj" in path or "norm" in path:
                 assert torch.equal(one, other)
         assert model.all_layers is None
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("name", ["experts in panels", "latent attention in panels"])
+def test_experts_and_absorbed_matrices_go_into_panels(name, dtype, panels):
+    """No matrix stays as it was, and all layers run in one call."""
+    model = build(MODELS[name], dtype)
+    before = [weakref.ref(each) for each in model.layers.parameters() if each.dim() > 1]
+    packing.pack_weights(model)
+    gc.collect()
+    assert not any(each() is not None for each in before)
+    assert model.all_layers is not None
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -215,7 +234,16 @@ def test_the_checkpoint_s_weights_are_given_back(name, dtype, either):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("name", ["tied", "untied", "inner sizes without panels"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tied",
+        "untied",
+        "inner sizes without panels",
+        "experts in panels",
+        "latent attention in panels",
+    ],
+)
 def test_bytes_are_those_that_the_plan_counts(name, dtype, either):
     config = replace(MODELS[name], vocab_size=128)  # whole panels
     model = build(config, dtype)

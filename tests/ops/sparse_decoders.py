@@ -50,9 +50,7 @@ SPARSE = {
         family="deepseek_v3",
         mla=replace(LATENT.mla, q_lora_rank=32),
         rope=YARN,
-        moe=replace(
-            GROUPS, normalize=True, scoring="sigmoid", group_score="top2", score_bias=True
-        ),
+        moe=replace(GROUPS, normalize=True, scoring="sigmoid", group_score="top2", score_bias=True),
         moe_layers=(False, True, True),
     ),
 }

@@ -117,7 +117,7 @@ def pieces(c):
 
 
 def tree(c):
-    for count in (8, 40):
+    for count in (8, 60):
         sums.check_parts(sums.Sums(*c), count, 32, 33, 8)
 
 
@@ -248,8 +248,11 @@ MUTANTS = {
     "the other panel's parts are not added": Mutant(
         r"if \(other != panel\) join", "if (0) join", tree, "panel_sums"
     ),
-    "the next part overwrites the sum": Mutant(
-        r"return height \+ 1;", "return height;", tree, "panel_sums"
+    "the next part overwrites the sum": Mutant(  # without leaving the array
+        r"(part & 1)(; part >>= 1\)[\s\S]*?return height) \+ 1;",
+        r"\1 && height\2 + (part < 1);",
+        tree,
+        "panel_sums",
     ),
     "sums begin in the first row": Mutant(
         r"write_totals\(sums\[0\], p->totals \+ to",
@@ -294,9 +297,7 @@ MUTANTS = {
         "BF16",
         "AVX2",
     ),
-    "even weights twice": Mutant(
-        r"panel \+ step \* PANEL", "panel", products, L, "F32", "AVX2"
-    ),
+    "even weights twice": Mutant(r"panel \+ step \* PANEL", "panel", products, L, "F32", "AVX2"),
     "every piece is the first": Mutant(
         r"panel \+= PIECE \* PANEL", "panel += 0", pieces, L, "BF16", "AVX2"
     ),
@@ -307,11 +308,14 @@ MUTANTS = {
         r"copy\[i\] = load\(x\[i\]\)", "copy[i] = load(x[0])", products, L, "BF16", "AVX2"
     ),
     "a key's sum is another's": Mutant(
-        r"\(0, 1, 8, 9, 4, 5, 12, 13\), \(2", "(0, 1, 8, 9, 12, 13, 4, 5), (2", tiles, D, "F32", "AVX2"
+        r"\(0, 1, 8, 9, 4, 5, 12, 13\), \(2",
+        "(0, 1, 8, 9, 12, 13, 4, 5), (2",
+        tiles,
+        D,
+        "F32",
+        "AVX2",
     ),
-    "half of the lanes have no maximum": Mutant(
-        r"a = larger\(a, SWAP_4\(a\)\);", "", maxima, D, "F32", "AVX2"
-    ),
+    "half of the lanes are not added": Mutant(r"a \+= SWAP_4\(a\);", "", tiles, D, "F32", "AVX2"),
 }
 
 

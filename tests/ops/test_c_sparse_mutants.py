@@ -45,7 +45,7 @@ MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     ),
     "keys are not rotated": (
         "rows.c",
-        r"norm_and_rotate\(latent \+ s->rank, 0, 0, cos, sin, row \+ s->rank, s->rope, w->inter\w+\)",
+        r"norm_and_rotate\(latent \+ s->rank, [^;]*\)(?=;)",
         "memcpy(row + s->rank, latent + s->rank, (size_t)s->rope * sizeof(element))",
         "latent",
     ),
@@ -71,6 +71,7 @@ MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     "the output's bias": ("latent.c", r"l->o_bias", "0", ODD),
     "the bias of latents": ("latent.c", r"w->kv_a_bias", "0", ODD),
 }  # fmt: skip
+
 
 def mutated(file: str, pattern: str, mistake: str, folder: Path) -> Path:
     """A library of the layers and the mistaken file; the other functions are the right ones."""

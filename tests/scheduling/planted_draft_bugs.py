@@ -29,7 +29,7 @@ def bug(name: str, caught_by: str, **setup: Any) -> Any:
     """Register a function that plants a bug."""
 
     def register(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        DRAFT_BUGS.append(Bug(name, caught_by, apply, SETUP | setup))
+        DRAFT_BUGS.append(Bug(name, caught_by, apply, SETUP | setup, range(20)))
         return apply
 
     return register

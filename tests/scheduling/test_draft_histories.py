@@ -12,6 +12,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.scheduler import Scheduler
+from tests.pairs import part_and_rest
 from tests.scheduling import machine
 from tests.scheduling.drafting import DRAFTS, drafting
 from tests.scheduling.machine import (
@@ -27,9 +28,6 @@ from tests.scheduling.machine import (
 )
 from tests.scheduling.test_ahead import AheadWorld, LateWorld, request, scheduler_of
 
-USUAL, ALL = range(250), range(250, 2000)
-AHEAD, ALL_AHEAD = range(100), range(100, 500)
-NUM_SHRINKABLE = 50
 SEEN = {  # in each 250 histories, at least
     "rows with drafts": 3000,
     "nothing drafted": 500,
@@ -61,18 +59,13 @@ def run_histories(seeds: range, seen: dict[str, int]) -> Counter[str]:
     return coverage
 
 
-@pytest.mark.parametrize(
-    "seeds", [pytest.param(USUAL, id="usual"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seeds", part_and_rest(range(150), 2000))
 def test_seeded_histories(seeds: range) -> None:
     run_histories(seeds, SEEN)
 
 
 @pytest.mark.parametrize("world", [AheadWorld, LateWorld])
-@pytest.mark.parametrize(
-    "seeds",
-    [pytest.param(AHEAD, id="usual"), pytest.param(ALL_AHEAD, id="all", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("seeds", part_and_rest(range(60), 500))
 def test_histories_planned_ahead(
     seeds: range, world: type[World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,12 +82,13 @@ class DraftingMachine(SchedulerMachine):
         self.world = World(setup, self.coverage)
 
 
-def test_histories_that_shrink() -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.slow)])
+def test_histories_that_shrink(count: int) -> None:
     SchedulerMachine.coverage.clear()
     run_state_machine_as_test(
         DraftingMachine,
         settings=settings(
-            max_examples=NUM_SHRINKABLE,
+            max_examples=count,
             stateful_step_count=40,
             derandomize=True,
             deadline=None,
@@ -102,7 +96,7 @@ def test_histories_that_shrink() -> None:
         ),
     )
     coverage = DraftingMachine.coverage
-    assert coverage["histories"] >= NUM_SHRINKABLE
+    assert coverage["histories"] >= count
     # What is rare is up to Hypothesis; the seeded histories above must have met it.
     common = [name for name, count in SEEN.items() if count >= 200]
     assert not [name for name in common if not coverage[name]], coverage

@@ -1,17 +1,20 @@
 """Thousands of histories of a scheduler, its block pool and both prefix indices, all promises kept.
 
 See `machine.py` for the rules and the promises. Hypothesis chooses some of the histories, because
-it shrinks what fails; seeded random numbers choose most, because they cost less.
+it shrinks what fails; seeded random numbers choose most, because they cost less. A part of both
+runs here, all of them in `make test-full`.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from minillm.scheduling.policies import POLICIES
+from tests.pairs import part_and_rest
 from tests.scheduling.machine import (
     CROWD_EVENTS,
     EVENTS,
@@ -26,11 +29,11 @@ from tests.scheduling.machine import (
     random_history,
 )
 
-NUM_HISTORIES = 2000
-NUM_SHRINKABLE = 300
+NUM_HISTORIES = 2000  # a part of them runs in `make test`
 RULES = ("add", "follow_up", "crowd", "step", "step_with", "abort", "finish", "impossible", "drain")
 
-# What must have happened, and how often at least, or the histories show less than they claim.
+# What must have happened in all histories, and how often at least, or they show less than they
+# claim. Fewer histories must have shown as much in proportion.
 SEEN = {
     **{f"rule {name}": 100 for name in RULES},
     **{f"refused: {kind}": 50 for kind in IMPOSSIBLE},
@@ -65,27 +68,30 @@ SEEN_WHEN_SHRINKING = (
 )
 
 
-def test_seeded_histories() -> None:
+@pytest.mark.parametrize("seeds", part_and_rest(range(400), NUM_HISTORIES))
+def test_seeded_histories(seeds: range) -> None:
     coverage: Counter[str] = Counter()
-    for seed in range(NUM_HISTORIES):
+    for seed in seeds:
         try:
             world = random_history(seed, coverage)
         except Exception as error:
             error.add_note(f"history {seed}")
             raise
         assert world.num_steps >= MIN_STEPS
-    assert coverage["histories"] == NUM_HISTORIES
-    missing = {name: coverage[name] for name, least in SEEN.items() if coverage[name] < least}
+    assert coverage["histories"] == len(seeds)
+    least = {name: count * len(seeds) / NUM_HISTORIES for name, count in SEEN.items()}
+    missing = {name: coverage[name] for name in least if coverage[name] < least[name]}
     assert not missing, coverage
     assert not coverage["re-ordered by fcfs"]
 
 
-def test_histories_that_shrink() -> None:
+@pytest.mark.parametrize("count", [50, pytest.param(300, marks=pytest.mark.slow)])
+def test_histories_that_shrink(count: int) -> None:
     SchedulerMachine.coverage.clear()
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=NUM_SHRINKABLE,
+            max_examples=count,
             stateful_step_count=40,
             derandomize=True,
             deadline=None,
@@ -93,7 +99,7 @@ def test_histories_that_shrink() -> None:
         ),
     )
     coverage = SchedulerMachine.coverage
-    assert coverage["histories"] >= NUM_SHRINKABLE
+    assert coverage["histories"] >= count
     assert sum(coverage[f"rule {name}"] for name in RULES) >= MIN_STEPS * coverage["histories"]
     assert not {name for name in SEEN_WHEN_SHRINKING if not coverage[name]}, coverage
 

@@ -14,7 +14,7 @@ from tests.scheduling.test_ahead import AheadWorld
 
 def first_failure(bug: Bug) -> str | None:
     """How a history fails."""
-    for seed in range(bug.num_histories):
+    for seed in bug.seeds:
         try:
             random_history(seed, Counter(), **bug.setup)
         except Exception as error:

@@ -100,7 +100,7 @@ def calls_of(step: Callable[[], object]) -> Counter[str]:
     watches.
     """
     counts: Counter[str] = Counter()
-    takes, functions, run = cpu.takes, cpu._functions, cpu_layers.Layers.run
+    takes, functions, run = cpu.takes, cpu.ready, cpu_layers.Layers.run
 
     def unseen(*tensors: Any) -> bool:
         with _disable_current_modes():
@@ -111,13 +111,13 @@ def calls_of(step: Callable[[], object]) -> Counter[str]:
         return run(*arguments)
 
     cpu.takes = unseen  # type: ignore[assignment]
-    cpu._functions = lambda dtype: _Counted(functions(dtype), counts)  # type: ignore[assignment,return-value]
+    cpu.ready = lambda dtype: _Counted(functions(dtype), counts)  # type: ignore[assignment,return-value]
     cpu_layers.Layers.run = run_all  # type: ignore[method-assign, assignment]
     try:
         with _Watch(counts):
             step()
     finally:
-        cpu.takes, cpu._functions = takes, functions
+        cpu.takes, cpu.ready = takes, functions
         cpu_layers.Layers.run = run  # type: ignore[method-assign]
     return counts
 

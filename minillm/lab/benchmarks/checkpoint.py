@@ -1,7 +1,8 @@
 """Writes a preset as a Hugging Face folder with random bf16 weights, so that all engines of a
 comparison load the same checkpoint.
 
-Only plain decoders are supported, which all engines can run. The tokenizer has one token per byte
+Only plain decoders are supported, which all engines can run. A preset that is cut to its first
+layers can be of any family: its own config.json is written. The tokenizer has one token per byte
 and filler tokens up to the size of the vocabulary, so that every id has a text.
 """
 
@@ -15,8 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 from minillm.config import ModelConfig
-from minillm.errors import UnsupportedFeatureError
-from minillm.models.presets import preset
+from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.models.families import parse_config
+from minillm.models.presets import FOLDER, preset
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -36,16 +38,21 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "minillm" / "bench"
 
 
-def checkpoint_of(name: str, dtype: str = "bfloat16") -> Path:
-    """The folder of a preset, written at the first use."""
+def checkpoint_of(name: str, dtype: str = "bfloat16", layers: int | None = None) -> Path:
+    """The folder of a preset, or of its first `layers` layers, written at the first use."""
     config = preset(name)
-    check_writable(name, config)
-    folder = cache_folder() / f"{name}-{dtype}"
+    if layers is None:
+        check_writable(name, config)
+        fields = huggingface_config(config, dtype)
+    else:
+        fields = first_layers(name, config, layers) | {"torch_dtype": dtype}
+        config = parse_config(fields)
+    folder = cache_folder() / "-".join([name, *([] if layers is None else [f"{layers}l"]), dtype])
     if not (folder / COMPLETE).exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         try:
-            write_checkpoint(config, part, dtype)
+            write_checkpoint(config, part, dtype, fields)
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
         finally:
@@ -63,8 +70,22 @@ def check_writable(name: str, config: ModelConfig) -> None:
         )
 
 
-def write_checkpoint(config: ModelConfig, folder: Path, dtype: str = "bfloat16") -> None:
-    """Write config.json, generation_config.json, model.safetensors and a tokenizer."""
+def first_layers(name: str, config: ModelConfig, layers: int) -> dict[str, Any]:
+    """The config.json of a preset, cut to its first layers."""
+    if not 1 <= layers <= config.num_layers:
+        raise ConfigError(
+            f"--layers is {layers}; preset:{name} has {config.num_layers}, so it must be between 1 "
+            f"and {config.num_layers}."
+        )
+    fields = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    return fields | {"num_hidden_layers": layers}
+
+
+def write_checkpoint(
+    config: ModelConfig, folder: Path, dtype: str, fields: Mapping[str, Any]
+) -> None:
+    """Write config.json with these fields, generation_config.json, model.safetensors and a
+    tokenizer."""
     from safetensors.torch import save_file
 
     from minillm.models.decoder import Decoder
@@ -76,7 +97,7 @@ def write_checkpoint(config: ModelConfig, folder: Path, dtype: str = "bfloat16")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     end = config.vocab_size - 1
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    write_json(folder / "config.json", huggingface_config(config, dtype) | ids)
+    write_json(folder / "config.json", dict(fields) | ids)
     write_json(folder / "generation_config.json", ids)
     write_tokenizer(config, folder)
     write_json(folder / COMPLETE, {})

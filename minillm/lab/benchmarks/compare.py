@@ -14,11 +14,13 @@ from statistics import median
 from typing import Any
 
 from minillm.config import ModelConfig
+from minillm.lab.benchmarks.beside import report
 from minillm.lab.benchmarks.ceiling import Ceiling, best_of, measure_ceiling
 from minillm.lab.benchmarks.checkpoint import cache_folder
-from minillm.lab.benchmarks.contest import Case, Contest, Run, Score, spread
-from minillm.lab.benchmarks.engine_process import OWN, EngineProcess, MissingPeerError
+from minillm.lab.benchmarks.contest import Case, Contest, OfflineRun, Run, Score, spread
+from minillm.lab.benchmarks.engine_process import OWN, EngineProcess, MissingPeerError, read_log
 from minillm.lab.benchmarks.lengths import LENGTHS
+from minillm.lab.benchmarks.processor import obedience, processor
 from minillm.plan.cost import StepCost, kv_bytes_per_token, step_cost
 
 BUDGET = 2048  # tokens of a step, or all prompts of the batch: prompts are not chunked
@@ -45,6 +47,8 @@ class Work:
     lengths: str = "lognormal"  # distribution of the lengths of offline requests
     extra: int = 0  # additional repeats to replace disturbed ones
     fresh: bool = True  # measure the ceilings now instead of using stored ones
+    beside: int = 0  # number of busy processes, beside which every engine runs, too
+    isa: str | None = None  # the instruction set to which all engines are limited
 
 
 Start = Callable[[str, Work, Path], Any]
@@ -53,6 +57,11 @@ Start = Callable[[str, Work, Path], Any]
 def start_process(name: str, work: Work, log: Path) -> EngineProcess:
     """Start an engine in its own environment."""
     return EngineProcess.start(name, work.threads, log, work.timeout)
+
+
+def log_of(name: str) -> Path:
+    """The log of an engine's process."""
+    return cache_folder() / "logs" / f"{name}.log"
 
 
 def options(work: Work) -> dict[str, Any]:
@@ -75,6 +84,7 @@ def options(work: Work) -> dict[str, Any]:
         "max_num_batched_tokens": max(BUDGET, prompts),
         "kv_cache_bytes": max(2**28, num_tokens * kv_bytes_per_token(work.config, work.dtype)),
         "cache": str(cache_folder()),
+        "isa": work.isa,
     }
 
 
@@ -84,12 +94,11 @@ def contest_of(
 ) -> Iterator[Contest]:
     """The installed engines, with the model loaded; they are closed at the end of the block."""
     contestants, skipped = [], {}
-    contest = Contest([], work.config.vocab_size, say)
+    contest = Contest([], work.config.vocab_size, say, work.beside, work.isa)
     try:
         for name in work.engines:
             try:
-                log = cache_folder() / "logs" / f"{name}.log"
-                contestants.append(start(name, work, log))
+                contestants.append(start(name, work, log_of(name)))
             except MissingPeerError as error:
                 skipped[name] = str(error)
         contest.active = contestants
@@ -107,20 +116,24 @@ def measure(
     """Run the comparison; returns JSON data."""
     say("measuring the ceilings")
     before = measure_ceiling(work.device, work.threads, work.fresh)
-    scores: list[Score] = []
-    results: list[dict[str, Any]] = []
     with contest_of(work, say, start) as contest:
         if work.what == "offline":
-            results = offline(work, contest)
+            runs = offline(work, contest)
         else:
-            for case in work.cases:
-                scores += contest.play(case, work.repeats, work.extra)
+            scores = [
+                score
+                for case in work.cases
+                for score in contest.play(case, work.repeats, work.extra)
+            ]
     say("measuring the ceilings again")
     after = measure_ceiling(work.device, work.threads, work.fresh)
-    results += [result(work, score, best_of(before, after)) for score in scores]
+    if work.what != "offline":
+        best = best_of(before, after)
+        runs = [(score.beside, result(work, score, best)) for score in scores]
     return {
         "benchmark": work.what,
         "machine": before.machine,
+        "processor": processor(work.isa) | {"engines": who_obeyed(work, contest)},
         "python": platform.python_version(),
         "model": work.name,
         "dtype": work.dtype,
@@ -131,9 +144,29 @@ def measure(
         "engines": contest.facts,
         "left_out": contest.failed,
         "ceiling": {"before": before.as_json(), "after": after.as_json()},
-        "results": results,
-        "statement": statement(results),
+        **outcome(work, runs),
     }
+
+
+def who_obeyed(work: Work, contest: Contest) -> dict[str, Any]:
+    """Whether each engine kept to the instruction set of --isa; empty without it."""
+    return {
+        name: obedience(work.isa, read_log(log_of(name)), facts, contest.avx512.get(name))
+        for name, facts in contest.facts.items()
+        if work.isa is not None
+    }
+
+
+def outcome(work: Work, runs: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """JSON data of the results and their conclusions, from results and their number of busy
+    processes."""
+    results = [one for load, one in runs if not load]
+    found: dict[str, Any] = {"results": results, "statement": statement(results)}
+    if work.beside:
+        loaded = [one for load, one in runs if load]
+        found["beside"] = report(loaded, results, work.threads, work.beside)
+        found["statement"] += statement(loaded, f", beside {work.beside}")
+    return found
 
 
 def cost_of(work: Work, case: Case) -> StepCost:
@@ -176,30 +209,41 @@ def result(work: Work, score: Score, ceiling: Ceiling) -> dict[str, Any]:
         "bound_seconds": bound,
         "share_of_bound": bound / median(times),
         "others": max(run.others for run in score.runs),
+        "busy": median(run.busy for run in score.runs),
         "runs": [asdict(run) for run in score.runs],
     }
 
 
-def offline(work: Work, contest: Contest) -> list[dict[str, Any]]:
-    """Offline throughput: requests of mixed lengths, all submitted at once."""
+def offline(work: Work, contest: Contest) -> list[tuple[int, dict[str, Any]]]:
+    """Offline throughput: requests of mixed lengths, all submitted at once. Each result comes with
+    its number of busy processes."""
     (case,) = work.cases
     prompts, lengths = offline_requests(work, case)
-    runs = contest.play_offline(prompts, lengths, work.repeats, work.extra)
+    found = contest.play_offline(prompts, lengths, work.repeats, work.extra)
     return [
-        {
-            "engine": name,
-            "requests": len(lengths),
-            "prompt_tokens": sum(map(len, prompts)),
-            "new_tokens": sum(lengths),
-            "tokens_per_second": spread([sum(lengths) / run.seconds for run in each]),
-            "seconds": spread([run.seconds for run in each]),
-            "others": max(run.others for run in each),
-            "outside_model": spread(shares)["median"] if shares else None,
-            "runs": [asdict(run) for run in each],
-        }
-        for name, each in runs.items()
-        for shares in [[run.outside_model for run in each if run.outside_model is not None]]
+        (load, offline_result(name, prompts, lengths, runs))
+        for load, each in found.items()
+        for name, runs in each.items()
     ]
+
+
+def offline_result(
+    name: str, prompts: list[list[int]], lengths: list[int], runs: Sequence[OfflineRun]
+) -> dict[str, Any]:
+    """JSON data of one engine: all repeats."""
+    shares = [run.outside_model for run in runs if run.outside_model is not None]
+    return {
+        "engine": name,
+        "requests": len(lengths),
+        "prompt_tokens": sum(map(len, prompts)),
+        "new_tokens": sum(lengths),
+        "tokens_per_second": spread([sum(lengths) / run.seconds for run in runs]),
+        "seconds": spread([run.seconds for run in runs]),
+        "others": max(run.others for run in runs),
+        "busy": median(run.busy for run in runs),
+        "outside_model": median(shares) if shares else None,
+        "runs": [asdict(run) for run in runs],
+    }
 
 
 def offline_requests(work: Work, case: Case) -> tuple[list[list[int]], list[int]]:
@@ -211,8 +255,8 @@ def offline_requests(work: Work, case: Case) -> tuple[list[list[int]], list[int]
     return [rng.choices(ids, k=length) for length in prompts], lengths
 
 
-def statement(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """minillm against the best peer, for each case, by medians."""
+def statement(results: Sequence[Mapping[str, Any]], under: str = "") -> list[str]:
+    """minillm against the best peer, for each case, by medians; `under` names the condition."""
     lines = []
     for own in results:
         if own["engine"] != OWN:
@@ -222,6 +266,7 @@ def statement(results: Sequence[Mapping[str, Any]]) -> list[str]:
             if one["engine"] != OWN and all(one.get(key) == own.get(key) for key in KEYS)
         ]  # fmt: skip
         where = f"B={own['batch']} ctx {own['context']}" if "batch" in own else "offline"
+        where += under
         if peers:
             best = max(peers, key=lambda one: one["tokens_per_second"]["median"])
             ratio = own["tokens_per_second"]["median"] / best["tokens_per_second"]["median"]

@@ -11,13 +11,45 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
     """Print a heading, the table, and the conclusions."""
     terminal.heading(
         f"{found['benchmark']}: {found['model']}, {found['dtype']}, {found['threads']} threads, "
-        f"{found['machine']}"
+        f"{found['machine']} ({class_of(found['processor'])})"
     )
     if found["results"]:
         header, rows = offline_table(found) if found["benchmark"] == "offline" else table(found)
         terminal.table(header, rows)
+    if found.get("beside", {}).get("results"):
+        terminal.line()
+        terminal.table(*beside_table(found["beside"]))
     for line in [*found["statement"], *remarks(found)]:
         terminal.paragraph(line)
+
+
+def class_of(processor: Mapping[str, Any]) -> str:
+    """``avx512_bf16``, or ``avx512_bf16, all engines limited to avx2``."""
+    forced = processor["forced_isa"]
+    return processor["own_class"] + f", all engines limited to {forced}" * (forced is not None)
+
+
+def beside_table(beside: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the speeds beside busy processes, and over the idle speeds."""
+    rows, shown = [], ""
+    for one in beside["results"]:
+        name = f"B={one['batch']} ctx {one['context']}" if "batch" in one else "offline"
+        rows.append(
+            [
+                name * (name != shown),
+                one["engine"],
+                digits(one["idle_tokens_per_second"]),
+                in_brief(one["tokens_per_second"]),
+                f"{one['over_idle']:.0%}",
+                f"{beside['fair_share']:.0%}",
+                f"{one['busy']:.0%}",
+                f"{one['others']:.0%}",
+            ]
+        )
+        shown = name
+    count = beside["processes"]
+    header = ["", "engine", "idle", f"tok/s beside {count}", "over idle", "fair", "busy", "others"]
+    return header, rows
 
 
 def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -78,5 +110,22 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
             + (f" and an export of {seconds(export)}" if export else "")
             + (f"; {facts['path']}." if "path" in facts else ".")
         )
-    too_low = disturbance(found["results"], ", so these figures are too low")
-    return [*lines, *found["left_out"].values(), *too_low]
+    beside, measured = found.get("beside"), list(found["results"])
+    if beside:
+        lines.append(
+            f"{beside['how']} A busy process is {beside['busy_process']}; the column busy is what "
+            "they used of the processors."
+        )
+        measured += beside["results"]
+    too_low = disturbance(measured, ", so these figures are too low")
+    return [*lines, *limits(found.get("processor", {})), *found["left_out"].values(), *too_low]
+
+
+def limits(processor: Mapping[str, Any]) -> list[str]:
+    """With --isa: what was asked of each engine, and whether it obeyed."""
+    words = {True: "obeyed", False: "did not obey", None: "shows no evidence of what it used"}
+    return [
+        f"{name} was asked for {one['asked']} and {words[one['obeyed']]}"
+        + (f": {', '.join(one['evidence'])}." if one["evidence"] else ".")
+        for name, one in processor.get("engines", {}).items()
+    ]

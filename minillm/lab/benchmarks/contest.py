@@ -3,7 +3,8 @@
 Every engine runs a case once to warm up, and then once per repeat. Within a repeat the engines run
 one after the other, each alone on the machine; every repeat starts with a different engine, so that
 disturbances of a shared machine affect all engines. Prompts are the same random token ids for all;
-decoding is greedy, ignores the end token, and uses no prefix cache.
+decoding is greedy, ignores the end token, and uses no prefix cache. With `beside`, each repeat also
+runs every engine beside that many busy processes.
 
 **Decode time** starts when every sequence of the batch has its first token and stops when the first
 sequence is complete. Every step in between yields one token per sequence, so prefill is excluded,
@@ -13,12 +14,15 @@ last sequence has its first token.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
+from minillm.lab.benchmarks.beside import busy_processes
 from minillm.lab.benchmarks.engine_process import EngineFailedError
-from minillm.lab.benchmarks.others import DISTURBED, watching
+from minillm.lab.benchmarks.others import DISTURBED, Watch, watching
+from minillm.lab.benchmarks.processor import avx512_used
 
 WARM_UP = 8  # warm-up requests of the offline workload
 Row = Sequence[float]  # seconds, new tokens, sequences started, sequences complete
@@ -39,13 +43,15 @@ class Case:
 @dataclass(frozen=True)
 class Run:
     """One run of one engine: prefill time, and `steps` decode steps that yielded `tokens`. `others`
-    is the fraction of the processors that other programs used."""
+    is the fraction of the processors that other programs used, `busy` that of our busy processes.
+    """
 
     prefill_seconds: float
     decode_seconds: float
     tokens: int
     steps: int
     others: float = 0.0
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class OfflineRun:
     seconds: float
     tokens: int
     others: float = 0.0
+    busy: float = 0.0
     outside_model: float | None = None
 
 
@@ -63,11 +70,12 @@ AnyRun = TypeVar("AnyRun", Run, OfflineRun)
 
 @dataclass
 class Score:
-    """All counted runs of one engine at one case."""
+    """All counted runs of one engine at one case, beside this number of busy processes."""
 
     engine: str
     case: Case
     runs: list[Run] = field(default_factory=list)
+    beside: int = 0
 
 
 class Contestant(Protocol):
@@ -89,7 +97,7 @@ class Contestant(Protocol):
         """End."""
 
 
-def decode_run(rows: Sequence[Row], case: Case, others: float = 0.0) -> Run:
+def decode_run(rows: Sequence[Row], case: Case) -> Run:
     """Split a run into prefill and decode; raises EngineFailedError for inconsistent rows."""
     total = sum(int(row[1]) for row in rows)
     if total != case.batch * case.new_tokens:
@@ -109,7 +117,6 @@ def decode_run(rows: Sequence[Row], case: Case, others: float = 0.0) -> Run:
         decode_seconds=max(rows[last][0] - start, 0.0),
         tokens=sum(int(row[1]) for row in rows[first + 1 : last + 1]),
         steps=max(last - first, 0),
-        others=others,
     )
 
 
@@ -127,11 +134,16 @@ class Contest:
         contestants: Sequence[Contestant],
         vocab_size: int,
         say: Callable[[str], Any] = lambda what: None,
+        beside: int = 0,
+        isa: str | None = None,
     ):
         self.active = list(contestants)
         self.failed: dict[str, str] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         self._vocab_size, self._say = vocab_size, say
+        self._loads = (0, beside) if beside else (0,)
+        self._isa = isa
+        self.avx512: dict[str, bool] = {}  # with --isa avx2: whether runs used these registers
 
     def open(self, options: Mapping[str, Any]) -> None:
         """Load the model in each engine, one after the other."""
@@ -141,18 +153,29 @@ class Contest:
             if answer is not None:
                 self.facts[one.name] = answer[0]
 
-    def _ask(self, one: Contestant, request: Mapping[str, Any]) -> tuple[Any, float] | None:
-        """Run one request while all other engines are paused; returns the answer and the fraction
-        of the processors that other programs used."""
+    def _ask(
+        self, one: Contestant, request: Mapping[str, Any], load: int = 0
+    ) -> tuple[Any, Watch] | None:
+        """Run one request beside `load` busy processes while all other engines are paused; returns
+        the answer, and what other programs used of the processors."""
         one.resume()
         try:
-            with watching([one.group]) as watch:
+            with busy_processes(load) as busy, watching([one.group], busy=busy) as watch:
+                start = perf_counter()
                 answer = one.ask(request)
+                if self._isa == "avx2" and request["do"] != "open":
+                    self._note_registers(one, perf_counter() - start)
         except EngineFailedError as error:
             self._drop(one, str(error))
             return None
         one.pause()
-        return answer, watch.share
+        return answer, watch
+
+    def _note_registers(self, one: Contestant, taken: float) -> None:
+        """Note whether an engine used AVX-512 registers during a run of `taken` seconds."""
+        used = avx512_used([one.group], taken)
+        if used is not None:
+            self.avx512[one.name] = self.avx512.get(one.name, False) or used
 
     def _drop(self, one: Contestant, why: str) -> None:
         self.failed[one.name] = why
@@ -171,23 +194,28 @@ class Contest:
             prompts = prompts_of(case, self._vocab_size, number)
             return {"do": "steps", "prompts": prompts, "new_tokens": case.new_tokens}
 
-        def read(answer: Any, others: float) -> Run:
-            return decode_run(answer, case, others)
+        def read(answer: Any) -> Run:
+            return decode_run(answer, case)
 
-        runs = self._collect(str(case), request, read, repeats, extra)
-        return [Score(name, case, each) for name, each in runs.items()]
+        found = self._collect(str(case), request, read, repeats, extra)
+        return [
+            Score(name, case, each, load)
+            for load, runs in found.items()
+            for name, each in runs.items()
+        ]
 
     def play_offline(
         self, prompts: list[list[int]], lengths: list[int], repeats: int, extra: int = 0
-    ) -> dict[str, list[OfflineRun]]:
-        """Run all requests at once, `repeats` times, after a warm-up with a few of them."""
+    ) -> dict[int, dict[str, list[OfflineRun]]]:
+        """Run all requests at once, `repeats` times, after a warm-up with a few of them; returns
+        the runs of every engine by the number of busy processes."""
 
         def request(number: int) -> dict[str, Any]:
             some = slice(None, WARM_UP if number < 0 else None)
             return {"do": "offline", "prompts": prompts[some], "new_tokens": lengths[some]}
 
-        def read(answer: Any, others: float) -> OfflineRun:
-            run = OfflineRun(**answer, others=others)
+        def read(answer: Any) -> OfflineRun:
+            run = OfflineRun(**answer)
             if run.tokens not in (sum(lengths), sum(lengths[:WARM_UP])):
                 raise EngineFailedError(
                     f"The engine returned {run.tokens} tokens instead of {sum(lengths)}."
@@ -200,37 +228,50 @@ class Contest:
         self,
         what: str,
         request: Callable[[int], dict[str, Any]],
-        read: Callable[[Any, float], AnyRun],
+        read: Callable[[Any], AnyRun],
         repeats: int,
         extra: int,
-    ) -> dict[str, list[AnyRun]]:
+    ) -> dict[int, dict[str, list[AnyRun]]]:
         """Collect `repeats` undisturbed runs of every engine, with up to `extra` more repeats to
         replace disturbed runs. Engines that fail are left out."""
-        runs: dict[str, list[AnyRun]] = {one.name: [] for one in self.active}
+        runs: dict[int, dict[str, list[AnyRun]]]
+        runs = {load: {one.name: [] for one in self.active} for load in self._loads}
         for number in range(-1, repeats + extra):  # the first warms up
-            calm = (len(undisturbed(runs[one.name])) >= repeats for one in self.active)
-            if number >= repeats and all(calm):
+            counts = (
+                len(undisturbed(runs[load][one.name])) for load in runs for one in self.active
+            )
+            if number >= repeats and all(count >= repeats for count in counts):
                 break
-            for one in self.turns(number + 1):
-                self._say(f"{what}: {turn_name(number)} of {one.name}")
-                run = self._run(one, request(number), read)
-                if run is not None and number >= 0:
-                    runs[one.name].append(run)
-        return {one.name: calmest(runs[one.name], repeats) for one in self.active}
+            for load in self._loads if number >= 0 else (0,):
+                for one in self.turns(number + 1):
+                    self._say(f"{what}: {turn_name(number)} of {one.name}{beside_name(load)}")
+                    run = self._run(one, request(number), read, load)
+                    if run is not None and number >= 0:
+                        runs[load][one.name].append(run)
+        names = [one.name for one in self.active]
+        return {
+            load: {name: calmest(each[name], repeats) for name in names}
+            for load, each in runs.items()
+        }
 
     def _run(
-        self, one: Contestant, request: Mapping[str, Any], read: Callable[[Any, float], AnyRun]
+        self,
+        one: Contestant,
+        request: Mapping[str, Any],
+        read: Callable[[Any], AnyRun],
+        load: int,
     ) -> AnyRun | None:
         """One run of one engine; an engine that fails is removed, and None is returned."""
-        answer = self._ask(one, request)
-        if answer is None:
+        found = self._ask(one, request, load)
+        if found is None:
             return None
+        answer, watch = found
         try:
-            return read(*answer)
+            return replace(read(answer), others=watch.share, busy=watch.busy)
         except EngineFailedError as error:
             self._drop(one, f"{one.name}: {error}")
         except (TypeError, ValueError, LookupError, StopIteration):  # malformed answer
-            self._drop(one, f"{one.name} returned an invalid answer: {str(answer[0])[:60]!r}.")
+            self._drop(one, f"{one.name} returned an invalid answer: {str(answer)[:60]!r}.")
         return None
 
     def close(self) -> None:
@@ -242,6 +283,11 @@ class Contest:
 def turn_name(number: int) -> str:
     """The name of a repeat in progress messages."""
     return "warm-up" if number < 0 else f"run {number + 1}"
+
+
+def beside_name(load: int) -> str:
+    """The number of busy processes in progress messages."""
+    return f", beside {load}" * (load > 0)
 
 
 def undisturbed(runs: Sequence[AnyRun]) -> list[AnyRun]:

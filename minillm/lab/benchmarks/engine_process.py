@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import MinillmError
+from minillm.lab.benchmarks.processor import ISA
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[2]
@@ -59,6 +60,8 @@ def environment(name: str, threads: int) -> dict[str, str]:
     variables.pop("PYTHONPATH", None)
     if name == OWN:
         variables["PYTHONPATH"] = str(ROOT)
+    if ISA in variables:  # oneDNN then names its instruction set once; runs are not logged
+        variables["ONEDNN_VERBOSE"] = "dispatch,filter=rnn"
     return variables
 
 
@@ -172,8 +175,13 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 def last_line(log: Path) -> str:
     """The last non-empty line of a log."""
+    lines = read_log(log).split("\n")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+
+
+def read_log(log: Path) -> str:
+    """The text of a log; empty if there is none."""
     try:
-        lines = log.read_text("utf-8", errors="replace").split("\n")
+        return log.read_text("utf-8", errors="replace")
     except OSError:
         return ""
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

@@ -5,7 +5,7 @@ all threads.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,22 +31,36 @@ def disturbance(results: Iterable[Mapping[str, Any]], effect: str = "") -> list[
 
 @dataclass
 class Watch:
-    """The fraction of all processors that other programs used, set at the end of the block; 0 if
-    the kernel does not report it. Time that the hypervisor gave to other machines is included."""
+    """Fractions of all processors, set at the end of the block; 0 if the kernel does not report
+    them. `share` is what other programs used, and what the hypervisor gave to other machines;
+    `busy` is what our own busy processes used."""
 
     share: float = field(default=0.0)
+    busy: float = field(default=0.0)
 
 
 @contextmanager
-def watching(groups: Iterable[int], proc: Path = PROC) -> Iterator[Watch]:
-    """Watch a block in which this process and those of `groups` work."""
-    watch, groups = Watch(), frozenset(groups)
-    busy, own, start = busy_ticks(proc), own_ticks(groups, proc), perf_counter()
+def watching(
+    groups: Iterable[int], proc: Path = PROC, busy: Collection[int] = ()
+) -> Iterator[Watch]:
+    """Watch a block in which this process and those of `groups` work. The process groups `busy` are
+    busy processes of the benchmark, which are not other programs."""
+    watch, ours = Watch(), frozenset(busy)
+    groups = frozenset(groups) | ours
+    used, own, start = busy_ticks(proc), own_ticks(groups, proc), perf_counter()
+    before = group_ticks(ours, proc)
     yield watch
-    busy, own = busy_ticks(proc) - busy, own_ticks(groups, proc) - own
-    ticks = (perf_counter() - start) * os.sysconf("SC_CLK_TCK") if busy else 0.0
+    used, own = busy_ticks(proc) - used, own_ticks(groups, proc) - own
+    ticks = (perf_counter() - start) * os.sysconf("SC_CLK_TCK") if used else 0.0
     if ticks >= LEAST_TICKS:
-        watch.share = min(max(0.0, busy - own) / ticks / (os.cpu_count() or 1), 1.0)
+        ticks *= os.cpu_count() or 1
+        watch.share = min(max(0.0, used - own) / ticks, 1.0)
+        watch.busy = min((group_ticks(ours, proc) - before) / ticks, 1.0)
+
+
+def reported(proc: Path = PROC) -> bool:
+    """Whether the kernel reports the time of all processors (Linux does)."""
+    return (proc / "stat").exists()
 
 
 def busy_ticks(proc: Path) -> int:
@@ -60,12 +74,17 @@ def busy_ticks(proc: Path) -> int:
 
 def own_ticks(groups: frozenset[int], proc: Path) -> int:
     """Ticks of this process and of those in `groups`."""
+    return group_ticks(groups, proc, os.getpid())
+
+
+def group_ticks(groups: frozenset[int], proc: Path, pid: int | None = None) -> int:
+    """Ticks of the processes in `groups`, and of the process `pid`."""
     total = 0
-    for file in proc.glob("[0-9]*/stat"):
+    for file in proc.glob("[0-9]*/stat") if groups or pid is not None else ():
         try:
             fields = file.read_text().rpartition(")")[2].split()
         except OSError:  # the process has ended
             continue
-        if int(fields[2]) in groups or file.parent.name == str(os.getpid()):
+        if int(fields[2]) in groups or file.parent.name == str(pid):
             total += int(fields[11]) + int(fields[12])
     return total

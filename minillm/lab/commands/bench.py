@@ -1,13 +1,16 @@
 """Measure speed, and compare it with upper bounds and other engines."""
 
 import json
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.cli.options import positive_integers
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, did_you_mean
 
@@ -33,16 +36,19 @@ benchmarks:
 examples:
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
   minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
+  minillm bench decode --vs vllm,openvino --beside 2    also beside 2 busy processes
+  minillm bench decode --vs vllm,openvino --isa avx2    as on a processor without AVX-512
   minillm bench scale --plot scale.png
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
 COMPARED = ("decode", "prefill", "offline")
+CONTEST = ("repeats", "vs", "threads", "dtype", "device", "beside", "isa")
 DRAFTING = ("draft", "acceptance")
 # The options of each benchmark besides --json and --quick; any other option is an error.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "decode": ("batch", "context", "new_tokens", "repeats", "vs", "threads", "dtype", "device"),
-    "prefill": ("batch", "context", "repeats", "vs", "threads", "dtype", "device"),
-    "offline": ("requests", "lengths", "repeats", "vs", "threads", "dtype", "device"),
+    "decode": ("batch", "context", "new_tokens", "layers", *CONTEST),
+    "prefill": ("batch", "context", "layers", *CONTEST),
+    "offline": ("requests", "lengths", *CONTEST),
     "startup": ("repeats", "vs", "threads", "dtype"),
     "scale": ("batch", "context", "new_tokens", "repeats", "threads", "dtype", "plot"),
     "speculation": ("batch", "new_tokens", "repeats", "vs", "threads", "dtype", *DRAFTING),
@@ -93,6 +99,11 @@ def add_options(parser: ArgumentParser) -> None:
     option("--dtype", metavar="NAME",
            help="dtype of weights and KV cache (bfloat16 if it is fast here)")  # fmt: skip
     option("--device", metavar="NAME", help="cpu or cuda (cpu)")
+    option("--beside", metavar="N",
+           help="run every engine also beside N busy processes (not done)")  # fmt: skip
+    option("--isa", metavar="NAME",
+           help="limit all engines to avx2, avx512, avx512_bf16 or amx (no limit)")  # fmt: skip
+    option("--layers", metavar="N", type=int, help="only the first N layers of a preset")
     option("--draft", metavar="MODEL", help="speculation: draft model (tiny has tiny-draft)")
     option("--acceptance", metavar="0.9,0.8",
            help="speculation: accept drafts at random with these rates")  # fmt: skip
@@ -135,13 +146,46 @@ def check_file(option: str, name: str | None) -> None:
 
 def compare(args: Namespace, terminal: Terminal) -> int:
     """The benchmarks decode, prefill and offline."""
-    work = work_of(args, terminal)
-    from minillm.lab.benchmarks.compare import measure
-    from minillm.lab.benchmarks.compare_table import show
+    from minillm.lab.benchmarks.processor import limited
 
-    with progress(terminal) as say:
-        found = measure(work, say)
+    isa = isa_of(args.isa, args.device)
+    with limited(isa):  # torch is imported in this block
+        work = replace(work_of(args, terminal), isa=isa)
+        from minillm.lab.benchmarks.compare import measure
+        from minillm.lab.benchmarks.compare_table import show
+
+        with progress(terminal) as say:
+            found = measure(work, say)
     return finish(found, args, terminal, show)
+
+
+def isa_of(name: str | None, device: str | None) -> str | None:
+    """The instruction set to which --isa, or else the variable of the C functions, limits all
+    engines."""
+    from minillm.lab.benchmarks.processor import FLAGS, ISA, check_isa, processor_class
+
+    if name is None:
+        given = os.environ.get(ISA)
+        return given if given in FLAGS else None
+    check_isa(name, processor_class())
+    if device not in (None, "cpu"):
+        raise ConfigError(f"--isa is for a CPU; leave it out with --device {device}.")
+    return name
+
+
+def beside_of(text: str | None) -> int:
+    """The number of busy processes that --beside asks for; 0 without it."""
+    if text is None:
+        return 0
+    from minillm.lab.benchmarks.beside import PER_PROCESSOR, most_processes
+
+    most = most_processes()
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise ConfigError(
+            f"--beside is {text[:40]!r}; it must be a number of busy processes from 1 to {most}, "
+            f"which is {PER_PROCESSOR} per processor."
+        )
+    return int(text)
 
 
 @contextmanager
@@ -177,7 +221,7 @@ def finish(
 
 def work_of(args: Namespace, terminal: Terminal) -> "Work":
     """The comparison that the arguments ask for, after checking them."""
-    given = settings(args)
+    given, beside = settings(args), beside_of(args.beside)
     engines = engines_of(given["vs"], given["device"])
     name = args.model or (QUICK_MODEL if args.quick else MODEL)
     from minillm.lab.commands.plan import find_config
@@ -185,12 +229,15 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
     config = find_config(name)
     cases = cases_of(args.what, given, config)
     check_dtype(given["dtype"])
+    model = model_for(name, engines, given["dtype"], terminal, args.layers)
+    if args.layers is not None:
+        name, config = f"{name}, {args.layers} layers", find_config(model)
     from minillm.lab.benchmarks.compare import Work
 
     return Work(
         what=args.what,
         name=name,
-        model=model_for(name, engines, given["dtype"], terminal),
+        model=model,
         config=config,
         cases=cases,
         repeats=given["repeats"],
@@ -202,6 +249,7 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
         lengths=given["lengths"],
         extra=0 if args.quick else given["repeats"],
         fresh=not args.quick,
+        beside=beside,
     )
 
 
@@ -223,20 +271,7 @@ def settings(args: Namespace) -> dict[str, Any]:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is {values[name]}; it must be at least {least}.")
     for name in ("batch", "context"):
-        values[name] = numbers(f"--{name}", values[name])
-    return values
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Parse ``1,16`` into positive integers."""
-    try:
-        values = tuple(int(item) for item in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or min(values) < 1:
-        raise ConfigError(
-            f"{option} is {text[:40]!r}; it must be a list of positive integers, such as 1,16."
-        )
+        values[name] = positive_integers(f"--{name}", values[name])
     return values
 
 
@@ -289,17 +324,21 @@ def cases_of(what: str, given: Mapping[str, Any], config: "ModelConfig") -> tupl
     )
 
 
-def model_for(name: str, engines: tuple[str, ...], dtype: str, terminal: Terminal) -> str:
-    """The model to open; for other engines a preset is written as a folder of random weights."""
+def model_for(
+    name: str, engines: tuple[str, ...], dtype: str, terminal: Terminal, layers: int | None = None
+) -> str:
+    """The model to open. For other engines, or cut to some layers, a preset becomes a folder."""
     if name.startswith("preset:"):
-        if len(engines) == 1:
+        if len(engines) == 1 and layers is None:
             return name
         from minillm.lab.benchmarks.checkpoint import checkpoint_of
 
         with terminal.progress("Writing random weights"):
-            folder = checkpoint_of(name.removeprefix("preset:"), dtype)
+            folder = checkpoint_of(name.removeprefix("preset:"), dtype, layers)
         terminal.remark(f"{name} with random weights is in {folder}")
         return str(folder)
+    if layers is not None:
+        raise ConfigError(f"--layers cuts presets only; {name} is none, so leave it out.")
     if len(engines) == 1:
         return name
     from minillm.models.checkpoint import find_folder
@@ -335,51 +374,7 @@ def elsewhere(args: Namespace, terminal: Terminal) -> int:
 
 def scale(args: Namespace, terminal: Terminal) -> int:
     """Decode step time over a grid of batches and contexts."""
-    from minillm.lab.commands.plan import find_config
-
-    given = settings(args)
-    check_dtype(given["dtype"])
-    check_file("--plot", args.plot)
-    name = args.model or (QUICK_MODEL if args.quick else MODEL)
-    config = find_config(name)
-    check_contexts(given, config, asked=args.context is not None)
-    from minillm.lab.benchmarks import scale as benchmark
-    from minillm.lab.benchmarks.scale_plot import check_plot, draw
-    from minillm.lab.benchmarks.scale_table import show
-
-    if args.plot is not None:
-        check_plot(args.plot)
-    cases = benchmark.cases_of(given["batch"], given["context"])
-    options = (given["new_tokens"], given["repeats"], given["threads"], given["dtype"])
-    work = benchmark.ScaleWork(name, config, cases, *options, fresh=not args.quick)
-    with progress(terminal) as say:
-        found = benchmark.measure(work, say)
-    show(found, terminal)
-    if args.json is not None:
-        Path(args.json).write_text(json.dumps(found) + "\n", "utf-8")
-    if args.plot is not None:
-        draw(found, args.plot)
-    return 0
-
-
-def check_contexts(given: dict[str, Any], config: "ModelConfig", asked: bool) -> None:
-    """Check that each context holds the timed steps and fits the model's positions; default
-    contexts that do not fit are dropped."""
-    longest, least = config.longest_context, given["new_tokens"] + 4
-    if not asked:
-        fitting = tuple(n for n in given["context"] if least <= n <= longest)
-        given["context"] = fitting or (longest,)
-    if least > longest:
-        raise ConfigError(
-            f"--new-tokens is {given['new_tokens']}; with the {longest} positions of this model it "
-            f"must be at most {longest - 4}."
-        )
-    for context in given["context"]:
-        if not least <= context <= longest:
-            raise ConfigError(
-                f"--context is {context}; with {given['new_tokens']} new tokens it must be from "
-                f"{least} to {longest}, the positions of this model."
-            )
+    return int(import_module("minillm.lab.commands.bench_scale").scale(args, terminal))
 
 
 def passed_on(args: Namespace) -> list[str]:

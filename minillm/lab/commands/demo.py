@@ -1,5 +1,8 @@
 """The demo (``minillm`` without arguments): generates text, then compares speed with its bound.
 
+Each measurement comes after a warm-up, which compiles the C functions if necessary, and counts what
+other programs use of the processors meanwhile.
+
 The embedded model fits into the CPU's cache, so its speed says little about larger models. The
 second part therefore decodes with a model whose weights are read from memory for every token.
 """
@@ -10,7 +13,7 @@ import statistics
 import sys
 import time
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +23,8 @@ from minillm.cli.app import version
 from minillm.cli.engine_import import import_engine
 from minillm.cli.generate import stream, summary
 from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds
+from minillm.lab.benchmarks.others import DISTURBED as MUCH
+from minillm.lab.benchmarks.others import reported, watching
 from minillm.lab.ceilings import DISTURBED, measure
 from minillm.plan import machine
 from minillm.plan.cost import StepCost, step_cost, step_time
@@ -35,6 +40,7 @@ WRITING = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1, see
 BIG = "smollm2-135m"
 CONTEXT = 1024  # longest context of the second part
 WARM_UP = 4  # tokens before timing starts
+FIRST_PROMPT = "import os\n\n\ndef walk(folder, names=()):"  # of the warm-up: about as long
 BUDGET = 2.5  # seconds of decoding
 TOGETHER = 16  # size of the batch that is compared with batch 1
 
@@ -60,17 +66,28 @@ def run(args: Namespace, terminal: Terminal) -> int:
     with terminal.progress("Starting"):
         engine = import_engine()
         llm = engine("tiny")
-    with llm:
+        warm_up(llm)
+    with llm, watching([]) as writing:
         write_text(llm, terminal)
-    with terminal.progress("Measuring memory bandwidth"):
+    with terminal.progress("Measuring memory bandwidth"), watching([]) as reading:
         hardware = measure(refresh=True, device=str(llm.engine.device))
     with terminal.progress(f"Building a model of {BIG}'s shape with random weights"):
         llm = engine(f"preset:{BIG}", load_format="dummy", max_model_len=CONTEXT)
-    with llm, terminal.progress(f"Decoding at batch 1, then at batch {TOGETHER}"):
+    with (
+        llm,
+        terminal.progress(f"Decoding at batch 1, then at batch {TOGETHER}"),
+        watching([]) as decoding,
+    ):
         decoded, together = decode(llm), decode_together(llm)
-    show_card(llm, decoded, together, hardware, terminal)
+    others = max(watch.share for watch in (writing, reading, decoding))
+    show_card(llm, decoded, together, hardware, others, terminal)
     show_next(terminal)
     return 0
+
+
+def warm_up(llm: "LLM") -> None:
+    """Generate a few tokens, so that compilation and first memory accesses are not timed."""
+    llm.generate([FIRST_PROMPT], replace(WRITING, max_tokens=WARM_UP), use_tqdm=False)
 
 
 def write_text(llm: "LLM", terminal: Terminal) -> None:
@@ -124,9 +141,15 @@ def decode_together(llm: "LLM") -> float:
 
 
 def show_card(
-    llm: "LLM", decoded: DecodeRun, together: float, hardware: Hardware, terminal: Terminal
+    llm: "LLM",
+    decoded: DecodeRun,
+    together: float,
+    hardware: Hardware,
+    others: float,
+    terminal: Terminal,
 ) -> None:
-    """Show the memory-bandwidth bound of decoding, the measured speed, and their ratio."""
+    """Show the memory-bandwidth bound of decoding, the measured speed, and their ratio; `others` is
+    what other programs used of the processors."""
     engine = llm.engine
     cost = step_cost(engine.source.config, [1], [CONTEXT // 2], dtype=engine.dtype)
     cache = decoded.bytes_per_token - decoded.weight_bytes
@@ -142,6 +165,7 @@ def show_card(
             ("memory bandwidth", f"{amount(hardware.bandwidth, 'B/s')}, measured just now "
              f"({hardware.name}, {threads(llm)})"),
             ("upper bound", rate(bound)),
+            ("operations", operations(llm)),
             ("measured", f"{rate(decoded.seconds_per_token)} = "
              f"{amount(decoded.bandwidth, 'B/s')}"),
             (f"batch {TOGETHER}", f"{rate(together)}, "
@@ -150,7 +174,18 @@ def show_card(
     )  # fmt: skip
     fraction = decoded.bandwidth / hardware.bandwidth
     terminal.line(f"\n  {terminal.bar(fraction)} {share(fraction)} of the bound\n")
-    terminal.paragraph(explanation(cost, hardware, fraction))
+    terminal.paragraph(explanation(cost, hardware, fraction, others))
+
+
+def operations(llm: "LLM") -> str:
+    """The implementation that the model's operations run on."""
+    import torch
+
+    from minillm.ops import cpu, dispatch
+
+    if llm.engine.device.type == "cpu":
+        return cpu.describe(getattr(torch, llm.engine.dtype))
+    return dispatch.explain(llm.engine.device)
 
 
 def share(fraction: float) -> str:
@@ -171,21 +206,21 @@ def threads(llm: "LLM") -> str:
     return plural(torch.get_num_threads(), "thread") if on_cpu else str(llm.engine.device)
 
 
-def explanation(cost: StepCost, hardware: Hardware, fraction: float) -> str:
+def explanation(cost: StepCost, hardware: Hardware, fraction: float, others: float = 0.0) -> str:
     """Which resource limits decoding, and why; a warning comes first if the machine was busy."""
-    others = busy(hardware)
+    warning = busy(hardware, others)
     if step_time(cost, hardware).bound == "overhead":
         return (
-            f"{others}Starting the {cost.num_operations} operations of a token takes "
+            f"{warning}Starting the {cost.num_operations} operations of a token takes "
             f"{seconds(cost.num_operations * hardware.overhead)} or more, longer than reading the "
             "weights: decoding is bound by overhead."
         )
     text = (
-        f"{others}Each token needs {digits(cost.intensity)} operations per byte read; this "
+        f"{warning}Each token needs {digits(cost.intensity)} operations per byte read; this "
         f"machine can do {digits(hardware.ridge(cost.dtype))}. Decoding is therefore memory-bound; "
         "in a batch, the weights are read once for all sequences."
     )
-    if fraction < 0.7 and not others:
+    if fraction < 0.7 and not warning:
         text += (
             " The gap to the bound comes from matrix products that read more slowly than the "
             "memory allows, and from the small operations between them."
@@ -195,15 +230,21 @@ def explanation(cost: StepCost, hardware: Hardware, fraction: float) -> str:
     return text
 
 
-def busy(hardware: Hardware) -> str:
-    """A warning if other programs keep the processors busy, which distorts every figure."""
+def busy(hardware: Hardware, others: float) -> str:
+    """A warning if other programs keep the processors busy, which distorts every figure. Where the
+    kernel does not report their time, the load is used."""
     load, processors = getattr(os, "getloadavg", lambda: (0.0,))()[0], machine.cpu_count()
-    if load <= 1.5 * processors and hardware.source != DISTURBED:
+    if others > MUCH:
+        what = f"Other programs used up to {others:.0%} of the processors meanwhile"
+    elif hardware.source == DISTURBED:
+        what = "Other programs ran during the bandwidth measurement"
+    elif not reported() and load > 1.5 * processors:
+        what = (
+            f"Other programs are running (load {digits(load)} on {plural(processors, 'processor')})"
+        )
+    else:
         return ""
-    return (
-        f"Other programs are running (load {digits(load)} on {plural(processors, 'processor')}), "
-        "so these figures are too low: run it again when the machine is idle. "
-    )
+    return f"{what}, so the bound and these figures are too low: run it again on an idle machine. "
 
 
 def show_next(terminal: Terminal) -> None:

@@ -112,6 +112,18 @@ static inline void rotate_head(const float *restrict x, const float *restrict co
         }
 }
 
+/* Angles of the rotary embedding: cos and sin [n, half] of positions x frequencies, times `factor`.
+ * On one thread: torch starts several even for one position, and they take cores from ours. */
+void cos_sin(const int64_t *positions, const float *frequencies, float factor, float *cos,
+             float *sin, int64_t n, int64_t half) {
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t i = 0; i < half; i++) {
+            float angle = (float)positions[row] * frequencies[i];
+            cos[row * half + i] = cosf(angle) * factor;
+            sin[row * half + i] = sinf(angle) * factor;
+        }
+}
+
 /* A head of q or k: norm if there is a weight (QK norm), then RoPE. */
 static inline void norm_and_rotate(const element *x, const element *weight, float eps,
                                    const float *cos, const float *sin, element *out, int64_t d,

@@ -13,7 +13,7 @@ import pytest
 
 from minillm.cli import main
 from minillm.config import ModelConfig, RopeConfig
-from minillm.errors import UnsupportedFeatureError
+from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.benchmarks import ceiling, checkpoint, compare, startup
 from minillm.lab.benchmarks.ceiling import ONEDNN, OWN, SUMS, Ceiling, best_of
 from minillm.lab.benchmarks.compare import Work, cost_of, options, result, statement
@@ -71,6 +71,19 @@ def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["decode", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2."),
         (["decode", "--repeats", "0"], "--repeats is 0; it must be at least 1."),
         (["decode", "--threads", "0"], "--threads is 0; it must be at least 1."),
+        (["decode", "--beside", "two"], "--beside is 'two'; it must be a number of busy processes"),
+        (["prefill", "--beside", "-1"], "--beside is '-1'; it must be a number of busy processes"),
+        (
+            ["offline", "--beside", "0"],
+            "--beside is '0'; it must be a number of busy processes from",
+        ),
+        (["decode", "--beside", "999"], "which is 8 per processor."),
+        (["startup", "--beside", "2"], "--beside is for decode, prefill, offline; leave it out of"),
+        (
+            ["decode", "--isa", "avx1024"],
+            "--isa is 'avx1024'; it must be one of avx2, avx512, avx5",
+        ),
+        (["scale", "--isa", "avx2"], "--isa is for decode, prefill, offline; leave it out of"),
         (["offline", "--requests", "0"], "--requests is 0; it must be at least 1."),
         (["offline", "--lengths", "long"], "--lengths is 'long'; it must be lognormal or uniform."),
         (["decode", "--dtype", "int8"], "--dtype is 'int8'; it must be bfloat16 or float32."),
@@ -151,6 +164,7 @@ def test_a_comparison_from_end_to_end(
 ) -> None:
     file = tmp_path / "result.json"
     arguments = [what, "tiny", "--quick", "--threads", "1", "--vs", "vllm,openvino"]
+    arguments += ["--beside", "1"] if what == "decode" else []
     code, out, err = bench(*arguments, "--json", str(file), capsys=capsys)
     assert code == 0, err
     found = json.loads(file.read_text())
@@ -166,6 +180,10 @@ def test_a_comparison_from_end_to_end(
         assert 0 < low <= middle <= high
     assert "times the best peer, vllm." in " ".join(out.split())
     assert "run 2 of minillm" in err
+    assert ("run 2 of vllm, beside 1" in err) == (what == "decode") == ("beside" in found)
+    for one in found.get("beside", {"results": []})["results"]:
+        assert one["over_idle"] > 0
+        assert len(one["runs"]) == 2
     assert "Ceilings before: 1 TFLOP/s in bf16; bandwidth:" in out
 
 
@@ -361,6 +379,17 @@ def test_only_plain_decoders_are_written() -> None:
     for name in ("deepseek-v3", "mixtral-8x7b", "llama-3.1-8b"):
         with pytest.raises(UnsupportedFeatureError, match="leave out --vs"):
             checkpoint.check_writable(name, PRESETS[name])
+
+
+def test_first_layers_are_those_of_the_preset() -> None:
+    """Of any family; a number of layers that it does not have is an error."""
+    for name in ("deepseek-v2-lite", "qwen3-30b-a3b"):
+        config = preset(name)
+        cut = parse_config(checkpoint.first_layers(name, config, 3))
+        assert cut == replace(config, num_layers=3, moe_layers=config.moe_layers[:3])
+        for wrong in (0, config.num_layers + 1):
+            with pytest.raises(ConfigError, match="must be between 1 and"):
+                checkpoint.first_layers(name, config, wrong)
 
 
 def test_a_written_checkpoint_loads_here_and_in_transformers(

@@ -174,7 +174,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     shares: list[float] = []
 
     @contextmanager
-    def watching(groups: object) -> Iterator[Watch]:
+    def watching(groups: object, busy: object) -> Iterator[Watch]:
         yield Watch(shares.pop(0) if shares else 0.0)
 
     monkeypatch.setattr(contest_module, "watching", watching)
@@ -261,7 +261,7 @@ def test_an_answer_without_sense_is_a_failure_of_that_engine(
     assert [score.engine for score in contest.play(Case(2, 8, 4), 1)] == ["b", "c"]
     assert contest.failed["a"].startswith("a")
     monkeypatch.setattr(three[1], "ask", lambda request: answer)
-    assert list(contest.play_offline([[1]], [4], 1)) == ["c"]
+    assert list(contest.play_offline([[1]], [4], 1)[0]) == ["c"]
 
 
 def test_disturbed_runs_are_made_again(three: list[FakeEngine], quiet: list[float]) -> None:
@@ -287,7 +287,7 @@ def test_offline_work_is_done_in_turn_too(
     wrong = {"seconds": 1.0, "tokens": 3}
     monkeypatch.setattr(three[1], "ask", lambda request: wrong)
     contest = Contest(three, 100)
-    runs = contest.play_offline([[1], [2, 3]], [4, 5], 2)
+    runs = contest.play_offline([[1], [2, 3]], [4, 5], 2)[0]
     assert {name: len(each) for name, each in runs.items()} == {"a": 2, "c": 2}
     assert contest.failed["b"] == "b: The engine returned 3 tokens instead of 9."
 

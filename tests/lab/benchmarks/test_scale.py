@@ -41,7 +41,7 @@ from minillm.lab.benchmarks.scale import (
 )
 from minillm.lab.benchmarks.scale_plot import check_plot, draw
 from minillm.lab.benchmarks.scale_table import statement, table
-from minillm.lab.commands.bench import check_contexts
+from minillm.lab.commands.bench_scale import check_contexts
 from minillm.lab.decode_law import DecodeRates, decode_time
 from minillm.models.presets import preset
 from minillm.ops.batch import Batch

@@ -1,13 +1,26 @@
 """vLLM on a CPU, through `LLM` and single steps of its `LLMEngine`."""
 
 import os
+import re
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .protocol import Timeline
 
 GIB = 2**30
+# Libraries of the x86 package; on other processors, _C has no relation to these sets.
+LIBRARIES = MappingProxyType({"_C": "avx512_bf16", "_C_AVX512": "avx512", "_C_AVX2": "avx2"})
+# Instruction sets in ascending order, and the functions of torch.cpu that report them.
+REPORTS = MappingProxyType(
+    {
+        "avx2": (),
+        "avx512": ("_is_avx512_supported",),
+        "avx512_bf16": ("_is_avx512_bf16_supported",),
+        "amx": ("_is_amx_tile_supported", "_is_amx_fp16_supported"),
+    }
+)
 
 
 class Worker:
@@ -23,8 +36,9 @@ class Worker:
             "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores(options["threads"]))),
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(Path(options["cache"]) / "vllm"),
+            "VLLM_CACHE_ROOT": str(Path(options["cache"]) / f"vllm{options.get('isa') or ''}"),
         }
+        limit_detection(options.get("isa"))
         import vllm
 
         self._vllm = vllm
@@ -47,6 +61,7 @@ class Worker:
             "block_size": config.cache_config.block_size,
             "preload": os.path.basename(os.environ.get("LD_PRELOAD", "")),
             "multiprocessing": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
+            "uses": used_sets(),
         }
 
     def _params(self, new_tokens: int) -> Any:
@@ -79,6 +94,29 @@ class Worker:
             use_tqdm=False,
         )
         return {"tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+
+
+def limit_detection(isa: str | None) -> None:
+    """Have torch.cpu report no instruction sets above `isa`, because vLLM chooses its library by
+    these reports."""
+    if isa is not None:
+        import torch
+
+        order = list(REPORTS)
+        for higher in order[order.index(isa) + 1 :]:
+            for name in REPORTS[higher]:
+                setattr(torch.cpu, name, lambda: False)
+
+
+def used_sets() -> dict[str, str]:
+    """The instruction sets of vLLM's library of C++ functions in this process, and of torch."""
+    import torch
+
+    maps = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
+    loaded = sorted(set(re.findall(r"/vllm/(_C\w*)\.", maps)) & LIBRARIES.keys())
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    found = {f"library {name}": LIBRARIES[name] for name in loaded}
+    return found | {"torch": capability} if capability in REPORTS else found
 
 
 def cores(threads: int) -> list[int]:
