@@ -2,24 +2,29 @@
 checks of the other tests of C, against torch and float64, with bands around every tensor."""
 
 from collections.abc import Iterator
+from ctypes import c_int64
 
 import pytest
 import torch
 
-from minillm.ops import c_library, cpu, cpu_layers, cpu_sampling
+from minillm.ops import c_library, cpu, cpu_rope, cpu_sampling
 from tests.ops import c_variants, emulated, small_decoders
 from tests.ops import test_c_decode as decode
+from tests.ops import test_c_experts as experts
 from tests.ops import test_c_layers as layers
 from tests.ops import test_c_linear as linear
 from tests.ops import test_c_prefill as prefill
+from tests.ops import test_c_rope as rope
 from tests.ops import test_c_rows as rows
 from tests.ops import test_c_sampling as sampling
 from tests.ops import test_c_sums as sums
 from tests.ops.c_variants import ELEMENTS, with_threads
+from tests.ops.sparse_decoders import SPARSE
 
 CELLS = [(name, element) for name in emulated.MACHINES for element in ELEMENTS]
 FAST = ("neon_bf16", "BF16")
 BF16 = torch.bfloat16
+DECODERS = small_decoders.CONFIGS | SPARSE
 
 
 class Library:
@@ -62,6 +67,12 @@ def test_rows(c):
     rows.test_query_and_cache(c.both, 24, normed=False, interleaved=True)
 
 
+def test_angles(c, monkeypatch):
+    monkeypatch.setattr(cpu_rope, "library", lambda element: c.built)
+    monkeypatch.setattr(cpu_rope, "_function", cpu_rope._function.__wrapped__)
+    rope.test_angles_are_those_of_float64(33)
+
+
 def test_products(c):
     panels = linear.Panels(*c.both)
     for n in linear.COUNTS:
@@ -96,17 +107,17 @@ def test_sampling(c):
 
 def all_layers(c, monkeypatch, name: str) -> None:
     """A decoder in one call, with the bits of layer by layer, and near to float64."""
-    usual = cpu.functions  # of float64 there are none
-    monkeypatch.setattr(cpu, "functions", lambda dtype: c.functions if usual(dtype) else None)
-    monkeypatch.setattr(cpu_layers, "library", lambda element: c.built)
+    experts.use_library(monkeypatch, c.built, c.functions)
     monkeypatch.setenv(cpu.PANELS, "1")
-    model = small_decoders.build(small_decoders.CONFIGS[name], dtype=c.dtype)
+    model = small_decoders.build(DECODERS[name], dtype=c.dtype)
     layers.test_one_call_is_the_layers_one_by_one(model)
-    layers.test_one_call_is_near_to_float64(model)
+    if c.dtype == torch.float32 or name not in SPARSE:  # bf16 may choose another expert
+        layers.test_one_call_is_near_to_float64(model)
 
 
 def test_all_layers(c, monkeypatch):
     all_layers(c, monkeypatch, "qwen3, with norms of heads")
+    all_layers(c, monkeypatch, "deepseek v3")
 
 
 def test_threads(c):
@@ -117,6 +128,17 @@ def test_threads(c):
     with with_threads(c.functions, 4):
         for _ in range(100):
             assert torch.equal(panels.product(x, weight, None, 320), expected)
+        for seed in range(5):
+            assert call(c, "wrong_in_random_jobs", seed, 100, 4) == 0
+        assert call(c, "wrong_after_short_job") == 0
+        assert call(c, "sleeps_until_done") == 0
+
+
+def call(c, name: str, *numbers: int) -> int:
+    """A function of numbers."""
+    function = getattr(c.built, name)
+    function.restype, function.argtypes = c_int64, [c_int64] * len(numbers)
+    return function(*numbers)
 
 
 @pytest.mark.slow
@@ -163,6 +185,6 @@ def test_more_sampling(c):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", small_decoders.CONFIGS)
+@pytest.mark.parametrize("name", DECODERS)
 def test_all_layers_of_every_decoder(c, monkeypatch, name):
     all_layers(c, monkeypatch, name)
