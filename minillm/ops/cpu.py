@@ -26,11 +26,9 @@ LANES = 16  # head sizes are multiples of this
 MOST_HEAD_DIM = 512  # limit of norm_rope_write; as in common.h
 MOST_GROUP = 256  # query heads per KV head: decode.c has 64 floats of each on the stack
 MOST_DIM = 4096  # head size in attention; also on the stack
-PANEL_STEP = 32  # inputs of a weight in panels are a multiple of this
+PANEL_STEP, MOST_INPUTS = 32, 2**18  # inputs of panels: a multiple, and COPY_WORDS of linear.c
 PANELS = "MINILLM_PANELS"  # 1: weights in panels whenever C is available, 0: never
-UNITS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX", "NEON", "NEON BF16")
-"""The instructions of products: values of `panel_unit` in linear.c."""
-SLOW_UNITS = ("plain C", "NEON")  # torch's products are taken instead
+UNITS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX", "NEON BF16")  # of `panel_unit`
 P, N, F = c_void_p, c_int64, c_float
 
 
@@ -291,12 +289,9 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 
 
 def panels_are_fast(dtype: torch.dtype) -> bool:
-    """Whether weights of this dtype are stored in panels: if the CPU has AVX2 or better, or Arm's
-    BF16; otherwise oneDNN is faster. `MINILLM_PANELS` overrides this."""
+    """Whether weights are stored in panels: with AVX2 or better, unless MINILLM_PANELS is set."""
     found, setting = functions(dtype), panels_setting()
-    if found is None or setting:
-        return found is not None and setting == "1"
-    return UNITS[found.panel_unit] not in SLOW_UNITS
+    return found is not None and (setting == "1" if setting else found.panel_unit > 0)
 
 
 def panels_setting() -> str:
@@ -313,15 +308,14 @@ def panels_setting() -> str:
 
 def takes_panels(weight: Tensor) -> bool:
     """Whether to store a weight [out, in] in panels."""
-    fits = weight.shape[1] > 0 and weight.shape[1] % PANEL_STEP == 0
+    fits = 0 < weight.shape[1] <= MOST_INPUTS and weight.shape[1] % PANEL_STEP == 0
     return fits and weight.device.type == "cpu" and panels_are_fast(weight.dtype)
 
 
 def pack_panels(weight: Tensor, panels: Tensor) -> None:
-    """[out, in] -> [ceil(out / 32), in / 2, 32, 2], the layout of `c/linear.c`. Only bf16 panels
-    contain pairs: float32 panels are [.., in, 32] in the same memory."""
+    """[out, in] -> [ceil(out / 32), in / 2, 32, 2]; float32: [.., in, 32] in the same memory."""
     size, shape = weight.shape[1], panels_shape(*weight.shape)
-    fits = size % PANEL_STEP == 0 and weight.device.type == "cpu"
+    fits = size % PANEL_STEP == 0 and size <= MOST_INPUTS and weight.device.type == "cpu"
     _check(fits, "weight", weight, f"[.., a multiple of {PANEL_STEP}] on the CPU")
     right = panels.shape == shape and panels.dtype == weight.dtype and panels.is_contiguous()
     _check(right, "panels", panels, f"contiguous {list(shape)}, {weight.dtype}")
@@ -351,9 +345,8 @@ def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
 def rows_of_panels(panels: Tensor, ids: Tensor, out_features: int) -> Tensor:
     """Rows [N, in] of a weight in panels, for embedding lookup."""
     if not takes(panels):  # torch operations are intercepted
-        if panels.dtype == torch.float32:  # one input after the other
-            panels = panels.view(len(panels), -1, 32, 1)
-        return panels[ids // 32, :, ids % 32].flatten(1)
+        pair = 2 if panels.dtype == torch.bfloat16 else 1
+        return panels.view(len(panels), -1, 32, pair)[ids // 32, :, ids % 32].flatten(1)
     ids = ids.contiguous()
     _check_integers("ids", ids, torch.int64)
     _check(len(panels) == -(-out_features // 32), "panels", panels, f"of {out_features} outputs")

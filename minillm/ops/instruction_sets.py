@@ -40,7 +40,6 @@ NEON = InstructionSet("neon", frozenset(), ("-march=armv8-a",))  # every 64-bit 
 NEON_BF16 = InstructionSet("neon_bf16", frozenset({"bf16"}), ("-march=armv8.2-a+bf16",))
 OTHER = InstructionSet("other", frozenset(), ("-march=native",))  # another kind of processor
 OTHER_X86 = InstructionSet("other", frozenset(), ("-march=native", *WIDE[1:]))  # old, or a Mac
-NAMES = (*(each.name for each in X86), NEON_BF16.name, NEON.name, NONE)
 
 
 def available() -> tuple[InstructionSet, ...]:

@@ -2,7 +2,8 @@
 
 `Emulated` takes the place of a library: tests call its functions with addresses, as those of any
 other. A call sends the memory behind the addresses to `emulator.c`, and writes back what it
-returns. So the tests of the C functions run with the same inputs, and compare with the same float64.
+returns. So the tests of the C functions run with the same inputs and compare with the same
+float64.
 """
 
 import ctypes
@@ -136,14 +137,16 @@ class Emulated(c_library.Library):
 
     def close(self) -> None:
         """End the emulator, which ends with its input."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(timeout=60)
         self.process.stdout.close()
 
     def exchange(self, request: bytes, size: int) -> bytes:
         """Send a call, and receive its result and memory."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(request)
         self.process.stdin.flush()
         answer = self.process.stdout.read(size)

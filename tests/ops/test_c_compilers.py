@@ -42,7 +42,7 @@ COMPILERS = {
     "Clang": Compiler("clang", (), SETS),
     "GCC for Arm": Compiler("aarch64-linux-gnu-gcc", (), ARM),
     "Clang for Arm": Compiler("clang", ("--target=aarch64-linux-gnu",), ARM, ARM_HEADERS),
-    # The headers of glibc take the place of Apple's, so this checks our code, not its use of theirs.
+    # The headers of glibc take the place of Apple's: this checks our code, not its use of theirs.
     "Clang for macOS": Compiler(
         "clang",
         ("--target=arm64-apple-macos13", "-isystem", str(ARM_HEADERS), "-U__nonnull"),

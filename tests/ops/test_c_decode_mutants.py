@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.ops import test_c_decode as decode
-from tests.ops.c_variants import ELEMENTS, functions
-from tests.ops.test_c_mutants import Mutant, with_mistake
+from tests.ops.c_variants import ELEMENTS
+from tests.ops.test_c_mutants import Mutant, passes_without_a_mistake, with_mistake
 
 
 def random(c) -> None:
@@ -108,11 +108,10 @@ MISTAKES = {
 def test_a_mistake_is_found(name: str, tmp_path: Path) -> None:
     found = MISTAKES[name]
     element = "BF16" if "_mm512" in found.pattern else "F32"
-    given = functions("native", element), ELEMENTS[element]
     if "_mm512" in found.pattern and not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("a processor without instructions for pairs of bf16")
     mutant = Mutant(found.pattern, found.mistake, found.found_by, "decode_attention", element)
-    found.found_by(given)
+    passes_without_a_mistake(found.found_by, "native", element)
     wrong = with_mistake(mutant, tmp_path)
     with pytest.raises(AssertionError):
-        found.found_by((wrong, given[1]))
+        found.found_by((wrong, ELEMENTS[element]))

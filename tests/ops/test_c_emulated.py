@@ -156,6 +156,12 @@ MISTAKES = {  # in the code of NEON: file, text, and what takes its place
 }  # fmt: skip
 
 
+def products_and_attention(c) -> None:
+    test_products(c)
+    test_decode_attention(c)
+    test_prefill_attention(c)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name, tmp_path):
@@ -170,10 +176,7 @@ def test_a_mistake_is_found(name, tmp_path):
     built = emulated.Emulated(program, machine)
     try:
         with built.memory.recorded(), pytest.raises(AssertionError):
-            c = Library(built, "BF16")
-            test_products(c)
-            test_decode_attention(c)
-            test_prefill_attention(c)
+            products_and_attention(Library(built, "BF16"))
     finally:
         built.close()
 

@@ -75,14 +75,21 @@ def test_macos_reports_bf16_by_sysctl(processor, monkeypatch):
     asked = []
 
     class System:
+        def __init__(self, answer: int, failure: int):
+            self.answer, self.failure = answer, failure
+
         def sysctlbyname(self, name, value, size, *rest) -> int:
             asked.append(name)
-            value._obj.value = answer
-            return failure
+            value._obj.value = self.answer
+            return self.failure
 
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: System())
-    for answer, failure, best in ((1, 0, "neon_bf16"), (0, 0, "neon"), (1, -1, "neon")):
+    for system, best in (
+        (System(1, 0), "neon_bf16"),
+        (System(0, 0), "neon"),
+        (System(1, -1), "neon"),
+    ):
+        monkeypatch.setattr(machine.ctypes, "CDLL", lambda name, system=system: system)
         assert instruction_sets.available()[0].name == best
     assert set(asked) == {b"hw.optional.arm.FEAT_BF16"}
     monkeypatch.setattr(sys, "platform", "linux")

@@ -62,10 +62,13 @@ SEEN = {
     "report: salt": 100,
     "report: last_token": 100,
 }
-SEEN_WHEN_SHRINKING = (
-    *(f"rule {name}" for name in RULES),
-    *("preempted: recompute", "preempted: swap", "copies", "revived", "forks", "partial reuse"),
-)
+SEEN_WHEN_SHRINKING = {  # in so many examples
+    50: (
+        *(f"rule {name}" for name in RULES),
+        *("preempted: recompute", "copies", "revived", "forks", "partial reuse"),
+    ),
+    300: ("preempted: swap",),  # which is rarer; the seeded histories always have some
+}
 
 
 @pytest.mark.parametrize("seeds", part_and_rest(range(400), NUM_HISTORIES))
@@ -101,7 +104,10 @@ def test_histories_that_shrink(count: int) -> None:
     coverage = SchedulerMachine.coverage
     assert coverage["histories"] >= count
     assert sum(coverage[f"rule {name}"] for name in RULES) >= MIN_STEPS * coverage["histories"]
-    assert not {name for name in SEEN_WHEN_SHRINKING if not coverage[name]}, coverage
+    names = [
+        name for least, names in SEEN_WHEN_SHRINKING.items() if count >= least for name in names
+    ]
+    assert not [name for name in names if not coverage[name]], coverage
 
 
 def simplest(table: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

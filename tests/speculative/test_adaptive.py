@@ -14,6 +14,7 @@ from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.survival import Survival
 from minillm.speculative.setup import build_drafts
+from tests.pairs import pairwise
 from tests.speculative.virtual import Habit, Machine
 
 
@@ -65,10 +66,9 @@ def test_it_finds_about_the_best_number(law, batch, noise):
     assert made.speed(200) * (1 + noise) > 0.85 * max(speeds)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize("batch", [1, 4, 16, 64])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    ("law", "batch", "noise", "seed"), pairwise([*LAWS], [1, 4, 16, 64], [0.0, 0.1], range(3))
+)
 def test_wrong_drafts_cost_less_than_three_percent(law, batch, noise, seed):
     made = machine(LAWS[law], [Habit(0.0)] * batch, seed, noise=noise)
     made.run(500)
