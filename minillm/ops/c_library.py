@@ -56,7 +56,8 @@ def library(element: Element) -> "Library | NoLibrary":
     chosen = instruction_sets.chosen()
     if chosen is None:
         return NoLibrary(f"{instruction_sets.VARIABLE} is {instruction_sets.NONE}")
-    if element == "BF16" and not (chosen in instruction_sets.X86 or machine.cpu_has_bf16()):
+    vectors = (*instruction_sets.X86, instruction_sets.NEON_BF16)
+    if element == "BF16" and not (chosen in vectors or machine.cpu_has_bf16()):
         return NoLibrary("no bf16 instructions")
     try:
         return load(find_or_build(element))

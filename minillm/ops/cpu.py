@@ -28,7 +28,7 @@ MOST_GROUP = 256  # query heads per KV head: decode.c has 64 floats of each on t
 MOST_DIM = 4096  # head size in attention; also on the stack
 PANEL_STEP, MOST_INPUTS = 32, 2**18  # inputs of panels: a multiple, and COPY_WORDS of linear.c
 PANELS = "MINILLM_PANELS"  # 1: weights in panels whenever C is available, 0: never
-UNITS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX")  # values of `panel_unit` in linear.c
+UNITS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX", "NEON BF16")  # of `panel_unit`
 P, N, F = c_void_p, c_int64, c_float
 
 

@@ -36,8 +36,8 @@ X86 = (  # best first
     InstructionSet("avx512", V4, WIDE),
     InstructionSet("avx2", V3, ("-march=x86-64-v3",)),
 )
-NEON = InstructionSet("neon", frozenset(), ("-march=native",))
-NEON_ON_MAC = InstructionSet("neon", frozenset(), ("-mcpu=native",))  # clang has no -march=native
+NEON = InstructionSet("neon", frozenset(), ("-march=armv8-a",))  # every 64-bit Arm, and every Mac
+NEON_BF16 = InstructionSet("neon_bf16", frozenset({"bf16"}), ("-march=armv8.2-a+bf16",))
 OTHER = InstructionSet("other", frozenset(), ("-march=native",))  # another kind of processor
 OTHER_X86 = InstructionSet("other", frozenset(), ("-march=native", *WIDE[1:]))  # old, or a Mac
 
@@ -46,7 +46,7 @@ def available() -> tuple[InstructionSet, ...]:
     """The sets of this processor, best first; limited to those of torch (`LIMIT`)."""
     kind = platform.machine()
     if kind in ("arm64", "aarch64"):
-        return (NEON_ON_MAC if kind == "arm64" else NEON,)
+        return (NEON_BF16, NEON) if machine.arm_has_bf16() and not limited() else (NEON,)
     flags = set(machine.cpu_instructions().split())
     found = [each for each in X86 if each.needs <= flags]
     if limited():
@@ -55,7 +55,7 @@ def available() -> tuple[InstructionSet, ...]:
 
 
 def limited() -> bool:
-    """Whether torch is limited to AVX2 or less."""
+    """Whether torch is limited to AVX2 or less, or on Arm to instructions without bf16."""
     return os.environ.get(LIMIT, "").lower() in ("default", "avx2")
 
 

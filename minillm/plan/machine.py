@@ -5,8 +5,10 @@ In a container /proc shows the whole host; the container's limits are in the con
 exist (macOS, Windows), they use Python's own information.
 """
 
+import ctypes
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +64,12 @@ def cpu_has_bf16(root: Path = ROOT) -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
+def arm_has_bf16() -> bool:
+    """Whether an Arm processor has the BF16 instructions, as Linux or macOS reports it. False if it
+    is unknown."""
+    return "bf16" in cpu_instructions().split() or _sysctl("hw.optional.arm.FEAT_BF16") == 1
+
+
 def cpu_instructions(root: Path = ROOT) -> str:
     """The processor's instruction sets, as in /proc/cpuinfo; empty if unknown."""
     return _cpuinfo("flags", root) or _cpuinfo("Features", root)
@@ -101,6 +109,16 @@ def _cpuinfo(field: str, root: Path) -> str:
         if name.strip() == field:
             return value.strip()
     return ""
+
+
+def _sysctl(name: str) -> int:
+    """An integer of the system on macOS; 0 if it is unknown, and on other systems."""
+    ask = getattr(ctypes.CDLL(None), "sysctlbyname", None) if sys.platform == "darwin" else None
+    if ask is None:
+        return 0
+    value, size = ctypes.c_int32(), ctypes.c_size_t(4)
+    failed = ask(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return 0 if failed else value.value
 
 
 def _meminfo(field: str, root: Path) -> int | None:

@@ -2,7 +2,8 @@
 
 `Emulated` takes the place of a library: tests call its functions with addresses, as those of any
 other. A call sends the memory behind the addresses to `emulator.c`, and writes back what it
-returns. So the tests of the C functions run with the same inputs, and compare with the same float64.
+returns. So the tests of the C functions run with the same inputs and compare with the same
+float64.
 """
 
 import ctypes
@@ -21,11 +22,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minillm.ops import c_library
+from minillm.ops import c_library, cpu_layers
 from tests.ops.c_variants import DIVIDED
 
 COMPILER, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-DRIVER = Path(__file__).with_name("emulator.c")
+OWN_SOURCES = [Path(__file__).with_name(name) for name in ("emulator.c", "jobs.c")]
 ROWS_OF = {"choose_tokens": 3, "draw_from_shard": 3, "describe_tokens": 2}
 """Sampling gets an array of addresses first: the argument that says how many there are."""
 
@@ -61,10 +62,10 @@ def build(
     """The driver with the functions of a folder of sources, as one program without libraries."""
     skip_without_tools()
     command = [COMPILER, *c_library.FLAGS, *machine.flags, f"-DELEMENT_{element}", *DIVIDED]
-    files, objects = [*sorted(sources.glob("*.c")), DRIVER], []
+    command.append(f"-I{sources}")
+    files = [*sorted(sources.glob("*.c")), *OWN_SOURCES]
     path.mkdir(parents=True, exist_ok=True)
-    for each in files:
-        objects.append(str(path / f"{each.stem}.o"))
+    objects = [str(path / f"{each.stem}.o") for each in files]
     compiling = [
         c_library.start([*command, *options, "-c", str(each), "-o", made])
         for each, made in zip(files, objects, strict=True)
@@ -76,14 +77,15 @@ def build(
 
 
 class Memory:
-    """The memory of tensors whose addresses were asked for, kept alive while they are needed."""
+    """Tensors and structures whose addresses were asked for, kept alive while they are needed."""
 
     def __init__(self) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
+        self.structures: dict[int, ctypes.Structure] = {}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Note every tensor whose address is taken; forget all at the end."""
+        """Note everything whose address is taken; forget all at the end."""
         original = torch.Tensor.data_ptr
 
         def data_ptr(tensor: torch.Tensor) -> int:
@@ -91,11 +93,20 @@ class Memory:
             self.storages[storage.data_ptr()] = storage
             return original(tensor)
 
-        with patch.object(torch.Tensor, "data_ptr", data_ptr):
+        def addressof(structure: ctypes.Structure) -> int:
+            address = ctypes.addressof(structure)
+            self.structures[address] = structure
+            return address
+
+        with (
+            patch.object(torch.Tensor, "data_ptr", data_ptr),
+            patch.object(cpu_layers, "addressof", addressof),
+        ):
             try:
                 yield
             finally:
                 self.storages.clear()
+                self.structures.clear()
 
     def around(self, address: int) -> tuple[int, int] | None:
         """Address and size of the memory in which an address lies."""
@@ -126,14 +137,16 @@ class Emulated(c_library.Library):
 
     def close(self) -> None:
         """End the emulator, which ends with its input."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(timeout=60)
         self.process.stdout.close()
 
     def exchange(self, request: bytes, size: int) -> bytes:
         """Send a call, and receive its result and memory."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(request)
         self.process.stdin.flush()
         answer = self.process.stdout.read(size)
@@ -197,12 +210,15 @@ class Call:
             self.regions[found[0]] = found[1], False
 
     def point_to_structure(self, address: int, size: int) -> None:
-        """Memory that may contain addresses of tensors."""
+        """Memory that may contain addresses of tensors and of other structures."""
         self.regions[address] = size, True
         for (value,) in struct.iter_unpack("<q", ctypes.string_at(address, size // 8 * 8)):
             found = self.memory.around(value)
             if found is not None:
                 self.regions[found[0]] = found[1], False
+            elif value in self.memory.structures and value not in self.regions:
+                inner = self.memory.structures[value]
+                self.point_to_structure(value, ctypes.sizeof(inner))
 
     def request(self, name: str) -> bytes:
         parts = [name.encode().ljust(32, b"\0"), struct.pack("<q", len(self.regions))]

@@ -1,25 +1,31 @@
 """The C functions on Arm processors, with and without BF16 instructions, emulated by qemu: the
 checks of the other tests of C, against torch and float64, with bands around every tensor."""
 
+import shutil
 from collections.abc import Iterator
+from ctypes import c_int64
 
 import pytest
 import torch
 
-from minillm.ops import c_library, cpu, cpu_layers, cpu_sampling
+from minillm.ops import c_library, cpu, cpu_rope, cpu_sampling
 from tests.ops import c_variants, emulated, small_decoders
 from tests.ops import test_c_decode as decode
+from tests.ops import test_c_experts as experts
 from tests.ops import test_c_layers as layers
 from tests.ops import test_c_linear as linear
 from tests.ops import test_c_prefill as prefill
+from tests.ops import test_c_rope as rope
 from tests.ops import test_c_rows as rows
 from tests.ops import test_c_sampling as sampling
 from tests.ops import test_c_sums as sums
 from tests.ops.c_variants import ELEMENTS, with_threads
+from tests.ops.sparse_decoders import SPARSE
 
 CELLS = [(name, element) for name in emulated.MACHINES for element in ELEMENTS]
 FAST = ("neon_bf16", "BF16")
 BF16 = torch.bfloat16
+DECODERS = small_decoders.CONFIGS | SPARSE
 
 
 class Library:
@@ -62,6 +68,12 @@ def test_rows(c):
     rows.test_query_and_cache(c.both, 24, normed=False, interleaved=True)
 
 
+def test_angles(c, monkeypatch):
+    monkeypatch.setattr(cpu_rope, "library", lambda element: c.built)
+    monkeypatch.setattr(cpu_rope, "_function", cpu_rope._function.__wrapped__)
+    rope.test_angles_are_those_of_float64(33)
+
+
 def test_products(c):
     panels = linear.Panels(*c.both)
     for n in linear.COUNTS:
@@ -96,17 +108,19 @@ def test_sampling(c):
 
 def all_layers(c, monkeypatch, name: str) -> None:
     """A decoder in one call, with the bits of layer by layer, and near to float64."""
-    usual = cpu.functions  # of float64 there are none
-    monkeypatch.setattr(cpu, "functions", lambda dtype: c.functions if usual(dtype) else None)
-    monkeypatch.setattr(cpu_layers, "library", lambda element: c.built)
+    experts.use_library(monkeypatch, c.built, c.functions)
     monkeypatch.setenv(cpu.PANELS, "1")
-    model = small_decoders.build(small_decoders.CONFIGS[name], dtype=c.dtype)
+    if name in SPARSE:
+        experts.check_one_call(name, c.dtype)
+        return
+    model = small_decoders.build(DECODERS[name], dtype=c.dtype)
     layers.test_one_call_is_the_layers_one_by_one(model)
     layers.test_one_call_is_near_to_float64(model)
 
 
 def test_all_layers(c, monkeypatch):
     all_layers(c, monkeypatch, "qwen3, with norms of heads")
+    all_layers(c, monkeypatch, "deepseek v3")
 
 
 def test_threads(c):
@@ -117,6 +131,54 @@ def test_threads(c):
     with with_threads(c.functions, 4):
         for _ in range(100):
             assert torch.equal(panels.product(x, weight, None, 320), expected)
+        for seed in range(5):
+            assert call(c, "wrong_in_random_jobs", seed, 100, 4) == 0
+        assert call(c, "wrong_after_short_job") == 0
+        assert call(c, "sleeps_until_done") == 0
+
+
+def call(c, name: str, *numbers: int) -> int:
+    """A function of numbers."""
+    function = getattr(c.built, name)
+    function.restype, function.argtypes = c_int64, [c_int64] * len(numbers)
+    return function(*numbers)
+
+
+MISTAKES = {  # in the code of NEON: file, text, and what takes its place
+    "one operand of dot products": (
+        "neon.h", "vreinterpretq_bf16_u32(a)", "vreinterpretq_bf16_u32(b)"
+    ),
+    "odd lanes from the even ones": ("neon.h", "bf16_f32(odd)", "bf16_f32(even)"),
+    "transposed lanes": (
+        "tiles.h", "SHUFFLE(b[i], b[i + 1], 1, 5, 3, 7)", "SHUFFLE(b[i], b[i + 1], 1, 5, 7, 3)"
+    ),
+    "sums of lanes": ("lanes.h", "(0, 4, 2, 6), (1, 5, 3, 7)", "(0, 4, 2, 6), (1, 5, 3, 6)"),
+}  # fmt: skip
+
+
+def products_and_attention(c) -> None:
+    test_products(c)
+    test_decode_attention(c)
+    test_prefill_attention(c)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name, tmp_path):
+    file, text, mistake = MISTAKES[name]
+    sources = tmp_path / "sources"
+    shutil.copytree(c_library.SOURCES, sources)
+    right = (sources / file).read_text()
+    assert right.count(text) == 1
+    (sources / file).write_text(right.replace(text, mistake))
+    machine = emulated.MACHINES[FAST[0]]
+    program = emulated.build(machine, "BF16", tmp_path / "made", sources, ("-O1",))
+    built = emulated.Emulated(program, machine)
+    try:
+        with built.memory.recorded(), pytest.raises(AssertionError):
+            products_and_attention(Library(built, "BF16"))
+    finally:
+        built.close()
 
 
 @pytest.mark.slow
@@ -163,6 +225,6 @@ def test_more_sampling(c):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", small_decoders.CONFIGS)
+@pytest.mark.parametrize("name", DECODERS)
 def test_all_layers_of_every_decoder(c, monkeypatch, name):
     all_layers(c, monkeypatch, name)

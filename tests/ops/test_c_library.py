@@ -195,9 +195,9 @@ def test_a_system_that_is_not_supported(monkeypatch, runs, reason, system):
 @pytest.mark.parametrize(
     ("system", "kind", "flags"),
     [
-        ("darwin", "arm64", ["-mcpu=native"]),
+        ("darwin", "arm64", ["-march=armv8-a"]),
         ("darwin", "x86_64", ["-march=native", "-mprefer-vector-width=512"]),
-        ("linux", "aarch64", ["-march=native"]),
+        ("linux", "aarch64", ["-march=armv8-a"]),
     ],
 )
 def test_flags_of_a_system(monkeypatch, sources, tmp_path, system, kind, flags):

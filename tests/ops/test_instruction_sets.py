@@ -43,7 +43,8 @@ def processor(monkeypatch):
         (V4, "AMD64", ["avx512", "avx2"]),
         (V3, "x86_64", ["avx2"]),
         (V3.replace("fma", ""), "x86_64", ["other"]),
-        ("fp asimd bf16", "aarch64", ["neon"]),
+        ("fp asimd bf16", "aarch64", ["neon_bf16", "neon"]),
+        ("fp asimd", "aarch64", ["neon"]),
         ("", "arm64", ["neon"]),
         ("", "riscv64", ["other"]),
     ],
@@ -66,6 +67,39 @@ def test_a_lower_set_can_be_chosen(processor, monkeypatch):
     monkeypatch.setenv(instruction_sets.VARIABLE, "none")
     assert instruction_sets.chosen() is None
     assert str(c_library.library.__wrapped__("F32")) == "MINILLM_C_ISA is none"
+
+
+def test_macos_reports_bf16_by_sysctl(processor, monkeypatch):
+    """A name of sysctl instead of a flag of /proc/cpuinfo, asked of the system's own library."""
+    processor("", "arm64")
+    asked = []
+
+    class System:
+        def __init__(self, answer: int, failure: int):
+            self.answer, self.failure = answer, failure
+
+        def sysctlbyname(self, name, value, size, *rest) -> int:
+            asked.append(name)
+            value._obj.value = self.answer
+            return self.failure
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for system, best in (
+        (System(1, 0), "neon_bf16"),
+        (System(0, 0), "neon"),
+        (System(1, -1), "neon"),
+    ):
+        monkeypatch.setattr(machine.ctypes, "CDLL", lambda name, system=system: system)
+        assert instruction_sets.available()[0].name == best
+    assert set(asked) == {b"hw.optional.arm.FEAT_BF16"}
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert instruction_sets.available() == (instruction_sets.NEON,)
+
+
+def test_a_limit_of_torch_leaves_bf16_of_arm_alone(processor, monkeypatch):
+    processor("asimd bf16", "aarch64")
+    monkeypatch.setenv(instruction_sets.LIMIT, "default")
+    assert instruction_sets.available() == (instruction_sets.NEON,)
 
 
 @pytest.mark.parametrize("limit", ["avx2", "default", "AVX2"])

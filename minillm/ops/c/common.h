@@ -33,6 +33,17 @@ static inline element store(float f) { return f; }
 #error "define ELEMENT_BF16 or ELEMENT_F32"
 #endif
 
+/* Before a loop whose iterations do not depend on each other, although the compiler cannot know. */
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+/* Processors without registers of a vector's size pass vectors otherwise. This would matter for
+ * functions that are called from another file; those of vectors are all `static`. */
+#pragma GCC diagnostic ignored "-Wpsabi"
+
 #define MOST_HEAD_DIM 512
 
 /* Round to the element type. */

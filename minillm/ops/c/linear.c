@@ -51,10 +51,13 @@ static int with_tiles(void) {
     return known > 0;
 }
 
-/* Instructions of products: 0 any, 1 AVX2, 2 AVX-512, 3 AVX-512 with pairs of bf16, 4 AMX tiles. */
+/* Instructions of products: 0 any, 1 AVX2, 2 AVX-512, 3 AVX-512 with pairs of bf16, 4 AMX tiles,
+ * 5 NEON with pairs of bf16. */
 int64_t panel_unit(void) {
     if (with_tiles()) return 4;
-#if PAIR == 2
+#if defined(NEON)
+    return PAIR == 2 ? 5 : 0;
+#elif PAIR == 2
     return 3;
 #elif defined(WIDE)
     return 2;

@@ -55,7 +55,7 @@ static void add_and_norm_rows(void *context, int64_t begin, int64_t end, int64_t
     for (int64_t row = begin; row < end; row++) {
         const element *a = c->x + row * d, *b = c->residual + row * d;
         element *s = c->sum + row * d;
-#pragma GCC ivdep
+        INDEPENDENT
         for (int64_t i = 0; i < d; i++) s[i] = store(load(a[i]) + load(b[i]));
         norm_row(s, c->weight, c->out + row * d, d, c->eps);
     }

@@ -20,6 +20,7 @@
  *
  * Threads divide the rows, never a single row, so the result of a row depends only on that row.
  */
+#include <float.h>
 #include <stdlib.h>
 #include "common.h"
 #include "threads.h"
@@ -92,6 +93,14 @@ static ONCE const float *read_block(const row *r, int64_t block, float *restrict
     return memory;
 }
 
+/* The maximum of a block that has no greater logit than the lowest finite number. OpenMP's maxima
+ * begin with that number, in Clang's code, and so are never -infinity. */
+static ONCE float lowest_of(const float *x) {
+    for (int i = 0; i < BLOCK; i++)
+        if (x[i] == -FLT_MAX) return -FLT_MAX;
+    return -INFINITY;
+}
+
 /* Find the maximum of each block and of the row, and its index. The maximum is NaN if there is one.
  */
 static void find_best(row *r) {
@@ -106,6 +115,7 @@ static void find_best(row *r) {
             top = x[i] > top ? x[i] : top;
             nan |= x[i] != x[i];
         }
+        if (top <= -FLT_MAX) top = lowest_of(x);
         r->peaks[b] = top;
         if (top > best) best = top, at = b;
     }
