@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
+from minillm.ops import dispatch
 from minillm.ops.batch import Batch, Pages
 from minillm.ops.c_library import Element, Library, NoLibrary, Threads, library
+from minillm.ops.cpu_checks import check, check_integers, check_rope, check_tables, check_vector
 
 ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
     (torch.bfloat16, "BF16"),
@@ -127,7 +129,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[.., d] -> [.., d]"""
     d = x.shape[-1]
     x, weight = x.contiguous(), weight.contiguous()
-    _check(weight.shape == (d,), "weight", weight, f"[{d}]")
+    check(weight.shape == (d,), "weight", weight, f"[{d}]")
     out = torch.empty_like(x)
     run = ready(x.dtype).rms_norm
     run(x.data_ptr(), d, weight.data_ptr(), out.data_ptr(), x.numel() // max(d, 1), d, eps)
@@ -137,8 +139,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """[N, d], [N, d] -> norm of the sum, and the sum."""
     d = x.shape[-1]
-    _check(weight.shape == (d,), "weight", weight, f"[{d}]")
-    _check(residual.shape == x.shape, "residual", residual, str(list(x.shape)))
+    check(weight.shape == (d,), "weight", weight, f"[{d}]")
+    check(residual.shape == x.shape, "residual", residual, str(list(x.shape)))
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
     ready(x.dtype).add_rms_norm(
@@ -158,7 +160,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """[N, 2 I] -> [N, I]"""
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
-    _check(gate_up.shape[-1] == 2 * size, "gate_up", gate_up, "[.., 2 I]")
+    check(gate_up.shape[-1] == 2 * size, "gate_up", gate_up, "[.., 2 I]")
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
     where = gate_up.data_ptr(), out.data_ptr()
     ready(out.dtype).silu_mul(*where, out.numel() // max(size, 1), size)
@@ -189,17 +191,17 @@ def norm_rope_write(
     heads = rows - 2 * kv_heads
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     check_rope((cos, sin), count, d)
-    _check(d <= MOST_HEAD_DIM and d % 2 == 0, "qkv", qkv, f"[.., .., an even D <= {MOST_HEAD_DIM}]")
-    _check(k_cache.shape[3] == d, "k_cache", k_cache, f"[.., .., .., {d}]")
-    _check(k_cache.shape == v_cache.shape, "v_cache", v_cache, str(list(k_cache.shape)))
-    _check(k_cache.stride() == v_cache.stride(), "v_cache", v_cache, "strided like k_cache")
+    check(d <= MOST_HEAD_DIM and d % 2 == 0, "qkv", qkv, f"[.., .., an even D <= {MOST_HEAD_DIM}]")
+    check(k_cache.shape[3] == d, "k_cache", k_cache, f"[.., .., .., {d}]")
+    check(k_cache.shape == v_cache.shape, "v_cache", v_cache, str(list(k_cache.shape)))
+    check(k_cache.stride() == v_cache.stride(), "v_cache", v_cache, "strided like k_cache")
     for name, each in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check(each.dtype == qkv.dtype, name, each, f"{qkv.dtype}")
+        check(each.dtype == qkv.dtype, name, each, f"{qkv.dtype}")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
-            _check_vector(name, weight, d, qkv.dtype)
-    _check_integers("slot_mapping", slot_mapping, torch.int64)
-    _check(k_cache.stride()[2:] == (d, 1), "k_cache", k_cache, "of contiguous rows")
+            check_vector(name, weight, d, qkv.dtype)
+    check_integers("slot_mapping", slot_mapping, torch.int64)
+    check(k_cache.stride()[2:] == (d, 1), "k_cache", k_cache, "of contiguous rows")
     both = q_weight is not None and k_weight is not None
     q = qkv.new_empty(count, heads, d)
     wrong = ready(qkv.dtype).norm_rope_write(
@@ -247,12 +249,12 @@ def paged_attention(
     num_blocks, kv_heads, block_size, dv = v_cache.shape
     sequences, columns = block_tables.shape
     due = [num_blocks, kv_heads, block_size, d]
-    _check(list(k_cache.shape) == due, "k_cache", k_cache, f"{due}")
-    _check(heads % kv_heads == 0, "q", q, f"[N, a multiple of {kv_heads}, D]")
+    check(list(k_cache.shape) == due, "k_cache", k_cache, f"{due}")
+    check(heads % kv_heads == 0, "q", q, f"[N, a multiple of {kv_heads}, D]")
     if block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
     check_tables(query_start, seq_lens, block_tables)
-    _check(fits_vectors(heads // kv_heads, d, dv), "q", q, f"[.., a multiple of {LANES}]")
+    check(fits_vectors(heads // kv_heads, d, dv), "q", q, f"[.., a multiple of {LANES}]")
     found = ready(q.dtype)
     out = q.new_empty(count, heads, dv)
     strides = (c_int64 * 6)(*k_cache.stride()[:3], *v_cache.stride()[:3])
@@ -308,17 +310,18 @@ def panels_setting() -> str:
 
 def takes_panels(weight: Tensor) -> bool:
     """Whether to store a weight [out, in] in panels."""
-    fits = 0 < weight.shape[1] <= MOST_INPUTS and weight.shape[1] % PANEL_STEP == 0
-    return fits and weight.device.type == "cpu" and panels_are_fast(weight.dtype)
+    if weight.shape[1] % PANEL_STEP or not 0 < weight.shape[1] <= MOST_INPUTS:
+        return False
+    return dispatch.backend_of(weight.device).name == "cpu" and panels_are_fast(weight.dtype)
 
 
 def pack_panels(weight: Tensor, panels: Tensor) -> None:
     """[out, in] -> [ceil(out / 32), in / 2, 32, 2]; float32: [.., in, 32] in the same memory."""
     size, shape = weight.shape[1], panels_shape(*weight.shape)
     fits = size % PANEL_STEP == 0 and size <= MOST_INPUTS and weight.device.type == "cpu"
-    _check(fits, "weight", weight, f"[.., a multiple of {PANEL_STEP}] on the CPU")
+    check(fits, "weight", weight, f"[.., a multiple of {PANEL_STEP}] on the CPU")
     right = panels.shape == shape and panels.dtype == weight.dtype and panels.is_contiguous()
-    _check(right, "panels", panels, f"contiguous {list(shape)}, {weight.dtype}")
+    check(right, "panels", panels, f"contiguous {list(shape)}, {weight.dtype}")
     weight = weight.contiguous()
     ready(weight.dtype).pack_panels(weight.data_ptr(), panels.data_ptr(), *weight.shape)
 
@@ -332,10 +335,10 @@ def panel_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     """[N, in], panels, [out] -> [N, out]"""
     x = x.contiguous()
     count, size = x.shape
-    _check(panels.shape == panels_shape(out_features, size), "x", x, f"[N, {2 * panels.shape[1]}]")
-    _check(x.dtype == panels.dtype, "x", x, f"{panels.dtype}")
+    check(panels.shape == panels_shape(out_features, size), "x", x, f"[N, {2 * panels.shape[1]}]")
+    check(x.dtype == panels.dtype, "x", x, f"{panels.dtype}")
     if bias is not None:
-        _check_vector("bias", bias, out_features, x.dtype)
+        check_vector("bias", bias, out_features, x.dtype)
     out = x.new_empty(count, out_features)
     where = x.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr()
     ready(x.dtype).panel_product(*where, out.data_ptr(), count, size, out_features, 0)
@@ -348,53 +351,11 @@ def rows_of_panels(panels: Tensor, ids: Tensor, out_features: int) -> Tensor:
         pair = 2 if panels.dtype == torch.bfloat16 else 1
         return panels.view(len(panels), -1, 32, pair)[ids // 32, :, ids % 32].flatten(1)
     ids = ids.contiguous()
-    _check_integers("ids", ids, torch.int64)
-    _check(len(panels) == -(-out_features // 32), "panels", panels, f"of {out_features} outputs")
+    check_integers("ids", ids, torch.int64)
+    check(len(panels) == -(-out_features // 32), "panels", panels, f"of {out_features} outputs")
     size = 2 * panels.shape[1]
     out = panels.new_empty(len(ids), size)
     where = panels.data_ptr(), ids.data_ptr(), out.data_ptr()
     if ready(panels.dtype).panel_rows(*where, len(ids), size, out_features):
         raise IndexError(f"A token id is outside of 0 to {out_features - 1}.")
     return out
-
-
-def check_rope(rope: tuple[Tensor, Tensor], count: int, head_dim: int) -> None:
-    """Raise ValueError if cos or sin have the wrong dtype or shape for C."""
-    for name, angle in zip(("cos", "sin"), rope, strict=True):
-        _check(angle.dtype == torch.float32, name, angle, "float32")
-        _check(angle.shape == (count, head_dim // 2), name, angle, f"[{count}, {head_dim // 2}]")
-
-
-def check_tables(query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
-    """Raise ValueError if arrays of a batch have the wrong layout for C, which checks values."""
-    _check_integers("query_start", query_start, torch.int32)
-    _check_integers("seq_lens", seq_lens, torch.int32)
-    rows = block_tables.dtype == torch.int64 and block_tables.stride(1) in (0, 1)
-    _check(rows, "block_tables", block_tables, "int64 rows")
-    sequences = len(block_tables)
-    _check(len(query_start) == sequences + 1, "query_start", query_start, f"[{sequences + 1}]")
-    _check(len(seq_lens) == sequences, "seq_lens", seq_lens, f"[{sequences}]")
-
-
-def check_batch(
-    slot_mapping: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor
-) -> None:
-    """The same for all arrays of a batch."""
-    _check_integers("slot_mapping", slot_mapping, torch.int64)
-    check_tables(query_start, seq_lens, block_tables)
-
-
-def _check_vector(name: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
-    right = tensor.shape == (size,) and tensor.dtype == dtype and tensor.is_contiguous()
-    _check(right, name, tensor, f"contiguous [{size}], {dtype}")
-
-
-def _check_integers(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    right = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu"
-    _check(right, name, tensor, f"contiguous {dtype}")
-
-
-def _check(right: bool, name: str, tensor: Tensor, wanted: str) -> None:
-    if not right:
-        given = f"{list(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}"
-        raise ValueError(f"{name} is {given}; it must be {wanted}.")

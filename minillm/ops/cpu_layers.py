@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minillm.ops import cpu, cpu_experts, cpu_latent
 from minillm.ops.c_library import library
+from minillm.ops.cpu_checks import check_batch, check_rope
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 
@@ -184,8 +185,8 @@ class Layers:
         count = len(x)
         if block_tables.stride(1) != 1:
             block_tables = block_tables.contiguous()
-        cpu.check_batch(slot_mapping, query_start, seq_lens, block_tables)
-        cpu.check_rope(rope, count, self.shape.rotary_dim)
+        check_batch(slot_mapping, query_start, seq_lens, block_tables)
+        check_rope(rope, count, self.shape.rotary_dim)
         x = _copied(x)
         residual = torch.empty_like(x)
         memory = self._take(count)
