@@ -41,9 +41,9 @@ static inline int larger(float a, float b) { return a > b || (a != a && b == b);
 
 /* Index of the largest value that is not taken, the first among equals; it is then taken. */
 static int64_t take_largest(const float *values, char *taken, int64_t n) {
-    int64_t best = -1;
-    for (int64_t i = 0; i < n; i++)
-        if (!taken[i] && (best < 0 || larger(values[i], values[best]))) best = i;
+    int64_t best = 0;
+    for (int64_t i = 1; i < n; i++)
+        if (!taken[i] && (taken[best] || larger(values[i], values[best]))) best = i;
     taken[best] = 1;
     return best;
 }
