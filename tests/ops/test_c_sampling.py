@@ -59,7 +59,12 @@ def load(path: str) -> cpu_sampling.Functions:
     return cpu_sampling.bind(c_library.load(file))
 
 
-@pytest.fixture(scope="module", params=PATHS)
+# Sampling has no products of pairs and no tiles: those builds differ from the native one in nothing.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(path, marks=pytest.mark.slow if path in ("no tiles", "no pairs") else ())
+            for path in PATHS],
+)  # fmt: skip
 def c(request) -> cpu_sampling.Functions:
     """The functions of one library, each of which takes both types of logits."""
     return load(request.param)
