@@ -59,7 +59,7 @@ def load(path: str) -> cpu_sampling.Functions:
     return cpu_sampling.bind(c_library.load(file))
 
 
-# Sampling has no products of pairs and no tiles: those builds differ from the native one in nothing.
+# Sampling has no products of pairs and no tiles, so two of the builds do not differ.
 @pytest.fixture(
     scope="module",
     params=[pytest.param(path, marks=pytest.mark.slow if path in ("no tiles", "no pairs") else ())
