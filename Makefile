@@ -43,9 +43,10 @@ test: check ## set up, then lint, types, graders, all tests but the slow ones, a
 	$(TESTS) -m "not slow"
 	$(CHAPTERS)
 
-test-full: check ## the same with the slow tests
+test-full: check ## the same with the slow tests, and the chapters' facts once more without C functions
 	$(TESTS)
 	$(CHAPTERS)
+	MINILLM_C_ISA=none MINILLM_QUICK=1 $(CHAPTERS)
 
 notebooks: $(DEV_STAMP) ## run every chapter and compare its facts
 	$(CHAPTERS)
