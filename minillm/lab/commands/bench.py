@@ -36,8 +36,7 @@ benchmarks:
 examples:
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
   minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
-  minillm bench decode --vs openvino --beside 2   also beside 2 busy processes
-  minillm bench decode --vs openvino --isa avx2   as on a CPU without AVX-512
+  minillm bench decode --vs vllm,openvino --beside 2 --isa avx2
   minillm bench scale --plot scale.png
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
