@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,21 @@ PROCESSES = 3  # so that the workers of a test run share them
 
 @pytest.mark.parametrize("first", range(PROCESSES))
 def test_interpreted(first: int) -> None:
-    files = FILES[first::PROCESSES]
+    run(FILES[first::PROCESSES], "not slow")
+
+
+@pytest.mark.slow
+def test_interpreted_slow_ones() -> None:
+    run(FILES, "slow")
+
+
+def run(files: Sequence[Path], marked: str) -> None:
+    """Run the tests of these files in a process of their own; all must pass."""
     assert files
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:nbval"]
-    command += map(str, files)
+    command += ["-m", marked, *map(str, files)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout

@@ -597,23 +597,27 @@ def test_several_logits_of_a_row_are_drawn_at_their_positions():
         sampler.choose(logits, (1, 1, 1, 0), [4, 5, 6, 4])
 
 
-def test_the_memory_of_edits_at_256_rows_and_150k_tokens():
-    """What is kept, and the most that exists at once while a step of 256 edited rows is chosen."""
-    edits = Edits(256, 151_936, torch.device("cpu"))
+@pytest.mark.parametrize("rows", [32, pytest.param(256, marks=pytest.mark.slow)])
+def test_the_memory_of_edits_at_150k_tokens(rows):
+    """What is kept, and the most that exists at once while a step of edited rows is chosen."""
+    edits = Edits(rows, 151_936, torch.device("cpu"))
     params = dict(repetition_penalty=1.05, logit_bias={5: 1.0}, allowed_token_ids=range(150_000))
-    for row_id in range(256):
+    for row_id in range(rows):
         prompt = list(range(row_id, row_id + 1000))
         edits.set_row(row_id, row(prompt, position=1000, **params))
-    assert edits.num_bytes < 256 * (151_936 / 8 + 2 * 1000 * 20 + 4096)
-    logits, most = torch.zeros(256, 151_936, dtype=torch.bfloat16), 0
-    members = edits.rows_of(range(256), [1000] * 256)
+    assert edits.num_bytes < rows * (151_936 / 8 + 2 * 1000 * 20 + 4096)
+    logits, most = torch.zeros(rows, 151_936, dtype=torch.bfloat16), 0
+    members = edits.rows_of(range(rows), [1000] * rows)
     for part in edits.chunks(members):
         raw = logits[part]
         with Operations() as operations:
             edits.apply(raw, part, [1000] * len(part))
         most = max(most, *(size for _, size in operations.seen))
     # No tensor of the size of all logits: chunks of 2**21, and the table of masks, a byte per 8.
-    assert most == 256 * 151_936 / 8
+    chunk = 2**21 // 151_936 * 151_936
+    assert most <= max(rows * 151_936 / 8, chunk * 4)
+    if rows == 256:
+        assert most == rows * 151_936 / 8
 
 
 def test_allowed_ids_are_written_once(monkeypatch):

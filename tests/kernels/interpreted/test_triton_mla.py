@@ -41,7 +41,15 @@ def test_any_case(seed: int) -> None:
     check.verify(check.random_case(random.Random(seed)), "cpu")
 
 
-@pytest.mark.parametrize("case", check.INVARIANT_CASES, ids=lambda case: case.form)
+MANY_QUERIES = (33, 34)  # seeds of the cases that take ten times as long as the others
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case.seed in MANY_QUERIES else ())
+     for case in check.INVARIANT_CASES],
+    ids=lambda case: case.form,
+)  # fmt: skip
 def test_bits_depend_on_a_tokens_own_keys_only(case: check.Case) -> None:
     with ordered_dots():
         check.verify_invariant(case, "cpu")
