@@ -3,6 +3,10 @@
 A busy process runs an empty loop: it uses a processor and almost no memory bandwidth. It is started
 before one run of one engine and ended after it. It also ends when the pipe from its parent closes,
 so it never outlives the benchmark, even if the benchmark is killed.
+
+Busy processes and engines belong to the benchmark's session: Linux divides a processor first among
+sessions (autogroups), then among the threads of each, so an engine in a session of its own would
+have another share than one that is started in the same terminal as other programs.
 """
 
 import subprocess
@@ -61,7 +65,7 @@ def start() -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-I", "-S", "-c", LOOP]
     pipe = subprocess.PIPE
     try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0)
     except OSError as error:
         raise BusyProcessError(f"A busy process cannot be started: {error}.") from error
 

@@ -85,7 +85,7 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=dict(variables),
-                start_new_session=True,
+                process_group=0,
             )
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
