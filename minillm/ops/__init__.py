@@ -7,6 +7,7 @@ Kernels are imported, and C is compiled, at first use.
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from minillm.errors import UnsupportedFeatureError
@@ -84,8 +85,8 @@ def cos_sin(
     positions: Tensor, frequencies: Tensor, factor: float, plain: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rotary angles: [N], float32 [D / 2] -> cos and sin times `factor`, [N, D / 2] each."""
-    found = reference if plain or not cpu.takes(frequencies) else cpu_rope
-    return found.cos_sin(positions, frequencies, factor)
+    in_c = not plain and frequencies.dtype == torch.float32 and cpu.takes(frequencies)
+    return (cpu_rope if in_c else reference).cos_sin(positions, frequencies, factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

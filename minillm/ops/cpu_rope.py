@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops.c_library import Library, library
+from minillm.ops.cpu_checks import check_integers, check_vector
 
 
 @cache
@@ -29,6 +30,8 @@ def cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tens
     """int64 [N], float32 [D / 2] -> cos and sin times `factor`, float32 [N, D / 2] each."""
     positions, frequencies = positions.long().contiguous(), frequencies.contiguous()
     count, half = len(positions), len(frequencies)
+    check_integers("positions", positions, torch.int64)
+    check_vector("frequencies", frequencies, half, torch.float32)
     cos, sin = torch.empty(count, half), torch.empty(count, half)
     given = positions.data_ptr(), frequencies.data_ptr()
     _function()(*given, factor, cos.data_ptr(), sin.data_ptr(), count, half)

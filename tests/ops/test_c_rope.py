@@ -31,3 +31,13 @@ def test_positions_with_a_stride_and_in_other_integers():
     expected = reference.cos_sin(positions[::2], FREQUENCIES, 1.0)
     for given in (positions[::2], positions[::2].int()):
         torch.testing.assert_close(cpu_rope.cos_sin(given, FREQUENCIES, 1.0), expected)
+
+
+def test_frequencies_of_another_type_are_computed_by_torch_and_never_read_by_c():
+    wrong, positions = FREQUENCIES.bfloat16(), torch.arange(5)
+    got = ops.cos_sin(positions, wrong, 1.0)
+    torch.testing.assert_close(got, reference.cos_sin(positions, wrong, 1.0))
+    with pytest.raises(
+        ValueError, match=r"frequencies is .* must be contiguous .32., torch.float32"
+    ):
+        cpu_rope.cos_sin(positions, wrong, 1.0)
