@@ -102,8 +102,8 @@ def test_the_readme_is_short():
 
 def test_the_tables_by_class_are_those_of_the_recorded_runs():
     new = class_tables.section(RESULTS / "bench")
-    if class_tables.recorded(RESULTS / "bench"):
-        assert class_tables.replace_section(TEXT, new) == TEXT
+    assert class_tables.recorded(RESULTS / "bench")
+    assert class_tables.replace_section(TEXT, new) == TEXT
     else:
         assert class_tables.SECTION not in TEXT
 
@@ -176,3 +176,13 @@ more
 def test_a_file_without_the_section_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has no section '## Speed by processor class'"):
         class_tables.replace_section("# Title\n", "new")
+
+
+def test_a_missing_folder_or_file_is_named_and_the_tables_stay(tmp_path, capsys):
+    text = tmp_path / "README.md"
+    text.write_text(f"{class_tables.SECTION}\nkept\n")
+    for wrong in (["nowhere", "--into", str(text)], [str(tmp_path), "--into", "nowhere.md"]):
+        with pytest.raises(SystemExit):
+            class_tables.main(wrong)
+        assert "nowhere" in capsys.readouterr().err.splitlines()[-1]
+    assert "kept" in text.read_text()

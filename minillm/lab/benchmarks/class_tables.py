@@ -133,6 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder of recorded comparisons (JSON)")
     parser.add_argument("--into", type=Path, metavar="FILE", help="replace the section of FILE")
     args = parser.parse_args(arguments)
+    if not args.folder.is_dir():  # else the tables of FILE would be replaced by nothing
+        parser.error(f"{args.folder} is not a folder; name the one with the JSON files.")
+    if args.into is not None and not args.into.is_file():
+        parser.error(f"--into is {args.into}, which does not exist; name a Markdown file.")
     new = section(args.folder)
     if args.into is None:
         Terminal().line(new)

@@ -337,7 +337,7 @@ def model_for(
         terminal.remark(f"{name} with random weights is in {folder}")
         return str(folder)
     if layers is not None:
-        raise ConfigError(f"--layers cuts presets only; {name} is none, so leave it out.")
+        raise ConfigError(f"--layers cuts presets only, and {name} is not a preset; leave it out.")
     if len(engines) == 1:
         return name
     from minillm.models.checkpoint import find_folder
