@@ -12,7 +12,7 @@ COURSE_STAMP := $(VENV)/.installed-course
 DEV_STAMP := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab check test test-full notebooks facts bundle peers clean
+.PHONY: help run lab check test test-full notebooks facts stale bundle peers clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -54,6 +54,9 @@ notebooks: $(DEV_STAMP) ## run every chapter and compare its facts
 # oneDNN looks at the processor by itself: where it finds AMX and torch may not, bf16 attention fails.
 facts: $(DEV_STAMP) ## the same in a hurry and without bf16 instructions: no fact may notice
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MINILLM_QUICK=1 $(CHAPTERS)
+
+stale: $(DEV_STAMP) ## measure a chapter again after a change of the code it times (CHAPTER=03)
+	@$(PY) notebooks/stale.py $(CHAPTER)
 
 bundle: $(COURSE_STAMP) ## the course in one zip, for machines without a network: dist/
 	@$(PY) notebooks/bundle.py $(ARGS)

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import index
 import prose
+import stale
 from chapters import (
     NOTEBOOKS,
     ChapterError,
@@ -24,12 +25,15 @@ from chapters import (
     chapter_paths,
     code_cells,
     facts,
+    is_fact_cell,
     read_notebook,
     run,
     script_errors,
+    tags,
     write_notebook,
     write_text,
 )
+from minillm_exercises.disturbance import LIMIT
 
 EXAMPLES = """examples:
   python notebooks/execute.py               every chapter
@@ -47,6 +51,7 @@ def machine() -> dict[str, Any]:
     import numpy
     import torch
 
+    from minillm.ops import instruction_sets
     from minillm.plan import machine as this
 
     return {
@@ -59,6 +64,7 @@ def machine() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "bf16_instructions": this.cpu_has_bf16(),
+        "instruction_set": getattr(instruction_sets.chosen(), "name", "none"),
     }
 
 
@@ -75,8 +81,9 @@ def normalise(notebook: Notebook) -> list[str]:
         "minillm": known.get("minillm", {}),
     }
     for position, cell in code_cells(notebook):
-        kept = {key: cell["metadata"][key] for key in ("tags",) if key in cell["metadata"]}
-        cell["metadata"] = kept
+        cell["metadata"] = {"tags": tags(cell)} if tags(cell) else {}
+        if is_fact_cell(cell) and not {"open", "turn"} & set(tags(cell)):
+            cell["metadata"]["jupyter"] = {"source_hidden": True}  # a reader opens it with a click
         warned = "".join(o["text"] for o in cell["outputs"] if o.get("name") == "stderr")
         if warned.strip():
             problems.append(f"cell {position} wrote to stderr, mend the cause: {warned.strip()}")
@@ -118,6 +125,22 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
     return values
 
 
+def undisturbed(name: str, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The recorded numbers, without the share of other programs, which was small.
+
+    Raises:
+        ChapterError: other programs took too much of the machine.
+    """
+    shares = {each: entry.pop("others", 0.0) for each, entry in values.items()}
+    worst = max(shares, key=shares.__getitem__, default="")
+    if worst and shares[worst] > LIMIT:
+        raise ChapterError(
+            f"{name} was left as it is: other programs took {shares[worst]:.0%} of this machine "
+            f"while {worst!r} was measured. Stop them, and run it again."
+        )
+    return values
+
+
 def execute(path: Path, console: Console, check: bool, timeout: float) -> list[str]:
     """Execute one chapter and write it with its results, or with `check` write nothing.
 
@@ -132,12 +155,15 @@ def execute(path: Path, console: Console, check: bool, timeout: float) -> list[s
         Path(name, "cwd").mkdir()
         done = watched(path, old, Path(name, "cwd"), console, timeout, str(records))
         values = read_records(records)
+    if not check:
+        undisturbed(path.name, values)
     new = done.notebook
     problems = normalise(new)
     results = {
         "chapter": path.stem[:2],
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
+        "timed": stale.fingerprints(old["metadata"].get("minillm", {})),
         "values": values,
     }
     sources = prose.Sources.of(new, results, prose.load_claims(path.parent))

@@ -24,13 +24,14 @@ from chapters import (
     Notebook,
     calm_threads,
     chapter_paths,
-    code_cells,
     read_notebook,
     script_errors,
+    tags,
     write_notebook,
     write_text,
 )
 from index import PAGES
+from minillm_exercises import turns
 from minillm_exercises.workspace import work_root
 
 EXAMPLES = """examples:
@@ -52,12 +53,26 @@ SETTINGS = {
 
 def stripped(notebook: Notebook) -> Notebook:
     """The chapter before it is run, for a learner's folder."""
-    for _, cell in code_cells(notebook):
-        cell["outputs"], cell["execution_count"] = [], None
+    cells = []
+    for cell in notebook["cells"]:
+        cells.append(cell)
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+            if "turn" in tags(cell):
+                cells.append(answer_to(cell))
+                cell["source"] = turns.blanked(cell["source"])
+    notebook["cells"] = cells
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
             cell["source"] = without_code_links(cell["source"])
     return notebook
+
+
+def answer_to(cell: Notebook) -> Notebook:
+    """The folded answer to a cell tagged "turn", as a cell of its own."""
+    source = turns.answer_cell(cell["source"])
+    name = f"{cell['id']}-answer"
+    return {"cell_type": "markdown", "id": name, "metadata": {}, "source": source}
 
 
 def without_code_links(text: str) -> str:

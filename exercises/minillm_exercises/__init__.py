@@ -5,7 +5,18 @@ In a notebook::
     from minillm_exercises import predict, compare, measure, fact, figure, show, check
 """
 
-from minillm_exercises.notebook import check, compare, fact, hint, predict, quiz, record, say
+from minillm_exercises.notebook import (
+    check,
+    compare,
+    fact,
+    hint,
+    predict,
+    quiz,
+    record,
+    say,
+    task,
+    turn,
+)
 from minillm_exercises.plots import bars, bound, figure, series, show
 from minillm_exercises.timing import Timing, measure
 from minillm_exercises.widgets import explore
@@ -27,4 +38,6 @@ __all__ = [
     "say",
     "series",
     "show",
+    "task",
+    "turn",
 ]

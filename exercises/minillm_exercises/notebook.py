@@ -14,9 +14,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from minillm_exercises import disturbance
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.predictions import Prediction, load_prediction, save_prediction
 from minillm_exercises.quiz import quiz_text
+from minillm_exercises.turns import verdict
+from minillm_exercises.wording import wrapped
 
 LETTERS = string.ascii_lowercase
 
@@ -45,9 +48,13 @@ def record(name: str, value: float, unit: str = "", digits: int = 3) -> None:
     """Print a measured number with `digits` significant digits, and keep it for the prose when
     the chapter is executed for publication (MINILLM_RESULTS names the file)."""
     text = _significant(value, digits)
-    say(f"{name} = {text}{f' {unit}' if unit else ''}")
+    say(f"measured: {name} = {text}{f' {unit}' if unit else ''}")
+    others = 0.0 if os.environ.get("MINILLM_QUICK") else disturbance.meter().read()
+    if warning := disturbance.warning(others):
+        say(warning)
     if results := os.environ.get("MINILLM_RESULTS"):
-        line = json.dumps({"name": name, "value": float(value), "unit": unit, "text": text})
+        entry = {"name": name, "value": float(value), "unit": unit, "text": text}
+        line = json.dumps(entry | {"others": round(others, 2)})
         with Path(results).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -100,6 +107,27 @@ def _letter(choice: Any, named: Mapping[str, str]) -> str:
     if letter not in named:
         raise ExerciseError(f"The choice {choice!r} is none of {', '.join(named)}.")
     return letter
+
+
+def turn(answer: Any, expected: Any, hint: str) -> None:
+    """Check a small task of the page: print whether `answer` is right, or else `hint`.
+
+    Numbers are compared up to rounding. An `answer` that is or contains `...` or None is not
+    filled in yet.
+    """
+    say(wrapped(verdict(answer, expected, hint)))
+
+
+def task(exercise_id: str) -> None:
+    """Show the task of an exercise and the file to begin with, here in the notebook.
+
+    Never raises: a mistake of any kind becomes the text that is shown.
+    """
+    from IPython.display import display
+
+    from minillm_exercises.report import task_here
+
+    display(task_here(exercise_id))
 
 
 def check(exercise_id: str, *solution: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from minillm.errors import MinillmError
 from minillm_exercises.explain import Cell, Explained, Trouble, explain
 from minillm_exercises.manifest import Exercise
+from minillm_exercises.readme import task
 from minillm_exercises.session import Session
 
 SIGNS = (("pass", "✓", "#117733"), ("fail", "✗", "#aa3311"), ("error", "!", "#aa3311"),
@@ -45,10 +46,9 @@ def check_here(exercise_id: str, *objects: Any, session: Session | None = None) 
 def _not_begun(exercise: Exercise) -> str:
     """Where the task is, and both ways to begin."""
     names = [name for name in exercise.names if "." not in name]  # a method comes with its class
-    task = f"exercises/{exercise.folder.name}/README.md"
     return (
-        f"{exercise.id}, {exercise.title} ({exercise.minutes} minutes), is not begun. The task is "
-        f"in {task}. Write {' and '.join(names)} in a cell and then "
+        f"{exercise.id}, {exercise.title} ({exercise.minutes} minutes), is not begun. "
+        f'task("{exercise.id}") shows the task. Write {" and ".join(names)} in a cell and then '
         f'check("{exercise.id}", {", ".join(names)}), or work in a file: '
         f"python -m minillm_exercises start {exercise.id}"
     )
@@ -86,6 +86,35 @@ def hint_here(exercise_id: str, session: Session | None = None) -> Shown:
     last = shown == len(exercise.hints)
     lines.append("That was the last." if last else f'Another: hint("{exercise.id}")')
     return Shown("\n".join(lines), "".join(_paragraph(line) for line in lines))
+
+
+class Page(Shown):
+    """Markdown, shown as a page where there is one."""
+
+    def _repr_markdown_(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> None:  # type: ignore[override]
+        return None
+
+
+def task_here(exercise_id: str, session: Session | None = None) -> Shown:
+    """The task of an exercise and the file to begin with, as Markdown. Never raises."""
+    try:
+        exercise = (session or Session.open()).find(exercise_id)
+    except MinillmError as error:
+        return message(str(error))
+    except Exception as error:
+        return message(f"No task for {exercise_id}: {type(error).__name__}: {error}")
+    names = ", ".join(name for name in exercise.names if "." not in name)
+    starter = exercise.starter.read_text(encoding="utf-8").strip()
+    parts = [
+        f"**{exercise.id} · {exercise.title}** ({exercise.minutes} minutes)",
+        task(exercise),
+        f'Begin with this code in a new cell, and grade it with `check("{exercise.id}", {names})`:',
+        f"```python\n{starter}\n```",
+    ]
+    return Page("\n\n".join(parts), "")
 
 
 def message(text: str) -> Shown:

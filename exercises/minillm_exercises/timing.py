@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from minillm_exercises import disturbance
 from minillm_exercises.errors import ExerciseError
 
 
@@ -75,7 +76,7 @@ def measure(
     After `warmup` runs it repeats until `repeats` runs or `budget` seconds of runs are reached,
     whichever comes first, but at least three times (once after a first run longer than the
     budget). A GPU returns before it has finished, so with a `device` of "cuda" the clock is read
-    after a synchronisation.
+    after a synchronisation. A sentence is printed if other programs took much of the machine.
 
     Raises:
         ExerciseError: `repeats` below 1, `warmup` below 0 or no positive `budget`.
@@ -85,8 +86,11 @@ def measure(
             f"measure() was given repeats={repeats}, warmup={warmup}, budget={budget}; it needs "
             f"repeats of at least 1, warmup of at least 0 and a positive budget in seconds."
         )
-    if os.environ.get("MINILLM_QUICK"):
+    quick = bool(os.environ.get("MINILLM_QUICK"))
+    if quick:
         repeats, warmup = 1, 0
+    else:
+        disturbance.meter()  # from here on
 
     def once() -> float:
         arguments = () if setup is None else (setup(),)
@@ -101,6 +105,8 @@ def measure(
     least = 1 if times[0] > budget else min(3, repeats)
     while len(times) < least or (len(times) < repeats and sum(times) < budget):
         times.append(once())
+    if not quick and (warning := disturbance.warning(disturbance.meter().read())):
+        sys.stdout.write(warning + "\n")
     return Timing(tuple(times), (warm + times)[0])
 
 

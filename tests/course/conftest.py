@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from minillm_exercises import disturbance
 from minillm_exercises.grader import Grader
 from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise, load_manifest
@@ -56,6 +58,12 @@ def toys() -> dict[str, Exercise]:
 def toy_root(tmp_path: Path) -> ToyRoot:
     """A copy of the toy exercises."""
     return ToyRoot(tmp_path / "toy")
+
+
+@pytest.fixture(autouse=True)
+def calm_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests run at the same time; what measurements print must not depend on it."""
+    monkeypatch.setattr(disturbance, "meter", lambda: SimpleNamespace(read=lambda: 0.0))
 
 
 @pytest.fixture(autouse=True)

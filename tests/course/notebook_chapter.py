@@ -16,6 +16,7 @@ import execute  # noqa: E402, F401
 import index  # noqa: E402, F401
 import lab  # noqa: E402, F401
 import prose  # noqa: E402
+import stale  # noqa: E402, F401
 
 Violations = Iterator[tuple[int, str]]  # position of the cell or -1, what to mend
 

@@ -25,7 +25,10 @@ ELEMENTS = tuple(
     "predict naive measure bottleneck fix equal again plot facts losses check quiz papers".split()  # noqa: SIM905
 )
 
-OTHER_TAGS = frozenset(["setup", "header", "claim", "cover", "nbval-check-output"])
+OTHER_TAGS = frozenset(
+    "setup header claim cover nbval-check-output example turn open".split()  # noqa: SIM905
+)
+UNCOUNTED = {"example", "turn"}  # cells and lines that do not count as a chapter's code
 
 SAYS_NOTHING = frozenset(
     "prediction predictions measurement measurements bottlenecks equality fact plots loss limits "  # noqa: SIM905
@@ -35,7 +38,7 @@ SAYS_NOTHING = frozenset(
 
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
-LIMITS = {"bytes": 400 * 1024, "words": (800, 2200), "code": (120, 220), "cells": (20, 35)}
+LIMITS = {"bytes": 400 * 1024, "words": (800, 2200), "code": (100, 260), "cells": (15, 40)}
 
 
 def python_only(chapter: Chapter) -> Violations:
@@ -165,14 +168,13 @@ def words_in(chapter: Chapter) -> int:
 
 
 def shape(chapter: Chapter) -> Violations:
-    """An hour's reading: cells that fit the eye, code that fits the head. Facts are for the tests
-    and are not counted as code."""
-    cells = [cell for _, cell in chapter.code()]
-    lines = [
-        sum(bool(line.strip()) for line in cell["source"].splitlines())
-        for cell in cells
-        if not is_fact_cell(cell)
-    ]
+    """An hour's reading: cells that fit the eye, code that fits the head. Facts, worked
+    examples and small tasks are not counted."""
+    cells = [
+        cell for _, cell in chapter.code()
+        if not is_fact_cell(cell) and not UNCOUNTED & set(tags(cell))
+    ]  # fmt: skip
+    lines = [sum(bool(line.strip()) for line in cell["source"].splitlines()) for cell in cells]
     measured = {"words": words_in(chapter), "code": sum(lines), "cells": len(cells)}
     names = {"words": "words of prose", "code": "lines of code", "cells": "code cells"}
     for key, value in measured.items():

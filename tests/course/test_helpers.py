@@ -86,7 +86,7 @@ def test_what_is_not_exact_is_no_fact(value) -> None:
 )
 def test_a_record_has_three_digits_and_no_exponent(value, text, capsys) -> None:
     record("it", value, "ms")
-    assert capsys.readouterr().out == f"it = {text} ms\n"
+    assert capsys.readouterr().out == f"measured: it = {text} ms\n"
 
 
 def test_records_are_kept_only_for_publication(tmp_path, monkeypatch) -> None:
@@ -95,7 +95,8 @@ def test_records_are_kept_only_for_publication(tmp_path, monkeypatch) -> None:
     record("rate", 49109.4, "tokens/s")
     record("share", 0.25)
     first, second = map(json.loads, path.read_text().splitlines())
-    assert first == {"name": "rate", "value": 49109.4, "unit": "tokens/s", "text": "49,100"}
+    values = {"name": "rate", "value": 49109.4, "unit": "tokens/s", "text": "49,100"}
+    assert first == values | {"others": 0.0}
     assert second["name"] == "share"
 
 
@@ -367,7 +368,26 @@ def test_every_check_of_a_cell_is_shown(monkeypatch) -> None:
     check("e99.9")
     hint("e00.1")
     assert "is not begun" in shown[0]
-    assert "exercises/e00_measuring/README.md" in shown[0]
+    assert 'task("e00.1") shows the task' in shown[0]
     assert 'check("e00.1", bench)' in shown[0]
     assert "no exercise 'e99.9'" in shown[1]
     assert "1 of 3" in shown[2]
+
+
+def test_a_task_is_shown_with_its_starter(monkeypatch) -> None:
+    import IPython.display
+
+    from minillm_exercises import task
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    task("e03.1")
+    task("e99.9")
+    text = shown[0]._repr_markdown_()
+    assert shown[0]._repr_html_() is None  # JupyterLab would prefer it to Markdown
+    assert text.startswith("**e03.1 · The KV cache of one layer**")
+    assert "NaN" in text  # of the README's section
+    assert "```python\n" in text
+    assert "class KVCache" in text
+    assert "RingCache" not in text
+    assert "no exercise 'e99.9'" in str(shown[1])

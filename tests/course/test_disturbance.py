@@ -1,0 +1,55 @@
+"""Measurements beside other programs say so, and are not published."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+from notebook_chapter import chapters, execute
+
+from minillm_exercises import disturbance, measure, record
+from minillm_exercises.disturbance import Meter
+
+
+def machine(root, busy, ours):
+    """A /proc with so many ticks of all processors and of this process."""
+    (root / "stat").write_text(f"cpu  {busy} 0 0 900 0 0 0 0\n")
+    folder = root / str(os.getpid())
+    folder.mkdir(exist_ok=True)
+    fields = ["S", "1", str(os.getpgrp()), *["0"] * 8, str(ours), "0"]
+    (folder / "stat").write_text(f"1 (python) {' '.join(fields)}")
+
+
+@pytest.mark.parametrize(("busy", "ours", "share"), [(160, 60, 0.5), (160, 160, 0.0), (0, 0, 0.0)])
+def test_the_meter_counts_other_programs_only(tmp_path, monkeypatch, busy, ours, share):
+    now = [10.0]
+    monkeypatch.setattr(disturbance.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(disturbance.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(disturbance.os, "sysconf", lambda name: 100)
+    machine(tmp_path, 1000, 500)
+    meter = Meter(tmp_path)
+    machine(tmp_path, 1000 + busy, 500 + ours)
+    now[0] += 0.4
+    assert meter.read() == 0.0  # too short
+    now[0] += 0.6
+    assert meter.read() == pytest.approx(share)
+
+
+def test_a_measurement_beside_other_programs_says_so(monkeypatch, capsys):
+    monkeypatch.delenv("MINILLM_QUICK", raising=False)
+    share = [0.4]
+    meter = SimpleNamespace(read=lambda: share[0])
+    monkeypatch.setattr(disturbance, "meter", lambda: meter)
+    measure(lambda: None)
+    record("step", 1.5, "ms")
+    said = capsys.readouterr().out
+    assert said.count("Other programs took 40% of this machine: do not trust") == 2
+    share[0] = 0.1
+    measure(lambda: None)
+    assert "Other" not in capsys.readouterr().out
+
+
+def test_disturbed_numbers_are_not_published():
+    values = {"a": {"value": 1.0, "others": 0.05}, "b": {"value": 1.0, "others": 0.35}}
+    with pytest.raises(chapters.ChapterError, match="took 35% of this machine while 'b'"):
+        execute.undisturbed("90_toy.ipynb", values)
+    assert execute.undisturbed("90", {"a": {"value": 1.0, "others": 0.05}}) == {"a": {"value": 1.0}}

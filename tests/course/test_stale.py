@@ -1,0 +1,93 @@
+"""Fingerprints of timed code, and measuring a chapter again."""
+
+import json
+
+import pytest
+from notebook_chapter import chapters, stale
+from toy_notebooks import code, notebook
+
+MODULE = '''"""A module."""
+
+class Cache:
+    """A cache."""
+
+    def write(self, key):
+        """Write."""
+        self.key = key  # kept
+
+def step():
+    return 1
+'''
+C_FILE = "/* A comment. */\nint f(void) { return 1; } // one\n"
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "cache.py").write_text(MODULE)
+    (tmp_path / "engine" / "f.c").write_text(C_FILE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changes"),
+    [
+        ("cache.py", "self.key = key", "self.key = key + 1", {"cache", "Cache", "Cache.write"}),
+        ("cache.py", "return 1", "return 2", {"cache", "step"}),
+        ("cache.py", '"""Write."""', '"""Writes a key."""', set()),
+        ("cache.py", "  # kept", "", set()),
+        ("f.c", "return 1", "return 2", {"f.c"}),
+        ("f.c", "/* A comment. */", "/* Another\n one */", set()),
+        ("f.c", "{ return", "{\n    return", set()),
+    ],
+)
+def test_a_fingerprint_follows_the_code_and_not_its_comments(root, file, old, new, changes):
+    names = ["engine.cache", "engine.cache.Cache", "engine.cache.Cache.write", "engine.cache.step",
+             "engine/f.c"]  # fmt: skip
+    before = stale.fingerprints({"timed": names}, root)
+    path = root / "engine" / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    found = stale.changed({"timed": names}, {"timed": before}, root)
+    short = {name.removeprefix("engine.cache.").removeprefix("engine.").removeprefix("engine/")
+             for name in found}  # fmt: skip
+    assert short == changes
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("engine/g.c", "no such file"),
+        ("engine.cache.Gone", "no 'Gone' in it"),
+        ("motor.cache", "no such module"),
+    ],
+)
+def test_a_name_of_nothing_is_refused(root, name, says):
+    with pytest.raises(chapters.ChapterError, match=says):
+        stale.fingerprint(name, root)
+
+
+def test_numbers_are_compared_with_their_bands():
+    old, new = {"a": {"value": 2.0}}, {"a": {"value": 3.1}}
+    assert stale.outside({"a": 1.6}, old, new) == []
+    assert stale.outside({"a": 1.6}, new, old) == []
+    (sentence,) = stale.outside({"a": 1.5}, old, new)
+    assert sentence == "'a' was 2, is 3.1; its band is a factor of 1.5"
+    assert "was not recorded" in stale.outside({"b": 2.0}, old, new)[0]
+
+
+@pytest.mark.parametrize(("value", "renewed"), [(1.1, True), (9.0, False)])
+def test_a_chapter_is_measured_again(tmp_path, value, renewed, monkeypatch):
+    about = {"timed": ["minillm.errors.MinillmError"], "bands": {"ratio": 1.5}}
+    made = notebook(
+        code(f'from minillm_exercises import record\nrecord("ratio", {value})'), **about
+    )
+    path = tmp_path / "90_toy.ipynb"
+    chapters.write_notebook(path, made)
+    (tmp_path / "results").mkdir()
+    results = tmp_path / "results" / "90_toy.json"
+    results.write_text(json.dumps({"values": {"ratio": {"value": 1.0}}, "timed": {}}))
+    found = stale.renew(path, timeout=60)
+    kept = json.loads(results.read_text())
+    assert bool(kept["timed"]) is renewed is not bool(found)
+    assert kept["values"] == {"ratio": {"value": 1.0}}  # the page's numbers stay
