@@ -5,6 +5,7 @@ what came out: outputs, measured numbers, and the numbers that the prose is boun
 import argparse
 import datetime
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -43,6 +44,7 @@ EXAMPLES = """examples:
   python notebooks/execute.py --index       only write notebooks/README.md and its figures
 """
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
+ANY_MACHINE = "MINILLM_ANY_MACHINE"  # set while writing: numbers of a busy machine are accepted
 SECONDS = 60  # what a chapter may take on two cores
 
 
@@ -133,10 +135,11 @@ def undisturbed(name: str, values: dict[str, dict[str, Any]]) -> dict[str, dict[
     """
     shares = {each: entry.pop("others", 0.0) for each, entry in values.items()}
     worst = max(shares, key=shares.__getitem__, default="")
-    if worst and shares[worst] > LIMIT:
+    if worst and shares[worst] > LIMIT and not os.environ.get(ANY_MACHINE):
         raise ChapterError(
             f"{name} was left as it is: other programs took {shares[worst]:.0%} of this machine "
-            f"while {worst!r} was measured. Stop them, and run it again."
+            f"while {worst!r} was measured. Stop them and run it again; {ANY_MACHINE}=1 accepts "
+            f"such numbers."
         )
     return values
 
