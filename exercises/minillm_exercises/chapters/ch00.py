@@ -161,7 +161,7 @@ def draw_read_rates(sizes: Sequence[int], rates: Sequence[float], call: float, c
     memory, megabytes = rates[-1] / 1e9, [size / 1e6 for size in sizes]
     fig, ax = figure("size of the buffer (MB)", "read rate (GB/s)", size=(6.6, 3.8))
     ax.plot(megabytes, [rate / 1e9 for rate in rates], label="measured", **series(0))
-    bound(ax, megabytes, [memory] * len(sizes), "memory", "below", 0.0)
+    bound(ax, megabytes, [memory] * len(sizes), "memory", "below", 0.6)
     short = [mb for mb in megabytes if mb * 1e6 / call < 2 * max(rates)]
     style = {"color": "grey", "linestyle": "-."}
     ax.plot(short, [mb / 1e3 / call for mb in short], label="one call per buffer", **style)
@@ -202,7 +202,7 @@ def draw_roofline(hardware: Hardware, runs: Sequence[Run]) -> None:
     ax.set_xticks(INTENSITIES[::2], [f"{tick:g}" for tick in INTENSITIES[::2]])
     ax.xaxis.minorticks_off()
     ax.yaxis.set_major_formatter("{x:,g}")
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    ax.legend(loc="lower right")
     show(
         fig,
         "No program that reads its weights from memory gets above the dashed lines. One token "
