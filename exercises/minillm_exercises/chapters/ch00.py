@@ -159,7 +159,7 @@ def draw_read_rates(sizes: Sequence[int], rates: Sequence[float], call: float, c
     """Draw the rates at which buffers of `sizes` bytes were read, the largest last, with what one
     call of `call` seconds allows and the size of the largest cache."""
     memory, megabytes = rates[-1] / 1e9, [size / 1e6 for size in sizes]
-    fig, ax = figure("size of the buffer (MB)", "read rate (GB/s)", size=(6.6, 3.8))
+    fig, ax = figure("size of the buffer (MB)", "read rate (GB/s)", size=(7.6, 3.8))
     ax.plot(megabytes, [rate / 1e9 for rate in rates], label="measured", **series(0))
     bound(ax, megabytes, [memory] * len(sizes), "memory", "below", 0.6)
     short = [mb for mb in megabytes if mb * 1e6 / call < 2 * max(rates)]
@@ -171,7 +171,7 @@ def draw_read_rates(sizes: Sequence[int], rates: Sequence[float], call: float, c
     ax.set(xscale="log", yscale="log")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:,g}")
-    ax.legend(loc="lower right", frameon=True, framealpha=1, edgecolor="white")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     show(
         fig,
         f"Small buffers are limited by the time of a call, large ones by the memory with "
