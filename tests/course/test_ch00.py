@@ -166,3 +166,11 @@ def test_read_rates_are_drawn_with_the_memory_a_call_and_the_cache(shown):
     assert call.get_ydata() / call.get_xdata() == pytest.approx(100.0)  # MB in 10 us, as GB/s
     assert cache.get_xdata() == [20.0, 20.0]
     assert "the memory with 3 GB/s; between them the cache delivers up to 9 GB/s" in caption
+
+
+def test_the_glossary_says_the_same_of_a_bound():
+    rows = (NOTEBOOKS / "GLOSSARY.md").read_text(encoding="utf-8").splitlines()
+    meanings = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1] for row in rows[7:]}
+    assert "no program can beat" in meanings["bound"]
+    assert not any(word in meanings["bound"] for word in ("overhead", "call", "launch"))
+    assert "no bound" in meanings["host overhead"]
