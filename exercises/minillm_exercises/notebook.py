@@ -97,7 +97,7 @@ def compare(key: str, measured: str, best: str, found: str = "Measured") -> None
     """
     known = load_prediction(key)
     if known is None:
-        say(f"{found}: {measured}. That is nearest to {best}. You had not predicted it.")
+        say(f"{found}: {measured}. That is nearest to {best}.")
         return
     verdict = "as you said" if known[0] == best else f"nearest to {best}"
     say(f"You said {known[0]}: {known[1]}. {found}: {measured}, {verdict}.")
