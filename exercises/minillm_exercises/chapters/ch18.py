@@ -19,9 +19,7 @@ from minillm.models.forward_pass import Chunk
 from minillm.plan.cost import step_cost, step_time
 from minillm.plan.hardware import Hardware
 from minillm.plan.parameters import parameter_count
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
-from minillm_exercises.chapters.common import your_turn as your_turn
 
 Ids = NDArray[np.int64]
 NUM_EXPERTS, PER_TOKEN = 128, 8
