@@ -86,7 +86,8 @@ def ratio(one: ModelConfig, other: ModelConfig, gpu: Hardware, tokens: int) -> f
 
 
 def open_small() -> LLM:
-    """A small model of random weights with as many experts as Qwen3-30B-A3B has."""
+    """A small model of random weights with as many experts as Qwen3-30B-A3B has, on the
+    processor, so that its weights are the same on every machine."""
     small = QWEN3_30B_FIELDS | {
         "model_type": "qwen3_moe",
         "vocab_size": 4096,
@@ -101,9 +102,8 @@ def open_small() -> LLM:
     }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(small), encoding="utf-8")
-        return LLM(
-            folder, tokenizer="tiny", load_format="dummy", dtype="float32", enforce_eager=True
-        )
+        more = {"load_format": "dummy", "dtype": "float32", "device": "cpu"}
+        return LLM(folder, tokenizer="tiny", enforce_eager=True, **more)
 
 
 @contextmanager
