@@ -83,7 +83,7 @@ def draw_tables(tables: Mapping[str, Sequence[int]], counts: Mapping[str, int], 
     """Draw the block tables of some sequences, and the blocks of the memory that they name; from
     the last table an arrow leads to each of its blocks."""
     num_blocks = 1 + max(block for table in tables.values() for block in table)
-    fig, ax = figure("physical block", "sequence", size=(8.5, 1.6 + 0.75 * len(tables)))
+    fig, ax = figure("physical block", "sequence", size=(7.8, 1.3 + 0.62 * len(tables)))
     ax.grid(visible=False)
     rows = {name: 1.5 + len(tables) - row for row, name in enumerate(tables)}
     for number, (name, table) in enumerate(tables.items()):
