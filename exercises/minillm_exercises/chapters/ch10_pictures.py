@@ -23,7 +23,7 @@ SKIPPED: dict[str, Any] = {"facecolor": "#f3f3f3", "edgecolor": "#c4c4c4", "hatc
 def draw_rescale(scores: Sequence[float], values: Sequence[float]) -> None:
     """The weights exp(s - m) of one row after each score, with m, ℓ and O; a new largest score
     shrinks all weights before it, whose old heights are dashed."""
-    fig, axes = figure("score", "weight, exp(s − m)", cols=len(scores), size=(9.6, 3.5))
+    fig, axes = figure("score", "weight, exp(s − m)", cols=len(scores), size=(8.6, 3.0))
     before: list[float] = []
     largest, factor = scores[0], 1.0
     for step, ax in enumerate(axes, 1):
@@ -34,7 +34,7 @@ def draw_rescale(scores: Sequence[float], values: Sequence[float]) -> None:
         if m > largest:
             factor = math.exp(largest - m)
             ax.bar(range(step - 1), before, fill=False, edgecolor="black", linestyle="--")
-            ax.annotate(f"× {factor:.2f}", (0, weights[0]), xytext=(0, before[0] / 2),
+            ax.annotate(f"× {factor:.2f}", (0.15, weights[0]), xytext=(1.1, before[0] / 2),
                         ha="center", arrowprops={"arrowstyle": "->"}, fontsize=9)  # fmt: skip
         total = math.fsum(weights)
         summed = math.fsum(w * v for w, v in zip(weights, values, strict=False))
@@ -55,7 +55,7 @@ def draw_rescale(scores: Sequence[float], values: Sequence[float]) -> None:
 
 def draw_errors(errors: Mapping[str, Mapping[str, float]], least: Mapping[str, float]) -> None:
     """Draw the largest error of each way (inner) in each dtype (outer), and of rounding alone."""
-    fig, ax = figure("inputs and result", "largest error (logarithmic)", size=(7.2, 3.4))
+    fig, ax = figure("inputs and result", "largest error (logarithmic)", size=(6.4, 3.0))
     ways = list(next(iter(errors.values())))
     width = 0.8 / len(ways)
     for number, way in enumerate(ways):
@@ -82,7 +82,9 @@ def draw_traffic(
 ) -> None:
     """Draw what the two loops move in units of standard attention, by formula; `counted` are
     points (loop, width, block)."""
-    fig, axes = figure("block (tokens, logarithmic)", "elements moved / standard", cols=len(widths))
+    fig, axes = figure(
+        "block (tokens, logarithmic)", "elements moved / standard", cols=len(widths), size=(8, 3)
+    )
     blocks = list(range(32, 513))
     for ax, width in zip(axes, widths, strict=True):
         for number, loop in enumerate(LOOPS[1:]):
@@ -134,7 +136,7 @@ def transfers(order: str, walk: Sequence[Visit]) -> dict[str, int]:
 
 def draw_walk(step: int, blocks: int = 6) -> None:
     """Draw both loops after `step` tiles of a causal table of `blocks` by `blocks` tiles."""
-    fig, axes = figure("keys", "queries", cols=2, size=(9.2, 5.2))
+    fig, axes = figure("keys", "queries", cols=2, size=(7.8, 4.5))
     for ax, order in zip(axes, LOOPS[1:], strict=True):
         walk = visits(order, blocks)
         _table(ax, walk, step, blocks)
@@ -206,7 +208,9 @@ def draw_growth(
     device: str = "cpu",
 ) -> None:
     """Draw the largest tensor that each way made, in elements of float32, and its time."""
-    fig, (left, right) = figure("tokens (logarithmic)", "largest tensor (MiB, logarithmic)", cols=2)
+    fig, (left, right) = figure(
+        "tokens (logarithmic)", "largest tensor (MiB, logarithmic)", cols=2, size=(8.2, 3.3)
+    )
     for number, (way, counts) in enumerate(largest.items()):
         left.plot(lengths, [4 * count / 2**20 for count in counts], label=way, **series(number))
     for number, (way, times) in enumerate(seconds.items()):
