@@ -1,5 +1,6 @@
 """Chapter 05: its functions by brute force, and the arithmetic of every claim on batching."""
 
+import json
 import random
 import tomllib
 from bisect import bisect_right
@@ -147,6 +148,13 @@ def test_the_pictures_of_mechanisms_count_what_they_draw(monkeypatch):
     ch05_pictures.draw_rectangle([6, 2, 4, 3])
     assert "one reading of the weights" in seen[0]
     assert "24 slots, of which 9 hold a pad; below, the flat list of 15 tokens" in seen[1]
+
+
+def test_the_chapter_says_early_that_it_measures_without_the_fast_path():
+    """A clock of the engine in its debugging mode is not the engine's speed."""
+    cells = json.loads((CLAIMS.parent / "05_batching.ipynb").read_text("utf-8"))["cells"]
+    assert any("enforce_eager=True" in "".join(cell["source"]) for cell in cells)
+    assert "with the fast path off (`enforce_eager=True`)" in "".join(cells[0]["source"])
 
 
 # ---- the claims --------------------------------------------------------------------------------
