@@ -190,7 +190,7 @@ def first_token(llm: LLM, prompt: Sequence[int], salt: str = "") -> RequestMetri
 def draw_missed(runs: Runs, size: int) -> None:
     """Draw the prompt tokens that were computed with blocks of `size`: those that no cache can
     find, which are computed with blocks of 1 too, and those that were known and not found."""
-    fig, ax = figure("computed prompt tokens (%)", "workload, index", size=(7, 3))
+    fig, ax = figure("computed prompt tokens (%)", "workload, index", size=(6, 2.7))
     rows = [(name, kind, each) for (name, kind, its), each in runs.items() if its == size]
     least = [100 * float(1 - runs[name, "hash", 1].hit_rate) for name, _, _ in rows]
     computed = [100 * float(1 - each.hit_rate) for *_, each in rows]
@@ -216,7 +216,7 @@ def draw_missed(runs: Runs, size: int) -> None:
 def draw_sizes(runs: Runs) -> None:
     """Draw the hit rate against the size of a block, a panel for each workload."""
     names, kinds, sizes = (list(dict.fromkeys(part)) for part in zip(*runs, strict=True))
-    fig, axes = figure("block (tokens)", "hit rate (%)", cols=len(names), size=(8, 2.8))
+    fig, axes = figure("block (tokens)", "hit rate (%)", cols=len(names), size=(7.2, 2.5))
     largest = []
     for ax, name in zip(axes, names, strict=True):
         for number, kind in enumerate(kinds):
@@ -235,7 +235,7 @@ def draw_sizes(runs: Runs) -> None:
 
 def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], needed: int) -> None:
     """Draw the hit rate against the memory there is; `needed` blocks would hold all documents."""
-    fig, ax = figure("blocks in the pool", "hit rate (%)", size=(6.2, 3.9))
+    fig, ax = figure("blocks in the pool", "hit rate (%)", size=(5.8, 3.6))
     for number, (name, served) in enumerate(curves.items()):
         values = [100 * float(each.hit_rate) for each in served]
         ax.plot(pools, values, label=name, **series(number))
