@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minillm_exercises.chapters.ch09 import Ids, Job
+from minillm_exercises.chapters.ch09 import Job
 from minillm_exercises.plots import bars, figure, show
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ WIDTH, HEIGHT, GAP = 1.0, 0.34, 0.25  # of a drawn block, and between two of the
 SHARED = "#cccccc"
 
 
-def common(one: Ids, other: Ids) -> int:
-    """How many tokens two texts share at their beginning."""
+def common(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many elements two sequences share at their beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -66,7 +66,7 @@ def draw_two(first: Sequence[str], second: Sequence[str], size: int) -> None:
         [" ".join(text[start : start + size]) for start in range(0, len(text), size)]
         for text in (first, second)
     ]
-    same = common(tuple(texts[0]), tuple(texts[1]))
+    same = common(texts[0], texts[1])
     step = WIDTH + GAP
     right = step * max(map(len, texts)) + 1.2
     fig, ax = figure("blocks", "prompts", size=(8.4, 2.3))
@@ -85,9 +85,9 @@ def draw_two(first: Sequence[str], second: Sequence[str], size: int) -> None:
     ax.text(right + step * len(texts[0]) / 2, 1.45, "in memory: each block once", ha="center")
     ax.set(xlim=(-1.5, right + step * max(map(len, texts))), ylim=(-0.4, 1.7))
     ax.set_axis_off()
-    told = " and ".join(repr(words) for words in texts[0][:same])
+    grey = " and ".join(repr(words) for words in texts[0][:same])
     show(
         fig,
-        f"Two prompts in blocks of {size} tokens. The blocks {told} (grey) begin both prompts, so "
+        f"Two prompts in blocks of {size} tokens. The blocks {grey} (grey) begin both prompts, so "
         "they are computed and kept once; behind them the tree has two branches.",
     )
