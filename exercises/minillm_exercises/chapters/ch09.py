@@ -243,7 +243,7 @@ def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], need
     bound(ax, pools, ceiling, "everything that was seen before", side="above", at=0.0)
     ax.axvline(needed, color="grey", linestyle=":", linewidth=1.2, label="holds all documents")
     ax.set_ylim(-3, 100)
-    fig.legend(loc="outside lower center", ncols=2)
+    fig.legend(loc="outside lower center", ncols=2, fontsize=9)
     at = max(place for place, pool in enumerate(pools) if pool < needed - 20)
     told = "; ".join(f"{name} {percent(served[at].hit_rate)}" for name, served in curves.items())
     show(fig, f"Hit rate over memory; percent with a pool of {pools[at]} blocks: {told}.")
@@ -251,7 +251,7 @@ def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], need
 
 def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str) -> None:
     """Draw how many times sooner the first token comes, against the share of the prompt found."""
-    fig, ax = figure("share of the prompt found, f", "first token, times as soon", size=(6, 3.2))
+    fig, ax = figure("share of the prompt found, f", "first token, times as soon", size=(5.5, 3))
     ax.plot(shares, measured, label=f"measured, {model}", **{**series(0), "linestyle": ""})
     fine = [number / 100 for number in range(round(100 * max(shares)) + 1)]
     law = [1 / (1 - share) for share in fine]
