@@ -53,15 +53,15 @@ def draw_rungs(panels: Mapping[str, Sequence[Rung]], floors: Mapping[str, float]
 def draw_timeline(runs: Mapping[str, tuple[Sequence[Span], Sequence[Span]]]) -> None:
     """Draw when the host launches and the simulated device computes, one panel for each run."""
     fig, axes = figure("time (µs, simulated)", "who", rows=len(runs), size=(7.6, 1.7 * len(runs)))
-    until = max(device[-1][1] for _, device in runs.values())
+    until = max(device[-1][1] for _, device in runs.values()) + 3
     for ax, (name, (host, device)) in zip(axes, runs.items(), strict=True):
         for number, (launch, kernel) in enumerate(zip(host, device, strict=True), 1):
             style = _style(number)
             word = "graph" if launch[1] > launch[0] and host[-1][1] == host[0][1] else str(number)
-            _piece(ax, launch, 1, style, word if launch[1] > launch[0] else "", 1.04 * until)
-            _piece(ax, kernel, 0, style, str(number), 1.04 * until)
+            _piece(ax, launch, 1, style, word if launch[1] > launch[0] else "", until)
+            _piece(ax, kernel, 0, style, str(number), until)
         ax.set_yticks([0, 1], ["device", "host"])
-        ax.set(xlim=(0, 1.04 * until), ylim=(-0.5, 1.5))
+        ax.set(xlim=(0, until), ylim=(-0.5, 1.5))
         ax.grid(axis="y", visible=False)
         ax.set_title(f"{name}: done after {device[-1][1]} µs", loc="left", size=10)
     said = ", ".join(f"{name} {device[-1][1]} µs" for name, (_, device) in runs.items())
@@ -85,8 +85,8 @@ def draw_launches(
         ax.barh(places, [times[row] for times, _ in models.values()], height=0.9 * high,
                 label=label, **bars(row))  # fmt: skip
     for number, (_, least) in enumerate(models.values()):
-        label = "bound (bytes or operations)" if number == 0 else None
-        ax.plot([least] * 2, [number - 0.45, number + 0.45], "k--", linewidth=1.8, label=label)
+        note = "bound (bytes or operations)" if number == 0 else "_nolegend_"
+        ax.plot([least] * 2, [number - 0.45, number + 0.45], "k--", linewidth=1.8, label=note)
     ax.set_yticks(range(len(models)), list(models))
     ax.invert_yaxis()
     ax.set_xscale("log")
