@@ -40,7 +40,7 @@ def draw_kept(steps: int) -> None:
     show(
         fig,
         f"Each row is one step, each square one position's key and value. Without a cache {steps} "
-        f"steps compute {everything} of them; with a cache {steps}, and the rest is read from memory.",
+        f"steps compute {everything} of them; with a cache {steps}, and the rest is read.",
     )
 
 
