@@ -151,8 +151,19 @@ def explain(
         troubles=tuple(troubles),
         printed=shortened(verdict.printed, 200 if verbose else KEPT_LINES),
         summary=summary(exercise, verdict),
-        advice=tuple(_advice(exercise, verdict, entry, voice, following)),
+        advice=(
+            *_others(len(failures) - len(shown)),
+            *_advice(exercise, verdict, entry, voice, following),
+        ),
     )
+
+
+def _others(count: int) -> list[str]:
+    """How many failures are not shown."""
+    if count < 1:
+        return []
+    checks = "One other check fails" if count == 1 else f"{count} other checks fail"
+    return [f"{checks} too. Repair the first one, and run it again."]
 
 
 def summary(exercise: Exercise, verdict: Verdict) -> str:
@@ -171,6 +182,8 @@ def _line(check: CheckResult) -> Line:
 
 def _trouble(check: CheckResult, verdict: Verdict, first: bool) -> Trouble:
     misconception = verdict.misconception if first else ""
+    if misconception and verdict.partial:
+        misconception = f"{misconception} (And there is another mistake.)"
     where = clean(check.where)
     return Trouble(clean(check.task), clean(check.message), where, clean(misconception))
 

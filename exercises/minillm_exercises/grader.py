@@ -161,17 +161,27 @@ class Grader:
         return Verdict(self.exercise.id, status, self.checks, message)
 
     def diagnose(self, verdict: Verdict) -> Verdict:
-        """Name the one mutant that does the same as the submission in every check that ran. The
-        first that failed is asked alone: most mutants differ there, and each run costs time."""
+        """Name the one mutant that does the same as the submission in every check that ran.
+
+        The first check that failed is asked alone: most mutants differ there, and each run costs
+        time. A submission with several mistakes agrees with a mutant there and not everywhere. Then
+        the misconception of the mutant that agrees in the most checks is given as a part.
+        """
         if verdict.status != "fail":
             return verdict
         ran = [check for check in verdict.checks if check.status != "not run"]
         ran.sort(key=lambda check: check.status == "pass")
-        mutants = [m for m in self.mutants if self._agrees(m, ran[:1])]
-        mutants = [m for m in mutants if self._agrees(m, ran[1:])]
-        if len(mutants) != 1:
+        near = [m for m in self.mutants if self._agrees(m, ran[:1])]
+        same = [m for m in near if self._agrees(m, ran[1:])]
+        if len(same) == 1:
+            return verdict.replace(mutant=same[0].name, misconception=same[0].teaches)
+        if same or not near:
             return verdict
-        return verdict.replace(mutant=mutants[0].name, misconception=mutants[0].teaches)
+        ranks = {m: sum(self._agrees(m, [check]) for check in ran) for m in near}
+        best = [m for m in near if ranks[m] == max(ranks.values())]
+        if len(best) > 1:
+            return verdict
+        return verdict.replace(misconception=best[0].teaches, partial=True)
 
     @cached_property
     def mutants(self) -> tuple[Mutant, ...]:

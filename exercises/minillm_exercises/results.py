@@ -42,6 +42,7 @@ class Verdict:
     message: str = ""  # one sentence on the whole, empty when the checks speak for themselves
     misconception: str = ""  # the teaching message of the one mutant that behaves the same
     mutant: str = ""  # its name
+    partial: bool = False  # the misconception explains the first failure, and not all
     printed: str = ""  # what the code printed, shortened
     seconds: float = 0.0
 

@@ -12,6 +12,7 @@ from minillm.config import ModelConfig
 from minillm.errors import ConfigError, ModelNotFoundError
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.setup import build_executor, packs, records
+from minillm.models.all_layers import sizes_fit
 from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.deterministic import PASS_ROWS
 from minillm.models.forward_pass import ForwardPass
@@ -66,9 +67,7 @@ def choose_dtype(dtype: str, config: ModelConfig, device: torch.device, eager: b
 def is_fast_in_c(config: ModelConfig) -> bool:
     """Whether all matrices and the attention of a model are computed in C in bf16. Without bf16
     instructions this reads half the bytes of float32, but torch's own bf16 is slow."""
-    sizes = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-    fits = not any(size % cpu.PANEL_STEP for size in sizes) and config.head_dim % cpu.LANES == 0
-    return fits and not (config.moe or config.mla) and cpu.panels_are_fast(torch.bfloat16)
+    return cpu.panels_are_fast(torch.bfloat16) and sizes_fit(config)
 
 
 def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:

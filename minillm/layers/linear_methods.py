@@ -203,6 +203,16 @@ class LinearMethod:
         run = ops.tiled_moe_experts if tiled else ops.moe_experts
         return run(x, gate_up.values(), down.values(), weights, ids)
 
+    def absorb(self, matrix: Matrix, q: Tensor) -> Tensor:
+        """MLA, matrix [H x (Dn + Dv), R]: the product with W_uk^T, [N, H, Dn] -> [N, H, R]."""
+        by_head = self.values(matrix).view(q.shape[1], -1, matrix.in_features)
+        return torch.einsum("nhd,hdr->nhr", q, by_head[:, : q.shape[2]])
+
+    def expand(self, matrix: Matrix, latents: Tensor, value_dim: int) -> Tensor:
+        """MLA: the product with W_uv, [N, H, R] -> [N, H, Dv]."""
+        by_head = self.values(matrix).view(latents.shape[1], -1, matrix.in_features)
+        return torch.einsum("nhr,hvr->nhv", latents, by_head[:, -value_dim:])
+
     def values(self, matrix: Matrix) -> Tensor:
         """The dense matrix, [.., out, in]."""
         raise RuntimeError(f"{type(self).__name__} cannot return its weight as a dense matrix.")

@@ -8,7 +8,6 @@ from minillm.config import MLAConfig, ModelConfig
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.layers.linear import Linear
 from minillm.layers.norm import RMSNorm
-from minillm.layers.panel_methods import PanelHeadsMethod
 from minillm.layers.rope import yarn_temperature
 from minillm.ops.batch import Batch
 
@@ -57,7 +56,8 @@ class MLAttention(nn.Module):
         mla = self.mla
         q = self.q_proj(self._query_input(x)).view(len(x), self.num_heads, -1)  # [N, H, Dn + Dr]
         q_nope, q_rope = q.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
-        q_latent = self._absorb(q_nope)  # [N, H, R]
+        absorbed = self.kv_b_proj  # W_uk and W_uv
+        q_latent = absorbed.method.absorb(absorbed, q_nope)  # [N, H, R]
         q_rope = ops.rotate(q_rope, *rope, self.interleaved)
 
         latent, k_rope = self.kv_a_proj(x).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
@@ -66,26 +66,8 @@ class MLAttention(nn.Module):
         kv.write(self.layer, key, None, batch)
         query = torch.cat((q_latent, q_rope), dim=-1)  # [N, H, R + Dr]
         out = kv.attend(self.layer, query, batch, self.scale, self.window)  # [N, H, R]
-        return self.o_proj(self._expand(out).flatten(1))
-
-    def _absorb(self, q: Tensor) -> Tensor:
-        """W_uk^T q: [N, H, Dn] -> [N, H, R]"""
-        method = self.kv_b_proj.method
-        if isinstance(method, PanelHeadsMethod):
-            return method.absorb(self.kv_b_proj, q)
-        return torch.einsum("nhd,hdr->nhr", q, self._by_head()[:, : self.mla.qk_nope_head_dim])
-
-    def _expand(self, latents: Tensor) -> Tensor:
-        """W_uv c: [N, H, R] -> [N, H, Dv]"""
-        method = self.kv_b_proj.method
-        if isinstance(method, PanelHeadsMethod):
-            return method.expand(self.kv_b_proj, latents)
-        w_uv = self._by_head()[:, self.mla.qk_nope_head_dim :]
-        return torch.einsum("nhr,hvr->nhv", latents, w_uv)
-
-    def _by_head(self) -> Tensor:
-        """W_uk and W_uv: [H, Dn + Dv, R]"""
-        return self.kv_b_proj.values().view(self.num_heads, -1, self.mla.kv_lora_rank)
+        values = absorbed.method.expand(absorbed, out, mla.v_head_dim)  # [N, H, Dv]
+        return self.o_proj(values.flatten(1))
 
     def _query_input(self, x: Tensor) -> Tensor:
         if self.q_a_proj is None or self.q_a_norm is None:

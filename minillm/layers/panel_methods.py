@@ -28,16 +28,16 @@ class PanelHeadsMethod(LinearMethod):
     """`kv_b_proj` of MLA in panels, W_uk transposed (`weight`) and W_uv (`value_panels`) of every
     head: the same size as the plain layout."""
 
-    def __init__(self, rank: int, value_dim: int):
-        self.rank, self.value_dim = rank, value_dim
+    def __init__(self, rank: int):
+        self.rank = rank
 
     def absorb(self, matrix: Matrix, q: Tensor) -> Tensor:
         """W_uk^T q: [N, H, Dn] -> [N, H, R]"""
         return head_linear(q, matrix.weight, self.rank)
 
-    def expand(self, matrix: Matrix, latents: Tensor) -> Tensor:
+    def expand(self, matrix: Matrix, latents: Tensor, value_dim: int) -> Tensor:
         """W_uv c: [N, H, R] -> [N, H, Dv]"""
-        return head_linear(latents, matrix.get_parameter("value_panels"), self.value_dim)
+        return head_linear(latents, matrix.get_parameter("value_panels"), value_dim)
 
 
 def pack_heads(matrix: Matrix, heads: int, nope: int, value_dim: int) -> None:
@@ -45,7 +45,7 @@ def pack_heads(matrix: Matrix, heads: int, nope: int, value_dim: int) -> None:
     rank = matrix.in_features
     keys, values = matrix.values().view(heads, -1, rank).split((nope, value_dim), dim=1)
     parts = keys.transpose(1, 2).reshape(heads * rank, nope), values.reshape(-1, rank)
-    matrix.method = PanelHeadsMethod(rank, value_dim)
+    matrix.method = PanelHeadsMethod(rank)
     for name, part in zip(("weight", "value_panels"), parts, strict=True):
         matrix.register_parameter(name, in_panels(part))
 

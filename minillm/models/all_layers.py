@@ -205,6 +205,31 @@ def layer_shape(model: Decoder) -> LayerShape:
     )
 
 
+def sizes_fit(config: ModelConfig) -> bool:
+    """Whether C could compute all layers of a model with these sizes, its weights in panels."""
+    moe, heads = config.moe, config.num_heads * config.head_dim
+    experts = None
+    if moe is not None:
+        sizes = moe.intermediate_size, moe.shared_intermediate_size
+        count, chosen = moe.num_experts, moe.num_experts_per_token
+        experts = ExpertShape(config.hidden_size, count, chosen, *sizes)
+    shape = LayerShape(
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        interleaved=config.rope.interleaved,
+        eps=config.rms_norm_eps,
+        qk_eps=config.rms_norm_eps,
+        scale=1.0,
+        latent=latent_shape(config),
+        experts=experts,
+    )
+    inputs = config.hidden_size, heads if config.mla is None else 0
+    return shape.fits and not any(size % cpu.PANEL_STEP for size in inputs)
+
+
 def has_mlp(layer: Any) -> bool:
     """Whether a layer has a dense MLP, not experts."""
     return isinstance(layer.mlp, MLP)

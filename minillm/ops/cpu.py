@@ -49,6 +49,11 @@ class Functions:
     panel_product: Callable[..., None]
     panel_sums: Callable[..., None]
     panel_rows: Callable[..., int]
+    head_linear: Callable[..., None]
+    latent_memory: Callable[..., int]
+    expert_memory: Callable[..., int]
+    chosen_experts: Callable[..., int]
+    run_layers: Callable[..., int]
     panel_unit: int  # index in UNITS: the instructions of products
     threads: Threads
 
@@ -79,6 +84,11 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("panel_product", None, P, P, P, P, N, N, N, N),
         bind("panel_sums", None, P, P, P, N, N, N, N),
         bind("panel_rows", N, P, P, P, N, N, N),
+        bind("head_linear", None, P, N, N, P, P, N, N, N, N),
+        bind("latent_memory", N, P, N),
+        bind("expert_memory", N, P, N),
+        bind("chosen_experts", N, P, P, P, P, P, P, N, P),
+        bind("run_layers", N, P, N, N, N, P, P),
         bind("panel_unit", N)(),
         built.threads,
     )

@@ -1,22 +1,23 @@
 """Mixture-of-experts layers in C (`c/experts.c`, `c/routing.c`), with all weights in panels."""
 
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from dataclasses import astuple, dataclass, fields
+from ctypes import Structure, byref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minillm.ops import cpu
-from minillm.ops.c_library import library
+from minillm.ops.cpu_structures import Addresses, Numbers, filled, numbers, pointers
 
 MOST_EXPERTS = 4096  # as in routing.c, which has numbers for each on the stack
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The tensors of one layer; `shared_*` is the MLP of the shared experts."""
+    """The tensors of one layer; `shared_*` is the MLP of the shared experts. There is no router if
+    the caller has chosen the experts."""
 
-    router: Tensor
+    router: Tensor | None
     bias: Tensor | None
     gate_up: Tensor
     down: Tensor
@@ -49,38 +50,21 @@ class ExpertShape:
         return self.experts <= MOST_EXPERTS and not any(each % cpu.PANEL_STEP for each in sizes)
 
 
-class WeightAddresses(Structure):
+class WeightAddresses(Addresses):
     """`expert_weights` of experts.h."""
 
-    _fields_ = tuple((each.name, c_void_p) for each in fields(ExpertWeights))
+    _fields_ = pointers(ExpertWeights)
 
 
-class ShapeNumbers(Structure):
+class ShapeNumbers(Numbers):
     """`expert_shape` of experts.h."""
 
-    _fields_ = (
-        *((each.name, c_int64) for each in fields(ExpertShape)[:-1]),
-        ("factor", c_float),
-    )
+    _fields_ = numbers(ExpertShape)
 
 
-def addresses(weights: ExpertWeights) -> WeightAddresses:
-    """The addresses of the tensors, which the caller keeps alive."""
-    tensors = [getattr(weights, each.name) for each in fields(weights)]
-    return WeightAddresses(*(None if each is None else each.data_ptr() for each in tensors))
-
-
-def numbers(shape: ExpertShape) -> ShapeNumbers:
-    """The shape for C."""
-    return ShapeNumbers(*astuple(shape))
-
-
-def memory_bytes(dtype: torch.dtype, shape: ShapeNumbers, count: int) -> int:
+def memory_bytes(dtype: torch.dtype, shape: Structure, count: int) -> int:
     """Bytes of memory for `count` tokens."""
-    built = library(dict(cpu.ELEMENTS)[dtype])
-    run = built.expert_memory  # type: ignore[union-attr]
-    run.restype, run.argtypes = c_int64, (POINTER(ShapeNumbers), c_int64)
-    return run(byref(shape), count)
+    return cpu.ready(dtype).expert_memory(byref(shape), count)
 
 
 def panel_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -103,18 +87,12 @@ def panel_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids
             f"ids are {list(ids.shape)} and weights {list(weights.shape)}; both must be "
             f"[{len(x)}, k]."
         )
-    cpu.ready(x.dtype)
     x, ids, weights = x.contiguous(), ids.long().contiguous(), weights.float().contiguous()
-    given, out = numbers(shape), torch.empty_like(x)
+    given, out = filled(ShapeNumbers, shape), torch.empty_like(x)
     memory = torch.empty(memory_bytes(x.dtype, given, len(x)), dtype=torch.uint8)
-    run = library(dict(cpu.ELEMENTS)[x.dtype]).chosen_experts  # type: ignore[union-attr]
-    run.restype = c_int64
-    run.argtypes = (
-        POINTER(WeightAddresses), POINTER(ShapeNumbers), *[c_void_p] * 4, c_int64, c_void_p,
-    )  # fmt: skip
-    tensors = addresses(ExpertWeights(gate_up, None, gate_up, down))  # the router is not used
-    tensors.router = None
+    tensors = filled(WeightAddresses, ExpertWeights(None, None, gate_up, down))
     where = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
+    run = cpu.ready(x.dtype).chosen_experts
     if run(byref(tensors), byref(given), *where, len(x), memory.data_ptr()):
         raise IndexError(f"An expert id is outside of 0 to {experts - 1}.")
     return out

@@ -1,13 +1,13 @@
 """Multi-head latent attention in C (`c/latent.c`), with all weights in panels."""
 
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from dataclasses import astuple, dataclass, fields
+from ctypes import Structure, byref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minillm.ops import cpu
-from minillm.ops.c_library import library
+from minillm.ops.cpu_structures import Addresses, Numbers, numbers, pointers
 
 
 @dataclass(frozen=True)
@@ -48,37 +48,21 @@ class LatentShape:
         return whole and within and cpu.fits_vectors(self.heads, self.rank + self.rope, self.rank)
 
 
-class WeightAddresses(Structure):
+class WeightAddresses(Addresses):
     """`latent_weights` of latent.h."""
 
-    _fields_ = tuple((each.name, c_void_p) for each in fields(LatentWeights))
+    _fields_ = pointers(LatentWeights)
 
 
-class ShapeNumbers(Structure):
+class ShapeNumbers(Numbers):
     """`latent_shape` of latent.h."""
 
-    _fields_ = (
-        *((each.name, c_int64) for each in fields(LatentShape)[:-1]),
-        ("eps", c_float),
-    )
+    _fields_ = numbers(LatentShape)
 
 
-def addresses(weights: LatentWeights) -> WeightAddresses:
-    """The addresses of the tensors, which the caller keeps alive."""
-    tensors = [getattr(weights, each.name) for each in fields(weights)]
-    return WeightAddresses(*(None if each is None else each.data_ptr() for each in tensors))
-
-
-def numbers(shape: LatentShape) -> ShapeNumbers:
-    """The shape for C."""
-    return ShapeNumbers(*astuple(shape))
-
-
-def memory_bytes(dtype: torch.dtype, shape: ShapeNumbers, count: int) -> int:
+def memory_bytes(dtype: torch.dtype, shape: Structure, count: int) -> int:
     """Bytes of memory for `count` tokens."""
-    run = library(dict(cpu.ELEMENTS)[dtype]).latent_memory  # type: ignore[union-attr]
-    run.restype, run.argtypes = c_int64, (POINTER(ShapeNumbers), c_int64)
-    return run(byref(shape), count)
+    return cpu.ready(dtype).latent_memory(byref(shape), count)
 
 
 def head_linear(x: Tensor, panels: Tensor, out_features: int) -> Tensor:
@@ -91,13 +75,9 @@ def head_linear(x: Tensor, panels: Tensor, out_features: int) -> Tensor:
             f"x is {list(x.shape)}, {x.dtype}, which does not fit panels {list(panels.shape)}, "
             f"{panels.dtype}."
         )
-    cpu.ready(x.dtype)
     if x.stride(2) != 1:
         x = x.contiguous()
     out = x.new_empty(count, heads, out_features)
-    run = library(dict(cpu.ELEMENTS)[x.dtype]).head_linear  # type: ignore[union-attr]
-    run.restype = None
-    run.argtypes = c_void_p, c_int64, c_int64, c_void_p, c_void_p, *[c_int64] * 4
     where = x.data_ptr(), x.stride(0), x.stride(1), panels.data_ptr(), out.data_ptr()
-    run(*where, count, heads, size, out_features)
+    cpu.ready(x.dtype).head_linear(*where, count, heads, size, out_features)
     return out

@@ -6,18 +6,19 @@ uses one allocation for all intermediate results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p, memmove
+from ctypes import Structure, byref, c_float, c_int64, c_void_p, memmove
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm.ops import cpu, cpu_experts, cpu_latent
-from minillm.ops.c_library import library
 from minillm.ops.cpu_checks import check_batch, check_rope
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
+from minillm.ops.cpu_structures import address, filled
 
 ALIGNMENT = 64  # bytes, a cache line
 ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
@@ -132,17 +133,12 @@ class Layers:
         self.weights, self.shape = weights, shape  # keeps the weights alive
         self.keys, self.values = keys, values
         self.dtype = weights[0].o.dtype
-        built = library(dict(cpu.ELEMENTS)[self.dtype])
-        self._run = built.run_layers  # type: ignore[union-attr]
-        self._run.restype = c_int64
-        which = c_int64, c_int64, c_int64
-        self._run.argtypes = (POINTER(_Layer), *which, POINTER(_Shape), POINTER(_Step))
         self._parts = [_parts(each) for each in weights]  # structures that a layer points to
         self._layers = (_Layer * len(weights))(
             *(_layer(each, keys[i], values[i], self._parts[i]) for i, each in enumerate(weights))
         )
-        self._latent = None if shape.latent is None else cpu_latent.numbers(shape.latent)
-        self._experts = None if shape.experts is None else cpu_experts.numbers(shape.experts)
+        self._latent = _filled(cpu_latent.ShapeNumbers, shape.latent)
+        self._experts = _filled(cpu_experts.ShapeNumbers, shape.experts)
         self._shape = _Shape(
             shape.hidden,
             shape.heads,
@@ -156,8 +152,8 @@ class Layers:
             shape.eps,
             shape.qk_eps,
             shape.scale,
-            _address(self._latent),
-            _address(self._experts),
+            address(self._latent),
+            address(self._experts),
         )
         query = 0 if shape.latent else shape.heads * shape.head_dim
         wide = query and query + 2 * shape.kv_heads * shape.head_dim
@@ -208,9 +204,9 @@ class Layers:
             residual.data_ptr(),
             *self._buffers(memory, count),
         )
-        cpu.ready(self.dtype)
+        run = cpu.ready(self.dtype).run_layers
         for first, last, halves in self._calls(by_halves=all_reduce is not None):
-            status = self._run(self._layers, first, last, halves, byref(self._shape), byref(step))
+            status = run(self._layers, first, last, halves, byref(self._shape), byref(step))
             cpu.raise_for(status, self.keys[0], count)
             if all_reduce is not None:
                 all_reduce(x)
@@ -262,15 +258,12 @@ def _copied(x: Tensor) -> Tensor:
 
 def _parts(weights: LayerWeights) -> tuple[Structure | None, Structure | None]:
     """The structures of a layer's MLA and experts."""
-    latent, experts = weights.latent, weights.experts
-    return (
-        None if latent is None else cpu_latent.addresses(latent),
-        None if experts is None else cpu_experts.addresses(experts),
-    )
+    latent = _filled(cpu_latent.WeightAddresses, weights.latent)
+    return latent, _filled(cpu_experts.WeightAddresses, weights.experts)
 
 
-def _address(structure: Structure | None) -> int | None:
-    return None if structure is None else addressof(structure)
+def _filled(structure: type[Structure], values: Any) -> Structure | None:
+    return None if values is None else filled(structure, values)
 
 
 def _layer(
@@ -300,5 +293,5 @@ def _layer(
     return _Layer(
         *(None if each is None else each.data_ptr() for each in tensors),
         w.window or 0,
-        *map(_address, parts),
+        *map(address, parts),
     )

@@ -145,6 +145,8 @@ def test_only_the_first_failure_is_expanded(at: Terminal) -> None:
     assert "1 plus 2 (add(1, 2))" in brief
     assert "-1 plus 2 (add" not in brief
     assert "-1 plus 2 (add" in long
+    assert "One other check fails too. Repair the first one" in brief
+    assert "fails too" not in long
 
 
 def test_passing_proposes_what_follows(at: Terminal) -> None:

@@ -144,7 +144,8 @@ def test_who_differs_later_is_not_named(graders: dict[str, Grader]) -> None:
         verdict = grader.diagnose(grader.run(source))
         failed = next(check for check in verdict.checks if check.status == "fail")
         assert grader._agrees(known, [failed])
-        assert (verdict.mutant, bool(verdict.misconception)) == (named, bool(named))
+        assert (verdict.mutant, verdict.partial) == (named, not named)
+        assert verdict.misconception == known.teaches
 
 
 def test_a_name_costs_one_run_of_each_mutant_and_one_more(toys: Toys, monkeypatch) -> None:

@@ -18,7 +18,7 @@ def test_every_chapter_keeps(rule, path):
 @pytest.mark.parametrize(("name", "claim"), prose.load_claims().items())
 def test_a_claim_is_quoted_whole(name, claim):
     """What an article says, its figures as it prints them, "verdict: why", and where it stands."""
-    assert claim.keys() - {"source"} == {"text", "figures", "verdict"}
+    assert claim.keys() == {"text", "figures", "verdict", "source"}
     verdict, _, why = claim["verdict"].partition(": ")
     assert verdict and why, f"claims.toml, {name}: the verdict is 'wrong: why', or 'holds: why'"  # noqa: PT018
     for figure in claim["figures"]:

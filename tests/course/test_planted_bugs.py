@@ -9,6 +9,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from forked_chapter import run_cells
 from notebook_chapter import chapters
 from toy_notebooks import code, notebook
 
@@ -24,20 +25,17 @@ def facts_that_change(committed: chapters.Notebook, bug: str, folder: Path) -> d
         for name, value in chapters.parse_facts(chapters.stdout(cell["outputs"])).items()
     }
     assert right, "No fact is committed: run python notebooks/execute.py first."
-    changed: dict[str, tuple] = {}
-
-    def until(cell: chapters.Notebook) -> bool:
-        if cell["source"] == bug:
-            raised = [output for output in cell["outputs"] if output["output_type"] == "error"]
-            assert not raised, f"The planted code itself fails: {raised[0]['evalue']}"
-        elif chapters.is_fact_cell(cell):
-            now = chapters.parse_facts(chapters.stdout(cell["outputs"]))
+    cells = [cell for _, cell in chapters.code_cells(committed)]
+    sources = [bug, *(cell["source"] for cell in cells)]
+    for index, printed, error in run_cells(sources, folder, MINILLM_QUICK="1"):
+        if index == 0:
+            assert not error, f"The planted code itself fails: {error}"
+        elif chapters.is_fact_cell(cells[index - 1]):
+            now = chapters.parse_facts(printed)
             pairs = {name: (right[name], now[name]) for name in now if name in right}
-            changed.update({name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
-        return bool(changed)
-
-    chapters.run(committed, folder, before=bug, until=until, MINILLM_QUICK="1")
-    return changed
+            if changed := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
+                return changed
+    return {}
 
 
 @pytest.mark.parametrize("path", chapters.chapter_paths(), ids=lambda path: path.stem)

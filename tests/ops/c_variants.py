@@ -55,6 +55,12 @@ def bind(built: c_library.Library, dtype: torch.dtype) -> cpu.Functions:
     return found
 
 
+def use(monkeypatch: pytest.MonkeyPatch, library: c_library.Library, dtype: torch.dtype) -> None:
+    """Compute with the functions of another library, which was built for this type."""
+    found, usual = bind(library, dtype), cpu.functions  # of float64 there are none
+    monkeypatch.setattr(cpu, "functions", lambda dtype: found if usual(dtype) else None)
+
+
 def skip_without_instructions(path: str) -> None:
     """Skip a test of one of PRODUCT_PATHS that this processor cannot run."""
     needed = NEEDS.get(path)

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minillm.ops import c_library, cpu_layers
+from minillm.ops import c_library, cpu_structures
 from tests.ops.c_variants import DIVIDED
 
 COMPILER, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
@@ -100,7 +100,7 @@ class Memory:
 
         with (
             patch.object(torch.Tensor, "data_ptr", data_ptr),
-            patch.object(cpu_layers, "addressof", addressof),
+            patch.object(cpu_structures, "addressof", addressof),
         ):
             try:
                 yield

@@ -19,7 +19,7 @@ from tests.ops import test_c_rope as rope
 from tests.ops import test_c_rows as rows
 from tests.ops import test_c_sampling as sampling
 from tests.ops import test_c_sums as sums
-from tests.ops.c_variants import ELEMENTS, with_threads
+from tests.ops.c_variants import ELEMENTS, use, with_threads
 from tests.ops.sparse_decoders import SPARSE
 
 CELLS = [(name, element) for name in emulated.MACHINES for element in ELEMENTS]
@@ -108,7 +108,7 @@ def test_sampling(c):
 
 def all_layers(c, monkeypatch, name: str, quick: bool = False) -> None:
     """A decoder in one call is near to float64, and has the bits of layer by layer."""
-    experts.use_library(monkeypatch, c.built, c.functions)
+    use(monkeypatch, c.built, c.dtype)
     monkeypatch.setenv(cpu.PANELS, "1")
     if name in SPARSE:
         experts.check_one_call(name, c.dtype)

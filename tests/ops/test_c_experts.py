@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from minillm.models.all_layers import AllLayers
-from minillm.ops import cpu, cpu_experts, cpu_latent, cpu_layers
-from minillm.ops.cpu_experts import ExpertShape, numbers, panel_experts
+from minillm.ops import cpu, cpu_experts
+from minillm.ops.c_library import library
+from minillm.ops.cpu_experts import ExpertShape, panel_experts
 from minillm.ops.cpu_latent import head_linear
+from minillm.ops.cpu_structures import filled
 from minillm_kernels import reference
-from tests.ops.c_variants import ELEMENTS, built, functions, poisoned
+from tests.ops.c_variants import ELEMENTS, built, poisoned, use
 from tests.ops.small_decoders import (
     BF16,
     F32,
@@ -63,7 +65,7 @@ def dtype(request) -> torch.dtype:
 
 def route(shape: ExpertShape, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """What C chooses: weights and ids [N, k], ids ascending."""
-    choose = cpu_experts.library("F32").choose_experts  # type: ignore[union-attr]
+    choose = library("F32").choose_experts
     choose.restype = None
     choose.argtypes = POINTER(cpu_experts.ShapeNumbers), *[c_void_p] * 4, c_int64
     logits, count = logits.clone(), len(logits)
@@ -71,7 +73,7 @@ def route(shape: ExpertShape, logits: Tensor, bias: Tensor | None) -> tuple[Tens
     weights = torch.full((count, shape.chosen), float("nan"))
     at = None if bias is None else bias.data_ptr()
     where = logits.data_ptr(), at, ids.data_ptr(), weights.data_ptr()
-    choose(byref(numbers(shape)), *where, count)
+    choose(byref(filled(cpu_experts.ShapeNumbers, shape)), *where, count)
     return weights, ids
 
 
@@ -282,18 +284,9 @@ BUILDS = [("tiles in C", "BF16"), ("no pairs", "BF16"), ("AVX2", "F32"), ("basel
 
 @pytest.mark.parametrize(("path", "element"), BUILDS)
 def test_every_kind_of_processor(path, element, monkeypatch):
-    use_library(monkeypatch, built(path, element), functions(path, element))
+    use(monkeypatch, built(path, element), ELEMENTS[element])
     for name in ("experts in some layers", "deepseek v3"):
         check_one_call(name, ELEMENTS[element])
-
-
-def use_library(monkeypatch, library, found=None) -> None:
-    """The functions of another build."""
-    usual = cpu.functions  # of float64 there are none
-    if found is not None:
-        monkeypatch.setattr(cpu, "functions", lambda dtype: found if usual(dtype) else None)
-    for module in (cpu_layers, cpu_experts, cpu_latent):
-        monkeypatch.setattr(module, "library", lambda element: library)
 
 
 @pytest.mark.parametrize("name", ["qwen3 with experts", "deepseek v2", "deepseek v3"])

@@ -18,9 +18,9 @@ from minillm.cache.spec import cache_spec
 from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
-from minillm.ops import cpu, cpu_layers
+from minillm.ops import cpu
 from minillm.ops.cpu_layers import Layers, LayerShape
-from tests.ops.c_variants import ELEMENTS, built, functions
+from tests.ops.c_variants import ELEMENTS, built, use
 from tests.ops.small_decoders import (
     BASE,
     BF16,
@@ -100,10 +100,7 @@ BUILDS += [("AVX2", "F32"), ("baseline", "F32")]
 @pytest.mark.parametrize(("path", "element"), BUILDS)
 def test_every_kind_of_processor(path, element, monkeypatch):
     """Products, attention and all else as compiled for it."""
-    found = functions(path, element)
-    usual = cpu.functions  # of float64 there are none
-    monkeypatch.setattr(cpu, "functions", lambda dtype: found if usual(dtype) else None)
-    monkeypatch.setattr(cpu_layers, "library", lambda element: built(path, element))
+    use(monkeypatch, built(path, element), ELEMENTS[element])
     for name in ("biases everywhere", "qwen3, with norms of heads"):
         model = build(CONFIGS[name], dtype=ELEMENTS[element])
         test_one_call_is_the_layers_one_by_one(model)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm.ops import c_library, cpu, cpu_layers
+from minillm.ops import c_library, cpu
 from tests.ops import c_variants, small_decoders
 from tests.ops import test_c_decode as decode
 from tests.ops import test_c_halves as halves
@@ -21,7 +21,7 @@ from tests.ops import test_c_layers as layers
 from tests.ops import test_c_linear as linear
 from tests.ops import test_c_rows as rows
 from tests.ops import test_c_sums as sums
-from tests.ops.c_variants import DIVIDED, ELEMENTS, functions, with_threads
+from tests.ops.c_variants import DIVIDED, ELEMENTS, functions, use, with_threads
 
 QUICKLY = "-O1"
 
@@ -423,6 +423,6 @@ def test_a_mistake_in_the_layers_is_found(name, tmp_path, monkeypatch):
     others = "-Wl,--no-as-needed", str(c_library.find_or_build("F32"))
     options = ["-DELEMENT_F32", *others]
     wrong = c_library.load(build_with(("layers.c",), pattern, mistake, options, tmp_path))
-    monkeypatch.setattr(cpu_layers, "library", lambda element: wrong)
+    use(monkeypatch, wrong, F32)
     with pytest.raises(AssertionError):
         found_by()

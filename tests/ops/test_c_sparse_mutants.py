@@ -10,6 +10,7 @@ import torch
 
 from minillm.ops import c_library, cpu
 from tests.ops import test_c_experts as tests
+from tests.ops.c_variants import use
 from tests.ops.test_c_mutants import QUICKLY
 
 V2, V3, QWEN = "deepseek v2", "deepseek v3", "experts in some layers"
@@ -108,6 +109,6 @@ def test_a_mistake_is_found(name, tmp_path, monkeypatch):
         pytest.skip(cpu.describe(torch.float32))
     check(decoder)
     wrong = c_library.load(mutated(file, pattern, mistake, tmp_path))
-    tests.use_library(monkeypatch, wrong)
+    use(monkeypatch, wrong, torch.float32)
     with pytest.raises(AssertionError):
         check(decoder)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.config import MLAConfig, MoEConfig
 from minillm.engine import setup
 from minillm.errors import ConfigError
 from minillm.ops import c_library, instruction_sets
@@ -134,6 +135,10 @@ def test_unknown_and_missing_sets_are_errors(processor, monkeypatch, name):
         ({}, True, "float32"),
         ({"hidden_size": 48}, False, "float32"),
         ({"head_dim": 8}, False, "float32"),
+        ({"moe": MoEConfig(4, 2, 64)}, False, "bfloat16"),
+        ({"moe": MoEConfig(4, 2, 48)}, False, "float32"),
+        ({"mla": MLAConfig(32, 32, 16, 32)}, False, "bfloat16"),
+        ({"mla": MLAConfig(32, 24, 16, 32)}, False, "float32"),
     ],
 )
 def test_auto_without_bf16_instructions(processor, monkeypatch, change, eager, dtype):
