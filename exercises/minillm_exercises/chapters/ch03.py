@@ -140,7 +140,7 @@ def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: i
         "tokens so far (logarithmic)",
         "time per token (ms, logarithmic)",
         cols=len(times),
-        size=(7.4, 3.0),
+        size=(7.2, 2.9),
     )
     for ax, name in zip(axes, times, strict=True):
         for number, label in enumerate(("without a cache", "with a cache")):
@@ -208,7 +208,7 @@ def draw_gains(model: str, prompt: int, machine: str, new: int = 2048) -> None:
     config, device = preset(model), DATASHEET[machine]
     saved, tokens = gains(config, prompt, new, device), range(1, new + 1)
     fig, ax = figure(
-        "new tokens written so far", "without cache / with cache (times)", size=(5.2, 2.9)
+        "new tokens written so far", "without cache / with cache (times)", size=(5.0, 2.8)
     )
     shown = (("positions", saved.positions), ("time bound", saved.seconds), ("bytes", saved.bytes))
     for number, (label, values) in enumerate(shown):

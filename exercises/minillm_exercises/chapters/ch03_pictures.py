@@ -73,7 +73,7 @@ def draw_caught(found: Mapping[str, Found]) -> None:
 def draw_leads(right: Leads, bugs: Mapping[str, Leads]) -> None:
     """Draw the lead of every right token of all texts: without a bug, and with each bug."""
     fig, axes = figure(
-        "lead without a bug (logits)", "lead with the bug (logits)", cols=len(bugs), size=(6.8, 3.1)
+        "lead without a bug (logits)", "lead with the bug (logits)", cols=len(bugs), size=(6.4, 2.9)
     )
     before = [lead for text in right for lead in text]
     top, said = max(before), []
