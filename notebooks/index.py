@@ -20,20 +20,32 @@ PAGES = ("README.md", "SELFTEST.md", "GLOSSARY.md")  # what a reader needs besid
 TOP = """\
 # The course
 
-Each chapter asks one question, lets you guess, and then measures the answer on your machine. Read
-them in order the first time; a chapter needs no other chapter's results to run.
+Each chapter asks one question, lets you predict the answer, and then measures or counts it on your
+machine. Read them in order the first time. No chapter needs another chapter's results to run.
 
 ```
 make lab          # your copies of the chapters, in work/notebooks/, opened in JupyterLab
 ```
 
-Without make: `python notebooks/lab.py`. New to Python's tensors? [Ten questions](SELFTEST.md) tell.
-A word you do not know is in the [glossary](GLOSSARY.md). Exercises are graded in the chapters, and
-by `python -m minillm_exercises list` and its like.
+Without make: `python notebooks/lab.py`. [Ten questions](SELFTEST.md) tell whether you know enough
+of Python's tensors. The [glossary](GLOSSARY.md) explains each term in one sentence.
 
-The files beside this page show the outputs of one machine, which `results/` describes. Predicting
-is more fun in your own copy, where the answers are not on the page yet. Chapters
-whose numbers are missing below are not written yet; no other chapter needs them.
+How a chapter works:
+
+* **Predict** before you scroll: a prediction stays in your folder, and is shown beside the result.
+* **Your turn** cells have dots to replace. The cell checks your answer; ours is folded below it.
+* `task("e03.1")` shows an exercise and `check("e03.1")` grades it. In a terminal:
+  `python -m minillm_exercises list`. The exercises of chapters 03, 06, 07 and 09 fit together:
+  `python -m minillm_exercises engine` runs the small engine that you have written.
+* A line `measured: name = value` comes from a clock, and is different on each machine. A line
+  `name: value` was counted or computed, and is the same on every machine; a test compares it.
+  "Simulated" in a name means a virtual clock or a model of a device.
+* After a change of the engine, `make stale CHAPTER=03` tells whether a chapter's measured numbers
+  still hold.
+
+The files beside this page show the outputs of one machine, which `results/` describes. Open your
+own copies to predict: they have no outputs yet. Missing numbers are chapters that are not written
+yet; no other chapter needs them.
 """
 BOTTOM = """\
 
@@ -103,7 +115,7 @@ def page(chapters: list[tuple[Path, Notebook]]) -> str:
     lines = [TOP]
     if core:
         rest = f" (then {', '.join(later)}, not written yet)" if later else ""
-        lines += [f"**Half a day?** {core}{rest}.", ""]
+        lines += [f"**The core path**: {core}{rest}.", ""]
     ends = [*(start for start, _ in PARTS[1:]), "99"]
     for (start, name), end in zip(PARTS, ends, strict=True):
         inside = [pair for pair in chapters if start <= pair[0].stem[:2] < end]

@@ -8,6 +8,7 @@ In a notebook::
 from minillm_exercises.notebook import (
     check,
     compare,
+    engine,
     fact,
     hint,
     predict,
@@ -27,6 +28,7 @@ __all__ = [
     "bound",
     "check",
     "compare",
+    "engine",
     "explore",
     "fact",
     "figure",

@@ -32,7 +32,13 @@ class Exercise:
     imports: tuple[str, ...] = ("math", "typing", "collections", "dataclasses")
     banned: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    project: bool = False  # takes longer than a chapter leaves time for
     survivors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def length(self) -> str:
+        """``20 minutes``, or ``project, 90 minutes``."""
+        return f"{'project, ' if self.project else ''}{self.minutes} minutes"
 
     @property
     def stem(self) -> str:

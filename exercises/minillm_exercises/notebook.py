@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from minillm.errors import MinillmError
 from minillm_exercises import disturbance
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.predictions import Prediction, load_prediction, save_prediction
@@ -96,7 +97,7 @@ def compare(key: str, measured: str, best: str, found: str = "Measured") -> None
     """
     known = load_prediction(key)
     if known is None:
-        say(f"{found}: {measured}. That is nearest to {best}. You had not predicted it.")
+        say(f"{found}: {measured}. That is nearest to {best}.")
         return
     verdict = "as you said" if known[0] == best else f"nearest to {best}"
     say(f"You said {known[0]}: {known[1]}. {found}: {measured}, {verdict}.")
@@ -150,6 +151,22 @@ def hint(exercise_id: str) -> None:
     from minillm_exercises.report import hint_here
 
     display(hint_here(exercise_id))
+
+
+def engine(*prompts: str) -> None:
+    """Put the exercises that you have passed together, and serve prompts with them.
+
+    Never raises: what is missing becomes the text that is shown.
+    """
+    from minillm_exercises.assemble import assemble, run_engine
+    from minillm_exercises.session import Session
+
+    try:
+        file, lines = assemble(Session.open())
+    except MinillmError as error:
+        say(str(error))
+        return
+    say("\n".join([*lines, "", run_engine(file, prompts, capture=True)[1]]))
 
 
 def quiz(chapter: str, answers: str = "") -> None:

@@ -47,7 +47,7 @@ def _not_begun(exercise: Exercise) -> str:
     """Where the task is, and both ways to begin."""
     names = [name for name in exercise.names if "." not in name]  # a method comes with its class
     return (
-        f"{exercise.id}, {exercise.title} ({exercise.minutes} minutes), is not begun. "
+        f"{exercise.id}, {exercise.title} ({exercise.length}), is not begun. "
         f'task("{exercise.id}") shows the task. Write {" and ".join(names)} in a cell and then '
         f'check("{exercise.id}", {", ".join(names)}), or work in a file: '
         f"python -m minillm_exercises start {exercise.id}"
@@ -109,7 +109,7 @@ def task_here(exercise_id: str, session: Session | None = None) -> Shown:
     names = ", ".join(name for name in exercise.names if "." not in name)
     starter = exercise.starter.read_text(encoding="utf-8").strip()
     parts = [
-        f"**{exercise.id} · {exercise.title}** ({exercise.minutes} minutes)",
+        f"**{exercise.id} · {exercise.title}** ({exercise.length})",
         task(exercise),
         f'Begin with this code in a new cell, and grade it with `check("{exercise.id}", {names})`:',
         f"```python\n{starter}\n```",

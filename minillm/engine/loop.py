@@ -327,7 +327,7 @@ class Engine:
         that metrics and trace agree."""
         scheduler = self.scheduler
         if result.suspect:
-            scheduler.distrust(plan, result.suspect)
+            scheduler.invalidate(plan, result.suspect)
         rows = [(row, scheduler.in_flight[row.seq_id]) for row in plan.rows]
         # A sequence that finished in the previous step may still have a row in this one.
         owners = [

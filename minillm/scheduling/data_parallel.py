@@ -196,10 +196,10 @@ class DataParallelScheduler:
 
     # ---- one joint step: commit ------------------------------------------------------------
 
-    def distrust(self, plan: StepPlan, suspect: Collection[int]) -> None:
+    def invalidate(self, plan: StepPlan, suspect: Collection[int]) -> None:
         """Before the commit, invalidate the blocks of failed rows (`suspect`: seq_ids)."""
         for share in self._oldest(plan).shares:
-            share.scheduler.distrust(share.plan, suspect)
+            share.scheduler.invalidate(share.plan, suspect)
 
     def commit(
         self,

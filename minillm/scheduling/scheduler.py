@@ -20,8 +20,8 @@ from minillm.errors import InvalidRequestError
 from minillm.scheduling.admission import Admission, check_fits, insert, remove
 from minillm.scheduling.ahead import UncommittedPlans
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.doubt import distrust
 from minillm.scheduling.drafts import Drafts
+from minillm.scheduling.failed_rows import invalidate
 from minillm.scheduling.pipelined import most_decoding, prepare_ahead, scheduling_order
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
@@ -316,9 +316,9 @@ class Scheduler:
 
     # ---- one step: commit ----------------------------------------------------------------
 
-    def distrust(self, plan: StepPlan, suspect: Collection[int]) -> None:
+    def invalidate(self, plan: StepPlan, suspect: Collection[int]) -> None:
         """Before the commit, invalidate the blocks of failed rows (`suspect`: seq_ids)."""
-        distrust(plan.rows, suspect, self.in_flight, self.blocks)
+        invalidate(plan.rows, suspect, self.in_flight, self.blocks)
 
     def commit(
         self,

@@ -184,7 +184,7 @@ def test_a_prediction_is_kept_and_shown_again(capsys) -> None:
 def test_without_a_prediction_the_measurement_is_still_told(capsys) -> None:
     compare("nothing", "4.2 times", "c")
     assert capsys.readouterr().out == (
-        "Measured: 4.2 times. That is nearest to c. You had not predicted it.\n"
+        "Measured: 4.2 times. That is nearest to c.\n"
     )
 
 

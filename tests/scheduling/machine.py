@@ -523,11 +523,11 @@ class World:
         self._check_samples(plan, samples)
         return samples
 
-    def _distrust(self, plan: StepPlan) -> None:
+    def _invalidate(self, plan: StepPlan) -> None:
         """A row fails: its sequence ends, and what read from it is void; nothing else is."""
         broken, scheduler = self._broken.pop(plan.step), self.scheduler
         if broken:
-            scheduler.distrust(plan, broken)
+            scheduler.invalidate(plan, broken)
         self._coming.pop(plan.step, None)
         for row in plan.rows:
             sequence = scheduler.in_flight[row.seq_id]
@@ -554,7 +554,7 @@ class World:
         sampled: dict[int, list[int]],
         failed: Mapping[int, int],
     ) -> None:
-        self._distrust(plan)
+        self._invalidate(plan)
         told: dict[int, list[int | None]] = {}
         for seq_id, tokens in sampled.items():
             place = failed.get(seq_id)

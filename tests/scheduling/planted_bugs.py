@@ -16,7 +16,7 @@ from minillm.cache.hash_chain import Cursor, HashChain
 from minillm.cache.manager import BlockCopy, BlockManager, BlockTable
 from minillm.cache.prefix import Match, NoPrefixCache
 from minillm.cache.radix import RadixTree
-from minillm.scheduling import doubt
+from minillm.scheduling import failed_rows
 from minillm.scheduling.admission import Admission
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.request import Sequence, Status
@@ -556,7 +556,7 @@ def readers_go_on(patch: Patch) -> None:
         for seq_id in suspect:
             blocks.forget(in_flight[seq_id].table)
 
-    patch.setattr("minillm.scheduling.scheduler.distrust", only_the_writer)
+    patch.setattr("minillm.scheduling.scheduler.invalidate", only_the_writer)
 
 
 @bug(
@@ -572,11 +572,11 @@ def failed_but_found(patch: Patch) -> None:
 @bug("the whole step of a failed row is void", r"Broken: unwritten: .*nothing", range(15), **HASHED)
 def all_void(patch: Patch) -> None:
     def everyone(rows: Any, suspect: Any, in_flight: Any, blocks: BlockManager) -> None:
-        doubt.distrust(rows, suspect, in_flight, blocks)
+        failed_rows.invalidate(rows, suspect, in_flight, blocks)
         for sequence in in_flight.values():
             sequence.is_void |= sequence.seq_id not in suspect
 
-    patch.setattr("minillm.scheduling.scheduler.distrust", everyone)
+    patch.setattr("minillm.scheduling.scheduler.invalidate", everyone)
 
 
 @bug("what was written counts as coming for ever", r"Broken: books: .*coming")

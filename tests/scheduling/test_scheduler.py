@@ -288,7 +288,7 @@ def test_readers_of_a_row_that_failed_wait_again_without_their_blocks(cache: str
     engine = scheduler(16, cache, max_num_batched_tokens=32)
     writer, *others = readers(engine)
     plan = planned(engine)
-    engine.distrust(plan, {writer.seq_id})
+    engine.invalidate(plan, {writer.seq_id})
     assert [one.is_void for one in (writer, *others)] == [False, True, True]
     engine.finish(writer.seq_id, "error")
     engine.commit(plan, made_up(plan))
@@ -310,7 +310,7 @@ def test_a_reader_keeps_its_blocks_until_the_plan_behind_is_committed() -> None:
     plan = planned(engine)
     behind = engine.schedule_ahead()
     late = engine.add(request("d", prompt=[*range(8), 400]))
-    engine.distrust(plan, {writer.seq_id})
+    engine.invalidate(plan, {writer.seq_id})
     engine.finish(writer.seq_id, "error")
     engine.commit(plan, made_up(plan))
     check_invariants(engine)
@@ -331,7 +331,7 @@ def test_a_reader_in_chunks_is_not_planned_ahead_once_it_is_void() -> None:
     behind = engine.schedule_ahead()
     assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 9), (8, 7)]
     assert [(row.start, row.num_tokens) for row in behind.rows] == [(9, 1), (15, 15)]
-    engine.distrust(plan, {writer.seq_id})
+    engine.invalidate(plan, {writer.seq_id})
     engine.finish(writer.seq_id, "error")
     engine.commit(plan, made_up(plan))
     assert engine.schedule_ahead() is None
@@ -345,7 +345,7 @@ def test_blocks_in_doubt_are_not_offered_again_by_a_row_that_goes_on() -> None:
     engine = scheduler(16, "hash")
     sequence = engine.add(request("a", prompt=range(13), max_tokens=5))
     plan = planned(engine)
-    engine.distrust(plan, {sequence.seq_id})
+    engine.invalidate(plan, {sequence.seq_id})
     engine.commit(plan, made_up(plan))
     assert len(engine.blocks.index) == 0
     drain(engine)

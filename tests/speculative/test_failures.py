@@ -51,7 +51,7 @@ def test_rejected_positions_may_be_nan(reference: Reference) -> None:
     llm = open_cell(reference, Cell(7, "radix", "ample", False), reference.config("wrong"))
     counts, scheduler = poison(llm, later_ones), llm.engine.scheduler
     doubts: list[Any] = []
-    scheduler.distrust = lambda plan, suspect: doubts.append(suspect)  # type: ignore[method-assign]
+    scheduler.invalidate = lambda plan, suspect: doubts.append(suspect)  # type: ignore[method-assign]
     assert not reference.differences(run_cell(reference, llm))
     assert not doubts
     assert sum(counts) > 500

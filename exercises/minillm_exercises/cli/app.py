@@ -62,6 +62,6 @@ def run(argv: Sequence[str] | None, app: App | None) -> int:
 def _command(name: str) -> Command:
     """The function of that name; each module is only imported when a command of it runs."""
     module = "teach" if name in TEACH else "learn"
-    if name in ("report", "doctor", "watch", "quiz"):
+    if name in ("report", "doctor", "watch", "quiz", "engine"):
         module = "tools"
     return getattr(import_module(f"minillm_exercises.cli.{module}"), f"command_{name}")

@@ -59,7 +59,7 @@ def command_start(args: Namespace, app: App) -> int:
     if had:
         app.show(f"{path} is already there and stays as it is; `reset` begins again.")
     else:
-        app.show(f"{path} is yours: {exercise.title} ({exercise.minutes} minutes).")
+        app.show(f"{path} is yours: {exercise.title} ({exercise.length}).")
     app.show("")
     if said := brief(exercise):
         if app.out.is_terminal:

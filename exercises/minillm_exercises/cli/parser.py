@@ -20,6 +20,7 @@ LEARN: Mapping[str, str] = MappingProxyType(
         "solution": "the reference solution, once you have passed",
         "reset": "begin again from the starter; your file is kept in work/.history",
         "quiz": "the three questions of a chapter",
+        "engine": "run the engine made of the exercises you have passed, in work/engine",
         "report": "grade everything begun and write JSON or JUnit XML",
         "doctor": "check this machine: packages, torch, Triton, Jupyter, folders",
     }
@@ -44,6 +45,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "solution e03.1 --save",
         "reset": "reset e03.1\nreset e03.1 --yes",
         "quiz": "quiz 03\nquiz 03 b a c          a dash leaves a question out",
+        "engine": "engine\nengine 'def add(a, b):'",
         "report": "report\nreport --json report.json --junit report.xml\nreport --json -",
         "doctor": "doctor",
         "verify": "verify\nverify e03.1 e03.2",
@@ -150,6 +152,10 @@ def _quiz(parser: ArgumentParser) -> None:
     parser.add_argument("answers", metavar="LETTER", nargs="*", help="your answers in order")
 
 
+def _engine(parser: ArgumentParser) -> None:
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="default: three of ours")
+
+
 def _report(parser: ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write JSON; - writes it to the screen")
     parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
@@ -182,7 +188,7 @@ def _release(parser: ArgumentParser) -> None:
 _ARGUMENTS = MappingProxyType(
     {
         "start": _start, "run": _run, "watch": _watch, "hint": _hint, "solution": _solution,
-        "reset": _reset, "quiz": _quiz, "report": _report, "verify": _verify, "grade": _grade,
-        "release": _release,
+        "reset": _reset, "quiz": _quiz, "engine": _engine, "report": _report, "verify": _verify,
+        "grade": _grade, "release": _release,
     }
 )  # fmt: skip

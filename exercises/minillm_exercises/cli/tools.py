@@ -1,4 +1,4 @@
-"""watch, report, doctor and quiz: what drives the other modules from a terminal."""
+"""watch, report, doctor, quiz and engine: what drives the other modules from a terminal."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from minillm.errors import MinillmError
+from minillm_exercises.assemble import assemble, run_engine
 from minillm_exercises.board import STYLES, mark
 from minillm_exercises.cli.app import App
 from minillm_exercises.cli.learn import show_board, show_hints, show_verdict
@@ -162,3 +163,11 @@ def _ask(questions: Sequence[Question], app: App) -> int:
         app.show(question.answered(number, said), "")
     app.show(f"{right} of {len(questions)} right.")
     return int(right < len(questions))
+
+
+def command_engine(args: Namespace, app: App) -> int:
+    """Put the passed exercises together and serve prompts with them."""
+    file, lines = assemble(app.session)
+    app.show(*lines, "")
+    app.out.file.flush()
+    return run_engine(file, args.prompts)[0]

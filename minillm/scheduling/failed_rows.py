@@ -19,7 +19,7 @@ from minillm.scheduling.plan import Row
 from minillm.scheduling.request import Sequence
 
 
-def distrust(
+def invalidate(
     rows: Iterable[Row],
     suspect: Collection[int],
     in_flight: Mapping[int, Sequence],
