@@ -19,9 +19,7 @@ from minillm.models.forward_pass import Chunk
 from minillm.plan.cost import step_cost, step_time
 from minillm.plan.hardware import Hardware
 from minillm.plan.parameters import parameter_count
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
-from minillm_exercises.chapters.common import your_turn as your_turn
 
 Ids = NDArray[np.int64]
 NUM_EXPERTS, PER_TOKEN = 128, 8
@@ -88,7 +86,8 @@ def ratio(one: ModelConfig, other: ModelConfig, gpu: Hardware, tokens: int) -> f
 
 
 def open_small() -> LLM:
-    """A small model of random weights with as many experts as Qwen3-30B-A3B has."""
+    """A small model of random weights with as many experts as Qwen3-30B-A3B has, on the
+    processor, so that its weights are the same on every machine."""
     small = QWEN3_30B_FIELDS | {
         "model_type": "qwen3_moe",
         "vocab_size": 4096,
@@ -103,9 +102,8 @@ def open_small() -> LLM:
     }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(small), encoding="utf-8")
-        return LLM(
-            folder, tokenizer="tiny", load_format="dummy", dtype="float32", enforce_eager=True
-        )
+        more = {"load_format": "dummy", "dtype": "float32", "device": "cpu"}
+        return LLM(folder, tokenizer="tiny", enforce_eager=True, **more)
 
 
 @contextmanager

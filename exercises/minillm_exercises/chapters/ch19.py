@@ -22,9 +22,7 @@ from minillm.parallel.communicator import Communicator, ThreadGroup
 from minillm.parallel.split import Split, rank_config
 from minillm.plan.cost import MemoryPlan, kv_bytes_per_token, weight_bytes
 from minillm.plan.hardware import Hardware
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
-from minillm_exercises.chapters.common import your_turn as your_turn
 
 T = TypeVar("T")
 CONTEXT = 1024  # tokens in the cache of each sequence of a decode step
@@ -47,9 +45,9 @@ def share(communicator: Communicator, total: int) -> slice:
 
 
 def open_ranks(model: str, size: int, backend: str = "threads", **options: Any) -> LLM:
-    """An engine of so many ranks, in float32, so that tokens can be compared."""
+    """An engine of so many ranks on the processor, in float32, so that tokens can be compared."""
     more = {"tensor_parallel_size": size, "distributed_executor_backend": backend}
-    return LLM(model, dtype="float32", **{**more, **options})
+    return LLM(model, dtype="float32", device="cpu", **{**more, **options})
 
 
 def write(llm: LLM, prompt: Sequence[int], count: int, **params: Any) -> list[int]:

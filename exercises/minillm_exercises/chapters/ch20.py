@@ -31,9 +31,7 @@ from minillm_exercises.chapters.ch19 import on_ranks as on_ranks
 from minillm_exercises.chapters.ch19 import rounded as rounded
 from minillm_exercises.chapters.ch19 import share as share
 from minillm_exercises.chapters.ch19 import write as write
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
-from minillm_exercises.chapters.common import your_turn as your_turn
 
 CONTEXT = 1024  # tokens in the cache of each sequence of a decode step
 PROMPT = 2048
@@ -221,9 +219,10 @@ def all_in_one_plan() -> Iterator[None]:
 
 
 def open_stages(model: str, stages: int, **options: Any) -> LLM:
-    """An engine of so many stages, which are threads, in float32, to compare tokens."""
+    """An engine of so many stages, which are threads, on the processor and in float32, so that
+    tokens can be compared."""
     more = {"pipeline_parallel_size": stages, "distributed_executor_backend": "threads"}
-    return LLM(model, dtype="float32", **{**more, **options})
+    return LLM(model, dtype="float32", device="cpu", **{**more, **options})
 
 
 def sent(llm: LLM) -> list[tuple[int, int]]:
@@ -264,7 +263,7 @@ def mixture(ranks: int = 1, whole_experts: bool = False) -> LLM:
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     }
-    more: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32}
+    more: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32, "device": "cpu"}
     if ranks > 1:
         more |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "threads"}
         more |= {"enable_expert_parallel": whole_experts}

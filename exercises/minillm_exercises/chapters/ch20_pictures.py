@@ -54,8 +54,8 @@ def draw_rounds(tables: Mapping[str, Sequence[Box]], stages: int, end: int) -> N
         ax.set_xlabel("")
     show(
         fig,
-        f"Timetables of {stages} stages; the number is the plan, and white is waiting. Up to time "
-        f"{end} the stages work in {' and '.join(said)}.",
+        f"Simulated timetables of {stages} stages; the number is the plan, and white is waiting. "
+        f"Up to time {end} the stages work in {' and '.join(said)}.",
     )
 
 
@@ -82,8 +82,9 @@ def draw_schedules(
     fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
     show(
         fig,
-        f"The engine's scheduler on a virtual clock, {stages} stages, a prompt that arrives at "
-        f"time {start}: white is waiting. The stages are busy {' and '.join(said)} of the time.",
+        f"The engine's scheduler, simulated on a virtual clock: {stages} stages, and a prompt that "
+        f"arrives at time {start}; white is waiting. The stages are busy {' and '.join(said)} of "
+        f"the time.",
     )
 
 
@@ -154,6 +155,6 @@ def draw_experts(found: Mapping[str, Sequence[int]]) -> None:
         ax.set_ylabel("")
     show(
         fig,
-        f"How many rows of experts each rank computes in one layer of one step; the dashed line is "
-        f"the mean. Mean divided by largest is {', '.join(said)}.",
+        f"How many rows of experts each rank computes in one layer of one simulated step; the "
+        f"dashed line is the mean. Mean divided by largest is {', '.join(said)}.",
     )
