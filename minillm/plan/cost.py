@@ -159,7 +159,7 @@ def _attention_widths(config: ModelConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Three lower bounds of a step's time in seconds, and the time predicted from them."""
+    """Seconds of a step's bytes, operations and calls. The larger of the first two is a bound."""
 
     memory_seconds: float
     compute_seconds: float
@@ -172,7 +172,7 @@ class StepTime:
 
     @property
     def bound(self) -> Literal["memory", "compute", "overhead"]:
-        """The largest of the three bounds, which is the bottleneck."""
+        """The largest of the three, which is the bottleneck."""
         largest = max(self.memory_seconds, self.compute_seconds, self.overhead_seconds)
         if largest == self.overhead_seconds:
             return "overhead"

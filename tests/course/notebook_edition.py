@@ -133,4 +133,41 @@ def clocks_named(chapter: Chapter) -> Violations:
         yield -1, f"{', '.join(names)} changed since the measurement: make stale CHAPTER={number}."
 
 
-RULES = (seen_first, your_turns, tasks_in_place, sources_linked, clocks_named)
+def device_of_ceilings(chapter: Chapter) -> Violations:
+    """Ceilings belong to the device that the model runs on, which is a GPU where there is one."""
+    if not second(chapter):
+        return
+    for index, cell in chapter.code():
+        for call in called(parsed(cell) or ast.Module([], []), "measure"):
+            named = {keyword.arg for keyword in call.keywords}
+            if ast.unparse(call.func) == "ceilings.measure" and "device" not in named:
+                yield index, "ceilings.measure() without device=: say whose rates these are."
+
+
+def slow_path_said(chapter: Chapter) -> Violations:
+    """A chapter that measures the engine without its fast path says so before it measures."""
+    if not second(chapter):
+        return
+    calls = [
+        call for _, cell in chapter.code()
+        for call in called(parsed(cell) or ast.Module([], []), "LLM")
+    ]  # fmt: skip
+    eager = any(
+        keyword.arg == "enforce_eager" and ast.unparse(keyword.value) == "True"
+        for call in calls
+        for keyword in call.keywords
+    )
+    early = [c["source"] for c in chapter.cells[:EARLY] if c["cell_type"] == "markdown"]
+    if eager and "fast path" not in " ".join(" ".join(early).split()):
+        yield -1, f"enforce_eager=True: the first {EARLY} cells say that the fast path is off."
+
+
+RULES = (
+    seen_first,
+    your_turns,
+    tasks_in_place,
+    sources_linked,
+    clocks_named,
+    device_of_ceilings,
+    slow_path_said,
+)

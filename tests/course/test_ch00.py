@@ -1,10 +1,15 @@
-"""The pieces of chapter 00: what they draw of the three bounds, and what they refuse."""
+"""The pieces of chapter 00: what they draw of the bound, what they refuse, and what is timed."""
 
+import ast
+import time
 from dataclasses import replace
 
 import pytest
+from notebook_chapter import NOTEBOOKS, Chapter, called, chapters
 
 from minillm.models.presets import preset
+from minillm.ops import c_library
+from minillm.plan import machine
 from minillm.plan.cost import step_cost, step_time
 from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch00
@@ -21,6 +26,18 @@ def shown(monkeypatch):
     return drawn
 
 
+@pytest.fixture(scope="module")
+def chapter():
+    """The committed chapter."""
+    return Chapter.load(NOTEBOOKS / "00_measuring.ipynb")
+
+
+def first_cell(chapter, *calls):
+    """The first code cell that calls one of these functions."""
+    found = (i for i, cell in chapter.code() if list(called(chapters.parsed(cell), *calls)))
+    return next(found)
+
+
 def test_a_verdict_names_what_is_impossible_and_grants_a_fifth():
     assert ch00.verdict(1, LAPTOP.bandwidth * 1.1, 1, LAPTOP, "float32") == "possible"
     assert ch00.verdict(1, LAPTOP.bandwidth * 1.3, 1, LAPTOP, "float32").startswith(
@@ -29,27 +46,82 @@ def test_a_verdict_names_what_is_impossible_and_grants_a_fifth():
     assert "operations" in ch00.verdict(2e12, 1, 1, LAPTOP, "float32")
 
 
-def test_calls_leave_time_for_so_many_bytes():
-    run = ch00.Run("a", TOKEN, 1.0, calls=1000)
-    assert ch00.calls_bandwidth(run, LAPTOP) == pytest.approx(TOKEN.total_bytes / 5e-3)
-    twice = replace(run, calls=2000)
-    assert ch00.calls_bandwidth(twice, LAPTOP) == pytest.approx(TOKEN.total_bytes / 10e-3)
+@pytest.mark.parametrize("overhead", [1e-9, 1.0])
+def test_calls_are_no_part_of_a_bound(overhead):
+    """A bound is a time that no program can beat, and a program can overlap or record its calls."""
+    hardware = replace(LAPTOP, overhead=overhead)
+    predicted = step_time(TOKEN, hardware)
+    least = max(predicted.memory_seconds, predicted.compute_seconds)
+    assert ch00.bound_seconds(TOKEN, hardware) == least < predicted.seconds
+    prompt = step_cost(preset("smollm2-135m"), [512], [512], dtype="bfloat16")
+    assert ch00.bound_seconds(prompt, hardware) == step_time(prompt, hardware).compute_seconds
 
 
-def test_the_roofline_has_three_bounds_and_the_runs_under_them(shown):
-    runs = [ch00.Run("few", TOKEN, 0.01, calls=10), ch00.Run("many", TOKEN, 0.02, calls=10**4)]
+def test_the_compiler_runs_before_the_first_clock(chapter, monkeypatch):
+    """Otherwise the first call of a fresh installation is the time of a compiler."""
+    compiler = first_cell(chapter, "build_c_functions")
+    assert compiler < first_cell(chapter, "perf_counter", "measure", "LLM")
+    built = []
+
+    def library(element):
+        time.sleep(0.2)
+        built.append(element)
+        return c_library.NoLibrary("none")
+
+    monkeypatch.setattr(c_library, "library", library)
+    assert "no C functions" in ch00.build_c_functions()
+    assert built == ["BF16", "F32"]
+    loaded = object.__new__(c_library.Library)
+    monkeypatch.setattr(c_library, "library", lambda _: time.sleep(0.2) or loaded)
+    assert ch00.build_c_functions() == "The engine's C functions were compiled or loaded in 0.4 s."
+
+
+def test_everything_is_measured_on_the_device_of_the_model(chapter):
+    """Times of a GPU divided by the ceilings of a processor mean nothing."""
+    sources = [cell["source"] for _, cell in chapter.code()]
+    assert sum("device = str(tiny.engine.device)" in source for source in sources) == 1
+    seen = 0
+    for _, cell in chapter.code():
+        tree = chapters.parsed(cell)
+        makers = called(tree, "ones", "rand", "randn", "zeros", "empty")
+        for call in [*called(tree, "measure"), *makers]:
+            if "generate" in ast.unparse(call):  # tokens come back, so the device is done
+                continue
+            seen += 1
+            named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            assert named.get("device") == "device", ast.unparse(call)
+    assert seen >= 8
+
+
+def test_the_cache_of_a_processor_and_of_a_gpu(monkeypatch):
+    assert ch00.cache_bytes("cpu") == machine.last_level_cache_bytes()
+    gpu = type("Properties", (), {"L2_cache_size": 50 * 2**20})
+    monkeypatch.setattr("torch.cuda.get_device_properties", {"cuda:1": gpu}.__getitem__)
+    assert ch00.cache_bytes("cuda:1") == 50 * 2**20
+
+
+def test_of_two_lanes_the_longer_is_marked(shown):
+    ch00.draw_lanes(10**6, bandwidth=2e9, rate=20e9, tokens=(1, 100))
+    fig, caption = shown[0]
+    widths = [bar.get_width() for bar in fig.axes[0].patches]
+    assert widths == pytest.approx([1.0, 0.1, 1.0, 10.0])  # ms
+    assert [line.get_xdata()[0] for line in fig.axes[0].lines] == pytest.approx([1.0, 10.0])
+    assert "the bytes for 1 token, the operations for 100" in caption
+
+
+def test_the_roofline_has_two_bounds_and_the_runs_under_them(shown):
+    runs = [ch00.Run("quick", TOKEN, 0.01), ch00.Run("slow", TOKEN, 0.02)]
     ch00.draw_roofline(LAPTOP, runs)
-    (fig, caption), lines = shown[0], shown[0][0].axes[0].lines
+    (fig, _), lines = shown[0], shown[0][0].axes[0].lines
     slope, ceiling = lines[0].get_xydata(), lines[1].get_xydata()
     assert slope[:, 1] / slope[:, 0] == pytest.approx(LAPTOP.bandwidth / 1e9)
     assert ceiling[:, 1] == pytest.approx(LAPTOP.peak_flops / 1e9)
     assert tuple(slope[-1]) == pytest.approx(tuple(ceiling[0]))
-    for run, (calls, dot) in zip(runs, (lines[2:4], lines[4:6]), strict=True):
-        x, y = calls.get_xydata().T
-        assert y / x == pytest.approx(ch00.calls_bandwidth(run, LAPTOP) / 1e9)
+    for run, dot in zip(runs, lines[2:], strict=True):
         assert dot.get_ydata() == pytest.approx(TOKEN.flops / run.seconds / 1e9)
         assert dot.get_xdata() == pytest.approx(TOKEN.intensity)
-    assert "bytes over few and calls over many" in caption
+        share = 100 * ch00.bound_seconds(TOKEN, LAPTOP) / run.seconds
+        assert dot.get_label() == f"{run.name}: {share:.0f} % of the bound"
     assert len(fig.axes) == 1
 
 
@@ -63,9 +135,9 @@ def test_the_bounds_of_a_token_stand_in_one_row_per_machine(shown):
     assert memory.get_xdata() == pytest.approx([1e3 * t.memory_seconds for t in times])
     assert compute.get_xdata() == pytest.approx([1e3 * t.compute_seconds for t in times])
     assert overhead.get_xdata() == pytest.approx([1e3 * t.overhead_seconds for t in times])
-    for line, time in zip(together[: len(times)], times, strict=True):
-        assert line.get_xdata() == pytest.approx([1e3 * time.seconds] * 2)
-    assert "bytes on 3, launches on 4 machines" in caption
+    for line, machine_ in zip(together[: len(times)], machines, strict=True):
+        assert line.get_xdata() == pytest.approx([1e3 * ch00.bound_seconds(TOKEN, machine_)] * 2)
+    assert "longer than that on 4 of 7 machines" in caption
     assert fig.axes[0].get_yticklabels()[0].get_text() == "this machine"
 
 
@@ -73,13 +145,32 @@ def test_without_a_machine_at_hand_only_the_datasheets_are_drawn(shown):
     ch00.draw_token_bounds("llama-3.1-70b")
     fig, caption = shown[0]
     assert len(fig.axes[0].get_yticks()) == len(ch00.MACHINES)
-    assert f"bytes on {len(ch00.MACHINES)} machines" in caption
+    assert f"longer than that on 0 of {len(ch00.MACHINES)} machines" in caption
 
 
 def test_runs_are_drawn_with_their_median_mean_and_the_first_call(shown):
-    ch00.draw_runs([1.0, 1.0, 2.0, 4.0], median=1.5, lone=30.0)
+    ch00.draw_runs([1.0, 1.0, 2.0, 4.0], median=1.5, lone=1360.1)
     fig, caption = shown[0]
     texts = [text.get_text() for text in fig.axes[0].get_legend().get_texts()]
-    assert texts == ["median: 1.5 ms", "mean: 2 ms", "the first call: 30 ms"]
+    assert texts == ["median: 1.5 ms", "mean: 2 ms", "the first call: 1,360 ms"]
     assert sum(bar.get_height() for bar in fig.axes[0].patches) == 4
-    assert "the fastest took 1 ms, the slowest 4 ms, the very first call 30 ms" in caption
+    assert "the fastest took 1 ms, the slowest 4 ms, the very first call 1,360 ms" in caption
+
+
+def test_read_rates_are_drawn_with_the_memory_a_call_and_the_cache(shown):
+    ch00.draw_read_rates([10**4, 10**6, 10**8], [1e9, 9e9, 3e9], call=1e-5, cache=2 * 10**7)
+    fig, caption = shown[0]
+    measured, memory, call, cache = fig.axes[0].lines
+    assert list(measured.get_xdata()) == [0.01, 1.0, 100.0]
+    assert list(memory.get_ydata()) == [3.0, 3.0, 3.0]
+    assert call.get_ydata() / call.get_xdata() == pytest.approx(100.0)  # MB in 10 us, as GB/s
+    assert cache.get_xdata() == [20.0, 20.0]
+    assert "the memory with 3 GB/s; between them the cache delivers up to 9 GB/s" in caption
+
+
+def test_the_glossary_says_the_same_of_a_bound():
+    rows = (NOTEBOOKS / "GLOSSARY.md").read_text(encoding="utf-8").splitlines()
+    meanings = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1] for row in rows[7:]}
+    assert "no program can beat" in meanings["bound"]
+    assert not any(word in meanings["bound"] for word in ("overhead", "call", "launch"))
+    assert "no bound" in meanings["host overhead"]

@@ -8,17 +8,21 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
 from minillm.models.decoder import Decoder
+from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.presets import preset
 from minillm.plan.cost import step_cost
 from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters.ch01 import (
     attention_pass,
     count_calls,
+    count_operations,
     doubling_length,
     draw_bounds,
     draw_floor,
+    draw_rows,
     knee,
     nearest,
     product_pass,
@@ -59,6 +63,31 @@ def test_the_attention_pass_attends_in_every_layer(monkeypatch):
     monkeypatch.setattr("minillm.ops.causal_attention", attend)
     attention_pass(Decoder(SMALL), 5)()
     assert seen == [((5, 8, 4), (2, 5, 4), 0.5)] * SMALL.num_layers
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_operations_of_a_prompt_are_counted_while_it_runs(tokens):
+    model = Decoder(SMALL)
+    model.initialize()
+    by_hand = ForwardPass(model)
+    counted, logits = count_operations(by_hand, tokens)
+    assert counted == step_cost(SMALL, [tokens], [tokens]).flops
+    prompt = [Chunk(0, 0, range(tokens))]
+    _, expected = by_hand.run(prompt, by_hand.allocate(1, tokens))
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_longer_prompt_makes_as_many_calls():
+    """The text says so: what grows with a prompt is the work inside of the calls."""
+    llm = LLM("tiny", enforce_eager=True)
+    one = SamplingParams(temperature=0, max_tokens=1)
+
+    def calls(tokens):
+        prompt = {"prompt_token_ids": list(range(1, tokens + 1))}
+        return count_calls(lambda: llm.generate(prompt, one, use_tqdm=False))
+
+    calls(1)
+    assert calls(1) <= calls(256) <= 1.05 * calls(1)
 
 
 def test_calls_are_counted():
@@ -136,3 +165,20 @@ def test_a_floor_is_shaded_up_to_the_higher_bound_and_ticked_in_powers_of_two():
     assert [text.get_text() for text in ax.texts] == ["bytes", "operations", "more"]
     ax.plot(lengths, [1000.0] * 6)
     assert ax.get_ylim()[1] > 1000  # what is drawn later still makes room for itself
+
+
+def test_rows_pass_through_one_matrix(monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        "minillm_exercises.chapters.ch01.show", lambda fig, caption: shown.append((fig, caption))
+    )
+    draw_rows((1, 4))
+    fig, caption = shown[0]
+    cells = [len(ax.patches) for ax in fig.axes]
+    assert cells == [1 * 3 + 3 * 2 + 1 * 2, 4 * 3 + 3 * 2 + 4 * 2]
+    titles = [ax.get_title() for ax in fig.axes]
+    assert titles == [
+        "1 token: 12 bytes of weights, 12 operations",
+        "4 tokens: 12 bytes of weights, 48 operations",
+    ]
+    assert "once for 1 token and once for 4" in caption

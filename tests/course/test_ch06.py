@@ -239,6 +239,13 @@ def test_the_schedules_are_drawn_on_one_scale(shown):
     assert "static 21, continuous 17" in caption
 
 
+def test_seats_are_drawn_with_their_gaps(shown):
+    ch06_pictures.draw_seats(["AAAC", "BB.."])
+    fig, caption = shown[0]
+    assert [text.get_text() for text in fig.axes[0].texts] == list("AAACBB")
+    assert "In 4 steps, 2 of 8 seats are empty" in caption
+
+
 def test_the_other_drawings_caption_what_they_draw(shown):
     gains = {law: {4: Fraction(2), 64: Fraction(number)} for number, law in enumerate(ch06.LAWS, 1)}
     ch06_pictures.draw_gains(gains, gains)
@@ -248,6 +255,6 @@ def test_the_other_drawings_caption_what_they_draw(shown):
     both = {"static": [load, load], "continuous": [load, load]}
     ch06_pictures.draw_loads([0.1, 0.5], both, 16, Fraction(1, 3))
     captions = [caption for _, caption in shown]
-    assert "from 1.0 times (equal) to 4.0 times (log-normal)" in captions[0]
+    assert "goes from 1.0 times (equal) to 4.0 times (log-normal)" in captions[0]
     assert "static 21.00 s and continuous 17.00 s" in captions[1]
     assert "at 10 % load 3.0 steps (static) and 3.0 steps (continuous)" in captions[2]

@@ -20,10 +20,12 @@ from minillm.cache.prefix import NoPrefixCache
 from minillm.config import ModelConfig
 from minillm.lab.simulation import Simulation
 from minillm.models.presets import preset
+from minillm.ops import cpu
 from minillm.plan.cost import kv_bytes_per_token
 from minillm_exercises.chapters import ch07, ch07_pictures
 from minillm_exercises.chapters.ch07 import Moment, Work, serve
 from minillm_exercises.errors import ExerciseError
+from minillm_kernels import reference
 
 CELLS = json.loads((NOTEBOOKS / "07_paged_attention.ipynb").read_text("utf-8"))["cells"]
 KINDS = ("reserved", "exact", "blocks")
@@ -134,7 +136,7 @@ def test_tables_are_the_engines(seed):
 
 def test_reasons_are_told_apart():
     assert why(wanted=300, free=500, never=0, needed=300) == "no hole"
-    assert why(wanted=2048, free=0, never=700, needed=700) == "held in vain"
+    assert why(wanted=2048, free=0, never=700, needed=700) == "over-reserved"
     assert why(wanted=2048, free=0, never=699, needed=700) == "full"
 
 
@@ -162,13 +164,13 @@ def test_what_slots_are_for_adds_up():
 
 
 def test_a_request_that_can_never_fit_is_an_error():
-    with pytest.raises(ExerciseError, match="Nobody runs"):
+    with pytest.raises(ExerciseError, match="No request runs"):
         serve(FirstFit(100), [Work(0, 50, 101)], why)
 
 
-def test_reserved_memory_is_refused_in_vain_only_and_nobody_is_preempted():
+def test_reserved_memory_is_over_reserved_and_never_preempts():
     moments = serve(make("reserved", 1024), [Work(i, 10, 100) for i in range(12)], why)
-    assert set(ch07.refusals(moments)) == {"held in vain"}
+    assert set(ch07.refusals(moments)) == {"over-reserved"}
     assert not any(moment.preempted for moment in moments)
     assert ch07.average(moments, "running") == "4.0"
 
@@ -228,6 +230,25 @@ def test_completions_are_confirmed_and_a_wrong_one_is_not(tiny):
     assert ch07.confirmed(tiny, output) == [True, False, True]
 
 
+def test_attention_copies_no_blocks_in_c_and_all_of_them_in_torch(tiny, monkeypatch):
+    """The chapter's explanation of its last measurement."""
+    in_c = cpu.takes_attention(torch.ones(1, 4, 64), *2 * [torch.ones(1, 2, 16, 64)])
+    gathered = []
+    gather = reference.gather_blocks
+    monkeypatch.setattr(
+        reference, "gather_blocks", lambda *args: gathered.append(args) or gather(*args)
+    )
+    generate(tiny, 20, 3, temperature=0)
+    assert in_c == (not gathered)
+    if in_c:
+        assert {ch07.copied(size) for size in (1, 4, 16, 64, 256, 512)} == {0}
+    monkeypatch.setattr(cpu, "takes_attention", lambda *tensors: False)
+    assert ch07.copied(16) == 320 * 2 * 64 * 4
+    assert ch07.copied(512) == 0
+    generate(tiny, 20, 3, temperature=0)
+    assert gathered
+
+
 def test_decode_times_have_one_entry_per_size():
     times = ch07.decode_times((4, 64), sequences=2, length=12, steps=4)
     assert len(times) == 2
@@ -253,12 +274,22 @@ def test_pictures_caption_what_they_draw(shown):
     ch07_pictures.draw_tables({"A": [0, 3], "B": [1, 2]}, {"A": 20, "B": 32}, 16)
     ch07_pictures.draw_sizes((1, 16, 256), [100, 300], [3.0, 2.0, 2.5], 1.25)
     captions = [caption for _, caption in shown]
-    assert captions[0].endswith("51 percent will ever be written.")
+    assert captions[0].endswith("51 percent of all these slots will ever be written.")
     assert "percent of the slots were written with reserved" in captions[1]
-    assert "sequence B lies in the blocks 1, 2," in captions[2]
+    assert "Sequence B lies in the blocks 1, 2;" in captions[2]
     assert "rise from 0.0 to 184.0" in captions[3]  # 156 and 212
     assert "from 200.0 entries to 1.5" in captions[3]
-    assert "3.0 ms at one end, 2.5 ms at the other, and 1.2 ms" in captions[3]
+    assert "3.0 ms with the smallest blocks, 2.5 ms with the largest, and 1.2 ms" in captions[3]
+
+
+def test_sharing_is_drawn_as_the_tables_are(shown):
+    simulation = Simulation(9, 16)
+    simulation.add(20, 16, n=3)
+    steps = ch07.holders(simulation)
+    assert steps[0] == {0: [1, 2, 3], 1: [1, 2, 3]}
+    assert steps[1] == {0: [1, 2, 3], 1: [3], 2: [1], 3: [2]}
+    ch07_pictures.draw_sharing(steps)
+    assert "All 3 share block 0 to the end" in shown[0][1]
 
 
 # ---- claims -------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
+from notebook_chapter import NOTEBOOKS, Chapter
 
 from minillm.models.presets import preset
 from minillm.plan.hardware import DATASHEET
@@ -262,19 +264,69 @@ def test_times_are_one_median_for_each_length(monkeypatch):
 def test_the_engine_aligns_the_last_query_with_the_last_key(queries, keys):
     q, k, v = ch10.inputs(queries, 16, keys)
     by, found = ch10_tables.engine(q, k, v, causal=True, block=16)
-    assert by in ("kernel", "oracle")
+    assert by in ("kernel", "reference")
     seen = torch.arange(keys) <= torch.arange(queries)[:, None] + keys - queries
     scores = (q @ k.T / 4).masked_fill(~seen, -math.inf)
     right = scores.softmax(-1).nan_to_num(0) @ v
     assert ch10.worst(found, right) < 1e-5
 
 
-def test_without_triton_the_oracle_is_asked(monkeypatch):
+def test_without_triton_the_reference_is_asked(monkeypatch):
     monkeypatch.setattr(ch10_tables, "find_spec", lambda name: None)
     q, k, v = ch10.inputs(9, 16)
     by, found = ch10_tables.engine(q, k, v, causal=True, block=16)
-    assert by == "oracle"
+    assert by == "reference"
     assert ch10.worst(found, ch10.masked(q, k, v)) < 1e-5
+
+
+def test_the_kernel_runs_where_kernels_run(monkeypatch):
+    """Interpreted on the CPU; compiled on a GPU, on the device of the query if that is one."""
+    from minillm_kernels import launch
+
+    q = torch.ones(2, 16)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert ch10_tables.kernel_device(q) == torch.device("cpu")
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ch10_tables.kernel_device(q) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ch10_tables.kernel_device(q) == torch.device("cuda")
+    there = SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"))
+    assert ch10_tables.kernel_device(there) == torch.device("cuda:1")
+
+
+def test_on_a_gpu_the_kernel_gets_tensors_of_the_gpu(monkeypatch):
+    """The device is fake: "meta" has shapes and no numbers."""
+    from minillm_kernels import flash_attention
+
+    seen = []
+
+    def kernel(*arguments, config):
+        seen.append((arguments, config.block_m))
+        return torch.full((9, 1, 16), 7.0)
+
+    monkeypatch.setattr(ch10_tables, "kernel_device", lambda q: torch.device("meta"))
+    monkeypatch.setattr(flash_attention, "flash_attention", kernel)
+    by, found = ch10_tables.engine(*ch10.inputs(9, 16), causal=True, block=32)
+    ((*tensors, scale, causal), block) = seen[0]
+    assert [tuple(each.shape) for each in tensors] == [(9, 1, 16)] * 3 + [(2,)] * 2
+    assert {each.device.type for each in tensors} == {"meta"}
+    assert (scale, causal, block) == (0.25, True, 32)
+    assert by == "kernel"
+    assert torch.equal(found, torch.full((9, 16), 7.0))
+
+
+def test_times_are_taken_on_the_device_that_is_asked_for(monkeypatch):
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    seen = set()
+    ch10_tables.times(lambda *tensors: seen.update(t.device.type for t in tensors), (2,), 8, "meta")
+    assert seen == {"meta"}
+
+
+def test_the_table_and_sdpa_work_on_another_device():
+    tensors = ch10.inputs(4, 8, device="meta")
+    assert ch10.masked(*tensors).device.type == "meta"
+    assert ch10.sdpa(*tensors, is_causal=True).device.type == "meta"
 
 
 def test_the_source_of_the_kernel_is_found_by_name():
@@ -317,9 +369,21 @@ def test_the_drawings_caption_what_they_draw(captions):
     assert "'keys outside' does with blocks of 64 and heads of 128, 1.50 times" in texts[1]
     assert "the 3 crossed tiles" in texts[2]
     assert "keys outside 16 tiles have moved, with the queries outside 13" in texts[2]
-    assert "table 4 MiB; the times on this machine table 4 ms, tiles 3 ms" in texts[3]
+    assert "table 4 MiB; the measured times (CPU) table 4 ms, tiles 3 ms" in texts[3]
     labels = [ax.get_xlabel() for fig, _ in captions for ax in fig.axes]
     assert all(labels)
+
+
+def test_the_rescale_shrinks_what_came_before(captions):
+    ch10_pictures.draw_rescale((1000, 998, 1003, 1002), (10, 20, 30, 40))
+    fig, caption = captions[0]
+    assert "The score 1,003 is a new maximum" in caption
+    assert "shrink to 0.05 of the dashed heights. The result is 45.3 / 1.42 = 31.8." in caption
+    heights = [[round(bar.get_height(), 2) for bar in ax.patches] for ax in fig.axes]
+    assert heights[1] == [1, 0.14]
+    assert heights[2] == [0.05, 0.01, 1, 1, 0.14]  # the last two are the dashed ones
+    assert heights[3] == [0.05, 0.01, 1, 0.37]
+    assert fig.axes[2].get_title(loc="left") == "m = 1,003\n\u2113 = 1.06\nO = 30.6"
 
 
 def test_the_times_are_inside_of_their_picture(captions):
@@ -328,3 +392,17 @@ def test_the_times_are_inside_of_their_picture(captions):
     low, high = right.get_ylim()
     assert low < 1
     assert high > 200
+
+
+def test_the_chapter_s_attention_works_on_another_device():
+    """Its own functions, from the committed cells, on a device that has shapes and no numbers."""
+    cells = Chapter.load(NOTEBOOKS / "10_flash_attention.ipynb").cells
+    space = {"torch": torch, "math": math}
+    wanted = ("def plain(", "def part(", "def tiled(", "def causal(")
+    for cell in cells:
+        if cell["cell_type"] == "code" and any(name in cell["source"] for name in wanted):
+            exec(cell["source"], space)
+    tensors = ch10.inputs(70, 8, 100, device="meta")
+    for name in ("plain", "tiled", "causal"):
+        found = space[name](*tensors)
+        assert (found.device.type, tuple(found.shape)) == ("meta", (70, 8))

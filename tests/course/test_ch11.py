@@ -19,6 +19,7 @@ from minillm_exercises.chapters import (
     ch11,
     ch11_compiled,
     ch11_gpu,
+    ch11_ladder,
     ch11_pictures,
 )
 from minillm_exercises.chapters.ch11_elsewhere import changed, compiled, count, source_of
@@ -133,6 +134,88 @@ def test_counting_refuses_a_process_that_compiles():
         pass
 
 
+# ---- the ladder of small kernels -------------------------------------------------------------
+
+
+class Launched:
+    """A kernel as Triton makes them: ``kernel[grid](*arguments)`` calls `body` with the grid."""
+
+    def __init__(self, body):
+        self.body = body
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **sizes: self.body(grid, *arguments, **sizes)
+
+
+def test_a_rung_runs_compiled_where_kernels_are(monkeypatch):
+    """As on a GPU: nothing is counted there, and the output is NaN before the launch."""
+    seen = []
+
+    def double(grid, x, out, TILE):
+        seen.append((grid, TILE, bool(out.isnan().all())))
+        out.copy_(2 * x)
+
+    x = torch.arange(4.0)
+    monkeypatch.setattr(ch11_ladder, "counting", None)
+    found = ch11_ladder.run(Launched(double), 2, x, shape=(4,), TILE=2)
+    assert torch.equal(found, 2 * x)
+    assert seen == [((2,), 2, True)]
+
+
+def test_a_rung_that_writes_nothing_is_not_written_yet():
+    def nothing(grid, x, out):
+        return None
+
+    assert ch11_ladder.run(Launched(nothing), 1, torch.ones(3), shape=(3,)) is None
+
+
+LADDER = """
+import torch
+from minillm_exercises.chapters import ch11_ladder
+from minillm_kernels.launch import tl, triton
+
+
+@triton.jit
+def unmasked(x, length, out, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(out + at, tl.load(x + at, mask=at < length), mask=at < {limit})
+
+
+@triton.jit
+def blank(x, length, out, TILE: tl.constexpr):
+    ...  # your turn
+
+
+x = torch.arange(10.0)
+print(ch11_ladder.run(unmasked, 3, x, 10, shape=(10,), TILE=4).tolist() == x.tolist())
+print(ch11_ladder.run(blank, 3, x, 10, shape=(10,), TILE=4))
+"""
+
+
+@pytest.mark.parametrize(("limit", "lines"), [
+    ("length", ["True", "None"]),
+    ("99", ["2 accesses out of bounds. The first: unmasked at program (2, 0, 0) writes 0 bytes "
+            "behind the end of out.", "True", "None"]),
+])  # fmt: skip
+def test_an_interpreted_rung_names_an_access_out_of_bounds(limit, lines, tmp_path):
+    script = tmp_path / "rung.py"
+    script.write_text(LADDER.replace("{limit}", limit))
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.splitlines() == lines
+
+
+@triton.jit
+def _blank(x, out, TILE: tl.constexpr): ...  # your turn
+
+
+def blank(x):
+    _blank[(1,)](x, torch.empty_like(x), TILE=4)
+
+
 # ---- the other process -----------------------------------------------------------------------
 
 
@@ -181,6 +264,13 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_there(x):
     assert (found["kernel"], found["arch"], found["num_warps"]) == ("_shifted", 90, 4)
     assert 0 < found["registers"] < 64
     assert found["stack"] == 0
+
+
+@needs_tools
+def test_a_rung_that_is_still_open_compiles():
+    """A learner's copy has dots for a body; on a GPU they must not stop the chapter."""
+    (found,) = compiled(blank, torch.ones(4), capabilities=(90,))
+    assert found["kernel"] == "_blank"
 
 
 # ---- compiled kernels as a table -------------------------------------------------------------
@@ -302,8 +392,10 @@ def test_without_a_gpu_and_a_report_there_are_bounds_and_no_times(said):
     assert found.cases[0].num_bytes == 2 * 32_768 * 8 * 128 * 2
     assert found.cases[0].bound(found.gpu) == pytest.approx(134_217_728 / 4.8e12 * 1e6)
     ch11_gpu.show_evidence(found)
-    assert "no GPU is here" in said[0]
-    assert {row[3] for row in said[1][1]} == {"not measured"}
+    (line,) = said  # and no table of what was not measured
+    assert line.startswith("No GPU is here")
+    assert "5 calls" in line
+    assert "28 us (134 MB at the 4,800 GB/s of an NVIDIA H200 SXM)" in line
 
 
 def test_a_report_gives_times_and_the_bounds_of_its_own_gpu(said):
@@ -401,6 +493,17 @@ def test_the_saw_marks_its_splits_above_the_bound(shown):
     ch11_pictures.draw_splits(512, 8, 48, (16, 18, 33))
     _, caption = shown[0]
     assert "16 splits 32, 18 splits 58, 33 splits 32. The bound is 31.0." in caption
+
+
+def test_the_addresses_show_what_a_mask_leaves_out(shown):
+    ch11_pictures.draw_addresses(rows=3, width=5, row=1, tile=8)
+    fig, caption = shown[0]
+    assert "5 lie in its row, and the hatched 3 belong to the next row" in caption
+    for ax in fig.axes:
+        marked = [bar for bar in ax.patches if bar.get_hatch()]
+        assert len(marked) == 3
+    below = [text.get_text() for text in fig.axes[1].texts]
+    assert below == [str(place) for place in range(15)]
 
 
 def test_the_walk_counts_its_tiles(shown):

@@ -317,10 +317,9 @@ def test_whoever_waits_for_a_seat_comes_a_step_later_when_planned_ahead():
 def test_the_drawings_caption_what_they_draw(shown):
     rungs = [Rung("plain", 0.008, 0.001, 500), Rung("whole", 0.0015, 0.002, 18)]
     ch12_pictures.draw_rungs({"a": rungs, "b": rungs[:1]}, {"a": 0.001, "b": 0.001})
-    models = {name: preset(name) for name in ("smollm2-135m", "qwen2.5-3b", "llama-3.1-70b")}
-    sizes, seconds = (10**3, 10**6), (1e-6, 1e-4)
-    h100 = DATASHEET["h100-sxm"]
-    ch12_pictures.draw_knees(sizes, seconds, 1e-6, 1e10, h100, models, (34, 9))
+    ch12_pictures.draw_launches({"a": ([5.0, 1.0], 0.5), "b": ([9.0, 2.0], 40.0)}, (36, 9))
+    spans = [(0, 5), (5, 10)]
+    ch12_pictures.draw_timeline({"one": (spans, spans), "graph": ([(0, 5), (5, 5)], spans)})
     seen = batches(requests=60)
     choices = {"one": [max(seen)], "every": range(1, max(seen) + 1)}
     ch12_pictures.draw_padding(seen, bucket_sizes(max(seen)), choices)
@@ -330,9 +329,10 @@ def test_the_drawings_caption_what_they_draw(shown):
     ch12_pictures.draw_clocks(clocks, 12_000)
     captions = [caption for _, caption in shown]
     assert "a 8 ms in plain, 1.5 ms on its last rung (whole); b 8 ms in plain" in captions[0]
-    assert "smollm2-135m, qwen2.5-3b lie below" in captions[1]
-    assert f"one {padding(seen, [max(seen)]):,}, every 0." in captions[2]
-    assert "wait 40,000 µs, go 32,500 µs" in captions[3]
+    assert captions[1].endswith("with 36 launches a layer those of a.")
+    assert captions[2].endswith("one 10 µs, graph 10 µs.")
+    assert f"one {padding(seen, [max(seen)]):,}, every 0." in captions[3]
+    assert "wait 40,000 µs, go 32,500 µs" in captions[4]
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
 
 

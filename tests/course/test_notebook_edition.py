@@ -11,6 +11,7 @@ from toy_notebooks import code, markdown, notebook
 PICTURE = {"output_type": "display_data", "data": {"image/png": "iVBORw0KGgo="}, "metadata": {}}
 TURN = 'answer = 2 * 3  # answer\nturn(answer, 6, "Multiply.")'
 RESULTS = {"values": {"step": {"value": 4.0, "unit": "ms", "text": "4.00"}}}
+EAGER = 'llm = LLM("tiny", enforce_eager=True)'
 TIMED = "minillm.errors.MinillmError"
 
 
@@ -77,6 +78,8 @@ PLANTED = [
     (edition.tasks_in_place, [drop(8)], 'check("e90.1") without task("e90.1")'),
     (edition.sources_linked, [add(markdown("> two", "claim"))], "a second box of claims"),
     (edition.sources_linked, [put(11, source="Pope et al.")], "no paper has a link"),
+    (edition.device_of_ceilings, [put(1, source="ceilings.measure()")], "without device=: say"),
+    (edition.slow_path_said, [put(1, source=EAGER)], "say that the fast path is off"),
 ]
 
 
@@ -97,6 +100,13 @@ def test_a_planted_violation_is_found(rule, changes, says):
 )
 def test_a_clock_without_its_code_is_found(made, says):
     assert any(says in line for line in report(made, edition.clocks_named))
+
+
+def test_a_chapter_that_says_what_it_measures_keeps_the_rules():
+    said = put(0, source="# A title\n\nThe engine's fast\npath is off.")
+    measured = put(1, source=f"{EAGER}\nceilings.measure(device=device)")
+    for rule in (edition.device_of_ceilings, edition.slow_path_said):
+        assert report(chapter(said, measured), rule) == []
 
 
 def test_every_rule_is_planted():

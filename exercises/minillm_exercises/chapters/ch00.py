@@ -1,27 +1,34 @@
-"""Chapter 00: the three bounds of a step, drawn for one machine and beside the datasheets."""
+"""Chapter 00: the bound of a step and what lies above it, drawn for this machine and others."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from minillm.models.presets import preset
+from minillm.ops import c_library
+from minillm.plan import machine
 from minillm.plan.cost import StepCost, StepTime, step_cost, step_time
 from minillm.plan.hardware import DATASHEET, Hardware, ImpossibleMeasurementError, check_physical
 from minillm_exercises.chapters.ch01 import count_calls, product_pass
-from minillm_exercises.chapters.common import nearest
-from minillm_exercises.plots import bound, figure, series, show
+from minillm_exercises.plots import bars, bound, figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
     "Run",
-    "calls_bandwidth",
+    "bound_seconds",
+    "build_c_functions",
+    "cache_bytes",
     "count_calls",
+    "draw_lanes",
+    "draw_read_rates",
     "draw_roofline",
     "draw_runs",
     "draw_token_bounds",
-    "nearest",
     "product_pass",
     "verdict",
 ]
@@ -29,17 +36,40 @@ __all__ = [
 MACHINES = ("laptop-ddr5", "apple-m1", "apple-m1-max", "rtx-5070-ti", "h100-sxm", "h200")
 INTENSITIES = tuple(2.0**i for i in range(-2, 12))  # operations per byte
 CONTEXT = 32  # tokens in the cache of the token whose bounds are drawn
-NAMES = {"memory": "bytes", "compute": "operations", "overhead": "launches"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One step that was timed: what it had to do, the seconds it took and the calls it made."""
+    """One step that was timed: what it had to do, and the seconds it took."""
 
     name: str
     cost: StepCost
     seconds: float
-    calls: int
+
+
+def build_c_functions() -> str:
+    """Compile and load the engine's C functions, so that no later clock includes a compiler.
+
+    Returns a sentence that says how long it took, or that there are none.
+    """
+    start = time.perf_counter()
+    found = [c_library.library(element) for element in ("BF16", "F32")]
+    seconds = time.perf_counter() - start
+    if not any(isinstance(each, c_library.Library) for each in found):
+        return "There are no C functions on this machine: every step runs as torch operations."
+    return f"The engine's C functions were compiled or loaded in {seconds:.1f} s."
+
+
+def cache_bytes(device: str) -> int:
+    """Bytes of the largest cache between the memory of a device and its processor."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return machine.last_level_cache_bytes()
+
+
+def bound_seconds(cost: StepCost, hardware: Hardware) -> float:
+    """Seconds of a step that no program can beat: the longer of its bytes and its operations."""
+    return max(cost.total_bytes / hardware.bandwidth, cost.flops / hardware.rate(cost.dtype))
 
 
 def verdict(flops: float, num_bytes: float, seconds: float, hardware: Hardware, dtype: str) -> str:
@@ -49,6 +79,41 @@ def verdict(flops: float, num_bytes: float, seconds: float, hardware: Hardware, 
     except ImpossibleMeasurementError as error:
         return f"impossible. {error}"
     return "possible"
+
+
+def draw_lanes(
+    weights: int, bandwidth: float, rate: float, tokens: Sequence[int] = (1, 100)
+) -> None:
+    """Draw how long the bytes and the operations of a step take, for several numbers of tokens.
+
+    Computed for a model of `weights` numbers in bf16: a step reads each of them once and does two
+    operations with it for each token.
+    """
+    fig, ax = figure("time (ms), computed", "one step", size=(6.8, 3.0))
+    labels, longest = [], 0.0
+    for group, count in enumerate(tokens):
+        lanes = {"bytes": 2e3 * weights / bandwidth, "operations": 2e3 * weights * count / rate}
+        longest = max(longest, *lanes.values())
+        for lane, (name, value) in enumerate(lanes.items()):
+            row = 2.5 * group + lane
+            ax.barh(row, value, height=0.8, label=None if group else name, **bars(lane))
+            ax.annotate(f"{value:.2f} ms", (value, row), (6, 0), textcoords="offset points",
+                        va="center", fontsize=9)  # fmt: skip
+            labels.append((row, f"{count} token{'s' * (count > 1)}: {name}"))
+            if value == max(lanes.values()):
+                line = None if group else "the bound: the longer one"
+                ends = [row - 0.55, row + 0.55]
+                ax.plot([value] * 2, ends, color="black", linewidth=2, label=line)
+    ax.set_yticks([row for row, _ in labels], [text for _, text in labels])
+    ax.set_xlim(0, 1.25 * longest)
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    ax.legend(loc="upper right")
+    show(
+        fig,
+        "Memory and multipliers work at the same time, so the longer bar of each pair is the "
+        f"bound: the bytes for {tokens[0]} token, the operations for {tokens[-1]}.",
+    )
 
 
 def draw_runs(milliseconds: Sequence[float], median: float, lone: float) -> None:
@@ -64,16 +129,21 @@ def draw_runs(milliseconds: Sequence[float], median: float, lone: float) -> None
         {"median": median, "mean": mean, "the first call": lone}.items()
     ):
         style = {key: series(number)[key] for key in ("color", "linestyle")}
-        ax.axvline(value, label=f"{name}: {value:.3g} ms", linewidth=2, **style)
+        ax.axvline(value, label=f"{name}: {_three(value)} ms", linewidth=2, **style)
     _plain_log(ax, *ends)
     ax.yaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     show(
         fig,
         "Each bar counts runs of one program on one input: the fastest took "
-        f"{min(milliseconds):.3g} ms, the slowest {max(milliseconds):.3g} ms, "
-        f"the very first call {lone:.3g} ms.",
+        f"{_three(min(milliseconds))} ms, the slowest {_three(max(milliseconds))} ms, "
+        f"the very first call {_three(lone)} ms.",
     )
+
+
+def _three(value: float) -> str:
+    """Three significant digits, without an exponent: 1360.1 is "1,360"."""
+    return f"{float(f'{value:.3g}'):,g}"
 
 
 def _plain_log(ax: "Axes", low: float, high: float) -> None:
@@ -81,57 +151,68 @@ def _plain_log(ax: "Axes", low: float, high: float) -> None:
     ticks = [m * 10.0**e for e in range(-4, 6) for m in (1, 2, 5)]
     inside = [tick for tick in ticks if low * 0.9 <= tick <= high * 1.1]
     ax.set_xscale("log")
-    ax.set_xticks(inside, [f"{tick:g}" for tick in inside])
+    ax.set_xticks(inside, [f"{tick:,g}" for tick in inside])
     ax.xaxis.minorticks_off()
 
 
-def draw_roofline(hardware: Hardware, runs: Sequence[Run]) -> None:
-    """Draw a machine's two roofs, the calls of each of `runs` as a third, and the runs under them.
+def draw_read_rates(sizes: Sequence[int], rates: Sequence[float], call: float, cache: int) -> None:
+    """Draw the rates at which buffers of `sizes` bytes were read, the largest last, with what one
+    call of `call` seconds allows and the size of the largest cache."""
+    memory, megabytes = rates[-1] / 1e9, [size / 1e6 for size in sizes]
+    fig, ax = figure("size of the buffer (MB)", "read rate (GB/s)", size=(7.6, 3.8))
+    ax.plot(megabytes, [rate / 1e9 for rate in rates], label="measured", **series(0))
+    bound(ax, megabytes, [memory] * len(sizes), "memory", "below", 0.6)
+    short = [mb for mb in megabytes if mb * 1e6 / call < 2 * max(rates)]
+    style = {"color": "grey", "linestyle": "-."}
+    ax.plot(short, [mb / 1e3 / call for mb in short], label="one call per buffer", **style)
+    ax.axvline(
+        cache / 1e6, color="grey", linestyle=":", label=f"largest cache: {cache / 1e6:.0f} MB"
+    )
+    ax.set(xscale="log", yscale="log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:,g}")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    show(
+        fig,
+        f"Small buffers are limited by the time of a call, large ones by the memory with "
+        f"{memory:.0f} GB/s; between them the cache delivers up to {max(rates) / 1e9:.0f} GB/s.",
+    )
 
-    Calls take their time whatever a step does, so at a fixed number of bytes they allow so many
-    operations per second for each operation per byte: a slope, as a bandwidth is.
-    """
+
+def draw_roofline(hardware: Hardware, runs: Sequence[Run]) -> None:
+    """Draw the two bounds of a machine and the runs under them."""
     fig, ax = figure("operations per byte", "rate (10^9 operations/s)", size=(6.8, 4.2))
     dtype = runs[0].cost.dtype
     rate, ridge = hardware.rate(dtype), hardware.ridge(dtype)
     slope = [x for x in INTENSITIES if x < ridge] + [ridge]
     flat = [ridge] + [x for x in INTENSITIES if x > ridge]
-    bound(ax, slope, [x * hardware.bandwidth / 1e9 for x in slope], "bytes ", "above", at=1.0)
+    bound(ax, slope, [x * hardware.bandwidth / 1e9 for x in slope], "")
     bound(ax, flat, [rate / 1e9] * len(flat), f"operations ({dtype})", "above", at=1.0)
+    middle = slope[len(slope) // 2]
+    ax.annotate("bytes", (middle, middle * hardware.bandwidth / 1e9), (-6, 4), ha="right",
+                textcoords="offset points", fontsize=9)  # fmt: skip
     for number, run in enumerate(runs):
-        style = series(number) | {"markersize": 9}
-        limit = calls_bandwidth(run, hardware)
-        shown = [x for x in INTENSITIES if x * limit < rate]
-        marks = {key: style[key] for key in ("color", "linestyle")}
-        ax.plot(shown, [x * limit / 1e9 for x in shown], label=f"calls of {run.name}", **marks)
+        share = bound_seconds(run.cost, hardware) / run.seconds
+        style = series(number) | {"markersize": 13 - 3 * number, "linestyle": "none"}
+        if number == 0:  # the first may lie behind the second
+            style["fillstyle"] = "none"
         place = [run.cost.intensity], [run.cost.flops / run.seconds / 1e9]
-        ax.plot(*place, label=f"{run.name}, measured", **(style | {"linestyle": "none"}))
+        ax.plot(*place, label=f"{run.name}: {100 * share:.0f} % of the bound", **style)
     ax.set(xscale="log", yscale="log")
     ax.set_xticks(INTENSITIES[::2], [f"{tick:g}" for tick in INTENSITIES[::2]])
     ax.xaxis.minorticks_off()
     ax.yaxis.set_major_formatter("{x:,g}")
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    lowest = " and ".join(f"{_lowest(run, hardware)} over {run.name}" for run in runs)
+    ax.legend(loc="lower right")
     show(
         fig,
-        f"What is read from memory lies below every line that applies to it: both tokens stand at "
-        f"one operation per byte, far left of the corner at {ridge:.0f}, and the lowest line is "
-        f"{lowest}.",
+        "No program that reads its weights from memory gets above the dashed lines. One token "
+        f"does about one operation per byte, far left of the corner at {ridge:.0f}, so the slope "
+        "of the bytes is its bound, whatever the program.",
     )
 
 
-def calls_bandwidth(run: Run, hardware: Hardware) -> float:
-    """Bytes per second that the calls of a step leave time for, at this machine's price of one."""
-    return run.cost.total_bytes / (run.calls * hardware.overhead)
-
-
-def _lowest(run: Run, hardware: Hardware) -> str:
-    """Which of the three bounds rules a step, given the calls that it really makes."""
-    return NAMES[step_time(run.cost, hardware, run.calls).bound].replace("launches", "calls")
-
-
 def draw_token_bounds(model: str, here: Hardware | None = None) -> None:
-    """Draw what bytes, operations and launches of one token take at least, machine by machine.
+    """Draw how long bytes, operations and launches of one token take, machine by machine.
 
     `here` stands above the machines of the datasheets.
     """
@@ -139,21 +220,26 @@ def draw_token_bounds(model: str, here: Hardware | None = None) -> None:
     machines = ([here] if here else []) + [DATASHEET[key] for key in MACHINES]
     labels = (["this machine"] if here else []) + [DATASHEET[key].name for key in MACHINES]
     times = [step_time(cost, hardware) for hardware in machines]
-    fig, ax = figure("time of one token at least (ms)", "machine", size=(7.4, 3.6))
+    fig, ax = figure("time of one token (ms), computed", "machine", size=(7.6, 3.6))
     for number, (name, values) in enumerate(_milliseconds(times).items()):
         ax.plot(values, range(len(times)), label=name, **(series(number) | {"linestyle": "none"}))
-    for row, time in enumerate(times):
-        ax.plot([1e3 * time.seconds] * 2, [row - 0.3, row + 0.3], color="black", linewidth=2)
-    ax.plot([], [], color="black", linewidth=2, label="together, the bound")
+    for row, (hardware, _) in enumerate(zip(machines, times, strict=True)):
+        least = 1e3 * bound_seconds(cost, hardware)
+        ax.plot([least] * 2, [row - 0.3, row + 0.3], color="black", linewidth=2)
+    ax.plot([], [], color="black", linewidth=2, label="the bound")
     ax.set_yticks(range(len(times)), [_short(label) for label in labels])
     ax.invert_yaxis()
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.set_title(f"{model}, bf16, one sequence", fontsize=10)
-    ax.legend(loc="best")
-    rulers = [NAMES[time.bound] for time in times]
-    counts = ", ".join(f"{name} on {rulers.count(name)}" for name in dict.fromkeys(rulers))
-    show(fig, f"In each row the mark furthest right rules a token of {model}: {counts} machines.")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    longer = sum(t.overhead_seconds > max(t.memory_seconds, t.compute_seconds) for t in times)
+    show(
+        fig,
+        f"The black line in each row is the bound of a token of {model}, set by bytes or "
+        f"operations; its launches, one after another, take longer than that on {longer} of "
+        f"{len(times)} machines.",
+    )
 
 
 def _short(name: str) -> str:
@@ -162,7 +248,7 @@ def _short(name: str) -> str:
 
 
 def _milliseconds(times: Sequence[StepTime]) -> Mapping[str, list[float]]:
-    """The three bounds by name, each with a value per machine."""
+    """What is drawn of each machine, by name."""
     return {
         "bytes": [1e3 * time.memory_seconds for time in times],
         "operations": [1e3 * time.compute_seconds for time in times],

@@ -4,22 +4,28 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from minillm import ops
+from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
+from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Linear
 from minillm.models.decoder import Decoder
+from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.presets import preset
+from minillm.ops.batch import Batch
 from minillm.plan.cost import step_cost, step_time
 from minillm.plan.hardware import DATASHEET, Hardware
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import bound, figure, show
+from minillm_exercises.plots import COLOURS, bound, figure, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,6 +72,35 @@ def attention_pass(model: Decoder, num_tokens: int) -> Callable[[], Tensor]:
         return out
 
     return step
+
+
+class PlainCache(KVCache):
+    """A KV cache whose attention is written as matrix products, one query at a time.
+
+    torch's counter of operations reports zero for the fused attention of a CPU.
+    """
+
+    def attend(
+        self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
+    ) -> Tensor:
+        """Each query over exactly the keys that it may see: [T, H, D] -> [T, H, D]."""
+        rows = []
+        for q, position in zip(query, batch.positions.tolist(), strict=True):
+            seen = slice(position + 1)
+            k, v = (cache[layer][0, :, seen] for cache in (self.key, self.value))  # [Hkv, S, D]
+            grouped = q.view(len(k), -1, q.shape[-1])  # [Hkv, G, D]: a KV head and its queries
+            rows.append(((grouped @ k.mT * scale).softmax(-1) @ v).flatten(0, 1))
+        return torch.stack(rows)
+
+
+def count_operations(forward_pass: ForwardPass, num_tokens: int) -> tuple[int, Tensor]:
+    """The operations of a prompt as torch counts them while they run, and the logits."""
+    config = forward_pass.model.config
+    place = forward_pass.dtype, forward_pass.device
+    plain = PlainCache(cache_spec(config), config.num_layers, 1, num_tokens, *place)
+    with FlopCounterMode(display=False) as counter:
+        _, logits = forward_pass.run([Chunk(0, 0, range(num_tokens))], plain)
+    return counter.get_total_flops(), logits
 
 
 class _Counter(TorchDispatchMode):
@@ -120,6 +155,34 @@ def doubling_length(lengths: Sequence[int], seconds: Sequence[float]) -> float:
             share = math.log(goal / low) / math.log(high / low)
             return lengths[at - 1] * (lengths[at] / lengths[at - 1]) ** share
     return math.inf
+
+
+def draw_rows(tokens: Sequence[int], outputs: int = 2, inputs: int = 3) -> None:
+    """Draw numbers of tokens that pass through one small matrix, with bytes and operations."""
+    fig, axes = figure("numbers of a token", "tokens", cols=len(tokens), size=(7.4, 2.9))
+    for ax, count in zip(axes, tokens, strict=True):
+        top = max(tokens) / 2
+        places = ((0, inputs, count, "tokens"), (inputs + 2, outputs, inputs, "weights"),
+                  (inputs + outputs + 4, outputs, count, "results"))  # fmt: skip
+        for number, (left, wide, high, name) in enumerate(places):
+            style = {"facecolor": COLOURS[number], "edgecolor": "black"}
+            low, hatch = top - high / 2, ("", "//", "..")[number]
+            for row, column in product(range(high), range(wide)):
+                ax.bar(left + column, 1, width=1, bottom=low + row, align="edge", hatch=hatch,
+                       **style)  # fmt: skip
+            ax.annotate(name, (left + wide / 2, -0.5), ha="center", va="top", fontsize=9)
+        for at, sign in ((inputs + 1, "x"), (inputs + outputs + 3, "=")):
+            ax.annotate(sign, (at, top), ha="center", va="center", fontsize=12)
+        ax.set_axis_off()
+        ax.set_ylim(-1.0, max(tokens) + 0.2)
+        read, done = 2 * inputs * outputs, 2 * inputs * outputs * count
+        title = f"{count} token{'s' * (count > 1)}: {read} bytes of weights, {done} operations"
+        ax.set_title(title, fontsize=9.5)
+    show(
+        fig,
+        f"The matrix is read once for {tokens[0]} token and once for {tokens[-1]}: the bytes of "
+        "its weights stay the same, and the operations grow with the tokens.",
+    )
 
 
 def draw_floor(ax: "Axes", lengths: Sequence[int], bounds: Mapping[str, Sequence[float]]) -> None:

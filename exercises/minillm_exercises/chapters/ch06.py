@@ -2,7 +2,7 @@
 
 `static_ends` and `continuous_ends` are the arithmetic of both schedules, for thousands of requests;
 `serve` runs requests through the engine's own scheduler, and `StaticScheduler` is that scheduler
-with one condition more.
+with one more condition.
 """
 
 import heapq
@@ -21,7 +21,6 @@ from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.common import chosen
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
 
@@ -95,8 +94,8 @@ def static_ends(lengths: Sequence[int], seats: int) -> list[int]:
 
 
 def continuous_ends(lengths: Sequence[int], seats: int) -> list[int]:
-    """The same when whoever is next takes the seat that is free first (list scheduling, Graham
-    1966); a heap knows which one that is.
+    """The same when the next request takes the seat that is free first (list scheduling, Graham
+    1966); a heap knows which seat that is.
 
     Raises:
         ExerciseError: no seats, or a length below 1.
@@ -132,7 +131,7 @@ def _check(lengths: Sequence[int], seats: int) -> None:
 
 
 class StaticScheduler(Scheduler):
-    """The engine's scheduler with one condition more: nobody sits down while anybody runs."""
+    """The engine's scheduler with one more condition: no request starts while others run."""
 
     def _refusal(self, budget: int) -> Blocked | None:
         if self.running:
@@ -142,8 +141,8 @@ class StaticScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class Room:
-    """Where requests are served: seats, blocks of 16 tokens (as many as anybody could want by
-    default), and how long a step takes (one second)."""
+    """Where requests are served: seats, blocks of 16 tokens (by default as many as all requests
+    could need), and how long a step takes (one second)."""
 
     seats: int
     blocks: int | None = None
@@ -161,7 +160,7 @@ def serve(
 ) -> Trace:
     """The trace of requests with answers of these lengths, all there at the start or at `arrivals`.
 
-    A step's token budget is never what anybody waits for. With `max_tokens` the scheduler does
+    No request waits for a step's token budget. With `max_tokens` the scheduler does
     not know how short an answer will be.
 
     Raises:
@@ -222,8 +221,7 @@ class Load:
 
 
 def load(trace: Trace, seats: int) -> Load:
-    """The averages of a trace whose steps take one second; moments in which nobody is there
-    count."""
+    """The averages of a trace whose steps take one second; moments without requests count."""
     span = int(trace[-1].computed)
     rows = [len(record.rows) for record in trace]
     waits = [int(request.queue_time) for request in trace.requests()]

@@ -1,4 +1,4 @@
-"""Chapter 06's pictures: who sits when, what each law gains, a real run, and the load."""
+"""Chapter 06's pictures: seats over steps, what each law gains, a real run, and the load."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -10,15 +10,43 @@ from minillm.lab.drawings.timeline import timeline
 from minillm.scheduling.record import StepRecord
 from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.ch06 import Load
-from minillm_exercises.plots import bound, figure, series, show
+from minillm_exercises.plots import COLOURS, bound, figure, series, show
 
 WORDS = MappingProxyType({"waiting": "waits", "decode": "has a seat", "length": "has ended",
-                          "prefill": "sits down (its prompt)"})  # fmt: skip
+                          "prefill": "takes a seat (its prompt)"})  # fmt: skip
+
+
+def draw_seats(rows: Sequence[str]) -> None:
+    """Draw seats over steps: each row of letters is a seat, each letter the request that has it in
+    a step, and "." an empty seat."""
+    from matplotlib.patches import Rectangle
+
+    names = sorted(set("".join(rows)) - {"."})
+    fig, ax = figure("step", "seat", size=(8.4, 0.9 + 0.5 * len(rows)))
+    ax.grid(visible=False)
+    for seat, row in enumerate(rows, 1):
+        for step, name in enumerate(row, 1):
+            empty = name == "."
+            look: dict[str, Any] = {
+                "facecolor": "white" if empty else COLOURS[names.index(name) % len(COLOURS)],
+                "hatch": "///" if empty else "", "edgecolor": "#bbbbbb" if empty else "white",
+            }  # fmt: skip
+            ax.add_patch(Rectangle((step - 0.5, seat - 0.42), 1, 0.84, **look))
+            if not empty:
+                ax.text(step, seat, name, ha="center", va="center", fontsize=10,
+                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    longest = max(map(len, rows))
+    ax.set(xlim=(0.4, longest + 0.6), ylim=(len(rows) + 0.6, 0.4), yticks=range(1, len(rows) + 1))
+    ax.set_xticks(range(1, longest + 1))
+    everything = "".join(rows)
+    show(fig, f"A cell is a seat in a step, and its letter the request that writes a token there. "
+              f"In {longest} steps, {everything.count('.')} of {len(everything)} seats are empty "
+              f"(hatched).")  # fmt: skip
 
 
 def draw_schedules(traces: Mapping[str, Trace], seats: int, least: int) -> None:
-    """Draw who sits when, one schedule above the other on one scale, with the `least` possible
-    steps."""
+    """Draw which request runs when, one schedule above the other on one scale, with the `least`
+    possible steps."""
     longest = max(len(trace) for trace in traces.values())
     rows = max(len(timeline(trace)["sequences"]) for trace in traces.values())
     size = (8.6, len(traces) * (0.27 * rows + 0.75) + 0.5)
@@ -27,7 +55,7 @@ def draw_schedules(traces: Mapping[str, Trace], seats: int, least: int) -> None:
         ax.grid(visible=False)
         draw_gantt(ax, timeline(trace), MAX_ROWS)
         ax.axvline(least, color="black", linestyle="--", linewidth=1.2)
-        ax.annotate("bound", (least, -0.6), (3, -3), textcoords="offset points", va="top",
+        ax.annotate("fewest possible", (least, -0.6), (3, -3), textcoords="offset points", va="top",
                     fontsize=9)  # fmt: skip
         places = seats * len(trace)
         empty = places - sum(len(record.rows) for record in trace)
@@ -41,8 +69,8 @@ def draw_schedules(traces: Mapping[str, Trace], seats: int, least: int) -> None:
     shown = {said: parts[label] for label, said in WORDS.items() if label in parts}
     fig.legend(shown.values(), shown.keys(), loc="outside upper right", ncols=4, fontsize=9)
     said = ", ".join(f"{name} {len(trace)}" for name, trace in traces.items())
-    show(fig, f"A row is a request: a thin grey bar waits, a thick one has a seat. The steps: "
-              f"{said}; no schedule needs fewer than {least} (dashed).")  # fmt: skip
+    show(fig, f"A row is a request. A thin grey bar waits, a thick bar has a seat. Steps: {said}; "
+              f"no schedule needs fewer than {least} (dashed).")  # fmt: skip
 
 
 def draw_gains(gains: Mapping[str, Mapping[int, Fraction]],
@@ -51,7 +79,7 @@ def draw_gains(gains: Mapping[str, Mapping[int, Fraction]],
     fig, ax = figure("seats (logarithmic)", "gain in steps (times, logarithmic)", size=(7, 4.2))
     for number, (law, by_seats) in enumerate(gains.items()):
         seats = list(by_seats)
-        name = "bound" if number == len(gains) - 1 else ""
+        name = "most possible" if number == len(gains) - 1 else ""
         bound(ax, seats, [float(most[law][count]) for count in seats], name, "above")
         values = [float(by_seats[count]) for count in seats]
         ax.plot(seats, values, label=law, **series(number))
@@ -60,9 +88,10 @@ def draw_gains(gains: Mapping[str, Mapping[int, Fraction]],
     _logarithmic(ax, seats, (1, 2, 5, 10, 20))
     ax.set_xlim(right=seats[-1] * 3.2)
     last = max(gains, key=lambda law: gains[law][seats[-1]])
-    show(fig, f"Steps of static over steps of continuous batching, dashed the most that is "
-              f"possible: with {seats[-1]} seats from {float(gains['equal'][seats[-1]]):.1f} "
-              f"times (equal) to {float(gains[last][seats[-1]]):.1f} times ({last}).")  # fmt: skip
+    low, high = (float(gains[law][seats[-1]]) for law in ("equal", last))
+    show(fig, f"Computed: steps of static over steps of continuous batching, dashed the most that "
+              f"is possible. The gain with {seats[-1]} seats goes from {low:.1f} times (equal) to "
+              f"{high:.1f} times ({last}).")  # fmt: skip
 
 
 def _logarithmic(ax: Any, xs: Sequence[int], ys: Sequence[int]) -> None:
@@ -92,8 +121,8 @@ def draw_clock(traces: Mapping[str, Sequence[StepRecord]], seats: int) -> None:
         ax.set_xlim(0, max(spans.values()) * 1.01)
     axes[0].set_xlabel("")
     said = " and ".join(f"{name} {seconds:.2f} s" for name, seconds in spans.items())
-    show(fig, f"The same requests and tokens with the real engine, one run each: {said}. "
-              f"What is missing under the dashed line are empty seats.")  # fmt: skip
+    show(fig, f"Measured: the same requests and tokens with the real engine, one run each, "
+              f"{said}. White space under the dashed line is empty seats.")  # fmt: skip
 
 
 def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], seats: int,
@@ -112,7 +141,7 @@ def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], sea
     bound(axes[0], [percent[0], percent[-1]], [100, 100], "all the time", "above")
     axes[0].set_ylim(-3, 112)
     axes[1].axvline(float(100 * most), color="black", linestyle=":", linewidth=1.2)
-    axes[1].annotate("static can serve no more", (float(100 * most), 12), (4, 0), fontsize=9,
+    axes[1].annotate("static batching serves no more", (float(100 * most), 12), (4, 0), fontsize=9,
                      textcoords="offset points")  # fmt: skip
     axes[1].set_yscale("log")
     axes[1].set_yticks((0.1, 1, 10, 100), ("< 0.1", "1", "10", "100"))
@@ -120,5 +149,6 @@ def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], sea
     axes[0].legend(loc="center left")
     said = " and ".join(f"{float(loads[0].wait):.1f} steps ({name})"
                         for name, loads in found.items())  # fmt: skip
-    show(fig, f"{seats} seats over the load. Left how often every seat is taken, right how long a "
-              f"request waits, at {percent[0]:.0f} % load {said}.")  # fmt: skip
+    show(fig, f"Simulated: {seats} seats over the load. Left, how often every seat is taken; "
+              f"right, how long a request waits for a seat: at {percent[0]:.0f} % load "
+              f"{said}.")  # fmt: skip

@@ -1,7 +1,7 @@
-"""Chapter 07: what every slot of the KV memory is for, step by step, and why somebody is refused.
+"""Chapter 07: what every slot of the KV memory is for in each step, and why a request is refused.
 
 `serve` drives any allocator in the order of the engine's scheduler: first come, first served, and
-the last to come gives way. The pictures are in `ch07_pictures`.
+the last request to come is preempted first. The pictures are in `ch07_pictures`.
 """
 
 import random
@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from minillm import LLM, SamplingParams
+import torch
+
+from minillm import LLM, SamplingParams, ops
 from minillm.api.outputs import RequestOutput
+from minillm.lab.simulation import Simulation
 from minillm.models.forward_pass import Chunk
-from minillm.ops.batch import Batch
+from minillm.ops import cpu
+from minillm.ops.batch import Batch, Pages
 from minillm_exercises.chapters.common import chosen
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
-from minillm_exercises.chapters.common import show_trace as show_trace
+from minillm_exercises.counting import counting
 from minillm_exercises.errors import ExerciseError
 
 CAP = 2048
-REASONS = ("no hole", "held in vain", "full")
+REASONS = ("no hole", "over-reserved", "full")
 
 # How long requests are: uniform, or log-normal with this mean and deviation of the logarithm.
 LAWS: Mapping[str, tuple[float, float] | None] = MappingProxyType(
@@ -46,15 +49,15 @@ class Memory(Protocol):
 
     @property
     def free(self) -> int:
-        """Slots that nobody holds."""
+        """Slots that no request holds."""
         ...
 
     def wants(self, work: Work, tokens: int) -> int:
-        """Slots to be had before the first `tokens` of the request can be computed."""
+        """Slots that the request needs before its first `tokens` can be computed."""
         ...
 
     def begin(self, work: Work, tokens: int) -> bool:
-        """Give the request what it wants, if that is possible."""
+        """Give the request the slots that it wants, if that is possible."""
         ...
 
     def grow(self, name: int, length: int) -> bool:
@@ -62,25 +65,25 @@ class Memory(Protocol):
         ...
 
     def end(self, name: int) -> None:
-        """Take everything back."""
+        """Take all slots of the request back."""
         ...
 
 
-# Slots wanted, free, held in vain, and needed in the end: the name of the reason.
+# Slots wanted, free, reserved but never used, and needed in the end: the name of the reason.
 Why = Callable[[int, int, int, int], str]
 
 
 class Moment(NamedTuple):
-    """One step: slots by what becomes of them, and why the next in line was refused, if it was."""
+    """One step: slots by their use, and why the next request of the queue was refused, if so."""
 
     used: int  # written
-    later: int  # will be written by whoever holds them
+    later: int  # will be written by the request that holds them
     never: int  # held, and given back unwritten
     free: int
     running: int
     waiting: int
     refused: str | None
-    preempted: int  # gave up everything, to begin again later
+    preempted: int  # lost all their slots in this step, and begin again later
 
 
 @dataclass(eq=False)
@@ -94,7 +97,7 @@ class _Run:
         return max(self.work.prompt, self.computed + 1)
 
 
-class _Server:
+class Server:
     """The queue in front of a memory, and the order in which it is served."""
 
     def __init__(self, memory: Memory, works: Sequence[Work], why: Why):
@@ -102,22 +105,22 @@ class _Server:
         self.waiting, self.running = deque(map(_Run, works)), list[_Run]()
 
     def step(self) -> Moment:
-        """One step; who is at its end lets go after it."""
-        behind = len(self.waiting)
-        grown, refused = self._grow(), None
+        """One step: running requests grow, waiting ones are admitted, finished ones leave."""
+        behind, refused = len(self.waiting), None
+        grown = self.grow()
         preempted = len(self.waiting) - behind
         if len(grown) == len(self.running) and not preempted:
-            refused = self._admit(grown)
+            refused = self.admit(grown)
         for run in grown:
             run.computed = run.tokens
-        moment = self._moment(refused, preempted)
+        moment = self.moment(refused, preempted)
         for run in [run for run in grown if run.computed == run.work.total]:
             self.running.remove(run)
             self.memory.end(run.work.name)
         return moment
 
-    def _grow(self) -> list[_Run]:
-        """A slot for everybody in order; the last to come give way to those before them."""
+    def grow(self) -> list[_Run]:
+        """A slot for each running request in order; the last to come are preempted for them."""
         grown: list[_Run] = []
         for run in list(self.running):
             while run in self.running:
@@ -125,35 +128,34 @@ class _Server:
                     grown.append(run)
                     break
                 if self.running[-1] is run:
-                    break  # nobody is behind it: it waits, and keeps what it has
+                    break  # no request came later: this one keeps its slots and waits a step
                 victim = self.running.pop()
                 self.memory.end(victim.work.name)
                 self.waiting.appendleft(victim)
         return grown
 
-    def _admit(self, grown: list[_Run]) -> str | None:
-        """Let in who fits, in order; why the next one does not."""
+    def admit(self, grown: list[_Run]) -> str | None:
+        """Admit waiting requests in order; returns why the next one is refused."""
         while self.waiting:
             run = self.waiting[0]
             if not self.memory.begin(run.work, run.tokens):
                 wanted = self.memory.wants(run.work, run.tokens)
-                never = self._moment(None, 0).never
+                never = self.moment(None, 0).never
                 return self.why(wanted, self.memory.free, never, run.work.total)
             self.waiting.popleft()
             self.running.append(run)
             grown.append(run)
         return None
 
-    def _moment(self, refused: str | None, preempted: int) -> Moment:
+    def moment(self, refused: str | None, preempted: int) -> Moment:
+        """The use of all slots at this moment."""
         used = later = never = 0
         for run in self.running:
             held = self.memory.held[run.work.name]
             kept = min(held, run.work.total)
-            used, later, never = (
-                used + run.computed,
-                later + kept - run.computed,
-                never + held - kept,
-            )
+            used += run.computed
+            later += kept - run.computed
+            never += held - kept
         counts = len(self.running), len(self.waiting)
         return Moment(used, later, never, self.memory.free, *counts, refused, preempted)
 
@@ -163,18 +165,18 @@ def serve(memory: Memory, works: Sequence[Work], why: Why) -> list[Moment]:
     prompt of one that begins. `why(wanted, free, never, needed)` names the reason of a refusal.
 
     Raises:
-        ExerciseError: nobody runs, and the next request does not fit either.
+        ExerciseError: no request runs, and the next one does not fit either.
     """
-    server, moments = _Server(memory, works, why), list[Moment]()
+    server, moments = Server(memory, works, why), list[Moment]()
     while server.waiting or server.running:
         moments.append(server.step())
         if not moments[-1].running:
-            raise ExerciseError("Nobody runs, and the next request does not fit into the memory.")
+            raise ExerciseError("No request runs, and the next one does not fit into the memory.")
     return moments
 
 
 def average(moments: Sequence[Moment], field: str) -> str:
-    """The mean of a count over the steps in which somebody waited, or over all where nobody ever
+    """The mean of a count over the steps in which a request waited, or over all steps if none ever
     did, to one decimal."""
     busy = [moment for moment in moments if moment.waiting] or moments
     counts = [getattr(moment, field) for moment in busy]
@@ -182,7 +184,7 @@ def average(moments: Sequence[Moment], field: str) -> str:
 
 
 def refusals(moments: Sequence[Moment]) -> dict[str, int]:
-    """Steps in which the next in line was refused, by reason."""
+    """Steps in which the next request of the queue was refused, by reason."""
     return dict(Counter(moment.refused for moment in moments if moment.refused))
 
 
@@ -267,7 +269,7 @@ def rows_of(batches: Sequence[Batch]) -> Iterator[tuple[list[int], list[int], li
 
 def decode_times(sizes: Sequence[int], sequences: int, length: int, steps: int) -> list[float]:
     """Milliseconds of the fastest decode step of the tiny model for each block size; the engines
-    step in turn, so that whatever else the machine does disturbs all of them."""
+    take turns, so that other programs disturb all of them alike."""
     engines = [_filled(size, sequences, length, length + steps) for size in sizes]
     for _ in range(steps - 1):
         for llm in engines:
@@ -280,7 +282,7 @@ def decode_times(sizes: Sequence[int], sequences: int, length: int, steps: int) 
 
 def _filled(size: int, sequences: int, length: int, longest: int) -> LLM:
     """An engine whose sequences have computed their prompts."""
-    llm = LLM("tiny", dtype="float32", block_size=size, max_model_len=longest,
+    llm = LLM("tiny", device="cpu", dtype="float32", block_size=size, max_model_len=longest,
               enable_prefix_caching=False, max_num_batched_tokens=sequences * length,
               num_gpu_blocks_override=sequences * -(-longest // size))  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=longest - length, ignore_eos=True)
@@ -288,6 +290,40 @@ def _filled(size: int, sequences: int, length: int, longest: int) -> LLM:
         llm.engine.add(llm.engine.make_request(f"{name}", None, [name + 1] * length, params))
     llm.engine.step()
     return llm
+
+
+def copied(size: int, length: int = 320) -> int:
+    """Bytes of keys that attention of one decode token copies on this CPU, with a sequence of
+    `length` tokens in blocks of `size` slots. The C function reads blocks in place; what the torch
+    function copies is counted."""
+    blocks, heads, width = -(-length // size), 2, 64
+    pages = Pages(torch.ones(blocks, heads, size, width), torch.ones(blocks, heads, size, width))
+    batch = Batch(
+        torch.zeros(1, dtype=torch.long), torch.tensor([length - 1]), torch.tensor([length - 1]),
+        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32),
+        torch.arange(blocks)[None], torch.zeros(1, dtype=torch.long), max_query_len=1,
+    )  # fmt: skip
+    query = torch.ones(1, 2 * heads, width)
+    if cpu.takes_attention(query, pages.key, pages.value):
+        return 0
+    with torch.inference_mode(), counting() as counts:
+        ops.paged_attention(query, pages, batch, width**-0.5)
+    whole = length * heads * width
+    return 4 * counts.max_new if counts.max_new >= whole else 0
+
+
+def holders(simulation: Simulation) -> list[dict[int, list[int]]]:
+    """After each step of a simulation with one request: for each block in use, the completions
+    (1, 2, ...) whose tables have it."""
+    steps: list[dict[int, list[int]]] = []
+    while simulation.has_work:
+        simulation.step()
+        held: dict[int, list[int]] = {}
+        for name, sequence in sorted(simulation.scheduler.sequences.items()):
+            for block in sequence.table.blocks:
+                held.setdefault(block, []).append(name + 1)
+        steps += [held] if held else []
+    return steps
 
 
 def confirmed(llm: LLM, output: RequestOutput) -> list[bool]:

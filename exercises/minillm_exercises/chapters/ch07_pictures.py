@@ -1,4 +1,4 @@
-"""The pictures of chapter 07: reservations, the memory over time, a block table, block sizes."""
+"""The pictures of chapter 07: a block table, reservations, the memory over time, block sizes."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 KINDS = ("used", "used later", "never used", "free")
 LOOKS: tuple[dict[str, Any], ...] = (
     {"facecolor": COLOURS[0], "edgecolor": COLOURS[0]},
-    {"facecolor": "#bfdcef", "edgecolor": COLOURS[0], "hatch": "//"},
-    {"facecolor": "#eeb48a", "edgecolor": COLOURS[1]},
+    {"facecolor": "#bfdcef", "edgecolor": COLOURS[0], "hatch": "/"},
+    {"facecolor": "#dd9257", "edgecolor": COLOURS[1]},
     {"facecolor": "white", "edgecolor": "#aaaaaa"},
 )
 
@@ -30,9 +30,10 @@ def draw_reservations(works: Sequence[Work], computed: int, cap: int = CAP) -> N
     ax.set(ylim=(len(works) + 0.7, 0.3), xlim=(0, cap), yticks=range(1, len(works) + 1, 3))
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     used = sum(work.total for work in works)
-    show(fig, f"A row is the {cap:,} slots reserved for one request, when it has written "
-              f"{computed}, or a longer prompt; of all the slots drawn here "
-              f"{100 * used / (cap * len(works)):.0f} percent will ever be written.")  # fmt: skip
+    show(fig, f"A row is the {cap:,} slots that one request has reserved, at a time when it has "
+              f"written {computed} of them, or its whole prompt if that is longer; "
+              f"{100 * used / (cap * len(works)):.0f} percent of all these slots will ever be "
+              f"written.")  # fmt: skip
 
 
 def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -> None:
@@ -41,7 +42,7 @@ def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -
     from matplotlib.ticker import MaxNLocator
 
     columns = list(next(iter(runs.values())))
-    fig, axes = figure("step", "slots (%)", len(runs), len(columns), (9, 6.6))
+    fig, axes = figure("step", "slots (%)", len(runs), len(columns), (7.4, 4.7))
     for row, (law, found) in zip(axes, runs.items(), strict=True):
         longest = max(map(len, found.values()))
         for ax, name in zip(row, columns, strict=True):
@@ -61,9 +62,9 @@ def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -
     first, last = (f"{min(share):.0f} to {max(share):.0f} percent" for share in shares)
     show(
         fig,
-        f"The same requests and the same memory in each row: while somebody waited, {first} of "
-        f"the slots were written with {columns[0]}, and {last} with {columns[-1]}; where a curve "
-        "falls to the right, nobody waits any more.",
+        f"Simulated: the same requests and the same memory in each row. While requests waited, "
+        f"{first} of the slots were written with {columns[0]}, and {last} with {columns[-1]}. A "
+        "curve falls at the right end because no request waits any more.",
     )
 
 
@@ -82,7 +83,7 @@ def draw_tables(tables: Mapping[str, Sequence[int]], counts: Mapping[str, int], 
     """Draw the block tables of some sequences, and the blocks of the memory that they name; from
     the last table an arrow leads to each of its blocks."""
     num_blocks = 1 + max(block for table in tables.values() for block in table)
-    fig, ax = figure("physical block", "sequence", size=(8.5, 1.6 + 0.75 * len(tables)))
+    fig, ax = figure("physical block", "sequence", size=(7.8, 1.3 + 0.62 * len(tables)))
     ax.grid(visible=False)
     rows = {name: 1.5 + len(tables) - row for row, name in enumerate(tables)}
     for number, (name, table) in enumerate(tables.items()):
@@ -97,9 +98,9 @@ def draw_tables(tables: Mapping[str, Sequence[int]], counts: Mapping[str, int], 
     ax.set_xticks([block + 0.5 for block in range(num_blocks)], list(map(str, range(num_blocks))))
     ax.set_yticks([0.4, *(row + 0.4 for row in rows.values())], ["memory", *rows])
     name, table = list(tables.items())[-1]
-    show(fig, f"Above, each sequence's table, a cell per {size} positions; below, the memory: "
-              f"sequence {name} lies in the blocks {', '.join(map(str, table))}, and what is not "
-              f"coloured in its last block is not written yet.")  # fmt: skip
+    show(fig, f"Above, the block table of each sequence, with a cell for {size} positions; below, "
+              f"the memory. Sequence {name} lies in the blocks {', '.join(map(str, table))}; the "
+              f"white part of its last block is not written yet.")  # fmt: skip
 
 
 def _cell(ax: "Axes", x: float, y: float, filled: float, text: str, number: int) -> None:
@@ -115,6 +116,31 @@ def _cell(ax: "Axes", x: float, y: float, filled: float, text: str, number: int)
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
 
 
+def draw_sharing(steps: Sequence[Mapping[int, Sequence[int]]]) -> None:
+    """Draw which completions hold each block after each step: a row per block, a cell per step."""
+    from matplotlib.patches import Rectangle
+
+    blocks = sorted(set().union(*steps))
+    fig, ax = figure("step", "physical block", size=(7.5, 0.9 + 0.36 * len(blocks)))
+    ax.grid(visible=False)
+    for step, held in enumerate(steps, 1):
+        for block, names in held.items():
+            shared = len(names) > 1
+            look: dict[str, Any] = {
+                "facecolor": COLOURS[5] if shared else COLOURS[2], "hatch": "//" if shared else "",
+            }  # fmt: skip
+            ax.add_patch(Rectangle((step - 0.5, block - 0.4), 1, 0.8, edgecolor="white", **look))
+            ax.text(step, block, " ".join(map(str, names)), ha="center", va="center", fontsize=8,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    ax.set(xlim=(0.4, len(steps) + 0.6), ylim=(max(blocks) + 0.6, -0.6), yticks=blocks)
+    ax.set_xticks(range(1, len(steps) + 1))
+    most = max(len(names) for names in steps[0].values())
+    kept = [block for block in steps[0] if len(steps[-1].get(block, ())) == most]
+    show(fig, f"Simulated: a cell names the completions that hold the block, orange and hatched "
+              f"where several share it. All {most} share block {', '.join(map(str, kept))} to the "
+              f"end, since it is full; the partly filled block is shared for a step.")  # fmt: skip
+
+
 def draw_sizes(
     sizes: Sequence[int], lengths: Sequence[int], times: Sequence[float], whole: float
 ) -> None:
@@ -122,7 +148,9 @@ def draw_sizes(
     exact, and the measured decode step beside that over one unbroken range per sequence."""
     entries = [sum(-(-length // size) for length in lengths) / len(lengths) for size in sizes]
     unused = [sum(-length % size for length in lengths) / len(lengths) for size in sizes]
-    fig, (left, right) = figure("slots per block (logarithmic)", "count per sequence", cols=2)
+    fig, (left, right) = figure(
+        "slots per block (logarithmic)", "count per sequence", cols=2, size=(7.8, 3.3)
+    )
     left.plot(sizes, unused, label="slots never used", **series(0))
     left.plot(sizes, entries, label="entries of the table", **series(1))
     left.set_yscale("symlog", linthresh=1)
@@ -130,7 +158,7 @@ def draw_sizes(
     left.yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
     left.legend(loc="upper center")
     right.plot(sizes, times, label="blocks", **series(3))
-    right.axhline(whole, color="black", linestyle="--", label="one unbroken range")
+    right.axhline(whole, color=COLOURS[1], linestyle="--", label="one unbroken range")
     right.set(ylim=(0, 1.15 * max(times)), ylabel="decode step (ms)")
     right.legend(loc="lower right")
     for ax in (left, right):
@@ -138,9 +166,9 @@ def draw_sizes(
         ax.set_xticks(sizes, list(map(str, sizes)))
     show(
         fig,
-        f"Left, from blocks of {sizes[0]} to blocks of {sizes[-1]} the unused slots of a sequence "
-        f"rise from {unused[0]:.1f} to {unused[-1]:.1f} and its table shrinks from "
-        f"{entries[0]:.1f} entries to {entries[-1]:.1f}; right, a decode step takes "
-        f"{times[0]:.1f} ms at one end, {times[-1]:.1f} ms at the other, and {whole:.1f} ms over "
-        f"unbroken ranges.",
+        f"Left, computed: from blocks of {sizes[0]} to blocks of {sizes[-1]} the unused slots of a "
+        f"sequence rise from {unused[0]:.1f} to {unused[-1]:.1f} and its table shrinks from "
+        f"{entries[0]:.1f} entries to {entries[-1]:.1f}. Right, measured: a decode step takes "
+        f"{times[0]:.1f} ms with the smallest blocks, {times[-1]:.1f} ms with the largest, and "
+        f"{whole:.1f} ms with one unbroken range for each sequence.",
     )

@@ -30,14 +30,18 @@ LOOPS = ("standard", "keys outside", "queries outside")
 
 
 def inputs(
-    queries: int, width: int, keys: int | None = None, dtype: torch.dtype = torch.float32
+    queries: int,
+    width: int,
+    keys: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Random q [queries, width] and k, v [keys, width], the same on every machine but for the
     last digit; `keys` is as many as queries if not given."""
     generator = torch.Generator().manual_seed(10)
     rows = (queries, keys or queries, keys or queries)
     drawn = (torch.randn(n, width, generator=generator, dtype=torch.float64) for n in rows)
-    q, k, v = (each.to(dtype) for each in drawn)
+    q, k, v = (each.to(device, dtype) for each in drawn)
     return q, k, v
 
 
@@ -229,7 +233,7 @@ def decode_share(config: ModelConfig, context: int) -> Fraction:
 
 def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one head with the whole table: q, k, v [N, d] -> [N, d]."""
-    hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1)
+    hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.T / math.sqrt(q.shape[1])).masked_fill(hidden, -math.inf)
     return scores.softmax(-1) @ v
 

@@ -1,5 +1,6 @@
-"""The pictures of chapter 10: errors, elements moved, the walk over the tiles, growth."""
+"""The pictures of chapter 10: a rescale, errors, elements moved, the walk, growth."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,46 @@ Visit = tuple[int, int]  # block of queries, block of keys
 FAST: dict[str, Any] = {"facecolor": COLOURS[5], "edgecolor": "black", "linewidth": 1.8}
 DONE: dict[str, Any] = {"facecolor": "#d6e9f5", "edgecolor": "#888888", "linewidth": 0.8}
 LATER: dict[str, Any] = {"facecolor": "white", "edgecolor": "#888888", "linewidth": 0.8}
-SKIPPED: dict[str, Any] = {"facecolor": "#f3f3f3", "edgecolor": "#c4c4c4", "hatch": "xx",
+SKIPPED: dict[str, Any] = {"facecolor": "#f3f3f3", "edgecolor": "#c4c4c4", "hatch": "x",
                            "linewidth": 0.5}  # fmt: skip
+
+
+def draw_rescale(scores: Sequence[float], values: Sequence[float]) -> None:
+    """The weights exp(s - m) of one row after each score, with m, ℓ and O; a new largest score
+    shrinks all weights before it, whose old heights are dashed."""
+    fig, axes = figure("score", "weight, exp(s − m)", cols=len(scores), size=(8.2, 2.8))
+    before: list[float] = []
+    largest, factor = scores[0], 1.0
+    for step, ax in enumerate(axes, 1):
+        m = max(scores[:step])
+        weights = [math.exp(score - m) for score in scores[:step]]
+        ax.bar(range(step - 1), weights[:-1], **bars(0))
+        ax.bar([step - 1], weights[-1:], **bars(1))
+        if m > largest:
+            factor = math.exp(largest - m)
+            ax.bar(range(step - 1), before, fill=False, edgecolor="black", linestyle="--")
+            ax.annotate(f"× {factor:.2f}", (0.15, weights[0]), xytext=(0.95, before[0] / 2),
+                        ha="center", arrowprops={"arrowstyle": "->"}, fontsize=8)  # fmt: skip
+        total = math.fsum(weights)
+        summed = math.fsum(w * v for w, v in zip(weights, values, strict=False))
+        ax.set_title(f"m = {m:,}\nℓ = {total:.2f}\nO = {summed:.1f}", fontsize=10, loc="left")
+        ax.set_xticks(range(len(scores)), [f"{score}" for score in scores], fontsize=8)
+        ax.set(ylim=(0, 1.1), xlim=(-0.6, len(scores) - 0.4))
+        ax.set_ylabel("" if step > 1 else "weight, exp(s − m)")
+        ax.grid(visible=False)
+        before, largest = weights, m
+    show(
+        fig,
+        f"One row after each of {len(scores)} scores; the newest is hatched. The score {largest:,} "
+        f"is a new maximum, so the weights before it, with their sums ℓ and O, shrink to "
+        f"{factor:.2f} of the dashed heights. The result is {summed:.1f} / {total:.2f} = "
+        f"{summed / total:.1f}.",
+    )
 
 
 def draw_errors(errors: Mapping[str, Mapping[str, float]], least: Mapping[str, float]) -> None:
     """Draw the largest error of each way (inner) in each dtype (outer), and of rounding alone."""
-    fig, ax = figure("inputs and result", "largest error (logarithmic)", size=(7.2, 3.4))
+    fig, ax = figure("inputs and result", "largest error (logarithmic)", size=(5.8, 2.8))
     ways = list(next(iter(errors.values())))
     width = 0.8 / len(ways)
     for number, way in enumerate(ways):
@@ -31,6 +65,7 @@ def draw_errors(errors: Mapping[str, Mapping[str, float]], least: Mapping[str, f
         ax.plot([at - 0.45, at + 0.45], [least[dtype]] * 2, "k--", linewidth=1.2,
                 label="" if at else "rounding the exact result")  # fmt: skip
     ax.set_yscale("log")
+    ax.minorticks_off()
     ax.set_xticks(range(len(errors)), list(errors))
     ax.legend(loc="upper left", ncols=2)
     ax.set_ylim(min(least.values()) / 4, 60 * max(max(each.values()) for each in errors.values()))
@@ -48,7 +83,12 @@ def draw_traffic(
 ) -> None:
     """Draw what the two loops move in units of standard attention, by formula; `counted` are
     points (loop, width, block)."""
-    fig, axes = figure("block (tokens, logarithmic)", "elements moved / standard", cols=len(widths))
+    fig, axes = figure(
+        "block (tokens, logarithmic)",
+        "elements moved / standard",
+        cols=len(widths),
+        size=(7.4, 2.8),
+    )
     blocks = list(range(32, 513))
     for ax, width in zip(axes, widths, strict=True):
         for number, loop in enumerate(LOOPS[1:]):
@@ -100,7 +140,7 @@ def transfers(order: str, walk: Sequence[Visit]) -> dict[str, int]:
 
 def draw_walk(step: int, blocks: int = 6) -> None:
     """Draw both loops after `step` tiles of a causal table of `blocks` by `blocks` tiles."""
-    fig, axes = figure("keys", "queries", cols=2, size=(9.2, 5.2))
+    fig, axes = figure("keys", "queries", cols=2, size=(7.4, 4.3))
     for ax, order in zip(axes, LOOPS[1:], strict=True):
         walk = visits(order, blocks)
         _table(ax, walk, step, blocks)
@@ -108,7 +148,7 @@ def draw_walk(step: int, blocks: int = 6) -> None:
         counts = transfers(order, walk[:step])
         told = ",  ".join(f"{name} {count}" for name, count in counts.items())
         ax.set_title(f"{order} (FlashAttention {1 + LOOPS[1:].index(order)})", fontsize=11, pad=8)
-        ax.set_xlabel(f"tiles moved so far:  {told}\nin all {sum(counts.values())}", fontsize=9)
+        ax.set_xlabel(f"tiles moved so far:  {told}\nin all {sum(counts.values())}", fontsize=8)
         ax.set_ylabel("")
     both = [sum(transfers(order, visits(order, blocks)[:step]).values()) for order in LOOPS[1:]]
     left = blocks * (blocks - 1) // 2
@@ -169,18 +209,22 @@ def draw_growth(
     largest: Mapping[str, Sequence[int]],
     seconds: Mapping[str, Sequence[float]],
     least: Sequence[float],
+    device: str = "cpu",
 ) -> None:
     """Draw the largest tensor that each way made, in elements of float32, and its time."""
-    fig, (left, right) = figure("tokens (logarithmic)", "largest tensor (MiB, logarithmic)", cols=2)
+    fig, (left, right) = figure(
+        "tokens (logarithmic)", "largest tensor (MiB, logarithmic)", cols=2, size=(7.6, 3.1)
+    )
     for number, (way, counts) in enumerate(largest.items()):
         left.plot(lengths, [4 * count / 2**20 for count in counts], label=way, **series(number))
     for number, (way, times) in enumerate(seconds.items()):
         right.plot(lengths, [1e3 * each for each in times], label=way, **series(number))
-    bound(right, lengths, [1e3 * each for each in least], "operations / rate", at=0.0)
+    bound(right, lengths, [1e3 * each for each in least], "bound: operations / rate", at=0.0)
     right.set_ylabel("time (ms, logarithmic)")
     for ax in (left, right):
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
+        ax.minorticks_off()
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.legend(loc="upper left")
@@ -189,4 +233,4 @@ def draw_growth(
     told = ", ".join(f"{way} {1e3 * times[-1]:.0f} ms" for way, times in seconds.items())
     shown = ", ".join(f"{way} {4 * counts[-1] / 2**20:g} MiB" for way, counts in largest.items())
     show(fig, f"One causal head in float32. At {lengths[-1]:,} tokens the largest tensors are "
-              f"{shown}; the times on this machine {told}.")  # fmt: skip
+              f"{shown}; the measured times ({device.upper()}) {told}.")  # fmt: skip

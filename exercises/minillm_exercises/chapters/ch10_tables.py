@@ -73,39 +73,57 @@ def show_shares(shares: Mapping[int, Share], faster: Sequence[float], marked: in
     show_steps(head, rows, [marked])
 
 
-def times(attend: Attention, lengths: Sequence[int], width: int) -> list[float]:
-    """Median seconds of one head of each length."""
+def times(
+    attend: Attention, lengths: Sequence[int], width: int, device: str = "cpu"
+) -> list[float]:
+    """Median seconds of one head of each length, on a device."""
     found = []
     for tokens in lengths:
-        q, k, v = inputs(tokens, width)
-        found.append(measure(lambda q=q, k=k, v=v: attend(q, k, v), repeats=5, budget=0.4).median)
+        q, k, v = inputs(tokens, width, device=device)
+        timed = measure(lambda q=q, k=k, v=v: attend(q, k, v), repeats=5, budget=0.4, device=device)
+        found.append(timed.median)
     return found
 
 
 def engine(q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int) -> tuple[str, Tensor]:
     """Attention of q [N, d] over k and v [S, d] by the engine, and by which part of it.
 
-    With Triton, and TRITON_INTERPRET=1 set before torch was imported, that is the "kernel" in tiles
-    of `block`, run in Python; otherwise the "oracle" that the kernel is tested against.
+    With Triton that is the "kernel" in tiles of `block`: compiled, on CUDA, where there is a GPU,
+    and in Triton's interpreter with TRITON_INTERPRET=1. Otherwise it is the "reference" that the
+    kernel is tested against. The result is on the device of `q`.
     """
-    query_start, key_start = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))
-    q, k, v = (each[:, None] for each in (q, k, v))  # [N, 1, d]
+    device = kernel_device(q)
+    home, at = q.device, device or q.device
+    query_start, key_start = (
+        torch.tensor([0, len(x)], dtype=torch.int32, device=at) for x in (q, k)
+    )
+    q, k, v = (each[:, None].to(at) for each in (q, k, v))  # [N, 1, d]
     scale = 1 / math.sqrt(q.shape[-1])
-    if find_spec("triton"):
+    if device is not None:
         from minillm_kernels import flash_attention as kernel
         from minillm_kernels.flash_attention_config import Config
-        from minillm_kernels.launch import INTERPRETED
 
-        if INTERPRETED:
-            config = Config(block, block, 4, 2)
-            out = kernel.flash_attention(
-                q, k, v, query_start, key_start, scale, causal, config=config
-            )
-            return "kernel", out[:, 0]
+        config = Config(block, block, 4, 2)
+        out = kernel.flash_attention(q, k, v, query_start, key_start, scale, causal, config=config)
+        return "kernel", out[:, 0].to(home)
     from minillm_kernels import reference
 
     out = reference.flash_attention(q, k, v, query_start, key_start, scale, causal)
-    return "oracle", out[:, 0]
+    return "reference", out[:, 0]
+
+
+def kernel_device(q: Tensor) -> torch.device | None:
+    """Where the engine's kernel can run: on the CPU if kernels are interpreted, else on a GPU; None
+    without Triton or without both."""
+    if not find_spec("triton"):
+        return None
+    from minillm_kernels.launch import INTERPRETED
+
+    if INTERPRETED:
+        return torch.device("cpu")
+    if q.is_cuda:
+        return q.device
+    return torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def kernel_source(name: str) -> str:

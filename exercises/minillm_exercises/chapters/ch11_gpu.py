@@ -86,7 +86,16 @@ def datasheet_of(name: str) -> Hardware | None:
 
 
 def show_evidence(found: Evidence) -> None:
-    """Say where the times come from, and show the table."""
+    """Say where the times come from, and show the table; without times, say what one would see."""
+    if not found.timed:
+        first = found.cases[0]
+        say(
+            f"{found.source}. On a GPU this cell measures {len(found.cases)} calls and divides "
+            f"each bound by the time; the bound of the first is {first.bound(found.gpu):,.0f} us "
+            f"({first.num_bytes / 1e6:,.0f} MB at the {found.gpu.bandwidth / 1e9:,.0f} GB/s of an "
+            f"{found.gpu.name})."
+        )
+        return
     say(f"Times: {found.source}. Bounds: {found.gpu.name}, {found.gpu.bandwidth / 1e9:,.0f} GB/s.")
     show_table(["call", "MB at least", "bound (us)", "time (us)", "of the bandwidth"], found.rows())
 
@@ -146,7 +155,7 @@ def evidence(
     """The chapter's `own` kernels and the calls of `CASES`, with times from here, else from a
     report, else with none."""
     known = live or report
-    gpu, source = H200, "no GPU is here, and no benchmark of one has been recorded"
+    gpu, source = H200, "No GPU is here, and no benchmark of one has been recorded"
     times: Mapping[tuple[str, str], float | None] = {}
     if known:
         times = {(row["family"], row["name"]): row["time_us"] for row in known["rows"]}

@@ -51,31 +51,76 @@ def _cell(ax: Any, x: float, y: float, text: str, kind: int) -> None:
     ax.text(x, y, text, ha="center", va="center", fontsize=8, bbox=box)
 
 
+def draw_addresses(rows: int, width: int, row: int, tile: int) -> None:
+    """One row's tile in a matrix, and the same tile in memory, where rows stand one behind the
+    other; a tile is wider than a row, and its last places are masked."""
+    fig, axes = figure("column", "row", 2, 1, (8.6, 3.9))
+    first, total = row * width, rows * width
+    inside, masked = range(first, first + width), range(first + width, first + tile)
+    for place in range(total):
+        kind = 0 if place in inside else None
+        _square(axes[0], place % width, place // width, f"{place}", kind)
+    for place in masked:
+        _square(axes[0], place - first, row, f"{place}", 1)
+    for place in range(total):
+        kind = 0 if place in inside else 1 if place in masked else None
+        _square(axes[1], place, 0, f"{place}", kind)
+    axes[0].set_xlim(-0.6, max(tile, 2 * width) - 0.4)
+    axes[0].set_ylim(rows - 0.4, -0.6)
+    axes[0].set_xticks(range(tile))
+    axes[0].set_yticks(range(rows))
+    axes[0].text(tile, row, f"  tile of program {row}: {width} places\n  of its row, "
+                 f"{tile - width} masked", va="center", fontsize=9)  # fmt: skip
+    axes[1].set_xlim(-0.6, total - 0.4)
+    axes[1].set_ylim(1.1, -1.1)
+    axes[1].set_xticks([k * width for k in range(rows)], [f"row {k}" for k in range(rows)])
+    axes[1].set_yticks([])
+    axes[1].set_ylabel("")
+    axes[1].set_xlabel("place in memory")
+    for ax in axes:
+        ax.grid(visible=False)
+    show(
+        fig,
+        f"Above, a matrix of {rows} rows and {width} columns, each cell with its address. Below, "
+        f"the same addresses in memory. The tile of program {row} has {tile} places: {width} lie "
+        f"in its row, and the hatched {tile - width} belong to the next row, so they are masked.",
+    )
+
+
+def _square(ax: Any, x: float, y: float, text: str, kind: int | None) -> None:
+    plain = {"color": "white", "edgecolor": "#999999"}
+    style = plain if kind is None else bars(kind)
+    ax.bar(x, 0.84, width=0.9, bottom=y - 0.42, alpha=0.75, **style)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9}
+    ax.text(x, y, text, ha="center", va="center", fontsize=8, bbox=box)
+
+
 def draw_splits(pages: int, rows: int, most: int, marked: Sequence[int]) -> None:
     """How many pages stand in a row, by the number of splits, above the bound of a full GPU."""
-    fig, ax = figure("splits of one text", "pages read in a row", size=(8.2, 3.4))
+    fig, ax = figure("splits of one text", "pages read in a row", size=(8.2, 3.8))
     splits = range(1, most + 1)
     waited = [pages_in_a_row(pages, rows, n) for n in splits]
     ax.plot(splits, waited, **(series(0) | {"marker": "", "drawstyle": "steps-mid"}))
     limit = pages * rows / PROCESSORS
-    points = [1, (most + 1) / 2, most]
-    bound(ax, points, [limit] * 3, "every processor reads all the time", at=0.5)
+    bound(ax, [1, most / 2, most], [limit] * 3, f"bound: all {PROCESSORS} processors read, "
+          f"{limit:.0f} pages each", at=1.0)  # fmt: skip
     for n in marked:
-        value, high = waited[n - 1], waited[n - 1] > 1.5 * limit
+        value = waited[n - 1]
         ax.plot([n], [value], **(series(1) | {"linestyle": ""}))
-        place = {"xytext": (0, 6 if high else -14), "va": "bottom" if high else "top"}
-        ax.annotate(f"{n} splits: {value}", (n, value), textcoords="offset points",
-                    ha="center", fontsize=9, **place)  # fmt: skip
+        high = value > 1.2 * limit or 2 * n > most  # the first low point has its label below
+        ax.annotate(f"{n} splits: {value}", (n, value), xytext=(0, 34 if high else -34),
+                    ha="center", fontsize=9, textcoords="offset points",
+                    arrowprops={"arrowstyle": "-", "color": "#777777"})  # fmt: skip
     ax.set_yscale("log")
     ticks = [2**n for n in range(4, 12) if limit / 2 <= 2**n <= max(waited)]
     ax.set_yticks(ticks, [f"{tick}" for tick in ticks])
     ax.minorticks_off()
     ax.set_ylim(limit / 2, 1.2 * max(waited))
-    told = ", ".join(f"{n} splits {waited[n - 1]}" for n in marked)
+    found = ", ".join(f"{n} splits {waited[n - 1]}" for n in marked)
     show(
         fig,
-        f"Pages that one processor of {PROCESSORS} reads one after the other, {pages} pages for "
-        f"each of {rows} KV heads: {told}. The bound is {limit:.1f}.",
+        f"Simulated: pages that one processor of {PROCESSORS} reads one after the other, {pages} "
+        f"pages for each of {rows} KV heads: {found}. The bound is {limit:.1f}.",
     )
 
 

@@ -115,13 +115,13 @@ def counting() -> Iterator[Traffic]:
         return result
 
     def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        inside = _seen(module, self, found, launched, pointers, mask, found.read)
+        inside = tally(module, self, found, launched, pointers, mask, found.read)
         if inside is not mask:
             _complain(found, lambda: load(self, pointers, mask, *rest, **named))
         return load(self, pointers, inside, *rest, **named)
 
     def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        inside = _seen(module, self, found, launched, pointers, mask, found.written)
+        inside = tally(module, self, found, launched, pointers, mask, found.written)
         if inside is not mask:
             _complain(found, lambda: store(self, pointers, value, mask, *rest))
         return store(self, pointers, value, inside, *rest)
@@ -148,7 +148,7 @@ def _memories(named: Sequence[tuple[str, Any]]) -> Iterator[_Memory]:
             yield _Memory.of(name, tensor)
 
 
-def _seen(
+def tally(
     module: Any,
     builder: Any,
     found: Traffic,
@@ -157,7 +157,10 @@ def _seen(
     mask: Any,
     counter: Counter[str],
 ) -> Any:
-    """Count one access of a program, tensor by tensor; returns the mask of what may be made."""
+    """Count the bytes of one load or store of a program, tensor by tensor.
+
+    Returns the mask without the places that lie outside of all tensors.
+    """
     np = module.np
     size = pointers.get_element_ty().primitive_bitwidth // 8
     wanted = np.broadcast_to(mask.data, pointers.data.shape)

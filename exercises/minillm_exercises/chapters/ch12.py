@@ -1,9 +1,10 @@
 """Chapter 12: a decode step, what it calls, and the rungs from plain torch to one call."""
 
+import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -34,7 +35,7 @@ CONTEXT = 32  # tokens before the one whose step is measured
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The step that computes one token behind `CONTEXT` others, with its logits, by hand."""
+    """One decode step without scheduler and sampling: from a token to the logits of the next."""
 
     model: Decoder
     kv: KVCache
@@ -42,7 +43,7 @@ class DecodeStep:
 
     @classmethod
     def of(cls, llm: LLM, token: int = 5) -> "DecodeStep":
-        """For an engine's model, over a cache that holds the tokens before."""
+        """The step of an engine's model after `CONTEXT` other tokens, which are in the cache."""
         by_hand = llm.engine.forward_pass
         kv = by_hand.allocate(1, 2 * CONTEXT)
         by_hand.run([Chunk(0, 0, list(range(CONTEXT)))], kv)
@@ -56,7 +57,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def use(self, token: int, position: int = CONTEXT) -> None:
-        """Copy another token, or another position, to where the step reads its own."""
+        """Copy another token or position into the memory that the step reads."""
         self.batch.input_ids.fill_(token)
         self.batch.positions.fill_(position)
         self.batch.slot_mapping.fill_(position)
@@ -96,8 +97,8 @@ class _Counted:
 def calls_of(step: Callable[[], object]) -> Counter[str]:
     """What `step` calls, by name: torch's operations, views included, and our own C functions.
 
-    Whoever watches torch makes the engine leave its C functions, so here it is told that nobody
-    watches.
+    The engine does not call its C functions while a dispatch mode watches torch. During the count
+    this check is switched off.
     """
     counts: Counter[str] = Counter()
     takes, functions, run = cpu.takes, cpu.ready, cpu_layers.Layers.run
@@ -139,6 +140,12 @@ class _Record(TorchDispatchMode):
         return out
 
 
+def quietly(run: Callable[[], object], repeats: int, budget: float) -> float:
+    """Median seconds. A busy machine is reported where the result is recorded, not at each call."""
+    with redirect_stdout(io.StringIO()):
+        return measure(run, repeats=repeats, budget=budget).median
+
+
 @torch.inference_mode()
 def alone(step: Callable[[], object]) -> Counter[str]:
     """Seconds of `step`'s torch operations by name, each called again and again by itself."""
@@ -146,8 +153,7 @@ def alone(step: Callable[[], object]) -> Counter[str]:
         step()
     seconds: Counter[str] = Counter()
     for name, call in record.calls:
-        taken = measure(call, repeats=15, budget=0.001).median
-        seconds[name] += taken  # type: ignore[assignment]
+        seconds[name] += quietly(call, 15, 0.001)  # type: ignore[assignment]
     return seconds
 
 
@@ -178,7 +184,7 @@ def _forget_libraries() -> None:
 def rungs(model: str, **options: Any) -> Iterator[tuple[str, LLM]]:
     """The engine from plain torch to one call for all layers, as far as this machine goes.
 
-    Use each before you ask for the next: what makes it that rung holds only until then.
+    Use each rung before the next one is made: its setting holds only until then.
     """
     options = {"device": "cpu", "max_model_len": 512} | options
     yield PLAIN, LLM(model, enforce_eager=True, **options)
@@ -214,10 +220,7 @@ def climb(name: str, llm: LLM) -> Rung:
     """Measure one rung: medians, the less disturbed of two."""
     step = DecodeStep.of(llm)
     products = product_pass(step.model, 1)
-    seconds, alone = (
-        min(measure(run, repeats=40, budget=0.15).median for _ in range(2))
-        for run in (step, products)
-    )
+    seconds, alone = (min(quietly(run, 40, 0.15) for _ in range(2)) for run in (step, products))
     return Rung(name, seconds, alone, calls_of(step).total())
 
 
@@ -229,8 +232,8 @@ def written(llm: LLM, prompt: Sequence[int], most: int) -> list[int]:
 
 
 def answers(llm: LLM, stops: Mapping[int, int] = MappingProxyType({})) -> list[list[int]]:
-    """Tokens of six requests of different lengths, the most likely ones; `stops` says which of them
-    (by number) end at which token."""
+    """The greedy tokens of six requests of different lengths. `stops` maps a request's number to
+    the token at which it ends."""
     prompts = [[number + 1] * (4 + number) for number in range(6)]
     params = [
         SamplingParams(

@@ -15,8 +15,8 @@ from minillm.scheduling.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class Turn:
-    """A step on the virtual clock: when the processor planned it, when the simulated device
-    computed it (each from, to), its rows, and how many of them were in vain."""
+    """A step on the virtual clock: when the processor planned it and the simulated device computed
+    it (each from, to), its number of rows, and how many of them were discarded."""
 
     planned: tuple[int, int]
     computed: tuple[int, int]
@@ -26,7 +26,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Job:
-    """A request: it may write `most` tokens, and ends by END after `writes`, if that is less."""
+    """A request for at most `most` tokens, which writes END as its token number `writes`."""
 
     writes: int
     most: int
@@ -48,9 +48,9 @@ class SimulatedDevice:
 
 
 def drive(jobs: Sequence[Job], plan: int, compute: int, ahead: bool, seats: int = 8) -> list[Turn]:
-    """The engine's own scheduler over a simulated device: planning a step takes `plan` of the
-    processor, computing it `compute` of the device. With `ahead` the next step is planned and
-    launched before this one's tokens are here, as the engine's `async_scheduling` does."""
+    """The engine's scheduler over a simulated device: the processor plans a step in `plan`, the
+    device computes it in `compute`. With `ahead` the next step is planned and launched before the
+    tokens of this one are known, like the engine's `async_scheduling`."""
     scheduler = _scheduler(jobs, seats)
     device, now = SimulatedDevice(compute), 0
     turns: list[Turn] = []
@@ -84,7 +84,7 @@ def _scheduler(jobs: Sequence[Job], seats: int) -> Scheduler:
 
 
 def _commit(scheduler: Scheduler, made: StepPlan, jobs: Sequence[Job]) -> None:
-    """Tell the scheduler the tokens of a step, and end whoever wrote END."""
+    """Give the scheduler the tokens of a step, and finish the requests that wrote END."""
     owners = {row.seq_id: scheduler.in_flight[row.seq_id] for row in made.rows}
     scheduler.commit(made, {row.seq_id: [1] * row.num_samples for row in _sampling(made)})
     for seq_id, sequence in owners.items():
@@ -98,5 +98,5 @@ def _sampling(made: StepPlan) -> list[Row]:
 
 
 def bubbles(turns: Sequence[Turn]) -> int:
-    """How often the device, having begun, had nothing to do."""
+    """How often the device waited between two steps."""
     return sum(after.computed[0] > before.computed[1] for before, after in pairwise(turns))

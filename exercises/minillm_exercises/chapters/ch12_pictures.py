@@ -1,18 +1,17 @@
-"""Chapter 12's pictures: rungs, knees, sizes of graphs, and two clocks side by side."""
+"""Chapter 12's pictures: host and device, rungs, launches, sizes of graphs, two ways to plan."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minillm.config import ModelConfig
-from minillm.plan.cost import weight_bytes
-from minillm.plan.hardware import Hardware
 from minillm_exercises.chapters.ch12 import Rung
 from minillm_exercises.chapters.ch12_device import Turn, bubbles
 from minillm_exercises.chapters.ch12_recordings import padding
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Span = tuple[int, int]  # from, to
 
 
 def draw_rungs(panels: Mapping[str, Sequence[Rung]], floors: Mapping[str, float]) -> None:
@@ -46,56 +45,59 @@ def draw_rungs(panels: Mapping[str, Sequence[Rung]], floors: Mapping[str, float]
     )
     show(
         fig,
-        f"Each bar is one decode step, and only a model that stays in a cache can end left of its "
-        f"dashed line, the weights read from memory: {said}.",
+        f"Measured: each bar is one decode step. Dashed: the time of reading the weights from "
+        f"memory; only a model that stays in a cache can be faster: {said}.",
     )
 
 
-def draw_knees(
-    sizes: Sequence[int],
-    seconds: Sequence[float],
-    price: float,
-    rate: float,
-    card: Hardware,
-    models: Mapping[str, ModelConfig],
-    launches: Sequence[int],
-) -> None:
-    """Draw products of growing size on this machine beside the layers of `models` on a `card`."""
-    fig, (left, right) = figure("bytes of the weight", "time (µs)", cols=2, size=(9.6, 3.9))
-    micro = [1e6 * each for each in seconds]
-    left.plot(sizes, micro, label="measured product of one row", **series(0))
-    model = [1e6 * (price + size / rate) for size in sizes]
-    left.plot(sizes, model, "k--", linewidth=1.2, label="call + bytes from memory")
-    left.axvline(price * rate, color="grey", linestyle=":", label="knee")
-    left.set_title("this machine", fontsize=10, loc="left")
-    left.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="none")
-    layers = {
-        name: weight_bytes(config, "bfloat16") / config.num_layers
-        for name, config in models.items()
-    }
-    ends = min(layers.values()) / 2, max(layers.values()) * 2
-    bound(right, ends, [1e6 * size / card.bandwidth for size in ends], "bytes ", side="above")
-    for number, count in enumerate(launches):
-        style = {key: series(number + 1)[key] for key in ("color", "linestyle")}
-        height = 1e6 * count * card.overhead
-        right.plot(ends, [height] * 2, label=f"{count} launches a layer", **style)
-    for number, (name, size) in enumerate(layers.items()):
-        mark = series(number) | {"linestyle": "none", "markersize": 8}
-        right.plot([size], [1e6 * size / card.bandwidth], label=name, **mark)
-    right.set_title(f"bounds of a layer, {card.name} (computed)", fontsize=10, loc="left")
-    right.set_xlabel("bytes of the layer")
-    right.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    for ax in (left, right):
-        ax.set(xscale="log", yscale="log")
-        ax.yaxis.set_major_formatter("{x:,g}")
-    left.set_ylim(top=15 * max(*model, *micro))  # the legend is above the curve
-    over = [
-        name for name, size in layers.items() if size / card.bandwidth < launches[0] * card.overhead
-    ]
+def draw_timeline(runs: Mapping[str, tuple[Sequence[Span], Sequence[Span]]]) -> None:
+    """Draw when the host launches and the simulated device computes, one panel for each run."""
+    fig, axes = figure("time (µs, simulated)", "who", rows=len(runs), size=(7.6, 1.7 * len(runs)))
+    until = max(device[-1][1] for _, device in runs.values()) + 3
+    for ax, (name, (host, device)) in zip(axes, runs.items(), strict=True):
+        for number, (launch, kernel) in enumerate(zip(host, device, strict=True), 1):
+            style = _style(number)
+            word = "graph" if launch[1] > launch[0] and host[-1][1] == host[0][1] else str(number)
+            _piece(ax, launch, 1, style, word if launch[1] > launch[0] else "", until)
+            _piece(ax, kernel, 0, style, str(number), until)
+        ax.set_yticks([0, 1], ["device", "host"])
+        ax.set(xlim=(0, until), ylim=(-0.5, 1.5))
+        ax.grid(axis="y", visible=False)
+        ax.set_title(f"{name}: done after {device[-1][1]} µs", loc="left", size=10)
+    said = ", ".join(f"{name} {device[-1][1]} µs" for name, (_, device) in runs.items())
     show(
         fig,
-        f"Left of its knee a product takes the time of a call; at {launches[0]} launches a layer "
-        f"{', '.join(over)} lie below the line of launches, so launches decide.",
+        f"Simulated: each number is one call, launched by the host and computed by the device; "
+        f"white gaps in a device's row are waiting. Done after: {said}.",
+    )
+
+
+def draw_launches(
+    models: Mapping[str, tuple[Sequence[float], float]], counts: Sequence[int]
+) -> None:
+    """Draw for each model the milliseconds of all launches, for each of `counts` launches a layer,
+    beside the bound of its step."""
+    fig, ax = figure("time of a step (ms)", "model", size=(8.2, 3.9))
+    high = 0.8 / len(counts)
+    for row, count in enumerate(counts):
+        places = [number + (row - (len(counts) - 1) / 2) * high for number in range(len(models))]
+        label = f"{count} launches a layer, 5 µs each"
+        ax.barh(places, [times[row] for times, _ in models.values()], height=0.9 * high,
+                label=label, **bars(row))  # fmt: skip
+    for number, (_, least) in enumerate(models.values()):
+        note = "bound (bytes or operations)" if number == 0 else "_nolegend_"
+        ax.plot([least] * 2, [number - 0.45, number + 0.45], "k--", linewidth=1.8, label=note)
+    ax.set_yticks(range(len(models)), list(models))
+    ax.invert_yaxis()
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    over = [name for name, (times, least) in models.items() if times[0] > least]
+    show(
+        fig,
+        f"Computed, not measured: a bar that passes its dashed line is launches that take longer "
+        f"than the work; with {counts[0]} launches a layer those of {', '.join(over)}.",
     )
 
 
@@ -118,15 +120,19 @@ def draw_padding(
     right.xaxis.set_major_formatter("{x:,.0f}")
     right.legend(loc="lower right", frameon=True, framealpha=1)
     said = ", ".join(f"{name} {count:,}" for name, count in zip(choices, spare, strict=True))
-    show(fig, f"A batch runs in the next size up; rows of padding beside {rows:,} real: {said}.")
+    show(
+        fig,
+        f"Counted: each batch runs in the next larger size. Rows of padding, beside {rows:,} rows "
+        f"of requests: {said}.",
+    )
 
 
 def draw_clocks(runs: Mapping[str, Sequence[Turn]], until: int) -> None:
     """Draw when the processor plans and the simulated device computes, for each way to run."""
-    fig, axes = figure("virtual time (µs)", "who", rows=len(runs), size=(8.4, 1.9 * len(runs)))
+    fig, axes = figure("time (µs, simulated)", "who", rows=len(runs), size=(8.4, 1.9 * len(runs)))
     for ax, (name, turns) in zip(axes, runs.items(), strict=True):
         for number, turn in enumerate(turns):
-            style: dict[str, Any] = {"height": 0.7} | bars(number % 2)
+            style = _style(number)
             _piece(ax, turn.planned, 1, style, "", until)
             _piece(ax, turn.computed, 0, style, f"step {number + 1}", until)
         ax.set_yticks([0, 1], ["simulated device", "processor"])
@@ -136,7 +142,15 @@ def draw_clocks(runs: Mapping[str, Sequence[Turn]], until: int) -> None:
         ax.grid(axis="y", visible=False)
         ax.set_title(f"{name}: {bubbles(turns)} bubbles in {len(turns)} steps", loc="left", size=10)
     said = ", ".join(f"{name} {turns[-1].computed[1]:,} µs" for name, turns in runs.items())
-    show(fig, f"White gaps in a device's row are bubbles, and the last step ends at: {said}.")
+    show(
+        fig,
+        f"Simulated: white gaps in the device's row are bubbles. The last step ends at: {said}.",
+    )
+
+
+def _style(number: int) -> dict[str, Any]:
+    """A dark and a light blue in turn, which differ without colour, too."""
+    return {"height": 0.7, "edgecolor": "white", "color": series(2 * (number % 2))["color"]}
 
 
 def _piece(

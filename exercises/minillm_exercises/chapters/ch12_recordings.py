@@ -15,8 +15,8 @@ from minillm.lab.simulation import Simulation, linear
 def into(func: Any, args: Sequence[Any], out: Any) -> Callable[..., object] | None:
     """What writes the result of ``func(*args)`` to where `out` lies, given the same arguments.
 
-    None where there is nothing to write: a view is the same memory seen otherwise, and a number
-    that Python got cannot be got again.
+    None if there is nothing to write: a view is the same memory in another shape, and a number
+    that was returned to Python cannot be written again.
     """
     outs = [each for each in (out if isinstance(out, tuple | list) else (out,))]
     if not outs or not all(isinstance(each, Tensor) for each in outs):

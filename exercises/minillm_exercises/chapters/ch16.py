@@ -270,7 +270,8 @@ def row_seconds(llm: LLM, counts: Sequence[int], batch: int = 1) -> dict[int, fl
     found: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(2):  # two sweeps: the less disturbed one counts
         for count in counts:
-            found[count].append(measure(lambda c=count: verify(c), budget=0.25).median)
+            timing = measure(lambda c=count: verify(c), budget=0.25, device=str(run.device))
+            found[count].append(timing.median)
     return {count: min(times) for count, times in found.items()}
 
 

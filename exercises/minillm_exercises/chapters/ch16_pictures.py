@@ -120,8 +120,8 @@ def draw_rows(
     told = ", ".join(f"{t[5] / t[1]:.2f} for {name}" for name, t in seconds.items())
     show(
         fig,
-        f"One pass over several tokens of a text, in units of a plain step: five rows take "
-        f"{told}, where five plain steps take five.",
+        f"Measured: one pass over several tokens of a text, in units of a plain step; five rows "
+        f"take {told}, where five plain steps take five.",
     )
 
 
@@ -165,6 +165,6 @@ def draw_gains(gains: Mapping[str, Mapping[int, float]], what: str) -> None:
     told = ", ".join(f"{v[batches[-1]]:.2f} for {name}" for name, v in gains.items())
     show(
         fig,
-        f"What drafts gain by the bounds of {what}: the gain holds while a step is bound by bytes, "
+        f"Computed from the bounds of {what}: drafts gain while reading the weights sets the time, "
         f"and at a batch of {batches[-1]} it is {told}.",
     )

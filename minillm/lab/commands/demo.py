@@ -213,7 +213,7 @@ def explanation(cost: StepCost, hardware: Hardware, fraction: float, others: flo
         return (
             f"{warning}Starting the {cost.num_operations} operations of a token takes "
             f"{seconds(cost.num_operations * hardware.overhead)} or more, longer than reading the "
-            "weights: decoding is bound by overhead."
+            "weights: host overhead limits decoding."
         )
     text = (
         f"{warning}Each token needs {digits(cost.intensity)} operations per byte read; this "
