@@ -365,7 +365,7 @@ class Engine:
         errors = result.errors.get(row.seq_id, {})
         if not row.num_samples:
             if errors:
-                for index in range(sequence.index, sequence.index + sequence.num_seats):
+                for index in range(sequence.index, sequence.index + sequence.num_seqs):
                     live.end_completion(index, "error", now, errors[0])
             elif sequence.status is Status.FINISHED:  # a scoring request
                 live.end("length", now)

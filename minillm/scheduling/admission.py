@@ -42,14 +42,14 @@ class Admission:
         self,
         waiting: list[Sequence],
         running: list[Sequence],
-        seats: int,
+        free_seqs: int,
         budget: int,
         record: StepRecord,
     ) -> Blocked | None:
         """Why no request can be admitted, if that is known before anything is looked up."""
         first = waiting[0]
-        if not seats:
-            return Blocked.of(first, "seats", first.num_seats, 0)
+        if not free_seqs:
+            return Blocked.of(first, "batch slots", first.num_seqs, 0)
         if not budget:
             return Blocked.of(first, "tokens", 1, 0)
         if record.preempted or record.stalled:
@@ -110,12 +110,12 @@ class Admission:
         return self.blocks.match(sequence.token_ids, limit, request.cache_salt)
 
     def decide(
-        self, sequence: Sequence, seats: int, budget: int, available: int
+        self, sequence: Sequence, free_seqs: int, budget: int, available: int
     ) -> Match | Blocked:
         """The cached prefix of an admitted sequence (empty if it was swapped out), or a refusal."""
         self._refusal = None
-        if sequence.num_seats > seats:
-            return Blocked.of(sequence, "seats", sequence.num_seats, seats)
+        if sequence.num_seqs > free_seqs:
+            return Blocked.of(sequence, "batch slots", sequence.num_seqs, free_seqs)
         if budget == 0:
             return Blocked.of(sequence, "tokens", 1, 0)
         target, match = self.target(sequence), Match([], 0, None)

@@ -245,8 +245,8 @@ def reset_prefix_cache(scheduler: "Scheduler | DataParallelScheduler") -> None:
 
 
 def load(scheduler: Scheduler) -> int:
-    """The load of a copy: its seats taken and its waiting sequences, weighted."""
-    return scheduler.num_seats + WAITING_WEIGHT * len(scheduler.waiting)
+    """The load of a copy: its running sequences and its waiting sequences, weighted."""
+    return scheduler.num_seqs + WAITING_WEIGHT * len(scheduler.waiting)
 
 
 def plan_ahead(scheduler: Scheduler) -> StepPlan | None:

@@ -11,7 +11,7 @@ from minillm.scheduling.scheduler import Scheduler
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Check block tables, seats, and the order and contents of both queues.
+    """Check block tables, the count of running sequences, and both queues.
 
     Raises:
         AccountingError: they are inconsistent: a bug of `scheduling/` or `cache/`.
@@ -19,9 +19,11 @@ def check_invariants(scheduler: Scheduler) -> None:
     held = {**scheduler.sequences, **scheduler.in_flight}
     scheduler.blocks.check_invariants(sequence.table for sequence in held.values())
     running, waiting = scheduler.running, scheduler.waiting
-    seats, most = sum(seq.num_seats for seq in running), scheduler.config.max_num_seqs
-    if seats != scheduler.num_seats or seats > most:
-        raise AccountingError(f"{seats} of {most} seats are taken; counted: {scheduler.num_seats}.")
+    taken, most = sum(seq.num_seqs for seq in running), scheduler.config.max_num_seqs
+    if taken != scheduler.num_seqs or taken > most:
+        raise AccountingError(
+            f"{taken} of {most} sequences are running; counted: {scheduler.num_seqs}."
+        )
     for queue in (running, waiting):
         if any(one.key >= other.key for one, other in pairwise(queue)):
             raise AccountingError("A queue is not sorted by key.")

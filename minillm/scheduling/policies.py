@@ -80,7 +80,7 @@ def reserve_max(sequence: Sequence, block_size: int) -> int:
     the reserved blocks are never written."""
     request = sequence.request
     shared = len(request.prompt_token_ids) // block_size
-    return shared + sequence.num_seats * (-(-request.max_computed // block_size) - shared)
+    return shared + sequence.num_seqs * (-(-request.max_computed // block_size) - shared)
 
 
 ADMISSIONS: Mapping[str, Callable[[Sequence, int], int]] = MappingProxyType(

@@ -17,7 +17,7 @@ from minillm.scheduling.request import Sequence
 class Blocked:
     """Why the first waiting sequence was not admitted, or a running one got no row.
 
-    `what` it lacks: "seats" (of `max_num_seqs`), "tokens" (of the step's budget) or "blocks".
+    `what` it lacks: "batch slots" (of `max_num_seqs`), "tokens" (of the step's budget) or "blocks".
     `available` blocks are 0 for a waiting sequence if running sequences lacked blocks in this step.
     """
 
@@ -90,14 +90,14 @@ class RankTime(NamedTuple):
 class Ended(NamedTuple):
     """A sequence finished with `num_tokens` new tokens.
 
-    `in_vain`: it had a row in flight, whose tokens are discarded. `time` None: it finished when the
-    tokens of its step were computed.
+    `discarded`: it had a row in flight, whose tokens are discarded. `time` None: it finished when
+    the tokens of its step were computed.
     """
 
     seq_id: int
     reason: str
     num_tokens: int
-    in_vain: bool
+    discarded: bool
     time: float | None
 
 
@@ -240,12 +240,12 @@ class Logbook:
             request.arrival,
         )
 
-    def end(self, sequence: Sequence, reason: str, in_vain: bool, time: float | None) -> None:
+    def end(self, sequence: Sequence, reason: str, discarded: bool, time: float | None) -> None:
         """Record that a sequence finished."""
         num_tokens = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
         ended = self._gone if sequence.seq_id in self._added else self.record.ended
         time = self.time if time is None else time
-        ended.append(Ended(sequence.seq_id, reason, num_tokens, in_vain, time))
+        ended.append(Ended(sequence.seq_id, reason, num_tokens, discarded, time))
 
     def end_all(
         self, sequences: Iterable[Sequence], reason: str, in_flight: Container[int], time: float

@@ -56,7 +56,7 @@ class Sequence:
     the prefix cache use generated tokens only once they are committed.
 
     A request starts as one sequence. When its prompt is computed, the other `n - 1` completions
-    fork from it. A sequence takes one of `max_num_seqs` seats, and until then one per future fork.
+    fork from it. A sequence counts as one of `max_num_seqs`, and until then one per future fork.
     """
 
     __slots__ = (
@@ -117,8 +117,8 @@ class Sequence:
             self.furthest = num_computed
 
     @property
-    def num_seats(self) -> int:
-        """Seats it takes of `max_num_seqs`: its own, and one per future fork."""
+    def num_seqs(self) -> int:
+        """Its share of `max_num_seqs`: one for itself, and one per future fork."""
         return 1 + self.num_forks
 
     @property

@@ -52,7 +52,7 @@ class Scheduler:
         self.admission = Admission(config, blocks, self.policy)
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrivals, self.seq_ids = 0, count()
-        self.num_seats = 0  # seats taken of `max_num_seqs`, including those of future forks
+        self.num_seqs = 0  # running, of `max_num_seqs`; includes future forks
         self._dropped: list[int] = []  # seq_ids for `StepPlan.dropped` of the next plan
         self._readers: set[int] = set()  # seq_ids whose cached prefix the new plan itself computes
         self._uncommitted = UncommittedPlans()
@@ -248,8 +248,8 @@ class Scheduler:
 
     def _refusal(self, budget: int) -> Blocked | None:
         """Why no waiting sequence can be admitted, or None; subclasses may add reasons."""
-        seats = self.config.max_num_seqs - self.num_seats
-        return self.admission.refusal(self.waiting, self.running, seats, budget, self.record)
+        free_seqs = self.config.max_num_seqs - self.num_seqs
+        return self.admission.refusal(self.waiting, self.running, free_seqs, budget, self.record)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Admit waiting sequences in order, until one does not fit."""
@@ -257,8 +257,8 @@ class Scheduler:
         for sequence in self.admission.queue(self.waiting):
             headroom = self.admission.headroom if self.running else 0
             available = self.blocks.pool.num_free - reserved - headroom
-            seats = self.config.max_num_seqs - self.num_seats
-            decision = self.admission.decide(sequence, seats, budget, available)
+            free_seqs = self.config.max_num_seqs - self.num_seqs
+            decision = self.admission.decide(sequence, free_seqs, budget, available)
             if isinstance(decision, Blocked):
                 self.record.blocked = decision
                 break
@@ -292,13 +292,13 @@ class Scheduler:
 
     def _start_running(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
-        self.num_seats += sequence.num_seats
+        self.num_seqs += sequence.num_seqs
         insert(self.running, sequence)
         self.record.admitted.append(sequence.seq_id)
 
     def _stop_running(self, sequence: Sequence) -> None:
         remove(self.running, sequence)
-        self.num_seats -= sequence.num_seats
+        self.num_seqs -= sequence.num_seqs
         if sequence.num_sent is not None:
             self._dropped.append(sequence.seq_id)
             sequence.num_sent = None

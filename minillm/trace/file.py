@@ -208,8 +208,8 @@ def check_events(record: StepRecord) -> None:
     for ended in record.ended:
         counts(ended.seq_id, ended.num_tokens)
         text(ended.reason)
-        if not isinstance(ended.in_vain, bool):
-            raise ValueError(f"{shown(ended.in_vain)} is not true or false")
+        if not isinstance(ended.discarded, bool):
+            raise ValueError(f"{shown(ended.discarded)} is not true or false")
         if ended.time is not None:
             number(ended.time)
     for blocked in (*record.stalled, *([record.blocked] if record.blocked else [])):

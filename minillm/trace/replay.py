@@ -130,7 +130,7 @@ class Replay:
         starts = {row.seq_id: row.start for row in record.rows}
         for seq_id in record.admitted:
             self._admit(self.of(seq_id), starts.get(seq_id, 0), record.planned)
-        discarded = {one.seq_id for one in record.ended if one.in_vain} | set(record.void)
+        discarded = {one.seq_id for one in record.ended if one.discarded} | set(record.void)
         drafts = {drafted.seq_id: drafted for drafted in record.drafted}
         for row in record.rows:
             state = self.of(row.seq_id)

@@ -98,7 +98,7 @@ def test_how_long_a_request_is_says_nothing_about_when_it_comes(law):
 def test_static_seats_are_offered_when_the_batch_is_over():
     trace = serve(SIX, 3, StaticScheduler, prompt=5)
     assert [record.step for record in trace if record.admitted] == [1, 13]
-    assert [record.blocked.what for record in trace if record.blocked] == ["seats"] * 12
+    assert [record.blocked.what for record in trace if record.blocked] == ["batch slots"] * 12
     assert [record.step for record in serve(SIX, 3, prompt=5) if record.admitted] == [1, 5, 9, 11]
 
 

@@ -285,16 +285,16 @@ def test_waiting_costs_a_plan_in_every_step():
     assert bubbles(turns) == 15
     assert turns[-1].computed == (16 * 25 - 20, 16 * 25)
     assert sum(turn.rows for turn in turns) == sum(job.writes for job in JOBS)
-    assert not any(turn.in_vain for turn in turns)
+    assert not any(turn.discarded for turn in turns)
 
 
 def test_planning_ahead_costs_a_row_for_each_end_and_nothing_for_a_length():
     turns = drive(JOBS, 5, 20, ahead=True)
     assert bubbles(turns) == 0
     assert turns[-1].computed[1] == 5 + 16 * 20
-    assert sum(turn.in_vain for turn in turns) == 3
+    assert sum(turn.discarded for turn in turns) == 3
     assert sum(turn.rows for turn in turns) == sum(job.writes for job in JOBS) + 3
-    assert not any(turn.in_vain for turn in drive([Job(7, 7), Job(3, 3)], 5, 20, ahead=True))
+    assert not any(turn.discarded for turn in drive([Job(7, 7), Job(3, 3)], 5, 20, ahead=True))
 
 
 def test_a_plan_that_takes_longer_than_its_step_is_waited_for():
@@ -308,7 +308,7 @@ def test_whoever_waits_for_a_seat_comes_a_step_later_when_planned_ahead():
     waiting, ahead = (drive(jobs, 5, 20, ahead=each, seats=2) for each in (False, True))
     assert [turn.rows for turn in waiting] == [2, 2, 2, 2, 1]
     assert [turn.rows for turn in ahead] == [2, 2, 2, 2, 1, 1]
-    assert sum(turn.in_vain for turn in ahead) == 1
+    assert sum(turn.discarded for turn in ahead) == 1
 
 
 # ---- drawings --------------------------------------------------------------------------------

@@ -183,9 +183,7 @@ def test_a_prediction_is_kept_and_shown_again(capsys) -> None:
 
 def test_without_a_prediction_the_measurement_is_still_told(capsys) -> None:
     compare("nothing", "4.2 times", "c")
-    assert capsys.readouterr().out == (
-        "Measured: 4.2 times. That is nearest to c.\n"
-    )
+    assert capsys.readouterr().out == ("Measured: 4.2 times. That is nearest to c.\n")
 
 
 def test_what_was_not_measured_is_not_called_measured(capsys) -> None:

@@ -77,7 +77,7 @@ def assert_idle(engine: Engine) -> None:
         check_invariants(scheduler)
         assert not scheduler.has_work
         assert not scheduler.in_flight
-        assert scheduler.num_seats == 0
+        assert scheduler.num_seqs == 0
         blocks = scheduler.blocks
         assert blocks.pool.num_free == blocks.pool.num_blocks
         assert blocks.host.num_free == blocks.host.num_blocks

@@ -470,7 +470,7 @@ def test_a_scheduler_of_ones_own():
 
     class Static(Scheduler):
         def _refusal(self, budget):
-            return Blocked.of(self.waiting[0], "seats", 1, 0) if self.running else None
+            return Blocked.of(self.waiting[0], "batch slots", 1, 0) if self.running else None
 
     for scheduler, last in ((Scheduler, 2.0), (Static, 3.0)):
         sim = Simulation(8, 4, max_num_seqs=2, scheduler=scheduler)

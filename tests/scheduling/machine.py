@@ -374,7 +374,7 @@ class World:
             [sequence.seq_id for sequence in scheduler.waiting],
             [sequence.seq_id for sequence in scheduler.running],
             list(scheduler.sequences),
-            scheduler.num_seats,
+            scheduler.num_seqs,
             asdict(scheduler.counters),
             list(pool.ref_counts),
             free_order(self.manager),
@@ -648,7 +648,7 @@ class World:
         alive = {name_of(sequence) for sequence in self.scheduler.sequences.values()}
         require(alive == set(self.alive), "accounting", alive, set(self.alive))
         seats = sum(self._seats(sequence) for sequence in self.scheduler.running)
-        require(seats <= self.setup.max_num_seqs, "limits", seats, "seats")
+        require(seats <= self.setup.max_num_seqs, "limits", seats, "sequences are running")
         self._check_eviction(order, set(cached), held)
         self._check_reachable()
         self._tables = {seq_id: list(table.blocks) for seq_id, table in held.items()}

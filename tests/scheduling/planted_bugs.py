@@ -54,10 +54,10 @@ def bug(name: str, caught_by: str, seeds: range = range(30), **setup: Any) -> An
 # ---- scheduling ----------------------------------------------------------------------------------
 
 
-@bug("nano-vllm: the cap bounds the step, not the running set", r"seats")
+@bug("nano-vllm: the cap bounds the step, not the running set", r"sequences are running")
 def cap_of_the_step(patch: Patch) -> None:
     rows = property(lambda self: len(self.in_flight), lambda self, value: None)
-    patch.setattr(Scheduler, "num_seats", rows, raising=False)
+    patch.setattr(Scheduler, "num_seqs", rows, raising=False)
     patch.setattr("tests.scheduling.machine.check_invariants", lambda scheduler: None)
 
 
@@ -98,7 +98,7 @@ def no_budget(patch: Patch) -> None:
     patch.setattr(Scheduler, "_chunk", chunk)
 
 
-@bug("seats of forks to come are not kept", r"seats")
+@bug("seats of forks to come are not kept", r"sequences are running")
 def forks_without_seats(patch: Patch) -> None:
     patch.setattr(Scheduler, "_start_running", without_forks(Scheduler._start_running))
     patch.setattr(Scheduler, "_fork", with_seats(Scheduler._fork))
@@ -107,14 +107,14 @@ def forks_without_seats(patch: Patch) -> None:
 def without_forks(start: Any) -> Any:
     def broken(self: Scheduler, sequence: Sequence) -> None:
         start(self, sequence)
-        self.num_seats -= sequence.num_forks
+        self.num_seqs -= sequence.num_forks
 
     return broken
 
 
 def with_seats(fork: Any) -> Any:
     def broken(self: Scheduler, parent: Sequence, index: int) -> Any:
-        self.num_seats += 1
+        self.num_seqs += 1
         return fork(self, parent, index)
 
     return broken

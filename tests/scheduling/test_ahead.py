@@ -315,7 +315,7 @@ def test_who_ended_has_a_row_in_vain_and_keeps_its_blocks_until_then() -> None:
     scheduler.finish(first.seq_id)
     assert scheduler.blocks.pool.num_free == 7
     (ended,) = scheduler.record.ended
-    assert (ended.in_vain, ended.num_tokens) == (True, 1)
+    assert (ended.discarded, ended.num_tokens) == (True, 1)
     scheduler.commit(after, {first.seq_id: [8]})
     assert first.token_ids == [0, 1, 2, 7]
     assert scheduler.blocks.pool.num_free == 8
@@ -333,7 +333,7 @@ def test_its_end_has_the_time_of_the_tokens_that_ended_it() -> None:
         sampled = {row.seq_id: [1] for row in plans[step].rows}
         scheduler.commit(plans[step], sampled)
     (ended,) = scheduler.record.ended
-    assert (ended.seq_id, ended.time, ended.in_vain) == (short.seq_id, 11.0, False)
+    assert (ended.seq_id, ended.time, ended.discarded) == (short.seq_id, 11.0, False)
     assert [row.seq_id for row in plans[2].rows] == [long.seq_id]
 
 

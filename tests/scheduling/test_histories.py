@@ -37,7 +37,7 @@ RULES = ("add", "follow_up", "crowd", "step", "step_with", "abort", "finish", "i
 SEEN = {
     **{f"rule {name}": 100 for name in RULES},
     **{f"refused: {kind}": 50 for kind in IMPOSSIBLE},
-    **{f"blocked: {what}": 100 for what in ("seats", "tokens", "blocks")},
+    **{f"blocked: {what}": 100 for what in ("batch slots", "tokens", "blocks")},
     **{f"ended: {how}": 100 for how in ("length", "computed", "aborted", "finished", "failed")},
     **{f"re-ordered by {name}": 10 for name in POLICIES if name != "fcfs"},
     "preempted: recompute": 100,

@@ -120,7 +120,7 @@ def test_longest_prefix_match_looks_at_nobody_while_all_seats_are_taken() -> Non
     line.add(prompt(8))
     line.scheduler.admission.match = None  # to call it would fail
     line.scheduler.schedule()
-    assert str(line.scheduler.record.blocked) == "no seats: needs 1, has 0"
+    assert str(line.scheduler.record.blocked) == "no batch slots: needs 1, has 0"
 
 
 def test_longest_prefix_match_looks_at_nobody_while_a_prompt_takes_the_whole_budget() -> None:

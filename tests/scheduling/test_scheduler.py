@@ -655,7 +655,7 @@ def test_a_prompt_for_n_completions_takes_n_seats_and_one_computation() -> None:
     plan = step(engine)
     assert tokens_of(plan) == {0: 6, 1: 6}
     assert [row.num_samples for row in plan.rows] == [1, 3]
-    assert str(engine.record.blocked) == "no seats: needs 1, has 0"
+    assert str(engine.record.blocked) == "no batch slots: needs 1, has 0"
     plan = step(engine)
     assert tokens_of(plan) == {0: 1, 1: 1, 3: 1, 4: 1}
     assert [new.sample_index for new in plan.new] == [1, 2]
@@ -911,7 +911,7 @@ def test_the_record_says_who_waits_for_a_seat_or_for_the_next_step() -> None:
     engine.add(request("a"))
     engine.add(request("b"))
     step(engine)
-    assert str(engine.record.blocked) == "no seats: needs 1, has 0"
+    assert str(engine.record.blocked) == "no batch slots: needs 1, has 0"
     engine = scheduler(max_num_batched_tokens=4)
     engine.add(request("a"))
     engine.add(request("b"))

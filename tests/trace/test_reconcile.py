@@ -68,7 +68,7 @@ def test_the_workload_has_all_there_is(worked: tuple[LLM, list[LiveRequest]]) ->
     ends = {one.reason for record in llm.trace for one in record.ended}
     assert ends == {"abort", "error", "length", "stop"}
     assert {record.blocked.what for record in llm.trace if record.blocked} >= {"blocks", "tokens"}
-    assert any(one.in_vain for record in llm.trace for one in record.ended)
+    assert any(one.discarded for record in llm.trace for one in record.ended)
     modes = {one.mode for record in llm.trace for one in record.preempted}
     assert "recompute" in modes or llm.engine.args.swap_space
     assert ("swap" in modes) == bool(llm.engine.args.swap_space)
@@ -340,7 +340,7 @@ def test_a_failed_step_and_ctrl_c_are_in_the_trace(
         core.add(core.make_request("a", None, [1, 2, 3], SamplingParams(max_tokens=3)))
         with pytest.raises(KeyboardInterrupt):
             core.step()
-        assert [(one.reason, one.in_vain) for one in llm.trace[-1].ended] == [("abort", True)]
+        assert [(one.reason, one.discarded) for one in llm.trace[-1].ended] == [("abort", True)]
         monkeypatch.undo()
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
         steps = [record.step for record in llm.trace]

@@ -135,7 +135,7 @@ class StaticScheduler(Scheduler):
 
     def _refusal(self, budget: int) -> Blocked | None:
         if self.running:
-            return Blocked.of(self.waiting[0], "seats", 1, 0)
+            return Blocked.of(self.waiting[0], "batch slots", 1, 0)
         return super()._refusal(budget)
 
 

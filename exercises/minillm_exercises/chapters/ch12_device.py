@@ -21,7 +21,7 @@ class Turn:
     planned: tuple[int, int]
     computed: tuple[int, int]
     rows: int
-    in_vain: int
+    discarded: int
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def drive(jobs: Sequence[Job], plan: int, compute: int, ahead: bool, seats: int 
         made, record, planned, computed = steps.pop(0)
         now = max(now, computed[1])
         _commit(scheduler, made, jobs)
-        vain = sum(ended.in_vain for ended in record.ended)
-        turns.append(Turn(planned, computed, len(made.rows), vain))
+        discarded = sum(ended.discarded for ended in record.ended)
+        turns.append(Turn(planned, computed, len(made.rows), discarded))
     return turns
 
 

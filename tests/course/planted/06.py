@@ -8,7 +8,7 @@ _right = Scheduler._refusal
 
 def _refusal(self, budget):
     if self.running:
-        return Blocked.of(self.waiting[0], "seats", 1, 0)
+        return Blocked.of(self.waiting[0], "batch slots", 1, 0)
     return _right(self, budget)
 
 

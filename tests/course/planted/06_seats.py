@@ -9,7 +9,7 @@ def _stop_running(self, sequence):
     _right(self, sequence)
     if not hasattr(self, "lost"):
         self.lost = True
-        self.num_seats += 1
+        self.num_seqs += 1
 
 
 Scheduler._stop_running = _stop_running
