@@ -11,6 +11,7 @@ from minillm.models.forward_pass import Chunk
 from minillm_exercises.chapters.ch02 import (
     candidates,
     chi_square,
+    draw_steps,
     logprobs,
     panels,
     repeated_share,
@@ -136,6 +137,22 @@ def test_panels_say_what_they_show(monkeypatch):
     assert list(thick.get_xdata()) == [1, 2, 3]
     assert list(thin.get_xdata()) == [3, 4]
     assert list(dotted.get_ydata()) == pytest.approx([50, 25, 12.5, 12.5])
+
+
+def test_the_picture_of_a_draw_shows_what_is_removed_and_drawn(monkeypatch):
+    """Four bars in each panel; those of removed tokens are hollow, and the token is not one."""
+    shown = []
+    monkeypatch.setattr(
+        "minillm_exercises.chapters.ch02.show", lambda fig, text: shown.append((fig, text))
+    )
+    draw_steps(torch.tensor([2.0, 1.0, 0.0, -1.0]), 2.0, 0.8, 7)
+    ((fig, text),) = shown
+    assert "top-p keeps 3" in text
+    hollow = [sum(not bar.get_facecolor()[3] for bar in ax.patches) for ax in fig.axes]
+    assert hollow == [0, 0, 1, 1]
+    heights = [bar.get_height() for bar in fig.axes[3].patches]
+    token = int(text.rstrip(".").split()[-1])
+    assert heights[token] == max(heights[:3])
 
 
 def test_the_logprobs_of_a_text_are_those_of_the_forward_pass() -> None:

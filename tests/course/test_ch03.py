@@ -8,7 +8,8 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.models.presets import preset
 from minillm.plan.hardware import DATASHEET
-from minillm_exercises.chapters import ch03
+from minillm_exercises.chapters import ch03, ch03_pictures
+from minillm_exercises.chapters.ch03_prompts import PROMPTS
 from minillm_exercises.errors import ExerciseError
 
 H100, SMALL = DATASHEET["h100-sxm"], preset("smollm2-135m")
@@ -23,7 +24,8 @@ def tiny() -> LLM:
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
     """The figures and captions that would be displayed."""
     seen: list[tuple[object, str]] = []
-    monkeypatch.setattr(ch03, "show", lambda fig, caption: seen.append((fig, caption)))
+    for module in (ch03, ch03_pictures):
+        monkeypatch.setattr(module, "show", lambda fig, caption: seen.append((fig, caption)))
     return seen
 
 
@@ -91,6 +93,15 @@ def test_bounds_are_step_times_in_milliseconds(tiny):
     assert 0.001 < cached[0] < 10
 
 
+def test_a_bound_is_a_time_that_no_program_can_beat():
+    """A price per call can be overlapped, so it is no part of a bound."""
+    (cost,) = ch03.steps(SMALL, 6, 1, cached=True)
+    slow_calls = replace(H100, overhead=1.0)
+    assert ch03.least_seconds(cost, slow_calls) == ch03.least_seconds(cost, H100)
+    halves = replace(H100, bandwidth=H100.bandwidth / 2)
+    assert ch03.least_seconds(cost, halves) == 2 * ch03.least_seconds(cost, H100)
+
+
 def test_rotated_changes_later_passes_only_and_undoes_itself(tiny):
     rope, seen = tiny.engine.forward_pass.model.rope, []
     handle = rope.register_forward_hook(lambda rope, args, out: seen.append(args[0].tolist()))
@@ -142,7 +153,6 @@ def test_the_drawings_caption_what_they_draw(shown, tiny):
     slow, fast = [float(n) for n in range(1, 17)], [1.0] * 16
     ch03.draw_times({"m": (slow, fast)} | {"n": (slow, fast)}, dict.fromkeys("mn", (fast, fast)))
     ch03.draw_currencies("small", ch03.gains(SMALL, 1, 8, H100), {"tiny": 2.0})
-    ch03.draw_leads({"none": [3.0, 1.25], "mask": [2.0, -1.5]})
     ch03.draw_prices(["llama-2-7b", "llama-3.1-8b"], 2**20, 80)
     ch03.draw_gains("llama-3.1-8b", 1, "h100-sxm", 64)
     captions = [caption for _, caption in shown]
@@ -150,8 +160,37 @@ def test_the_drawings_caption_what_they_draw(shown, tiny):
     assert "positions 4.5 times" in captions[1]
     assert "the clock, tiny 2 times" in captions[1]
     assert "the bound, small " in captions[1]
-    assert "1.25 with the bug 'none', -1.50 with the bug 'mask'" in captions[2]
-    assert captions[3].endswith("llama-2-7b.")
-    assert "32.5 times the positions, 1.0 times" in captions[4]
-    assert captions[4].endswith("twice the time is not reached in 64 tokens.")
+    assert captions[2].endswith("llama-2-7b.")
+    assert "32.5 times the positions, 1.0 times" in captions[3]
+    assert captions[3].endswith("twice the time is not reached in 64 tokens.")
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
+
+
+def test_the_pictures_of_the_cache_count_what_they_show(shown):
+    ch03_pictures.draw_kept(4)
+    (fig, caption), *_ = shown
+    assert "4 steps compute 10 of them; with a cache 4" in caption
+    without, kept = fig.axes
+    assert len(without.patches) == len(kept.patches) == 10
+    assert len(without.texts) == 10
+    assert len(kept.texts) == 4
+
+
+def test_the_pictures_of_the_bugs_count_what_they_show(shown):
+    verdicts = [{"text": True, "logits": True}, {"text": False, "logits": True}]
+    ch03_pictures.draw_caught({"rotation": verdicts, "mask": verdicts[1:] * 2})
+    ch03_pictures.draw_leads([[1.0, 2.0], [3.0]], {"rotation": [[1.0, -2.0], [3.0]]} | {
+        "mask": [[-1.0, -2.0], [3.0]]
+    })  # fmt: skip
+    (fig, caught), (_, leads) = shown
+    assert caught.endswith(
+        "of 2 prompts each test catches: text 1 (rotation), logits 2 (rotation), text 0 (mask), "
+        "logits 2 (mask)."
+    )
+    filled = [line for line in fig.axes[0].lines if line.get_markerfacecolor() != "none"]
+    assert len(filled) == 3
+    assert leads.endswith("1 of 3 with rotation, 2 of 3 with mask.")
+
+
+def test_the_prompts_are_twenty_different_ones():
+    assert len(set(PROMPTS)) == len(PROMPTS) == 20

@@ -201,19 +201,6 @@ def test_every_pair_is_judged_and_the_largest_cache_comes_first():
     assert record.bits("mla", "stdlib") == {0: 1.3, 1: 1.4}
 
 
-def test_the_letter_follows_the_verdict():
-    options = {"a": 10, "b": 3, "c": 1}
-
-    def letter(one, other):
-        return ch04_variants.cost_letter(verdict(one, other), options, none="d")
-
-    assert letter((1.0, 1.0, 1.0), (1.11, 1.11, 1.11)) == "a"
-    assert letter((1.0, 1.0, 1.0), (1.02, 1.02, 1.02)) == "b"
-    assert letter((1.0, 1.0, 1.0), (1.001, 1.001, 1.001)) == "c"
-    assert letter((1.0, 1.02, 1.0), (1.01, 1.01, 1.01)) == "d"  # not told apart
-    assert letter((1.11, 1.11, 1.11), (1.0, 1.0, 1.0)) == "d"  # it needs less
-
-
 def test_luck_counts_the_orders_in_which_one_variant_wins_throughout():
     for seeds in (1, 2, 3, 4):
         orders = list(combinations(range(2 * seeds), seeds))
@@ -390,15 +377,18 @@ def test_d12_operations_of_one_token():
 
 def test_the_pictures_caption_what_they_draw(shown):
     ch04_pictures.draw_prices(ch04.prices(["llama-2-7b", "llama-3.1-70b", "deepseek-v2"]))
-    ch04_pictures.draw_forms(DEEPSEEK, "DeepSeek-V2", (4096, 131072))
+    ch04_pictures.draw_sharing(8, (8, 2, 1))
     bits = {"mha": (1.3, 1.31), "gqa": (1.29, 1.32), "mqa": (1.33,), "mla": (1.25, 1.26)}
     crosses = (Run("mha-plain", 0, 1000, 4096, {"stdlib": 1.5, "other": 1.6}),)
     ch04_pictures.draw_quality(replace(two_texts(recorded(bits)), controls=crosses))
     ch04_pictures.draw_live({"mha": (4096, 1.5), "mha, averaged to 1": (512, 3.25)}, "mha")
     captions = [caption for _, caption in shown]
     assert "right for llama-2-7b, and 17.8 times too much for deepseek-v2" in captions[0]
-    assert "117 times the operations and moves 15 times the bytes" in captions[1]
-    assert "from 168 new tokens on in the shortest of these contexts and from 171" in captions[1]
+    assert "from the 8 query heads q to the key and value head k that each reads" in captions[1]
+    assert [ax.get_title() for ax in shown[1][0].axes] == ["MHA", "GQA", "MQA", "MLA"]
+    kept = [ax.texts[-1].get_text() for ax in shown[1][0].axes]
+    assert kept == ["kept: 8 heads of K and V", "kept: 2 heads of K and V",
+                    "kept: 1 head of K and V", "kept: 1 latent"]  # fmt: skip
     assert "on stdlib MHA 1.300 to 1.310, GQA 1.290 to 1.320, " in captions[2]
     assert "on other MHA 1.300" in captions[2]
     assert captions[2].endswith(", MHA without norms 1.600.")

@@ -1,5 +1,6 @@
 """Chapter 05: its functions by brute force, and the arithmetic of every claim on batching."""
 
+import json
 import random
 import tomllib
 from bisect import bisect_right
@@ -17,7 +18,7 @@ from minillm.models.presets import preset
 from minillm.plan import hardware
 from minillm.plan.cost import kv_bytes_per_token, memory_plan, step_cost, step_time, weight_bytes
 from minillm.plan.hardware import DATASHEET, ImpossibleMeasurementError
-from minillm_exercises.chapters import ch05
+from minillm_exercises.chapters import ch05, ch05_pictures
 from minillm_exercises.errors import ExerciseError
 
 CLAIMS = Path(__file__).parents[2] / "notebooks" / "claims.toml"
@@ -123,7 +124,7 @@ def test_rounded_numbers_of_a_fact():
 
 def test_the_drawings_caption_what_they_draw(shown):
     flat, rising = {1: 0.01, 4: 0.01}, {1: 0.01, 4: 0.02}
-    ch05.draw_throughput({"m": flat, "n": flat}, {"m": rising, "n": flat})
+    ch05.draw_throughput(flat, {"m": rising, "n": flat})
     costs = {batch: ch05.decode_cost(QWEN, batch, 1) for batch in (1, 2, 4)}
     least = step_time(costs[4], CARD).memory_seconds
     measured = {"engine": {1: least, 4: 3 * least}, "hollow": {1: least / 9}}
@@ -131,11 +132,29 @@ def test_the_drawings_caption_what_they_draw(shown):
     ch05.draw_contexts("qwen2.5-3b", "rtx-5070-ti", 4096)
     ch05.draw_contexts("qwen2.5-3b", "rtx-5070-ti", 1)
     captions = [caption for _, caption in shown]
-    assert captions[0].endswith("a batch of 4 brings 2.0 times for m, 4.0 times for n.")
-    assert captions[1].endswith("a, engine, 3.0 times at 4; b, engine, 3.0 times at 4.")
-    assert "operations decide at no batch, however large; contexts over 1,856" in captions[2]
-    assert "operations decide from a batch of 99 on" in captions[3]
+    assert captions[0].endswith("a batch of 4 gives 2.0 times with the m, 4.0 times with the n.")
+    assert captions[1].endswith("a, engine, 3.0 times at batch 4; b, engine, 3.0 times at batch 4.")
+    heights = [ax.get_ylim() for ax in shown[1][0].axes]
+    assert heights[0] == heights[1]  # one scale
+    assert "longer than bytes at no batch, however large; beyond 1,856 tokens" in captions[2]
+    assert "operations take longer than bytes from a batch of 99 on" in captions[3]
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
+
+
+def test_the_pictures_of_mechanisms_count_what_they_draw(monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(ch05_pictures, "show", lambda fig, caption: seen.append(caption))
+    ch05_pictures.draw_rows()
+    ch05_pictures.draw_rectangle([6, 2, 4, 3])
+    assert "one reading of the weights" in seen[0]
+    assert "24 slots, of which 9 hold a pad; below, the flat list of 15 tokens" in seen[1]
+
+
+def test_the_chapter_says_early_that_it_measures_without_the_fast_path():
+    """A clock of the engine in its debugging mode is not the engine's speed."""
+    cells = json.loads((CLAIMS.parent / "05_batching.ipynb").read_text("utf-8"))["cells"]
+    assert any("enforce_eager=True" in "".join(cell["source"]) for cell in cells)
+    assert "with the fast path off (`enforce_eager=True`)" in "".join(cells[0]["source"])
 
 
 # ---- the claims --------------------------------------------------------------------------------

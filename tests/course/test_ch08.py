@@ -9,10 +9,10 @@ from minillm import LLM
 from minillm.errors import InvalidRequestError
 from minillm.lab.simulation import Simulation, every_step, linear
 from minillm.models.presets import preset
-from minillm.plan.cost import kv_bytes_per_token
+from minillm.plan.cost import kv_bytes_per_token, step_cost, step_time
 from minillm.plan.hardware import DATASHEET
 from minillm.scheduling.config import SchedulerConfig
-from minillm_exercises.chapters import ch08
+from minillm_exercises.chapters import ch08, ch08_pictures
 from minillm_exercises.errors import ExerciseError
 
 H100, LLAMA, OLD = DATASHEET["h100-sxm"], preset("llama-3.1-8b"), preset("llama-2-7b")
@@ -22,7 +22,8 @@ H100, LLAMA, OLD = DATASHEET["h100-sxm"], preset("llama-3.1-8b"), preset("llama-
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
     """The figures and captions that would be displayed."""
     seen: list[tuple[object, str]] = []
-    monkeypatch.setattr(ch08, "show", lambda fig, caption: seen.append((fig, caption)))
+    for module in (ch08, ch08_pictures):
+        monkeypatch.setattr(module, "show", lambda fig, caption: seen.append((fig, caption)))
     return seen
 
 
@@ -200,13 +201,32 @@ def test_the_drawings_caption_what_they_draw(shown):
     }
     ch08.draw_floods({"here": runs, "there": runs})
     captions = [caption for _, caption in shown]
+    assert captions[0].startswith("Simulated.")
     assert captions[0].endswith("soonest with 320 tokens per step.")
-    assert "moving is cheaper from 1,316 tokens on" in captions[1]
-    assert "computing is always cheaper" in captions[2]
+    assert "swapping is cheaper from 1,316 tokens on" in captions[1]
+    assert captions[2].endswith("on this device and link, recomputing is cheaper.")
     assert captions[3].endswith(
         "1.50 times as fast as reserve_max here and 1.50 times as fast as reserve_max there."
     )
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
+
+
+def test_the_bound_of_a_step_is_its_bytes_without_host_overhead(shown):
+    ch08.draw_budgets({320: ch08.Outcome(80, 6, 270)}, LLAMA, H100, 4000, 31)
+    time = step_time(step_cost(LLAMA, [1] * 31, [20] * 31), H100)
+    lines = [line.get_ydata()[0] for line in shown[0][0].axes[0].lines]
+    assert 1e3 * time.memory_seconds in lines
+    assert 1e3 * time.seconds not in lines
+
+
+def test_a_budget_divides_a_prompt_like_the_engine(shown):
+    assert ch08_pictures.shares(12, 3, 8) == [5, 5, 2]
+    rows = ch08.rows(joined(64, long=200).run())
+    assert ch08_pictures.shares(200, 3, 64) == [row[-1] for row in rows[2:] if max(row) > 1]
+    with pytest.raises(ExerciseError, match="leaves no token"):
+        ch08_pictures.shares(12, 8, 8)
+    ch08_pictures.draw_shares(12, 3, 8)
+    assert "the prompt takes 3 steps" in shown[0][1]
 
 
 def test_claim_f26_the_cache_of_a_prompt_travels():

@@ -13,7 +13,7 @@ from minillm.cache.radix import RadixTree
 from minillm.lab.simulation import Simulation, linear
 from minillm.models.presets import preset
 from minillm.plan.cost import step_cost
-from minillm_exercises.chapters import ch09
+from minillm_exercises.chapters import ch09, ch09_pictures
 from minillm_exercises.chapters.ch09 import Job, Served, serve
 
 KINDS = ("hash", "radix")
@@ -23,7 +23,8 @@ KINDS = ("hash", "radix")
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
     """The figures and captions that would be displayed."""
     seen: list[tuple[object, str]] = []
-    monkeypatch.setattr(ch09, "show", lambda fig, caption: seen.append((fig, caption)))
+    for module in (ch09, ch09_pictures):
+        monkeypatch.setattr(module, "show", lambda fig, caption: seen.append((fig, caption)))
     return seen
 
 
@@ -177,7 +178,7 @@ def test_the_drawings_caption_what_they_draw(shown):
         for kind in KINDS
         for size in (1, 16, 64)
     }
-    ch09.draw_reasons(runs, 16)
+    ch09.draw_missed(runs, 16)
     ch09.draw_sizes(runs)
     half = Served({"cached": 1, "new": 1}, 0)
     ch09.draw_pool({"in turn": [half, half, half]}, (40, 100, 240), 210)
@@ -192,6 +193,20 @@ def test_the_drawings_caption_what_they_draw(shown):
     assert "Guess B" in captions[4]
     assert "100 ms open, 300 ms closed" in captions[4]
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
+
+
+def test_the_pictures_show_what_is_known(shown):
+    jobs = {name: make() for name, make in
+            {"shared": ch09.shared, "chat": ch09.chat, "tree": ch09.tree}.items()}  # fmt: skip
+    assert ch09_pictures.known_tokens(jobs["shared"][:3]) == [0, 500, 500]
+    chat = jobs["chat"]
+    assert ch09_pictures.known_tokens(chat[:6]) == [
+        0, *(len(job.prompt + job.answer) for job in chat[:4]), 0,
+    ]  # fmt: skip
+    ch09_pictures.draw_prompts(jobs, number=6)
+    ch09_pictures.draw_two(list("abcd"), list("abef"), size=2)
+    assert "The first 6 prompts" in shown[0][1]
+    assert "The blocks 'a b' (grey)" in shown[1][1]
 
 
 # ---- claims ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ against a law, and a measure of how much a text repeats itself."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import COLOURS, figure, show
@@ -65,6 +65,50 @@ def candidates(logits: "Tensor", temperature: float, top_p: float) -> Candidates
     return Candidates(int(scores.argmax()), tuple(shares.tolist()), num_kept)
 
 
+def draw_steps(logits: "Tensor", temperature: float, share: float, seed: int) -> None:
+    """Draw how a few logits [V] become one token: logits, probabilities at a temperature, those
+    that top-p keeps, and these scores plus noise, of which the largest is the token."""
+    import torch
+
+    from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
+    from minillm_kernels import reference
+
+    scores = (logits - logits.max()) / temperature
+    shares = (100 * scores.softmax(0)).tolist()
+    kept = reference.truncate(scores[None], torch.tensor([0]), torch.tensor([share]))[0]
+    seeds, zero = torch.tensor([seed]), torch.tensor([0])  # of the first completion, position 0
+    words = random_words_of_vocabulary(seeds, zero, zero, Purpose.SAMPLE, len(scores))
+    noise = to_gumbel(words)[0]
+    left = [score > -math.inf for score in kept.tolist()]
+    token = int((kept + noise).argmax())
+    fig, axes = figure("token", "logit", cols=4, size=(9.4, 2.6))
+    values = (logits.tolist(), shares, shares, (scores + noise).tolist())
+    labels = ("logit", "probability (%)", "probability (%)", "score + noise")
+    titles = ("the model's logits", f"temperature {temperature:g}", f"top-p {share:g}", "the draw")
+    for number, (ax, heights) in enumerate(zip(axes, values, strict=True)):
+        for place, height in enumerate(heights):
+            gone = number > 1 and not left[place]
+            look = (
+                {"facecolor": "none", "edgecolor": "#888888"} if gone else {"facecolor": COLOURS[0]}
+            )
+            ax.bar(place, height, **look)
+            if gone:
+                ax.annotate(
+                    "\u00d7", (place, 0), xytext=(0, 3), textcoords="offset points", ha="center"
+                )
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set(title=titles[number], ylabel=labels[number])
+        ax.set_xticks(range(len(heights)))
+    top = values[3][token]
+    axes[3].annotate("drawn", (token, top), xytext=(0, 3), textcoords="offset points", ha="center")
+    axes[3].set_ylim(None, top + 0.15 * (top - min(0.0, *values[3])))
+    show(
+        fig,
+        f"From {len(shares)} logits to one token: divide by the temperature, remove tokens "
+        f"(\u00d7: top-p keeps {sum(left)}), add noise, and take the largest: token {token}.",
+    )
+
+
 def panels(
     contexts: Mapping[str, "Tensor"], tokens: Sequence[str], temperature: float, top_p: float
 ) -> None:
@@ -77,15 +121,17 @@ def panels(
         found, plain = candidates(logits, temperature, top_p), candidates(logits, 1.0, top_p)
         kept, total = found.num_kept, len(found.shares)
         percent = [100 * share for share in found.shares]
-        ax.plot(
-            range(1, kept + 1), percent[:kept], color=COLOURS[0], lw=4, marker="o", markevery=[-1]
-        )
-        ax.plot(range(kept, total + 1), percent[kept - 1 :], color=COLOURS[1], lw=1.5)
-        ax.plot(range(1, total + 1), [100 * share for share in plain.shares], color="black", ls=":")
+        may: dict[str, Any] = {"color": COLOURS[0], "lw": 4, "marker": "o", "markevery": [-1]}
+        ax.plot(range(1, kept + 1), percent[:kept], label="may be drawn", **may)
+        rest: dict[str, Any] = {"color": COLOURS[1], "lw": 1.5, "label": "removed"}
+        ax.plot(range(kept, total + 1), percent[kept - 1 :], **rest)
+        before = [100 * share for share in plain.shares]
+        ax.plot(range(1, total + 1), before, color="black", ls=":", label="at temperature 1")
         ax.set(xscale="log", yscale="log", ylim=(1e-5, 100))
         best = f"{tokens[found.best]!r} {percent[0]:.0f} %"
         ax.set_title(f"{text!r}\n{best}; {kept:,} of {total:,} kept", fontsize=10)
         said.append(f"{kept:,} after {text!r}")
+    fig.axes[0].legend(loc="lower left", fontsize=9)
     show(
         fig,
         f"Probability of every token over its rank, at temperature {temperature:g} (dotted: at "

@@ -28,16 +28,6 @@ from minillm_exercises.plots import bars, bound, figure, series, show
 GIB = 2**30
 Curves = tuple[Sequence[float], Sequence[float]]  # without and with a cache, token by token
 
-# The embedded model continues it with the methods it knows, and leads are wide.
-STACK = """class Stack:
-    def __init__(self):
-        self.items = []
-
-    def push(self, item):
-        self.items.append(item)
-
-    def pop(self):"""
-
 
 @contextmanager
 def counted(llm: LLM) -> Iterator[list[int]]:
@@ -93,8 +83,7 @@ def steps(
 @dataclass(frozen=True)
 class Gains:
     """How many times as much a generation without a cache needs as one with it, after 1, 2, ...
-    new tokens; `seconds` is the ratio of the roofline's bounds
-    (see `minillm.plan.cost.step_time`)."""
+    new tokens; `seconds` is the ratio of the bounds (see `least_seconds`)."""
 
     positions: tuple[float, ...]
     operations: tuple[float, ...]
@@ -112,17 +101,22 @@ def gains(
         _ratios([c.flops for c in naive], [c.flops for c in cached]),
         _ratios([c.total_bytes for c in naive], [c.total_bytes for c in cached]),
         _ratios(
-            [step_time(c, machine).seconds for c in naive],
-            [step_time(c, machine).seconds for c in cached],
+            [least_seconds(c, machine) for c in naive],
+            [least_seconds(c, machine) for c in cached],
         ),
     )
 
 
+def least_seconds(cost: StepCost, machine: Hardware) -> float:
+    """The bound of a step: the larger of bytes over bandwidth and operations over rate."""
+    return step_time(cost, machine, num_operations=0).seconds
+
+
 def bounds(llm: LLM, new: int, machine: Hardware) -> Curves:
-    """The least possible milliseconds of each of `new` tokens after one, by `step_time`."""
+    """The least possible milliseconds of each of `new` tokens after one."""
     config, dtype = llm.engine.source.config, llm.engine.dtype
     naive, cached = (
-        [1e3 * step_time(cost, machine).seconds for cost in steps(config, 1, new, flag, dtype)]
+        [1e3 * least_seconds(cost, machine) for cost in steps(config, 1, new, flag, dtype)]
         for flag in (False, True)
     )
     return naive, cached
@@ -143,7 +137,10 @@ def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: i
     from matplotlib.ticker import FuncFormatter
 
     fig, axes = figure(
-        "tokens so far (logarithmic)", "time per token (ms, logarithmic)", cols=len(times)
+        "tokens so far (logarithmic)",
+        "time per token (ms, logarithmic)",
+        cols=len(times),
+        size=(7.2, 2.9),
     )
     for ax, name in zip(axes, times, strict=True):
         for number, label in enumerate(("without a cache", "with a cache")):
@@ -177,14 +174,20 @@ def draw_currencies(model: str, saved: Gains, clocks: Mapping[str, float]) -> No
         **{f"the clock, {name}": ratio for name, ratio in clocks.items()},
         "bytes": saved.bytes[-1],
     }
-    fig, ax = figure("without a cache / with a cache (times, logarithmic)", "currency", size=(7, 3))
+    fig, ax = figure(
+        "without a cache / with a cache (times, logarithmic)", "what is counted", size=(7, 3)
+    )
     drawn = ax.barh(list(found), list(found.values()), **bars(0))
     ax.bar_label(drawn, [f"{ratio:.3g}" for ratio in found.values()], padding=3)
     ax.set(xscale="log", xlim=(0.7, 1.8 * max(found.values())))
     ax.axvline(1, color="black", linestyle="--", linewidth=1.2)
     ax.invert_yaxis()
-    told = ", ".join(f"{name} {ratio:.3g} times" for name, ratio in found.items())
-    show(fig, f"What a cache saves in each currency; the dashed line is no gain: {told}.")
+    ratios = ", ".join(f"{name} {ratio:.3g} times" for name, ratio in found.items())
+    show(
+        fig,
+        f"What a cache saves of positions, operations, bytes and the bound (computed) and on the "
+        f"clock (measured); the dashed line is no gain: {ratios}.",
+    )
 
 
 def leads(rows: Tensor, tokens: Sequence[int]) -> list[float]:
@@ -192,20 +195,6 @@ def leads(rows: Tensor, tokens: Sequence[int]) -> list[float]:
     winner = torch.tensor(tokens, device=rows.device)[:, None]  # [T, 1]
     others = rows.scatter(1, winner, -math.inf).amax(1)
     return (rows.gather(1, winner)[:, 0] - others).tolist()
-
-
-def draw_leads(found: Mapping[str, Sequence[float]]) -> None:
-    """Draw by how many logits the right token leads all others, for each bug."""
-    fig, ax = figure("new tokens", "lead of the right token (logits)", size=(7, 3.6))
-    for number, (bug, values) in enumerate(found.items()):
-        tokens = range(1, len(values) + 1)
-        ax.plot(tokens, values, label=bug, markevery=(number, 3), **series(number))
-    bound(ax, tokens, [0] * len(values), "below: another token is written", at=0.5)
-    top = max(map(max, found.values()))
-    ax.set_ylim(-0.25 * top, 1.35 * top)
-    ax.legend(title="bug", ncols=len(found), loc="upper center")
-    told = ", ".join(f"{min(values):.2f} with the bug {bug!r}" for bug, values in found.items())
-    show(fig, f"A bug changes the text only where its line is below zero; smallest leads: {told}.")
 
 
 def twice_from(saved: Gains) -> int | None:
@@ -218,21 +207,23 @@ def draw_gains(model: str, prompt: int, machine: str, new: int = 2048) -> None:
     `minillm.plan.hardware.DATASHEET`."""
     config, device = preset(model), DATASHEET[machine]
     saved, tokens = gains(config, prompt, new, device), range(1, new + 1)
-    fig, ax = figure("new tokens written so far", "without cache / with cache (times)")
+    fig, ax = figure(
+        "new tokens written so far", "without cache / with cache (times)", size=(5.0, 2.8)
+    )
     shown = (("positions", saved.positions), ("time bound", saved.seconds), ("bytes", saved.bytes))
     for number, (label, values) in enumerate(shown):
         ax.plot(tokens, values, label=label, markevery=0.12, **series(number))
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.set_title(f"{model} on {device.name}, prompt of {prompt}", fontsize=10)
+    ax.set_title(f"computed: {model} on {device.name}, prompt of {prompt}", fontsize=10)
     ax.legend()
     twice = twice_from(saved)
     when = f"is reached with token {twice:,}" if twice else f"is not reached in {new:,} tokens"
     show(
         fig,
-        f"How many times as much is needed without a cache: after {new:,} tokens "
-        f"{saved.positions[-1]:,.1f} times the positions, {saved.seconds[-1]:,.1f} times the "
-        f"least possible time; twice the time {when}.",
+        f"Computed from the datasheet, how many times as much a text needs without a cache: after "
+        f"{new:,} tokens {saved.positions[-1]:,.1f} times the positions, "
+        f"{saved.seconds[-1]:,.1f} times the least possible time; twice the time {when}.",
     )
 
 
@@ -246,7 +237,9 @@ def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "
     the memory of a card of `card_gb` (decimal) gigabytes."""
     from matplotlib.ticker import FuncFormatter
 
-    fig, ax = figure("tokens in the cache, all requests together", "size of the cache (GiB)")
+    fig, ax = figure(
+        "tokens in the cache, all requests together", "size of the cache (GiB)", size=(5.2, 3.1)
+    )
     lengths = [2**power for power in range(12, tokens.bit_length())]
     for number, name in enumerate(models):
         config, look = preset(name), series(number)
@@ -263,11 +256,11 @@ def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:,.0f} Ki"))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
     ax.legend(loc="lower right")
-    dearest = max(models, key=lambda name: kv_bytes_per_token(preset(name), dtype))
+    highest = max(models, key=lambda name: kv_bytes_per_token(preset(name), dtype))
     show(
         fig,
         f"Each line is a model in {dtype}; where its star is, the cache weighs as much as the "
-        f"model; the highest line, so the dearest token, is that of {dearest}.",
+        f"model; the highest line, so the most expensive token, is that of {highest}.",
     )
 
 

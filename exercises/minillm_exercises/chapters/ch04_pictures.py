@@ -1,19 +1,14 @@
-"""The pictures of chapter 04: real caches, the forms of MLA, bits per byte against the cache."""
+"""The pictures of chapter 04: shared heads, real caches, bits per byte against the cache."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from minillm.config import ModelConfig
-from minillm.plan.cost import step_cost
-from minillm_exercises.chapters.ch04 import crossing, forms
 from minillm_exercises.chapters.ch04_variants import Record
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-GIGA, TERA = 10**9, 10**12
 
 
 def draw_prices(found: Mapping[str, tuple[int, Fraction]]) -> None:
@@ -23,10 +18,10 @@ def draw_prices(found: Mapping[str, tuple[int, Fraction]]) -> None:
         sizes = [price * (ratio if times else 1) / 1024 for price, ratio in found.values()]
         rows = [row + 0.4 * number for row in range(len(found))]
         drawn = ax.barh(rows, [float(size) for size in sizes], 0.4, label=label, **bars(number))
-        texts = [f"{float(r):.3g} times" for _, r in found.values()] if times else []
+        texts = [_excess(ratio) for _, ratio in found.values()] if times else []
         ax.bar_label(drawn, texts or [f"{float(s):,.4g}" for s in sizes], padding=3, fontsize=9)
     ax.set(xscale="log", yticks=[row + 0.2 for row in range(len(found))], yticklabels=list(found))
-    ax.set_xlim(20, 4 * float(max(p * r for p, r in found.values())) / 1024)
+    ax.set_xlim(20, 12 * float(max(p * r for p, r in found.values())) / 1024)
     ax.invert_yaxis()
     ax.legend(loc="lower right")
     worst = max(found, key=lambda name: found[name][1])
@@ -38,55 +33,8 @@ def draw_prices(found: Mapping[str, tuple[int, Fraction]]) -> None:
     )
 
 
-def draw_forms(config: ModelConfig, name: str, contexts: Sequence[int]) -> None:
-    """Draw operations and bytes of a decode step by context, and from how many new tokens on
-    absorbing costs more than expanding."""
-    fig, (left, middle, right) = figure(
-        "tokens in the context", "operations of a step (10^12)", cols=3, size=(11.5, 4)
-    )
-    steps = [forms(config, 1, seq) for seq in contexts]
-    for number, form in enumerate(steps[0]):
-        work = [step[form].operations / TERA for step in steps]
-        moved = [step[form].num_bytes / GIGA for step in steps]
-        left.plot(contexts, work, label=form, **series(number))
-        middle.plot(contexts, moved, **series(number))
-    rest = step_cost(config, [1], [1])
-    bound(left, contexts, [rest.linear_flops / TERA] * len(contexts), "products with weights")
-    weights = [rest.weight_bytes / GIGA] * len(contexts)
-    bound(middle, contexts, weights, "all weights of the step")
-    left.set(xscale="log", yscale="log", title="one new token: operations")
-    left.set_ylim(rest.linear_flops / TERA / 10)
-    middle.set(xscale="log", yscale="log", title="one new token: bytes")
-    middle.set_ylabel("bytes moved in a step (10^9)")
-    fig.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=3)
-    meets = _draw_crossings(right, config, contexts)
-    expand, absorb = (steps[0][f"keep latents, {way}"] for way in ("expand", "absorb"))
-    show(
-        fig,
-        f"{name}: with one new token behind {contexts[0]:,} expanding takes "
-        f"{expand.operations / absorb.operations:.0f} times the operations and moves "
-        f"{expand.num_bytes / absorb.num_bytes:.0f} times the bytes of absorbing; right, below the "
-        f"dashed line expanding takes fewer, from {meets[0]} new tokens on in the shortest of "
-        f"these contexts and from {meets[-1]} in the longest.",
-    )
-
-
-def _draw_crossings(ax: "Axes", config: ModelConfig, contexts: Sequence[int]) -> list[int]:
-    new = [2**power for power in range(13)]
-    for number, seq in enumerate((contexts[0], contexts[-1])):
-        ratio = [_ratio(config, queries, seq) for queries in new]
-        ax.plot(new, ratio, label=f"context {seq:,}", **series(number))
-    ax.plot(new, [_ratio(config, n, n) for n in new], label="whole prompts", **series(2))
-    bound(ax, new, [1] * len(new), "equal", side="above", at=1.0)
-    ax.set(xscale="log", yscale="log", xlabel="new tokens in the step")
-    ax.set(ylabel="expanding / absorbing (times)", title="more new tokens: operations")
-    ax.legend(loc="upper right")
-    return [crossing(config, seq) for seq in contexts]
-
-
-def _ratio(config: ModelConfig, queries: int, seq: int) -> float:
-    found = forms(config, queries, seq)
-    return found["keep latents, expand"].operations / found["keep latents, absorb"].operations
+def _excess(ratio: Fraction) -> str:
+    return "right" if ratio == 1 else f"{float(ratio):.3g} times too much"
 
 
 def draw_quality(record: Record) -> None:
@@ -158,3 +106,46 @@ def draw_live(found: Mapping[str, tuple[int, float]], base: str) -> None:
     ax.invert_yaxis()
     told = ", ".join(f"{name} {bits:.3f}" for name, (_, bits) in found.items())
     show(fig, f"Bits per byte on a text that no model has read, dashed the trained {base}: {told}.")
+
+
+def draw_sharing(query_heads: int, kv_heads: Sequence[int]) -> None:
+    """Draw which query heads read which key and value head, a panel for each number of them, and
+    MLA in the last panel."""
+    names = [_sharing_name(query_heads, count) for count in kv_heads]
+    fig, axes = figure("-", "-", cols=len(names) + 1, size=(11, 3.1))
+    for ax, name, count in zip(axes, [*names, "MLA"], [*kv_heads, query_heads], strict=True):
+        ax.set_axis_off()
+        ax.set(xlim=(-0.7, query_heads - 0.3), ylim=(-1.15, 2.5), title=name)
+        group = query_heads // count
+        for head in range(query_heads):
+            middle = head // group * group + (group - 1) / 2
+            _mark(ax, head, 2, "o", f"q{head}")
+            ax.plot((head, middle), (1.75, 1.25), color="black", linewidth=1)
+        for number in range(count):
+            middle = number * group + (group - 1) / 2
+            _mark(ax, middle, 1, "s", f"k{number}", made=name == "MLA")
+        if name == "MLA":
+            middle = (query_heads - 1) / 2
+            _mark(ax, middle, -0.4, "s", "c")
+            for head in range(query_heads):
+                ax.plot((head, middle), (0.75, -0.15), color="black", linewidth=1, linestyle=":")
+        kept = "1 latent" if name == "MLA" else f"{count} head{'s' * (count > 1)} of K and V"
+        ax.text((query_heads - 1) / 2, -1.05, f"kept: {kept}", ha="center", fontsize=9)
+    show(
+        fig,
+        f"Lines lead from the {query_heads} query heads q to the key and value head k that each "
+        f"reads; filled squares are kept in the cache. With MLA one latent c is kept, and each "
+        f"head's key and value can be made from it.",
+    )
+
+
+def _sharing_name(query_heads: int, kv_heads: int) -> str:
+    return {query_heads: "MHA", 1: "MQA"}.get(kv_heads, "GQA")
+
+
+def _mark(ax: "Axes", x: float, y: float, marker: str, text: str, made: bool = False) -> None:
+    """A head: a circle for a query, a square for what is kept, a dashed square for what is made."""
+    filled = marker == "s" and not made
+    ax.scatter([x], [y], marker=marker, s=330, facecolor="#56B4E9" if filled else "white",
+               edgecolor="black", linestyle="--" if made else "-", zorder=3)  # fmt: skip
+    ax.text(x, y, text, ha="center", va="center", fontsize=8, zorder=4)

@@ -23,7 +23,6 @@ from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
-from minillm_exercises.chapters.common import nearest
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.manifest import exercises_root
 
@@ -196,11 +195,3 @@ def _verdict(record: Record, text: str, first: str, second: str) -> Verdict:
 def luck(seeds: int) -> Fraction:
     """The chance that all runs of one of two equal variants beat all runs of the other."""
     return Fraction(2, math.comb(2 * seeds, seeds))
-
-
-def cost_letter(verdict: Verdict, options: Mapping[str, float], none: str) -> str:
-    """The option, in percent, nearest to what the second variant needs more than the first;
-    `none` if the two were not told apart or it needs less."""
-    if not verdict.apart or verdict.mean < 0:
-        return none
-    return nearest(100 * verdict.mean / verdict.base, options)

@@ -63,7 +63,7 @@ def product_seconds(llm: LLM, batches: Sequence[int]) -> dict[int, float]:
     sweeps."""
     model, device = llm.engine.forward_pass.model, str(llm.engine.device)
     runs = [
-        {b: measure(product_pass(model, b, b), budget=0.2, device=device).median for b in batches}
+        {b: measure(product_pass(model, b, b), budget=0.1, device=device).median for b in batches}
         for _ in range(2)
     ]
     return {b: min(run[b] for run in runs) for b in batches}
@@ -113,28 +113,26 @@ def longest_turning(config: ModelConfig, hardware: Hardware, dtype: str = "bfloa
     return low
 
 
-def draw_throughput(possible: Mapping[str, Times], measured: Mapping[str, Times]) -> None:
-    """Draw tokens per second against the batch, for each model, under what its bound allows."""
-    fig, axes = figure("batch (sequences)", "tokens per second", cols=len(measured), size=(10, 3.8))
-    for ax, (name, times) in zip(axes, measured.items(), strict=True):
-        batches = list(times)
-        bound(
-            ax, batches, [b / possible[name][b] for b in batches], "predicted bound", "above", 0.8
-        )
-        ax.plot(batches, [b / t for b, t in times.items()], label="measured", **series(0))
-        first = [b / times[batches[0]] for b in batches]
-        ax.plot(batches, first, label="if a step took as long as with one", **series(2))
-        ax.set_title(name, fontsize=10)
-        ax.legend(loc="lower right")
-        _log_axes(ax, batches)
-        ax.set_ylim(bottom=min(b / t for b, t in times.items()) / 4)  # room for the legend
+def draw_throughput(possible: Times, measured: Mapping[str, Times]) -> None:
+    """Draw tokens per second against the batch, for each way to run a model, under the bound."""
+    fig, ax = figure("batch (sequences)", "tokens per second", size=(7, 4))
+    batches = list(possible)
+    bound(ax, batches, [b / t for b, t in possible.items()], "bound", "above", 0.6)
+    for number, (name, times) in enumerate(measured.items()):
+        rates = [b / t for b, t in times.items()]
+        ax.plot(batches, rates, label=name, **series(number))
+    least = min(times[batches[0]] for times in measured.values())
+    ax.plot(batches, [b / least for b in batches], color="grey", linestyle=":",
+            label="if no step took longer than with one")  # fmt: skip
+    ax.legend(loc="lower right")
+    _log_axes(ax, batches)
     most = max(batches)
     gains = {name: most * times[1] / times[most] for name, times in measured.items()}
-    told = ", ".join(f"{gain:.1f} times for {name}" for name, gain in gains.items())
+    told = ", ".join(f"{gain:.1f} times with the {name}" for name, gain in gains.items())
     show(
         fig,
-        f"Tokens per second of decode, predicted from bytes, operations and launches, and "
-        f"measured; a batch of {most} brings {told}.",
+        f"Tokens per second of decode against the batch, measured, below the bound from bytes and "
+        f"operations; compared with one request, a batch of {most} gives {told}.",
     )
 
 
@@ -160,13 +158,15 @@ def draw_regimes(panels: Sequence[Panel]) -> None:
             ax.plot(list(times), values, label=name, **series(names.index(name)))
         ax.set_title(panel.title, fontsize=10)
         ax.legend(loc="upper left", fontsize=9)
-        low, high = ax.get_ylim()
-        ax.set_ylim(low, high * 20)  # room for the legend
+    low, high = (pick(ax.get_ylim()[end] for ax in axes) for end, pick in ((0, min), (1, max)))
+    for ax in axes:
+        ax.set_ylim(low, high * 20)  # one scale, and room for the legends
     told = "; ".join(_compared(panel) for panel in panels)
     show(
         fig,
-        f"The time of a decode step against the batch: whoever reads the weights from memory "
-        f"stays above the grey, a hollow model need not. Compared with the higher bound: {told}.",
+        f"The time of a decode step against the batch, all panels on one scale: no program that "
+        f"reads these weights from memory can enter the grey area; the hollow model, which has "
+        f"hardly any weights, can. Compared with the bound: {told}.",
     )
 
 
@@ -178,7 +178,10 @@ def _draw_bounds(ax: "Axes", panel: Panel) -> None:
         "operations": [1e3 * time.compute_seconds for time in times.values()],
     }
     bound(ax, batches, lines["bytes"], "bytes", "below", 0.0)
-    bound(ax, batches, lines["operations"], "operations", "above", 0.8)
+    ax.plot(batches, lines["operations"], color="black", linestyle="--", linewidth=1.2, zorder=1.5)
+    place = batches[-3], lines["operations"][-3]
+    ax.annotate("operations", place, xytext=(4, -2), textcoords="offset points", va="top",
+                fontsize=9)  # fmt: skip
     highest = [max(pair) for pair in zip(*lines.values(), strict=True)]
     ax.fill_between(batches, highest, color="black", alpha=0.07, linewidth=0)
     _log_axes(ax, [b for b in batches if b.bit_length() % 2])
@@ -190,7 +193,7 @@ def _compared(panel: Panel) -> str:
     batch = max(times)
     time = step_time(panel.costs[batch], panel.machine)
     least = max(time.memory_seconds, time.compute_seconds)
-    return f"{panel.title}, {name}, {times[batch] / least:.1f} times at {batch}"
+    return f"{panel.title}, {name}, {times[batch] / least:.1f} times at batch {batch}"
 
 
 def draw_contexts(model: str, machine: str, context: int) -> None:
@@ -214,8 +217,8 @@ def draw_contexts(model: str, machine: str, context: int) -> None:
     where = "at no batch, however large" if at is None else f"from a batch of {at:,} on"
     show(
         fig,
-        f"The higher line is what a step takes at least: with {context:,} tokens each, operations "
-        f"decide {where}; contexts over {longest:,} tokens never let them.",
+        f"The higher line is the bound of a step: with {context:,} tokens each, operations take "
+        f"longer than bytes {where}; beyond {longest:,} tokens they never do.",
     )
 
 

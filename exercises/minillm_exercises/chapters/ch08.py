@@ -1,7 +1,7 @@
-"""Chapter 08: what a long prompt does to others, and what becomes of those who lose their blocks.
+"""Chapter 08: what a long prompt does to other requests, and what a preemption costs.
 
 `outcome` and `live` read times out of traces, `again` and `moved` price a preemption, `flood` runs
-many requests through a small pool, and the `draw_` functions are the chapter's pictures.
+many requests through a small pool, and the `draw_` functions are the chapter's charts.
 """
 
 import random
@@ -52,12 +52,12 @@ LENGTHS: Mapping[str, Length] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one long prompt met and did, in milliseconds from its arrival.
+    """Three times around one long prompt, in milliseconds.
 
     Attributes:
-        ttft: until its first token.
-        gap: the longest pause between two tokens of anybody else.
-        done: until everybody had ended.
+        ttft: from its arrival to its first token.
+        gap: the longest gap between two tokens of another request.
+        done: from its arrival to the end of the last request.
     """
 
     ttft: float
@@ -72,17 +72,18 @@ def gaps(trace: Trace, but: str) -> list[float]:
 
 
 def outcome(trace: Trace, name: str = "long") -> Outcome:
-    """The times of a trace around the request `name`."""
-    (added,) = (one for record in trace for one in record.added if one.request_id == name)
+    """The three times of a trace around the request `name`."""
+    (arrival,) = (one.arrival for step in trace for one in step.added if one.request_id == name)
     first = trace.token_times()[name][0]
-    moments = [first - added.arrival, max(gaps(trace, name)), trace[-1].delivered - added.arrival]
+    moments = [first - arrival, max(gaps(trace, name)), trace[-1].delivered - arrival]
     return Outcome(*(1e3 * seconds for seconds in moments))
 
 
 def live(llm: LLM, prompt: int, chats: int = 3, new: int = 24) -> tuple[float, float]:
-    """On the clock: `chats` write `new` tokens each, and after a third of them a prompt of `prompt`
-    tokens comes. The usual pause between two tokens of a chat before that, and the longest one
-    until the end (milliseconds)."""
+    """Measured gaps in milliseconds: the median while `chats` write alone, and the longest one.
+
+    Each chat writes `new` tokens. After a third of them, a prompt of `prompt` tokens arrives.
+    """
     engine, rng = llm.engine, random.Random(0)
 
     def add(name: str, tokens: int, most: int) -> None:
@@ -90,7 +91,7 @@ def live(llm: LLM, prompt: int, chats: int = 3, new: int = 24) -> tuple[float, f
         params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
         engine.add(engine.make_request(name, None, ids, params))
 
-    add("warm-up", prompt, 1)
+    add("warm-up", prompt, 1)  # the first long step is slower than the next ones
     engine.step()
     engine.abort("warm-up")
     llm.trace.clear()
@@ -122,24 +123,24 @@ def last_logits(llm: LLM, ids: Sequence[int], size: int) -> Tensor:
 def draw_budgets(
     found: Mapping[int, Outcome], config: ModelConfig, machine: Hardware, prompt: int, chats: int
 ) -> None:
-    """Draw the three times of every token budget, and what no budget can beat: the operations of
-    the prompt, and a step of the `chats` without it."""
+    """Draw the three simulated times of every token budget, and two bounds: the operations of the
+    prompt, and the bytes of a step of the `chats` without it."""
     from matplotlib.ticker import FuncFormatter
 
     prompt_bound = 1e3 * step_cost(config, [prompt], [prompt]).flops / machine.peak_flops
     step = step_cost(config, [1] * chats, [20] * chats)  # they have about 20 tokens by then
-    step_bound = 1e3 * step_time(step, machine).seconds
+    step_bound = 1e3 * step_time(step, machine).memory_seconds
     fig, ax = figure("tokens per step (logarithmic)", "time (ms, logarithmic)", size=(7, 4.2))
     budgets = sorted(found)
     curves = {
-        "until all are done": [found[n].done for n in budgets],
+        "until all requests are done": [found[n].done for n in budgets],
         "first token of the long prompt": [found[n].ttft for n in budgets],
-        "longest gap of the others": [found[n].gap for n in budgets],
+        "longest gap of the chats": [found[n].gap for n in budgets],
     }
     for number, (label, values) in enumerate(curves.items()):
         ax.plot(budgets, values, label=label, **series(number))
     bound(ax, budgets, [prompt_bound] * len(budgets), "the prompt's operations", at=0.0)
-    bound(ax, budgets, [step_bound] * len(budgets), "a step without the prompt", at=1.0)
+    bound(ax, budgets, [step_bound] * len(budgets), "the bytes of a step", at=1.0)
     full = knee(config, machine)
     ax.axvline(full, color="grey", linestyle=":", label=f"the knee, {full} tokens")
     ax.set_xscale("log", base=2)
@@ -151,8 +152,9 @@ def draw_budgets(
     soonest = min(budgets, key=lambda n: found[n].done)
     show(
         fig,
-        f"From right to left the budget shrinks: gaps fall until about the knee, and below it they "
-        f"stay and the rest grows; all are done soonest with {soonest} tokens per step.",
+        "Simulated. From right to left the budget shrinks: gaps become shorter until the budget is "
+        "near the knee; below it they stay as they are, and the other two times grow. All "
+        f"requests are done soonest with {soonest} tokens per step.",
     )
 
 
@@ -160,7 +162,7 @@ def again(
     config: ModelConfig, tokens: int, machine: Hardware, others: int = 32, length: int = 1000
 ) -> float:
     """Seconds by which a step of `others` that decode, `length` tokens each, becomes longer when a
-    sequence computes its `tokens` again in it, by the bounds."""
+    sequence computes its `tokens` again in it (bytes and operations of the datasheet)."""
     alone = step_cost(config, [1] * others, [length] * others)
     both = step_cost(config, [tokens] + [1] * others, [tokens] + [length] * others)
     return step_time(both, machine).seconds - step_time(alone, machine).seconds
@@ -193,36 +195,43 @@ def draw_exchange(model: str, machine: str, gigabytes: float) -> None:
 
     config, device, link = preset(model), DATASHEET[machine], gigabytes * 1e9
     lengths = [2**power for power in range(6, 16)]
-    fig, ax = figure("tokens that the victim had (logarithmic)", "time (ms, logarithmic)")
+    fig, ax = figure("tokens of the preempted request (logarithmic)", "time (ms, logarithmic)")
     compute = [1e3 * again(config, n, device) for n in lengths]
     move = [1e3 * moved(config, n, link) for n in lengths]
-    ax.plot(lengths, compute, label="compute again, beside 32 others", **series(0))
-    ax.plot(lengths, move, label=f"there and back at {gigabytes:g} GB/s", **series(1))
+    ax.plot(lengths, compute, label="recompute, beside 32 others", **series(0))
+    ax.plot(lengths, move, label=f"swap out and in at {gigabytes:g} GB/s", **series(1))
     alone = [1e3 * step_time(step_cost(config, [n], [n]), device).seconds for n in lengths]
-    ax.plot(lengths, alone, label="compute again in a step of its own", **series(2))
+    ax.plot(lengths, alone, label="recompute, in a step of its own", **series(2))
     first = cheaper_from(config, device, link)
     if first is not None and first <= lengths[-1]:
         ax.axvline(first, color="grey", linestyle=":", label=f"equal at {first:,} tokens")
     ax.set_xscale("log", base=4)
     ax.set_yscale("log")
-    ax.set_ylim(min(move) / 4, None)
+    ax.set_ylim(min(compute) / 2, None)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     ax.set_title(f"{model} on {device.name}", fontsize=10)
     ax.legend(loc="lower right", frameon=True, framealpha=1, edgecolor="white")
-    says = f"moving is cheaper from {first:,} tokens on" if first else "computing is always cheaper"
+    says = f"swapping is cheaper from {first:,} tokens on" if first else "recomputing is cheaper"
     show(
         fig,
-        f"The price of one preemption by the bounds: of the first two lines the lower is the "
-        f"better choice, and for {model} on this device and link {says}.",
+        "The computed price of one preemption: the lower of the first two lines is the better "
+        f"choice. For {model} on this device and link, {says}.",
     )
 
 
 @dataclass(frozen=True)
 class Flood:
-    """What became of many requests in a small pool: `batch` is the mean number of rows of a step,
-    `again` counts tokens computed twice, `speed` is new tokens per second and `gap` the longest
-    pause of any answer (seconds)."""
+    """What became of many requests in a small pool.
+
+    Attributes:
+        batch: mean number of rows of a step.
+        steps: number of steps.
+        preemptions: how many times a request lost its blocks.
+        again: tokens that were computed a second time.
+        speed: new tokens per second.
+        gap: the longest gap of any answer, in seconds.
+    """
 
     batch: float
     steps: int
@@ -240,35 +249,40 @@ def flood(
     blocks: int = 500,
     mode: str = "recompute",
 ) -> Flood:
-    """`requests` of 100 tokens that may write 500 more and write the `share` of `LENGTHS`, through
-    a pool of `blocks` of 16 tokens.
+    """Run `requests` of 100 prompt tokens and max_tokens 500 through a pool of `blocks`.
+
+    A request writes the `share` of max_tokens that `LENGTHS` defines.
 
     Raises:
-        ExerciseError: a share that is not of `LENGTHS`.
+        ExerciseError: a share that is not in `LENGTHS`.
     """
+    rng, most = random.Random(0), 500
+    length = chosen("share", share, LENGTHS)
+    new = [length(rng, most) for _ in range(requests)]
     sim = Simulation(
         blocks, seconds=seconds, admission=admission, max_num_seqs=64,
         preemption_mode=mode, num_host_blocks=8 * blocks,
     )  # fmt: skip
-    rng, most = random.Random(0), 500
-    length = chosen("share", share, LENGTHS)
-    new = [length(rng, most) for _ in range(requests)]
-    for tokens in new:
-        sim.add(100, tokens, max_tokens=most)
+    for tokens in new:  # all requests arrive at the beginning
+        sim.add(prompt=100, new=tokens, max_tokens=most)
     trace, count = sim.run(), sim.scheduler.counters
-    rows = sum(len(record.rows) for record in trace)
     return Flood(
-        rows / len(trace), len(trace),
-        count.num_preemptions_recompute + count.num_preemptions_swap,
-        count.num_recomputed_tokens, sum(new) / sim.now, max(gaps(trace, "")),
-    )  # fmt: skip
+        batch=sum(len(step.rows) for step in trace) / len(trace),
+        steps=len(trace),
+        preemptions=count.num_preemptions_recompute + count.num_preemptions_swap,
+        again=count.num_recomputed_tokens,
+        speed=sum(new) / sim.now,
+        gap=max(gaps(trace, but="")),
+    )
 
 
 def draw_floods(found: Mapping[str, Mapping[tuple[str, str], Flood]]) -> None:
-    """Draw the speed of both ways to admit for every length law, one panel per law of time."""
+    """Draw the simulated speed of both admissions, one panel for each law of step times."""
     from matplotlib.ticker import FuncFormatter
 
-    fig, axes = figure("written, of max_tokens", "new tokens/s", cols=len(found), size=(8, 3.4))
+    fig, axes = figure(
+        "share of max_tokens that is written", "new tokens/s", cols=len(found), size=(8, 3.4)
+    )
     admissions = sorted({admission for runs in found.values() for _, admission in runs})
     for ax, (law, runs) in zip(axes, found.items(), strict=True):
         shares = list(dict.fromkeys(share for share, _ in runs))
@@ -282,14 +296,14 @@ def draw_floods(found: Mapping[str, Mapping[tuple[str, str], Flood]]) -> None:
         ax.margins(y=0.15)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes[0].legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
-    told = []
+    gains = []
     for law, runs in found.items():
         gain = runs["all", "watermark"].speed / runs["all", "reserve_max"].speed
-        told.append(f"{gain:.2f} times as fast as reserve_max {law}")
+        gains.append(f"{gain:.2f} times as fast as reserve_max {law}")
     show(
         fig,
-        "Speed of one pool with two ways to admit; where answers use all they asked for, watermark "
-        f"is {' and '.join(told)}.",
+        "Simulated speed of one pool with two kinds of admission. Where answers use all of "
+        f"max_tokens, watermark is {' and '.join(gains)}.",
     )
 
 

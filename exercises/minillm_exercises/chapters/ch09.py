@@ -1,14 +1,13 @@
 """Chapter 09: prompts that begin alike, the engine's blocks that serve them, and what is found.
 
 `shared`, `chat` and `tree` make up workloads, `serve` runs one through the engine's scheduler and
-adds up its prefix reports, and the `draw_` functions are the chapter's pictures.
+adds up its prefix reports, and the `draw_` functions are the chapter's charts.
 """
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 from typing import NamedTuple
 
 from minillm import LLM, SamplingParams
@@ -22,16 +21,7 @@ from minillm_exercises.plots import bars, bound, figure, series, show
 
 Ids = tuple[int, ...]
 ENOUGH = 100_000  # tokens of memory, more than any workload here needs
-REASONS: Mapping[str, str] = MappingProxyType(
-    {
-        "cached": "found",
-        "new": "in a new block",
-        "partial_block": "at the end, in no full block",
-        "last_token": "last token",
-        "evicted": "evicted",
-        "salt": "other salt",
-    }
-)
+REASONS = ("cached", "new", "partial_block", "last_token", "evicted", "salt")  # PrefixReport's
 
 
 class Job(NamedTuple):
@@ -42,7 +32,7 @@ class Job(NamedTuple):
 
 
 class Author:
-    """Writes texts that nobody wrote before: no id is used twice. A seed makes the same lengths."""
+    """Writes texts of new tokens: no id is used twice. A seed makes the same lengths."""
 
     def __init__(self, seed: int = 9):
         self._random, self._next = random.Random(seed), 1
@@ -135,8 +125,10 @@ def serve(
     num_blocks: int | None = None,
     policy: str = "fcfs",
 ) -> Served:
-    """Serve `jobs` one at a time, all of them in line from the start; with a `num_blocks` there is
-    so much memory only."""
+    """Serve `jobs` one at a time; all of them are in the queue from the start.
+
+    Without `num_blocks`, the memory is large enough for all of them.
+    """
     sim = Simulation(
         num_blocks or ENOUGH // block_size,
         block_size,
@@ -195,41 +187,42 @@ def first_token(llm: LLM, prompt: Sequence[int], salt: str = "") -> RequestMetri
     return llm.generate([given], params, use_tqdm=False)[0].metrics
 
 
-def draw_reasons(runs: Runs, size: int) -> None:
-    """Draw the prompt tokens that were not found with blocks of `size`, by reason, as stacked
-    bars, and what nobody had computed before: the misses with blocks of 1."""
-    fig, ax = figure("prompt tokens that were not found (%)", "workload, index", size=(8, 3.8))
+def draw_missed(runs: Runs, size: int) -> None:
+    """Draw the prompt tokens that were computed with blocks of `size`: those that no cache can
+    find, which are computed with blocks of 1 too, and those that were known and not found."""
+    fig, ax = figure("computed prompt tokens (%)", "workload, index", size=(6, 2.7))
     rows = [(name, kind, each) for (name, kind, its), each in runs.items() if its == size]
-    missed = [reason for reason in list(REASONS)[1:] if any(row[2].tokens[reason] for row in rows)]
-    left = [0.0] * len(rows)
-    for number, reason in enumerate(missed):
-        widths = [100 * each.tokens[reason] / each.total for *_, each in rows]
-        ax.barh(range(len(rows)), widths, 0.7, left, label=REASONS[reason], **bars(number))
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    for place, (name, _, each) in enumerate(rows):
-        ax.text(left[place] + 0.2, place, f"{percent(each.hit_rate)} % found", va="center")
-        least = 100 * float(1 - runs[name, "hash", 1].hit_rate)
-        bound(ax, [least] * 2, [place - 0.5, place + 0.5], "")
-    ax.plot([], [], "k--", linewidth=1.2, label="never computed before")
+    least = [100 * float(1 - runs[name, "hash", 1].hit_rate) for name, _, _ in rows]
+    computed = [100 * float(1 - each.hit_rate) for *_, each in rows]
+    lost = [most - few for most, few in zip(computed, least, strict=True)]
+    ax.barh(range(len(rows)), least, 0.7, label="not in any cache", **bars(0))
+    ax.barh(range(len(rows)), lost, 0.7, least, label="computed before, not found", **bars(1))
+    for place, (_, _, each) in enumerate(rows):
+        words = f"{percent(each.hit_rate)} % found"
+        ax.text(computed[place] + 0.2, place, words, va="center")
     ax.set_yticks(range(len(rows)), [f"{name}, {kind}" for name, kind, _ in rows])
     ax.invert_yaxis()
-    ax.set_xlim(0, 1.3 * max(left))
+    ax.set_xlim(0, 1.3 * max(computed))
     ax.grid(visible=False, axis="y")
-    fig.legend(loc="outside upper center", ncols=len(missed) + 1)
-    told = "; ".join(f"{name}, {kind} {percent(each.hit_rate)}" for name, kind, each in rows)
-    show(fig, f"Why prompt tokens were computed; found were, in percent of all: {told}.")
+    fig.legend(loc="outside upper center", ncols=2)
+    found = "; ".join(f"{name}, {kind} {percent(each.hit_rate)}" for name, kind, each in rows)
+    show(
+        fig,
+        "Prompt tokens that were computed, in percent of all; the hatched part had been computed "
+        f"before. Found in the cache, in percent: {found}.",
+    )
 
 
 def draw_sizes(runs: Runs) -> None:
     """Draw the hit rate against the size of a block, a panel for each workload."""
     names, kinds, sizes = (list(dict.fromkeys(part)) for part in zip(*runs, strict=True))
-    fig, axes = figure("block (tokens)", "hit rate (%)", cols=len(names), size=(9.5, 3.2))
-    told = []
+    fig, axes = figure("block (tokens)", "hit rate (%)", cols=len(names), size=(7.2, 2.5))
+    largest = []
     for ax, name in zip(axes, names, strict=True):
         for number, kind in enumerate(kinds):
             values = [100 * float(runs[name, kind, size].hit_rate) for size in sizes]
             ax.plot(sizes, values, label=kind, **series(number))
-            told.append(f"{name} {values[-1]:.0f} ({kind})")
+            largest.append(f"{name} {values[-1]:.0f} ({kind})")
         most = 100 * float(runs[name, kinds[0], 1].hit_rate)
         bound(ax, sizes, [most] * len(sizes), "all that repeats", side="above", at=0.0)
         ax.set_xscale("log", base=4)
@@ -237,20 +230,20 @@ def draw_sizes(runs: Runs) -> None:
         ax.set(title=name, ylim=(0, 110))
         ax.legend(loc="lower left")
     at = f"percent found with blocks of {sizes[-1]}"
-    show(fig, f"What large blocks cost depends on the workload; {at}: {', '.join(told)}.")
+    show(fig, f"What large blocks cost depends on the workload; {at}: {', '.join(largest)}.")
 
 
 def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], needed: int) -> None:
     """Draw the hit rate against the memory there is; `needed` blocks would hold all documents."""
-    fig, ax = figure("blocks in the pool", "hit rate (%)", size=(7, 4.4))
+    fig, ax = figure("blocks in the pool", "hit rate (%)", size=(5.8, 3.6))
     for number, (name, served) in enumerate(curves.items()):
         values = [100 * float(each.hit_rate) for each in served]
         ax.plot(pools, values, label=name, **series(number))
     ceiling = [100 * float(served[-1].hit_rate)] * len(pools)
-    bound(ax, pools, ceiling, "all that was ever seen is found", side="above", at=0.0)
+    bound(ax, pools, ceiling, "everything that was seen before", side="above", at=0.0)
     ax.axvline(needed, color="grey", linestyle=":", linewidth=1.2, label="holds all documents")
     ax.set_ylim(-3, 100)
-    fig.legend(loc="outside lower center", ncols=2)
+    fig.legend(loc="outside lower center", ncols=2, fontsize=9)
     at = max(place for place, pool in enumerate(pools) if pool < needed - 20)
     told = "; ".join(f"{name} {percent(served[at].hit_rate)}" for name, served in curves.items())
     show(fig, f"Hit rate over memory; percent with a pool of {pools[at]} blocks: {told}.")
@@ -258,19 +251,19 @@ def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], need
 
 def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str) -> None:
     """Draw how many times sooner the first token comes, against the share of the prompt found."""
-    fig, ax = figure("share of the prompt found, f", "first token, times as soon", size=(7, 3.8))
-    ax.plot(shares, measured, label=f"the clock, {model}", **{**series(0), "linestyle": ""})
+    fig, ax = figure("share of the prompt found, f", "first token, times as soon", size=(5.5, 3))
+    ax.plot(shares, measured, label=f"measured, {model}", **{**series(0), "linestyle": ""})
     fine = [number / 100 for number in range(round(100 * max(shares)) + 1)]
     law = [1 / (1 - share) for share in fine]
-    bound(ax, fine, law, "by tokens: 1 / (1 \u2212 f)", side="above", at=0.9)
+    bound(ax, fine, law, "counted: 1 / (1 \u2212 f)", side="above", at=0.9)
     ax.legend(loc="upper left")
     told = f"{measured[-1]:.1f} times as soon with {100 * shares[-1]:.0f} % of the prompt found"
-    show(fig, f"What a hit is worth: by the clock the first token came {told}.")
+    show(fig, f"What a hit is worth, measured: the first token came {told}.")
 
 
 def draw_guesses(times: Mapping[str, Sequence[float]], sent: int) -> None:
     """Draw the time to the first token of each guess; `sent` is the one another user had sent."""
-    fig, ax = figure("guess", "time to first token (ms)", size=(6.5, 3.2))
+    fig, ax = figure("guess", "time to first token (ms)", size=(6, 3))
     width = 0.8 / len(times)
     for number, (name, values) in enumerate(times.items()):
         places = [guess + number * width for guess in range(len(values))]
@@ -280,4 +273,5 @@ def draw_guesses(times: Mapping[str, Sequence[float]], sent: int) -> None:
     ax.set_xticks([guess + width / 2 for guess in range(len(names))], names)
     fig.legend(loc="outside upper center", ncols=len(times))
     told = ", ".join(f"{1e3 * values[sent]:.0f} ms {name}" for name, values in times.items())
-    show(fig, f"Guess {letters[sent]} is what another user sent; its first token takes {told}.")
+    guess = f"Guess {letters[sent]} is what another user sent"
+    show(fig, f"{guess}; its first token, measured, takes {told}.")

@@ -65,6 +65,7 @@ def draw_errors(errors: Mapping[str, Mapping[str, float]], least: Mapping[str, f
         ax.plot([at - 0.45, at + 0.45], [least[dtype]] * 2, "k--", linewidth=1.2,
                 label="" if at else "rounding the exact result")  # fmt: skip
     ax.set_yscale("log")
+    ax.minorticks_off()
     ax.set_xticks(range(len(errors)), list(errors))
     ax.legend(loc="upper left", ncols=2)
     ax.set_ylim(min(least.values()) / 4, 60 * max(max(each.values()) for each in errors.values()))
@@ -223,6 +224,7 @@ def draw_growth(
     for ax in (left, right):
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
+        ax.minorticks_off()
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.legend(loc="upper left")
