@@ -30,7 +30,7 @@ class LLM:
 
     `model` is the name of an embedded model, a Hugging Face folder, a hub id, or with
     ``load_format="dummy"`` a ``preset:NAME``. All other arguments are those of `EngineArgs`.
-    It is not thread-safe. Use it in a ``with`` block, or call `close`, to free the memory.
+    An `LLM` is not thread-safe. Use it in a ``with`` block, or call `close`, to free the memory.
     """
 
     def __init__(self, model: str | Path | None = None, **arguments: Any):
@@ -70,8 +70,8 @@ class LLM:
         salts never share cached prefixes. Give one `SamplingParams` for all prompts or one for
         each. `priority` has one number per prompt, the lowest scheduled first, and needs
         scheduling_policy="priority". All requests are checked before the first one runs:
-        InvalidRequestError names the invalid one. A later error ends only the request that it is
-        in, with ``finish_reason="error"``.
+        InvalidRequestError names the invalid one. A later error in one request ends only that
+        request, with ``finish_reason="error"``.
         """
         listed = list_prompts(prompts)
         priorities = list_priorities(priority, len(listed), self.engine.args.scheduling_policy)
@@ -258,7 +258,7 @@ class LLM:
         return ScoreOutput(count, size, total, exp_or_inf(-total / count), bits_per_byte)
 
     def _covered_bytes(self, text: str, first_id: int) -> int:
-        """UTF-8 bytes of the text, without those of a first token that is not predicted."""
+        """UTF-8 bytes of the text without the first token, which is not predicted."""
         tokenizer = self.tokenizer
         size = len(text.encode())
         if tokenizer is None or first_id in tokenizer.special_ids:

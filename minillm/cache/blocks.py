@@ -75,7 +75,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Decrement the reference counts of a block table.
 
-        The last block is freed first, so that it is evicted first: more prompts share the first.
+        The last block is freed first, and so evicted first: more prompts share the first blocks.
         """
         for block in reversed(blocks):
             if self.ref_counts[block] < 1:

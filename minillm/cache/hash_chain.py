@@ -16,7 +16,7 @@ from minillm.cache.prefix import Match
 
 NAME_BYTES = 16
 
-Place = int | str  # a prefix: the number of its last entry, or the salt if it is empty
+Place = int | str  # identifies a prefix: number of its last entry; if empty, the salt
 
 
 class Cursor(NamedTuple):
@@ -50,7 +50,7 @@ class HashChain:
         self._num_entries = 0  # number of the newest entry
 
     def start(self, salt: str) -> Cursor:
-        """The cursor of an empty prefix. Collisions of Python's `hash` would be easy to forge."""
+        """The cursor of an empty prefix. Not Python's `hash`: its collisions are easy to forge."""
         salted = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES)
         return Cursor(salted.digest(), salt)
 
@@ -59,7 +59,7 @@ class HashChain:
         return blake2b(array("q", token_ids).tobytes(), digest_size=NAME_BYTES, key=parent).digest()
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
-        """Whole blocks only."""
+        """The longest cached prefix of whole blocks."""
         size, cursor = self.block_size, self.start(salt)
         blocks: list[int] = []
         for end in range(size, limit + 1, size):

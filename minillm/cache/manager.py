@@ -32,7 +32,7 @@ class BlockCopy(NamedTuple):
 class BlockTable:
     """The blocks of one sequence: on the device, or in host memory while it is swapped out.
 
-    Its full blocks are cached only while its `epoch` is that of the manager.
+    Its full blocks enter the prefix cache only while `epoch` equals the manager's.
     """
 
     salt: str = ""  # the request's `cache_salt`
@@ -41,8 +41,8 @@ class BlockTable:
     num_adopted: int = 0  # leading blocks that came from the prefix cache
     cursor: Cursor = None  # end of the indexed blocks in the prefix index
     num_indexed: int = 0  # leading blocks that are in the prefix index
-    name: int = 0  # end of the indexed blocks in `PrefixHistory`
-    epoch: int = 0  # the manager's when the table started; -1: contents may be wrong
+    name: int = 0  # hash of the indexed blocks in `PrefixHistory`
+    epoch: int = 0  # manager's epoch at the start; -1: blocks may be wrong
 
     @property
     def adopted(self) -> list[int]:
@@ -97,7 +97,7 @@ class BlockManager:
     def report(
         self, token_ids: Sequence[int], num_cached: int, salt: str, reads: bool = True
     ) -> PrefixReport:
-        """Why prompt tokens missed the cache; `reads`: whether the request looked it up."""
+        """Why prompt tokens missed the cache; `reads`: whether the request uses the cache."""
         if self.prefix_cache is None or not reads:
             return PrefixReport(unread=len(token_ids))
         known = num_cached
@@ -108,8 +108,8 @@ class BlockManager:
     def cost_of(self, match: Match, num_blocks: int) -> int:
         """Free blocks that a new table of `num_blocks` blocks takes if it starts with `match`.
 
-        Matched blocks that are in use cost nothing; free ones, and a free `partial` block until it
-        is copied, leave the free list.
+        Matched blocks in use cost nothing. Matched free blocks leave the free list, as does a free
+        `partial` block until it is copied.
         """
         return max(num_blocks - len(match.blocks), 0) + sum(map(self.pool.is_free, match.held))
 
@@ -131,8 +131,8 @@ class BlockManager:
     ) -> None:
         """Cache the table's full blocks within the first `num_computed` positions.
 
-        These positions are committed, or they are prompt tokens that plan `step` computes: then
-        the blocks count as unwritten until `settle(step)`.
+        These positions are committed (`step` 0), or plan `step` will compute them: then the blocks
+        count as unwritten until `settle(step)`.
         """
         size = self.block_size
         if (table.num_indexed + 1) * size > num_computed:  # no new full block: most decode steps
@@ -149,7 +149,7 @@ class BlockManager:
                 self.unwritten[block] = step
             if cursor is None:  # an earlier block was evicted: start again at the first one
                 if not all(each in self.index for each in table.adopted):
-                    table.epoch = -1  # an adopted block is no longer cached, and may be wrong
+                    table.epoch = -1  # no longer cached, perhaps because it is wrong
                     break
                 table.num_indexed = 0
                 continue
@@ -159,7 +159,7 @@ class BlockManager:
         self.pool.use_lost_first()
 
     def is_written_by(self, step: int, match: Match) -> bool:
-        """Whether plan `step` writes blocks of the match: if so, it writes the last one."""
+        """Whether plan `step` writes blocks of the match: then it also writes the last block."""
         return bool(match.blocks) and self.unwritten.get(match.blocks[-1]) == step
 
     def settle(self, step: int) -> None:
@@ -199,7 +199,7 @@ class BlockManager:
             # Others may reuse the source at once: a step copies before it writes.
             self.pool.release([copy.source])
             self.num_copies += 1
-        if end > len(table.blocks) * self.block_size:  # in one of block_size decode steps
+        if end > len(table.blocks) * self.block_size:  # true in one of `block_size` decode steps
             table.blocks += self.pool.allocate(self.blocks_for(end) - len(table.blocks))
         return copy
 
@@ -233,8 +233,8 @@ class BlockManager:
     # ---- freeing -------------------------------------------------------------------------
 
     def forget(self, table: BlockTable) -> None:
-        """Remove the blocks that this sequence computed, which may be wrong, from the prefix index,
-        and add no more of them. Adopted blocks stay cached."""
+        """Remove the blocks that this sequence computed from the prefix index, and add no more:
+        they may be wrong. Adopted blocks stay cached."""
         table.epoch = -1
         for block in table.blocks[table.num_adopted :]:
             if block in self.index:
@@ -270,8 +270,8 @@ class BlockManager:
         return moves
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Compare the pools with `tables`, which must be all tables, and these with each other;
-        raises AccountingError."""
+        """Compare the pools with `tables`, which must be all tables, and check that each shared
+        block has one position; raises AccountingError."""
         tables = list(tables)
         self.pool.check_invariants([table.blocks for table in tables])
         self.host.check_invariants([table.host_blocks for table in tables])

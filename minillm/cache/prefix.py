@@ -15,8 +15,8 @@ Cursor = Any
 class Match(NamedTuple):
     """The longest cached prefix of a prompt: `num_tokens` tokens that need not be computed.
 
-    `blocks` match completely and are shared. `partial` is one more block of which only the first
-    tokens match: it must be copied before the rest of it is overwritten.
+    `blocks` match completely and are shared. Of the next block, `partial`, only the first tokens
+    match: it must be copied before the sequence writes to it.
     """
 
     blocks: list[int]
@@ -33,7 +33,7 @@ class Match(NamedTuple):
 class PrefixIndex(Protocol):
     """Maps token ids to the blocks that hold their keys and values.
 
-    `lost` collects blocks that the index drops without a call of `forget`;
+    `lost` collects blocks that the index drops although `forget` was not called for them;
     `BlockPool.use_lost_first` empties it.
     """
 
@@ -54,13 +54,13 @@ class PrefixIndex(Protocol):
         """
 
     def forget(self, block: int) -> None:
-        """Remove the block, because its contents change."""
+        """Remove the block: its contents will change, or may be wrong."""
 
     def __contains__(self, block: int) -> bool:
         """Whether the block is cached."""
 
     def __len__(self) -> int:
-        """Number of cached blocks, also those behind an evicted block."""
+        """Number of cached blocks, including those after an evicted block."""
 
 
 class NoPrefixCache:

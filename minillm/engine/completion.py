@@ -13,8 +13,8 @@ from minillm.text.tokenizer import Tokenizer
 class Completion:
     """Completion `index` of a request.
 
-    Unless `ignore_eos`, any of `eos_token_ids` ends it. At the first of these the stop reason is
-    None, as in vLLM; at another it is the token id.
+    Unless `ignore_eos`, any of `eos_token_ids` ends it. The stop reason is None for the first of
+    these, as in vLLM, and the token id for others.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class Completion:
         """The output so far, or with `delta` the part that is new since the last call."""
         try:
             self._detokenize()
-        except Exception as error:  # raised again with the next token, which ends the completion
+        except Exception as error:  # `append` raises it again, which ends the completion
             self._failure = error
         start, end = 0, len(self.token_ids)
         if delta:

@@ -13,7 +13,7 @@ from minillm.text.tokenizer import Tokenizer
 class LiveRequest:
     """The handle of a request that `Engine.add` returns, with its outputs so far.
 
-    `num_updates` increases whenever `output` has changed.
+    `num_updates` increases with every token and every end of a completion.
     """
 
     __slots__ = (
@@ -106,7 +106,7 @@ class LiveRequest:
         self, start: int, entries: list[dict[int, TokenLogprob]], time: float
     ) -> bool:
         """Add the logprobs of prompt positions from `start`, except those known already (the
-        positions were recomputed). Returns whether the request is unfinished."""
+        positions were recomputed). Returns False if this ended the request."""
         known = self.prompt_logprobs or [None]
         try:
             known += [with_text(each, self._tokenizer) for each in entries[len(known) - start :]]

@@ -98,7 +98,7 @@ class Engine:
         return self._forward_pass
 
     def allocated(self) -> dict[str, int]:
-        """Bytes actually allocated, by the names of the memory plan's parts."""
+        """Allocated bytes of each part of the memory plan, by name."""
         return self.runner.stats()
 
     def close(self) -> None:
@@ -215,14 +215,14 @@ class Engine:
     def add(self, request: Request) -> LiveRequest:
         """Add a request to the waiting queue; `step` advances it.
 
-        Raises InvalidRequestError if an unfinished request has the same id.
+        Raises InvalidRequestError if the id is in use or the request can never fit.
         """
         self.runner  # noqa: B018  (raises if the engine is closed)
         try:
             first = self.scheduler.add(request)
             live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
             self._live[request.request_id] = live
-        except InvalidRequestError:  # another request has this id, and is not aborted
+        except InvalidRequestError:  # do not abort: the id may belong to another request
             raise
         except BaseException:
             try:
@@ -249,7 +249,7 @@ class Engine:
         return bool(self._live)
 
     def step(self) -> list[LiveRequest]:
-        """Run one step; returns the requests that were in it.
+        """Complete the oldest step; returns its unaborted requests. May launch later steps.
 
         An error in one request ends that request with ``finish_reason="error"``.
 
@@ -273,7 +273,7 @@ class Engine:
 
     @contextmanager
     def _abort_all_on_error(self) -> Iterator[None]:
-        """Context of all code that runs steps: any exception aborts all requests."""
+        """Context for code that runs steps: any exception ends all requests."""
         self._stepping = True
         try:
             yield
@@ -288,7 +288,7 @@ class Engine:
             self._stepping = False
 
     def _begin(self, schedule: Callable[[], StepPlan | None]) -> bool:
-        """Schedule the next step; returns False if nothing can be scheduled."""
+        """Schedule the next step; returns False if it must wait for a commit."""
         started, plan = perf_counter(), schedule()
         if plan is None:
             return False
@@ -305,7 +305,7 @@ class Engine:
         return True
 
     def _complete(self) -> list[LiveRequest]:
-        """Wait for the oldest launched step and commit its results."""
+        """Launch the oldest step if needed, wait for it, and commit its results."""
         step, *others = self._steps
         record = step.record
         result = step.launch(self.runner).collect()

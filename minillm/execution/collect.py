@@ -30,7 +30,7 @@ def give_tokens(
     """
     tokens, best = (each.tolist() for each in read())
     entry = iter(entries.read()) if entries is not None else iter(())
-    wrong = None if all(map(isfinite, best)) else [failure_of(value) for value in best]
+    why_failed = None if all(map(isfinite, best)) else [failure_of(value) for value in best]
     end = 0
     for row, state in states:
         start, end = end, end + row.num_samples
@@ -46,7 +46,7 @@ def give_tokens(
             result.logprobs[row.seq_id] = logprobs[: len(given)]
         if row.seq_id in result.errors:  # its prompt log-probabilities failed
             continue
-        if wrong is not None and any(failed := wrong[start : start + len(given)]):
+        if why_failed is not None and any(failed := why_failed[start : start + len(given)]):
             errors = {i: why for i, why in enumerate(failed) if why is not None}
             if not row.num_forks:  # tokens after a failed one are discarded
                 given, errors = given[: min(errors) + 1], {min(errors): errors[min(errors)]}
@@ -81,7 +81,7 @@ def store_prompt_logprobs(row: Row, entries: PromptLogprobs, result: StepResult)
 
 
 def error_text(error: Exception) -> str:
-    """An error as one line: the message of a `MinillmError`, type and message of any other."""
+    """An error as one line: its message if it is a `MinillmError`, otherwise type and message."""
     if isinstance(error, MinillmError):
         return " ".join(str(error).split())
     return f"The model failed on this request: {in_one_line(error)}"

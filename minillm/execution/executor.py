@@ -1,8 +1,8 @@
 """The executor interface: the boundary between scheduling and computation.
 
-The scheduler needs only token counts, and sends step plans. An executor holds the model, the KV
-cache and the sampler, and returns tokens. `runner.Runner` executes in this process; plans and
-results are plain data (`wire.py`), so other executors can run in other processes.
+The scheduler needs only token counts; the engine gives its step plans to an executor. This holds
+the model, the KV cache and the sampler, and returns tokens. `runner.Runner` executes in this
+process. Plans and results are plain data (`wire.py`), so other executors can use other processes.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ class Executor(Protocol):
         """Numbers of blocks and rows, which never change."""
 
     def launch(self, plan: StepPlan) -> Flight:
-        """Start a step without waiting. One earlier step may be uncollected; with pipeline
-        parallelism, as many as there are stages."""
+        """Start a step without waiting. One earlier step may be uncollected, or with pipeline
+        parallelism one fewer than there are stages."""
 
     def reset(self) -> None:
         """Remove all sequences; the next plan may not refer to them."""
@@ -50,7 +50,7 @@ class RemoteExecutor(Protocol):
     """An executor in other processes, which can fail between steps."""
 
     def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
-        """Register a callback for its failure. Any thread may call it."""
+        """Register a callback for the executor's failure; any thread may run the callback."""
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ class StepResult:
     """The result of a step. Dictionaries are keyed by seq_id.
 
     Attributes:
-        token_ids: for each row with logits its accepted tokens, or one token per completion if the
-            row forks; None for a failed sample.
+        token_ids: for each row with logits its new tokens (accepted drafts included), or one token
+            per completion if the row forks; None for a failed sample.
         logprobs: log-probabilities of each token, for requests with `logprobs`.
-        prompt_logprobs: the first position, and one entry for each prompt position from there on.
+        prompt_logprobs: the first prompt position, and one entry per position from it on.
         errors: sample index -> message. If a row fails, all its samples have the same message.
         suspect: rows whose KV may be wrong, because the forward pass failed or its logits are not
             finite. A row whose logits processors exclude every token is not suspect.
@@ -49,7 +49,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step. Each of `reads` waits for the device and fills in part of `result`."""
+    """A launched step. Each function in `reads` waits for the device and fills part of `result`."""
 
     result: StepResult = field(default_factory=StepResult)
     reads: list[Callable[[], None]] = field(default_factory=list)

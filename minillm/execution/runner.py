@@ -43,8 +43,8 @@ T = TypeVar("T")
 class Runner:
     """The executor of one process: owns the model, the KV cache and the host swap space.
 
-    When a forward pass or sampling raises, its rows run again one at a time. Only the rows that
-    raise again fail (`StepResult.errors`).
+    When a forward pass or sampling raises, the rows of the step run again one at a time. Only the
+    rows that raise again fail (`StepResult.errors`).
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Runner:
 
     def stats(self) -> dict[str, int]:
         """Allocated bytes by part of the memory plan, and for CUDA graphs. On a GPU "activations"
-        is the allocator's peak minus weights and caches; on a CPU it is absent."""
+        is the allocator's peak minus weights and caches; there is no such entry on a CPU."""
         sizes = {
             "weights": sum(
                 each.nbytes for each in (*self.model.parameters(), *self.model.buffers())
@@ -153,7 +153,7 @@ class Runner:
     def _update_rows(self, plan: StepPlan) -> None:
         for seq_id in plan.dropped:
             state = self._rows.pop(seq_id)
-            state.drafts = []  # so that `collect` does not append to the reused row
+            state.drafts = []  # `collect` of the last step must not append to a reused row
             self.sampler.edits.drop(state.row)
             self._free_rows.append(state.row)
         if self.graphs is not None and plan.dropped:
@@ -170,7 +170,7 @@ class Runner:
         )
 
     def _close_gaps(self) -> None:
-        """Move the last rows into freed ones: a graph runs rows 0 to n - 1."""
+        """Move the last rows into freed ones: a CUDA graph always computes rows 0 to n - 1."""
         total = self.rows.num_rows
         gaps = sorted(row for row in self._free_rows if row < len(self._rows))
         behind = (state for state in self._rows.values() if state.row >= len(self._rows))
@@ -235,7 +235,7 @@ class Runner:
     def _attempt(
         self, rows: Sequence[Row], run: Callable[[Sequence[Row]], T], result: StepResult
     ) -> list[tuple[Sequence[Row], T]]:
-        """Run all rows together; if that raises, each alone, which writes the same KV again."""
+        """Run all rows together; if that raises, run each row alone (their KV is written again)."""
         if not rows:
             return []
         try:

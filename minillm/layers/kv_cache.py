@@ -1,7 +1,7 @@
 """The KV cache tensors. The scheduler only counts blocks; this file defines their layout.
 
-Layers call `write` and `attend`, the protocol `AttentionBackend`. Other caches, and the trainer,
-implement it, too.
+Layers call `write` and `attend`, the protocol `AttentionBackend`. The deterministic mode and the
+trainer have other implementations.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ class AttentionBackend(Protocol):
 class KVCache:
     """Paged keys and values of all layers, head-major: [blocks, Hkv, block_size, D] per layer.
 
-    A head's positions lie side by side because a CPU reads them 7 times faster so than
-    token-major. A block may be as long as a whole sequence: then the cache is contiguous.
-    `swap_space_of` a device is memory of the host in which a block of all layers is one piece, so
-    that one copy moves it; beside a GPU it is pinned, and the host does not wait for that copy.
+    The positions of a head are adjacent, because a CPU reads this layout 7 times as fast as a
+    token-major one. A block may be as long as a whole sequence: then the cache is contiguous. With
+    `swap_space_of` the cache is host memory for that device, in which all layers of a block are
+    contiguous, so one copy moves them. For a GPU it is pinned, and copies are asynchronous.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class KVCache:
         tensors = {name: pages(shape) for name, shape in spec.block_shapes(block_size).items()}
         self.tensors, self.key = tuple(tensors.values()), tensors["key"]
         self.value = tensors.get("value", self.key[..., : spec.value_dim])
-        if self.key.device.type == "cpu":  # each address is looked up: a tenth of attention's time
+        if self.key.device.type == "cpu":  # address translation takes a tenth of attention's time
             for tensor in self.tensors:
                 use_large_pages(tensor.data_ptr(), tensor.nbytes)
         self.pages = [Pages(*each) for each in zip(self.key, self.value, strict=True)]
@@ -86,8 +86,8 @@ class KVCache:
         """Copy (source block, target block) of every layer, within this cache or between it and
         its swap space.
 
-        All sources are read before any target is written. The host waits for nothing: on a GPU
-        the indices travel in one copy from pinned memory, and everything is in stream order.
+        All sources are read before any target is written. The host does not wait: on a GPU the
+        indices are uploaded in one copy from pinned memory, and all copies run in stream order.
         """
         device = target.key.device if self.is_swap_space else self.key.device
         index = torch.tensor(copies, dtype=torch.int64).T  # [2, n]

@@ -40,7 +40,7 @@ class Linear(Matrix):
         return self.method.apply(self, x, self.bias)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """All checkpoint tensors of which the layer holds a part."""
+        """The checkpoint tensors that the layer holds, whole or in part."""
         yield from super().checkpoint_tensors()
         start = 0
         for part in self.parts if self.bias is not None else ():

@@ -38,7 +38,7 @@ def inverse_frequencies(
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig, max_position_embeddings: int) -> Tensor:
-    """Llama 3.1: divide low frequencies by `factor`, keep high ones, interpolate in between."""
+    """Llama 3.1: divide low frequencies by `factor`, keep high ones, blend in between."""
     original = rope.original_max_position_embeddings or max_position_embeddings
     turns = original * frequencies / (2 * math.pi)  # full turns within the trained length
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -47,7 +47,7 @@ def _llama3(frequencies: Tensor, rope: RopeConfig, max_position_embeddings: int)
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig, dim: int, max_position_embeddings: int) -> Tensor:
-    """YaRN (Peng et al., 2023), section 3.2: interpolate low frequencies, keep high ones."""
+    """YaRN (Peng et al., 2023), section 3.2: divide low frequencies by `factor`, keep high ones."""
     original = rope.original_max_position_embeddings or max_position_embeddings
 
     def dimension_of(turns: float) -> float:
@@ -63,7 +63,7 @@ def _yarn(frequencies: Tensor, rope: RopeConfig, dim: int, max_position_embeddin
 
 
 def yarn_temperature(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature, 0.1 m ln(s) + 1 (Peng et al., 2023, eq. 22)."""
+    """YaRN's attention scale sqrt(1 / t) = 0.1 m ln(s) + 1 (Peng et al., 2023, eq. 22)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

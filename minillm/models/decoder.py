@@ -21,7 +21,7 @@ MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
 
 MethodOf = Callable[[Matrix], LinearMethod]  # selects the storage of each matrix
 
-# x [N, d], rope, batch, kv -> x and residual [N, d], or None: run the layers one by one.
+# x [N, d], rope, batch, kv -> x and residual [N, d]; None: the caller must run layers one by one.
 LayersMethod = Callable[
     [Tensor, tuple[Tensor, Tensor], Batch, AttentionBackend], tuple[Tensor, Tensor] | None
 ]
@@ -31,7 +31,7 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each with a pre-norm and a residual connection.
 
     A fused kernel adds the output of attention or MLP to the residual stream and applies the next
-    norm. So a layer returns its MLP output, and the residual stream to which it is not yet added.
+    norm. So a layer returns its MLP output and the residual stream, without adding them.
     """
 
     def __init__(self, config: ModelConfig, layer: int):

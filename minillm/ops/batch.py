@@ -15,17 +15,17 @@ class Batch:
 
         tokens      | a a a | b | c c |        B = 3, N = 6
         query_start   0       3   4     6      tokens of a sequence: [start, next start)
-        seq_lens      8       5   2            length after this step, here 5, 4 and 0 before it
+        seq_lens      8       5   2            length after this step; before it: 5, 4, 0
     """
 
     input_ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64, position of each token in its sequence
-    slot_mapping: Tensor  # [N] int64, block * block_size + offset; -1 or missing: padding
+    slot_mapping: Tensor  # [N] int64, block * block_size + offset; padding: -1, or no entry
     query_start: Tensor  # [B + 1] int32
     seq_lens: Tensor  # [B] int32
     block_tables: Tensor  # [B, M] int64, M: blocks of the longest sequence
     logits_indices: Tensor  # [K] int64, indices of the tokens whose logits are needed
-    max_query_len: int  # largest number of tokens of a sequence
+    max_query_len: int  # largest number of this batch's tokens of one sequence
 
 
 AttentionMode = Literal["fast", "plain", "invariant"]
@@ -36,7 +36,7 @@ class Pages(NamedTuple):
     """One layer's KV cache. Scales are for a quantised cache, which no operation supports yet."""
 
     key: Tensor  # [blocks, Hkv, block_size, D]
-    value: Tensor  # [blocks, Hkv, block_size, Dv]; with MLA a view: the key's first Dv dimensions
+    value: Tensor  # [blocks, Hkv, block_size, Dv]; with MLA a view of `key`'s first Dv dimensions
     key_scale: Tensor | None = None  # [blocks, Hkv, block_size]
     value_scale: Tensor | None = None  # [blocks, Hkv, block_size]
 

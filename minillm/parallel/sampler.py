@@ -21,7 +21,7 @@ from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.split import Split
-from minillm.sampling.sampler import NO_DRAFTS, NO_LAWS, Sampler
+from minillm.sampling.sampler import NO_DISTRIBUTIONS, NO_DRAFTS, Sampler
 
 
 class ShardedSampler(Sampler):
@@ -50,7 +50,7 @@ class ShardedSampler(Sampler):
         positions: Sequence[int],
         forks: Sequence[int] = (),
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
-        laws: Mapping[int, Tensor | None] = NO_LAWS,
+        laws: Mapping[int, Tensor | None] = NO_DISTRIBUTIONS,
     ) -> tuple[Tensor, Tensor]:
         """As `Sampler.choose`, for logits [R, V / n]."""
         edited = {rows[i] for i in self.edits.rows_of(rows, positions)}

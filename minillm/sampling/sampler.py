@@ -33,11 +33,11 @@ __all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]
 NO_TOKEN = -1  # in `SampledBatch.token_ids`: the row failed
 HALF_RANGE = 2**63  # of 64-bit integers
 NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
-NO_LAWS: Mapping[int, Tensor | None] = MappingProxyType({})
+NO_DISTRIBUTIONS: Mapping[int, Tensor | None] = MappingProxyType({})
 
 
 class DrawParams(NamedTuple):
-    """A request's sampling parameters, as a row of `Pack` (the kernel's input) has them."""
+    """A request's sampling parameters, in the form of a row of `Pack`, the kernel's input."""
 
     floats: tuple[float, float, float]  # temperature (0 is greedy), min-p, top-p
     top_k: int  # 0 is off
@@ -99,7 +99,7 @@ class Sampler:
         positions: Sequence[int],
         forks: Sequence[int] = (),
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
-        laws: Mapping[int, Tensor | None] = NO_LAWS,
+        laws: Mapping[int, Tensor | None] = NO_DISTRIBUTIONS,
     ) -> tuple[Tensor, Tensor]:
         """Sample tokens without waiting for the device.
 
@@ -108,16 +108,16 @@ class Sampler:
 
         Args:
             logits: [R, V], any floating-point dtype; not modified.
-            rows: row of the persistent batch for each of the R logits; those of one row adjacent.
+            rows: persistent-batch row of each of the R logits; equal rows are adjacent.
             positions: sequence position of each of the R sampled tokens.
-            forks: number of forks of each of the R logits, each with one more sample; or empty.
-            drafts: row -> draft tokens, for rows with several logits: logits i + 1 of the row are
-                computed after its draft i. Needed for rows with edits, and for the rule.
+            forks: number of forks of each of the R logits (one more sample per fork), or empty.
+            drafts: row -> draft tokens, for rows with several logits: logits i + 1 of the row
+                follow its draft i. Needed for rows with edits, and for the rule.
             laws: row -> distributions [drafts, V] that its drafts were drawn from, if known.
 
         Returns:
-            Tokens, int64 [K], K = R + number of forks, those of one row adjacent; and for each the
-            largest logit, float32 [K], not finite if sampling failed.
+            Tokens, int64 [K], K = R + number of forks, in row order; and the largest logit of each,
+            float32 [K], which is not finite if sampling failed.
         """
         counts = [1 + each for each in forks] if any(forks) else [1] * len(rows)
         spread = len(rows) < sum(counts)
@@ -145,7 +145,7 @@ class Sampler:
                     edited = edited.repeat_interleave(each, dim=0)
                 guessed = [drafted[place] for place in where] if drafted else []
                 own, own_best = self._draw(edited, pack.select(samples), guessed, logits.dtype)
-                raw_best = best[samples]  # if not finite, the model failed, and not its edits
+                raw_best = best[samples]  # not finite: the model failed, not the edits
                 tokens[samples] = own
                 best[samples] = torch.where(raw_best.isfinite(), own_best, raw_best)
         return tokens, best
@@ -172,8 +172,8 @@ class Sampler:
         return tokens, best
 
     def _greedy(self, pack: Pack, edited: Collection[int]) -> Pack:
-        """The pack for unedited logits: greedy for rows with edits, of which only the largest logit
-        is used, so that no noise is drawn for them."""
+        """The pack for unedited logits. Rows with edits are greedy, so no noise is drawn for them:
+        only their largest logit is used."""
         if not edited:
             return pack
         at = torch.tensor(sorted(edited)).to(self.device)

@@ -46,7 +46,7 @@ class Admission:
         budget: int,
         record: StepRecord,
     ) -> Blocked | None:
-        """Why no request can be admitted, if that is known before anything is looked up."""
+        """Why no request can be admitted, if known without a cache lookup; else None."""
         first = waiting[0]
         if not free_seqs:
             return Blocked.of(first, "batch slots", first.num_seqs, 0)
@@ -72,7 +72,7 @@ class Admission:
         ):
             return None
         available = self.blocks.pool.num_free - self.num_reserved(running) - self.headroom
-        if available >= last.blocked.needed:  # running sequences reserve fewer blocks now
+        if available >= last.blocked.needed:  # enough now: running sequences reserve fewer blocks
             return None
         last.steps_left -= 1
         return replace(last.blocked, available=available)
@@ -112,7 +112,7 @@ class Admission:
     def decide(
         self, sequence: Sequence, free_seqs: int, budget: int, available: int
     ) -> Match | Blocked:
-        """The cached prefix of an admitted sequence (empty if it was swapped out), or a refusal."""
+        """Admit: returns the cached prefix (empty if swapped out). Refuse: returns the reason."""
         self._refusal = None
         if sequence.num_seqs > free_seqs:
             return Blocked.of(sequence, "batch slots", sequence.num_seqs, free_seqs)
@@ -159,7 +159,7 @@ def remove(queue: list[Sequence], sequence: Sequence) -> None:
 
 
 def check_fits(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None:
-    """Raise InvalidRequestError if the request does not fit even if it runs alone."""
+    """Raise InvalidRequestError if the request would not fit even alone."""
     n = request.params.n
     if n > config.max_num_seqs:
         raise InvalidRequestError(

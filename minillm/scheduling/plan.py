@@ -65,19 +65,19 @@ class NewSequence(NamedTuple):
 class StepPlan:
     """One step: what changed since the last plan, and the rows to compute.
 
-    The executor applies the attributes in the order below, because a block that one of them frees
-    may be the target of the next.
+    The executor applies the attributes in the order of this list, because a block that one step of
+    it frees may be the target of the next.
 
     Attributes:
         rebalance: number of the expert placement to change to; 0 keeps the current one.
-        learned: tokens sampled since the last plan, by seq_id, for pipeline stages without sampler.
+        learned: tokens sampled since the last plan, by seq_id; for stages that have no sampler.
         dropped: seq_ids of sequences to forget.
         new: sequences to add.
         swap_out: block copies (device, host).
         copies: block copies on the device (copy-on-write).
         swap_in: block copies (host, device).
-        rows: rows to compute, those of one token first. A row that reads blocks which another row
-            of this plan writes comes after it.
+        rows: rows to compute, those of one token first. Exception: a row that reads blocks written
+            by another row of this plan comes after that row.
         shares: with data parallelism, the plan of each model copy (`data_parallel.py`).
     """
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from minillm.scheduling.request import Key, Request, Sequence
 
 TOKENS_PER_PLACE = 16  # tokens that move a request by one place in the queue
-WINDOW = 128  # waiting sequences whose cached tokens are looked up per step
+WINDOW = 128  # number of waiting sequences looked up in the prefix cache per step
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ def watermark(sequence: Sequence, block_size: int) -> int:
     """Blocks for the tokens known so far, and one for each completion that will fork from it.
 
     Blocks for later tokens are not reserved: many sequences run at once, and some may be preempted.
-    Admission keeps the share `SchedulerConfig.watermark` of the pool free for their growth.
+    Admission keeps the fraction `SchedulerConfig.watermark` of the pool free, so that running
+    sequences can grow.
     """
     return -(-sequence.num_tokens // block_size) + sequence.num_forks
 

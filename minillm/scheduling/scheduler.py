@@ -7,7 +7,7 @@
 
 Prefill and decode are not separate phases: a step computes the next uncomputed tokens of each
 scheduled sequence. `schedule` plans a step from token counts; `commit` applies its sampled tokens.
-Blocks that a plan uses are freed at its commit or later, even if their request is aborted before.
+Blocks that a plan uses are freed at its commit or later, even if their request is aborted earlier.
 """
 
 from collections.abc import Collection, Mapping
@@ -96,7 +96,7 @@ class Scheduler:
     def finish(
         self, seq_id: int, reason: str = "stop", time: float | None = None, num_cut: int = 0
     ) -> None:
-        """Finish a sequence that stopped or failed; if it has finished, only correct its record.
+        """Finish a sequence that stopped or failed; if it had finished, only correct its record.
 
         Its blocks are freed now, or when its last row in flight is committed. The last `num_cut`
         tokens, sampled after a stop, are removed. `time` None is the time of the step's tokens.
@@ -145,7 +145,7 @@ class Scheduler:
         return self._plan()
 
     def schedule_ahead(self) -> StepPlan | None:
-        """Plan the next step before the last is committed; None if it must wait for the commit."""
+        """Plan the next step before the previous plan is committed; None if it must wait."""
         may = prepare_ahead(self._uncommitted, self.running, self.blocks, self.config, self.drafts)
         return self._plan() if may else None
 
@@ -199,7 +199,7 @@ class Scheduler:
         """Preempt sequences behind `sequence`, the last first, until `num_tokens` fit into blocks.
 
         Returns the number of tokens that fit: fewer, maybe 0, if nothing is left to preempt.
-        Sequences with a row in flight or in this plan are not preempted, so some always advance.
+        Sequences with a row in flight or in this plan are not preempted, so at least one advances.
         """
         start, pool = sequence.num_computed, self.blocks.pool
         if not num_tokens or pool.num_free > num_tokens:  # at most 1 block per token and 1 copy
@@ -326,16 +326,16 @@ class Scheduler:
         sampled: Mapping[int, Sampled],
         num_drafted: Mapping[int, int] | None = None,
     ) -> list[Sequence]:
-        """Apply the result of the oldest plan; returns the sequences that forked.
+        """Apply the result of the oldest plan; returns the new sequences (forks).
 
-        `sampled` has the tokens of each row with logits: usually one, 1 to `num_logits` if drafts
-        were verified (`num_drafted`), one per completion if the row forks; None: sampling failed.
-        This finishes sequences that failed or reached `max_tokens`. On a stop token or stop string
+        `sampled` has the tokens of each row with logits: usually one; 1 to `num_logits` for
+        verified drafts (`num_drafted`); one per completion for a fork. None is a failed sample.
+        Sequences are finished that failed or reached `max_tokens`. On a stop token or stop string
         the engine calls `finish`.
         """
         record = self._uncommitted.pop(plan)
         self.blocks.settle(plan.step)
-        # If a later step is planned, events of this commit go to its record, with this step's time.
+        # If a later step is planned, this commit's events go to that record, with this step's time.
         self.log.time = record.computed if self._uncommitted.plans else None
         forks: list[Sequence] = []
         for row in plan.rows:
