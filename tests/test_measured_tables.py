@@ -142,27 +142,29 @@ def test_each_class_has_a_table(tmp_path):
 
 {class_tables.SECTION}
 
+{class_tables.NOTE}
+
 ### amx: CPU, 2 threads
 
-| work | minillm | openvino | vllm | ratio to the best peer |
+| work | minillm | OpenVINO GenAI | vLLM-CPU | ratio to the best peer |
 |---|---|---|---|---|
 | m, bfloat16, decode, batch 16, context 1,024 | 3,000 | 2,000 | 1,000 | 1.50 |
-| m, bfloat16, decode, batch 16, context 1,024, beside 1 (fair: 67% of idle) | 1,500 (50%) \
-| 1,000 (50%) | 500 (50%) | 1.50 |
+| m, bfloat16, decode, batch 16, context 1,024, 1 busy process beside it (fair share: \
+67% of idle speed) | 1,500 (50%) | 1,000 (50%) | 500 (50%) | 1.50 |
 
 Files: [a-amx](bench/a-amx.json)
 
 ### avx2: CPU, 2 threads, limited from amx
 
-| work | minillm | vllm | ratio to the best peer |
+| work | minillm | vLLM-CPU | ratio to the best peer |
 |---|---|---|---|
 | m, bfloat16, decode, batch 16, context 1,024 | 5.66 | 11.3 | 0.50 |
-| m, bfloat16, decode, batch 16, context 1,024, beside 1 (fair: 67% of idle) | 2.83 (50%) \
-| 5.65 (50%) | 0.50 |
+| m, bfloat16, decode, batch 16, context 1,024, 1 busy process beside it (fair share: \
+67% of idle speed) | 2.83 (50%) | 5.65 (50%) | 0.50 |
 
 Files: [b-avx2](bench/b-avx2.json)
 
-vllm did not demonstrably keep to avx2: its oneDNN uses avx512.
+vLLM-CPU did not demonstrably keep to avx2: its oneDNN uses avx512.
 
 ## Next
 

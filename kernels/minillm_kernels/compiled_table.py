@@ -96,7 +96,8 @@ def compile_table(names: Sequence[str]) -> dict[str, list[Line]]:
 def render(table: Table, version: str) -> str:
     """The table as Markdown, with the version of Triton that compiled it."""
     count = sum(len(line.launches) for lines in table.values() for line in lines)
-    parts = [f"Made with Triton {version}: {count} kernels of real models' launches.", ""]
+    source = f"{count} compiled kernels, from launches with the shapes of real models"
+    parts = [f"Made with Triton {version}: {source}.", ""]
     for family, lines in table.items():
         heads = " | ".join(f"sm_{capability}" for capability in ARCHITECTURES)
         parts += [f"### `{family}`", "", f"| kernel | launch | {heads} |"]

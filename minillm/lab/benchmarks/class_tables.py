@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minillm.cli.terminal import Terminal, digits
@@ -17,7 +18,10 @@ from minillm.errors import ConfigError
 from minillm.lab.benchmarks.engine_process import OWN
 
 SECTION = "## Speed by processor class"
-COLUMNS = (OWN, "openvino", "vllm", "transformers")
+NOTE = "Compare only within a table: memory bandwidth differed between the runs."
+LABELS = MappingProxyType(  # column heads, in order
+    {OWN: OWN, "openvino": "OpenVINO GenAI", "vllm": "vLLM-CPU", "transformers": "transformers"}
+)
 CLASSES = ("amx", "avx512_bf16", "avx512", "avx2", "neon", "other")
 BENCHMARKS = ("decode", "prefill", "offline")
 Found = Mapping[str, Any]
@@ -42,7 +46,8 @@ def section(folder: Path) -> str:
     for name, found in recorded(folder):
         groups.setdefault(heading(found), []).append((name, found))
     parts = ["\n".join(lines_of(title, group)) for title, group in groups.items()]
-    return "\n\n".join([SECTION, *(parts or ["No comparison is recorded yet."])]) + "\n"
+    note = NOTE if parts else "No comparison is recorded yet."
+    return "\n\n".join([SECTION, note, *parts]) + "\n"
 
 
 def heading(found: Found) -> str:
@@ -55,9 +60,9 @@ def heading(found: Found) -> str:
 def lines_of(title: str, group: Sequence[tuple[str, Found]]) -> Iterator[str]:
     """The lines of one class: the table, the peers that did not obey, and the files."""
     present = {one["engine"] for _, found in group for one in found["results"]}
-    engines = [name for name in COLUMNS if name in present]
+    engines = [name for name in LABELS if name in present]
     yield from (title, "")
-    yield f"| work | {' | '.join(engines)} | ratio to the best peer |"
+    yield f"| work | {' | '.join(map(LABELS.__getitem__, engines))} | ratio to the best peer |"
     yield "|---" * (len(engines) + 2) + "|"
     for _, found in group:
         yield from rows(found, None, engines)
@@ -82,8 +87,15 @@ def rows(found: Found, beside: Found | None, engines: Sequence[str]) -> Iterator
         peers = [speed for name, speed in speeds.items() if name != OWN]
         ratio = f"{speeds[OWN] / max(peers):.2f}" if peers and OWN in speeds else ""
         if beside:
-            work += f", beside {beside['processes']} (fair: {beside['fair_share']:.0%} of idle)"
+            work += beside_text(beside)
         yield f"| {work} | {' | '.join(cells)} | {ratio} |"
+
+
+def beside_text(beside: Found) -> str:
+    """The number of busy processes, and the fair share of the processor."""
+    count = beside["processes"]
+    noun = "process" if count == 1 else "processes"
+    return f", {count} busy {noun} beside it (fair share: {beside['fair_share']:.0%} of idle speed)"
 
 
 def work_of(found: Found, one: Found) -> str:
@@ -113,7 +125,7 @@ def obedience_lines(group: Sequence[tuple[str, Found]]) -> Iterator[str]:
     for name, one in evidence.items():
         why = ", ".join(one["evidence"]) or "no evidence"
         yield ""
-        yield f"{name} did not demonstrably keep to {one['asked']}: {why}."
+        yield f"{LABELS[name]} did not demonstrably keep to {one['asked']}: {why}."
 
 
 def replace_section(text: str, new: str) -> str:
