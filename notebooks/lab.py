@@ -41,6 +41,7 @@ EXAMPLES = """examples:
   python notebooks/lab.py --no-browser     print the address instead of opening a browser
   python notebooks/lab.py --prepare-only   only make or update the copies
 """
+CODE = "(?:minillm|kernels|exercises)"  # folders that chapters link to
 # The index opens as a page, not as its source, and nothing asks to be allowed to fetch news.
 SETTINGS = {
     "@jupyterlab/docmanager-extension:plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},
@@ -78,8 +79,8 @@ def answer_to(cell: Notebook) -> Notebook:
 def without_code_links(text: str) -> str:
     """Names of files in place of links to the engine's code, which JupyterLab cannot open: it sees
     the copies' folder only."""
-    text = re.sub(r"\[`[^`\]]+`\]\(\.\./(minillm/[^)#]+)\)", r"`\1`", text)
-    return re.sub(r"\[([^\]]+)\]\(\.\./(minillm/[^)#]+)[^)]*\)", r"\1 (`\2`)", text)
+    text = re.sub(rf"\[`[^`\]]+`\]\(\.\./({CODE}/[^)#]+)\)", r"`\1`", text)
+    return re.sub(rf"\[([^\]]+)\]\(\.\./({CODE}/[^)#]+)[^)]*\)", r"\1 (`\2`)", text)
 
 
 def digest(notebook: Notebook) -> str:

@@ -5,7 +5,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-from minillm.lab.benchmarks.others import PROC, busy_ticks, group_ticks
+from minillm.lab.benchmarks.others import PROC, busy_ticks
 
 LIMIT = 0.2  # fraction of all processors; above it, times are not to be trusted
 LEAST_SECONDS = 0.5  # a shorter time has too few ticks of the kernel's clock
@@ -14,7 +14,7 @@ LEAST_SECONDS = 0.5  # a shorter time has too few ticks of the kernel's clock
 class Meter:
     """The fraction of all processors that other programs used, from one reading to the next.
 
-    The processes of this program's process group are not other programs.
+    This process and its descendants, ranks for instance, are not other programs.
     """
 
     def __init__(self, proc: Path = PROC) -> None:
@@ -23,8 +23,7 @@ class Meter:
         self._before = self._read()
 
     def _read(self) -> tuple[float, int, int]:
-        ours = group_ticks(frozenset((os.getpgrp(),)), self.proc, os.getpid())
-        return time.perf_counter(), busy_ticks(self.proc), ours
+        return time.perf_counter(), busy_ticks(self.proc), family_ticks(os.getpid(), self.proc)
 
     def read(self) -> float:
         """The fraction since the last reading; the last result again within half a second."""
@@ -36,6 +35,26 @@ class Meter:
         self.share = min(max(0.0, (busy - ours) / ticks), 1.0) if now[1] else 0.0
         self._before = now
         return self.share
+
+
+def family_ticks(root: int, proc: Path = PROC) -> int:
+    """Ticks of a process and its descendants, including those that have ended."""
+    children: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
+    for file in proc.glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended
+            continue
+        each = int(file.parent.name)
+        children.setdefault(int(fields[1]), []).append(each)
+        ticks[each] = sum(map(int, fields[11:15]))  # its own, and those of children that ended
+    total, family = 0, [root]
+    while family:
+        each = family.pop()
+        total += ticks.get(each, 0)
+        family += children.get(each, [])
+    return total
 
 
 @cache

@@ -11,23 +11,27 @@ from minillm_exercises.disturbance import Meter
 
 
 def machine(root, busy, ours):
-    """A /proc with so many ticks of all processors and of this process."""
+    """A /proc with so many ticks of all processors; a third of ours is each a child's, and an ended
+    child's."""
     (root / "stat").write_text(f"cpu  {busy} 0 0 900 0 0 0 0\n")
-    folder = root / str(os.getpid())
-    folder.mkdir(exist_ok=True)
-    fields = ["S", "1", str(os.getpgrp()), *["0"] * 8, str(ours), "0"]
-    (folder / "stat").write_text(f"1 (python) {' '.join(fields)}")
+    for pid, parent, own, ended in ((os.getpid(), 1, ours // 3, ours // 3),
+                                    (999_999, os.getpid(), ours // 3, 0),
+                                    (999_998, 1, 10_000 + busy, 0)):  # fmt: skip
+        folder = root / str(pid)
+        folder.mkdir(exist_ok=True)
+        fields = ["S", str(parent), str(pid), *["0"] * 8, str(own), "0", str(ended), "0"]
+        (folder / "stat").write_text(f"{pid} (python 3) {' '.join(fields)}")
 
 
-@pytest.mark.parametrize(("busy", "ours", "share"), [(160, 60, 0.5), (160, 160, 0.0), (0, 0, 0.0)])
+@pytest.mark.parametrize(("busy", "ours", "share"), [(160, 60, 0.5), (150, 150, 0.0), (0, 0, 0.0)])
 def test_the_meter_counts_other_programs_only(tmp_path, monkeypatch, busy, ours, share):
     now = [10.0]
     monkeypatch.setattr(disturbance.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(disturbance.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(disturbance.os, "sysconf", lambda name: 100)
-    machine(tmp_path, 1000, 500)
+    machine(tmp_path, 1000, 600)
     meter = Meter(tmp_path)
-    machine(tmp_path, 1000 + busy, 500 + ours)
+    machine(tmp_path, 1000 + busy, 600 + ours)
     now[0] += 0.4
     assert meter.read() == 0.0  # too short
     now[0] += 0.6
