@@ -133,10 +133,18 @@ def renew(path: Path, timeout: float = 300) -> list[str]:
     """Measure a chapter again and renew its fingerprints if all numbers are within their bands.
 
     Returns one sentence for each number outside of its band; then nothing was written.
+
+    Raises:
+        ChapterError: there is nothing to compare with, or a cell failed.
     """
     about = read_notebook(path)["metadata"].get("minillm", {})
     results = prose.load_results(path.stem, path.parent)
-    found = outside(about.get("bands", {}), results["values"], measured_again(path, timeout))
+    if not results or not about.get("bands"):
+        raise ChapterError(
+            f"{path.stem} has no recorded results, or no bands to compare new ones with: execute "
+            f"it again: python notebooks/execute.py {path.stem[:2]}"
+        )
+    found = outside(about["bands"], results["values"], measured_again(path, timeout))
     if not found:
         results["timed"] = fingerprints(about)
         where = path.parent / "results" / f"{path.stem}.json"

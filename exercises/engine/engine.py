@@ -281,6 +281,10 @@ def main(prompts: list[str]) -> int:
     prompts = prompts or [*PROMPTS]
     requests = [Request(f"request {at}", llm.tokenizer.encode(text))
                 for at, text in enumerate(prompts)]  # fmt: skip
+    for request in requests:
+        if not 0 < len(request.prompt) <= SLOTS - NEW:
+            raise SystemExit(f"The prompt of {request.name} has {len(request.prompt)} tokens; "
+                             f"it must have 1 to {SLOTS - NEW}.")  # fmt: skip
     steps, positions = serve(llm, requests, memory, scheduler)
     print(*lines, sep="\n")
     wrong = sum(not report(llm, request) for request in requests)

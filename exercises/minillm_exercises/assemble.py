@@ -35,15 +35,22 @@ def assemble(session: Session) -> tuple[Path, list[str]]:
     with writing(target):
         folder.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            shutil.copyfile(_template(session), target)
+            _copy(_template(session), target)
         for name in PARTS:
             copy = folder / _file(session, name).name
             if name in passed:
-                shutil.copyfile(_file(session, name), copy)
+                _copy(_file(session, name), copy)
             else:
                 copy.unlink(missing_ok=True)
     missing = [f"{name} is not passed yet." for name in PARTS if name not in passed]
     return target, [f"{shown_path(target)} has {', '.join(passed)}.", *missing]
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy at once: an interruption leaves no half of a file."""
+    part = target.with_suffix(".part")
+    shutil.copyfile(source, part)
+    part.replace(target)
 
 
 def run_engine(file: Path, prompts: Sequence[str] = (), capture: bool = False) -> tuple[int, str]:

@@ -101,11 +101,14 @@ class Page(Shown):
 def task_here(exercise_id: str, session: Session | None = None) -> Shown:
     """The task of an exercise and the file to begin with, as Markdown. Never raises."""
     try:
-        exercise = (session or Session.open()).find(exercise_id)
+        return _task((session or Session.open()).find(exercise_id))
     except MinillmError as error:
         return message(str(error))
     except Exception as error:
         return message(f"No task for {exercise_id}: {type(error).__name__}: {error}")
+
+
+def _task(exercise: Exercise) -> Page:
     names = ", ".join(name for name in exercise.names if "." not in name)
     starter = exercise.starter.read_text(encoding="utf-8").strip()
     parts = [

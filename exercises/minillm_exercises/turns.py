@@ -24,22 +24,26 @@ def is_open(answer: Any) -> bool:
     return answer is None or answer is Ellipsis
 
 
+def plain(value: Any) -> Any:
+    """Tensors and arrays as numbers and nested lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def same(answer: Any, expected: Any) -> bool:
-    """Equality of numbers up to rounding, of tensors and of nested lists, tuples and dicts."""
+    """Equality of numbers up to rounding, and of tensors, lists, tuples and dicts of numbers."""
+    answer, expected = plain(answer), plain(expected)
     if isinstance(expected, list | tuple):
         fits = isinstance(answer, list | tuple) and len(answer) == len(expected)
         return fits and all(map(same, answer, expected))
     if isinstance(expected, dict):
         fits = isinstance(answer, dict) and answer.keys() == expected.keys()
         return fits and all(same(answer[key], expected[key]) for key in expected)
-    if hasattr(expected, "shape"):  # a tensor or an array
-        if getattr(answer, "shape", None) != expected.shape:
-            return False
-        return bool((abs(answer - expected) <= 1e-5 + 1e-5 * abs(expected)).all())
-    if isinstance(expected, float):
-        number = isinstance(answer, int | float) and not isinstance(answer, bool)
-        return number and math.isclose(answer, expected, rel_tol=1e-5, abs_tol=1e-9)
-    return bool(answer == expected) and isinstance(answer, bool) == isinstance(expected, bool)
+    if isinstance(answer, bool) or isinstance(expected, bool):
+        return answer is expected
+    numbers = isinstance(answer, int | float) and isinstance(expected, int | float)
+    if numbers and float in (type(answer), type(expected)):
+        return math.isclose(answer, expected, rel_tol=1e-5, abs_tol=1e-9)
+    return bool(answer == expected)
 
 
 def verdict(answer: Any, expected: Any, hint: str) -> str:
@@ -57,9 +61,7 @@ def short(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.6g}"
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    text = str(value)
+    text = str(plain(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -19,7 +19,7 @@ from notebook_chapter import chapters
 
 PRELOAD = ("torch", "matplotlib.pyplot", "IPython", "ipywidgets", "minillm.llm",
            "minillm_exercises.notebook", "forked_chapter")  # fmt: skip
-SECONDS = 300  # for all cells
+SECONDS = 300  # for a cell
 
 
 @cache

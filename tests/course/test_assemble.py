@@ -77,6 +77,12 @@ def test_a_shared_start_is_computed_once(tmp_path, monkeypatch, capsys):
     assert steps < 72
 
 
+def test_a_prompt_that_does_not_fit_is_one_sentence(tmp_path, monkeypatch, capsys):
+    session = session_with(tmp_path, {"e03.1": solution("e03.1")})
+    with pytest.raises(SystemExit, match=r"has [\d,]+ tokens; it must have 1 to 488\."):
+        run(assemble(session)[0].parent, monkeypatch, capsys, ("def f():", "x = 1\n" * 400))
+
+
 MISTAKES = {
     "e03.1": ("range(length - count, length)", "range(count)"),
     "e07.1": ("source = table[-1]\n", "source = None\n"),

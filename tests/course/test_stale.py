@@ -76,6 +76,21 @@ def test_numbers_are_compared_with_their_bands():
     assert "was not recorded" in stale.outside({"b": 2.0}, old, new)[0]
 
 
+@pytest.mark.parametrize(
+    ("bands", "results"),
+    [({}, {"values": {"ratio": {"value": 1.0}}, "timed": {}}), ({"ratio": 1.5}, None)],
+)
+def test_nothing_is_renewed_without_a_comparison(tmp_path, bands, results):
+    made = notebook(code("x = 1"), timed=["minillm.errors.MinillmError"], bands=bands)
+    path = tmp_path / "90_toy.ipynb"
+    chapters.write_notebook(path, made)
+    if results:
+        (tmp_path / "results").mkdir()
+        (tmp_path / "results" / "90_toy.json").write_text(json.dumps(results))
+    with pytest.raises(chapters.ChapterError, match="no recorded results, or no bands"):
+        stale.renew(path, timeout=60)
+
+
 @pytest.mark.parametrize(("value", "renewed"), [(1.1, True), (9.0, False)])
 def test_a_chapter_is_measured_again(tmp_path, value, renewed, monkeypatch):
     about = {"timed": ["minillm.errors.MinillmError"], "bands": {"ratio": 1.5}}

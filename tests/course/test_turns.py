@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from notebook_chapter import lab
 from toy_notebooks import code, notebook
 
@@ -37,7 +38,16 @@ turn([size(2, 3), size(1, 1)], [12, 2], "Keys and values.")"""
         (np.array([1.0, 2.0]), np.array([1.0, 2.0 + 1e-7]), True),
         (np.array([1.0, 2.0]), np.array([1.0, 2.1]), False),
         (np.zeros(3), np.zeros(2), False),
-        ([1.0, 2.0], np.array([1.0, 2.0]), False),
+        ([1.0, 2.0], np.array([1.0, 2.0]), True),
+        (np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), True),
+        (torch.tensor([[1.0, 2.0]]), torch.tensor([1.0, 2.0]), False),
+        (torch.tensor([1, 2]), 3, False),
+        (torch.tensor(0.3), 0.3, True),
+        (np.float32(0.3), 0.3, True),
+        (torch.tensor([True, False]), torch.tensor([True, False]), True),
+        (torch.tensor([True, False]), torch.tensor([True, True]), False),
+        (1000001, 1000000, False),
+        (len, 3, False),
     ],
 )
 def test_answers_are_compared(answer, expected, right):
