@@ -190,19 +190,9 @@ def layer_shape(model: Decoder) -> LayerShape:
     """The common shape of the layers of a model that `fits`."""
     config = model.config
     layers: Sequence[Any] = list(model.layers)
-    return LayerShape(
-        hidden=config.hidden_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate=config.intermediate_size if any(map(has_mlp, layers)) else 0,
-        interleaved=config.rope.interleaved,
-        eps=config.rms_norm_eps,
-        qk_eps=config.rms_norm_eps,
-        scale=layers[0].attention.scale,
-        latent=latent_shape(config),
-        experts=next((expert_shape(each.mlp) for each in layers if not has_mlp(each)), None),
-    )
+    experts = next((expert_shape(each.mlp) for each in layers if not has_mlp(each)), None)
+    intermediate = config.intermediate_size if any(map(has_mlp, layers)) else 0
+    return shape_of(config, experts, intermediate, layers[0].attention.scale)
 
 
 def sizes_fit(config: ModelConfig) -> bool:
@@ -213,21 +203,28 @@ def sizes_fit(config: ModelConfig) -> bool:
         sizes = moe.intermediate_size, moe.shared_intermediate_size
         count, chosen = moe.num_experts, moe.num_experts_per_token
         experts = ExpertShape(config.hidden_size, count, chosen, *sizes)
-    shape = LayerShape(
+    shape = shape_of(config, experts, config.intermediate_size, scale=1.0)
+    inputs = config.hidden_size, heads if config.mla is None else 0
+    return shape.fits and not any(size % cpu.PANEL_STEP for size in inputs)
+
+
+def shape_of(
+    config: ModelConfig, experts: ExpertShape | None, intermediate: int, scale: float
+) -> LayerShape:
+    """The shape of layers with this configuration; `intermediate` is 0 without a dense MLP."""
+    return LayerShape(
         hidden=config.hidden_size,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate=config.intermediate_size,
+        intermediate=intermediate,
         interleaved=config.rope.interleaved,
         eps=config.rms_norm_eps,
         qk_eps=config.rms_norm_eps,
-        scale=1.0,
+        scale=scale,
         latent=latent_shape(config),
         experts=experts,
     )
-    inputs = config.hidden_size, heads if config.mla is None else 0
-    return shape.fits and not any(size % cpu.PANEL_STEP for size in inputs)
 
 
 def has_mlp(layer: Any) -> bool:

@@ -1,21 +1,24 @@
 """Mixture-of-experts layers in C (`c/experts.c`, `c/routing.c`), with all weights in panels."""
 
-from ctypes import Structure, byref
+from ctypes import byref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minillm.ops import cpu
-from minillm.ops.cpu_structures import Addresses, Numbers, filled, numbers, pointers
+from minillm.ops.cpu_structures import filled
 
 MOST_EXPERTS = 4096  # as in routing.c, which has numbers for each on the stack
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The tensors of one layer; `shared_*` is the MLP of the shared experts. There is no router if
-    the caller has chosen the experts."""
+    """The tensors of one layer (`expert_weights` of experts.h).
+
+    `shared_*` is the MLP of the shared experts. The router is None if the caller has chosen the
+    experts.
+    """
 
     router: Tensor | None
     bias: Tensor | None
@@ -29,7 +32,8 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The common shape of all mixture-of-experts layers, and how the router chooses."""
+    """The common shape of all mixture-of-experts layers, and how the router chooses
+    (`expert_shape` of experts.h)."""
 
     hidden: int
     experts: int
@@ -48,23 +52,6 @@ class ExpertShape:
         """Whether the C functions support these sizes."""
         sizes = self.hidden, self.size, self.shared_size
         return self.experts <= MOST_EXPERTS and not any(each % cpu.PANEL_STEP for each in sizes)
-
-
-class WeightAddresses(Addresses):
-    """`expert_weights` of experts.h."""
-
-    _fields_ = pointers(ExpertWeights)
-
-
-class ShapeNumbers(Numbers):
-    """`expert_shape` of experts.h."""
-
-    _fields_ = numbers(ExpertShape)
-
-
-def memory_bytes(dtype: torch.dtype, shape: Structure, count: int) -> int:
-    """Bytes of memory for `count` tokens."""
-    return cpu.ready(dtype).expert_memory(byref(shape), count)
 
 
 def panel_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -88,11 +75,10 @@ def panel_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids
             f"[{len(x)}, k]."
         )
     x, ids, weights = x.contiguous(), ids.long().contiguous(), weights.float().contiguous()
-    given, out = filled(ShapeNumbers, shape), torch.empty_like(x)
-    memory = torch.empty(memory_bytes(x.dtype, given, len(x)), dtype=torch.uint8)
-    tensors = filled(WeightAddresses, ExpertWeights(None, None, gate_up, down))
+    given, out, c = filled(shape), torch.empty_like(x), cpu.ready(x.dtype)
+    memory = torch.empty(c.expert_memory(byref(given), len(x)), dtype=torch.uint8)
+    tensors = filled(ExpertWeights(None, None, gate_up, down))
     where = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
-    run = cpu.ready(x.dtype).chosen_experts
-    if run(byref(tensors), byref(given), *where, len(x), memory.data_ptr()):
+    if c.chosen_experts(byref(tensors), byref(given), *where, len(x), memory.data_ptr()):
         raise IndexError(f"An expert id is outside of 0 to {experts - 1}.")
     return out

@@ -1,19 +1,19 @@
 """Multi-head latent attention in C (`c/latent.c`), with all weights in panels."""
 
-from ctypes import Structure, byref
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from minillm.ops import cpu
-from minillm.ops.cpu_structures import Addresses, Numbers, numbers, pointers
 
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """The tensors of one layer. `q_a` and its norm are None if queries are projected directly;
-    `keys` and `values` are the panels of W_uk, transposed, and W_uv of each head."""
+    """The tensors of one layer (`latent_weights` of latent.h).
+
+    `q_a` and its norm are None if queries are projected directly. `keys` and `values` are the
+    panels of W_uk, transposed, and W_uv of each head.
+    """
 
     q_a: Tensor | None
     q_a_bias: Tensor | None
@@ -28,8 +28,11 @@ class LatentWeights:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """The common shape of all layers. The numbers of a head are those without rotation (`nope`),
-    those with rotation (`rope`), and those of a value."""
+    """The common shape of all layers (`latent_shape` of latent.h).
+
+    The numbers of a head are those without rotation (`nope`), those with rotation (`rope`), and
+    those of a value.
+    """
 
     heads: int
     rank: int
@@ -46,23 +49,6 @@ class LatentShape:
         whole = not any(each % cpu.PANEL_STEP for each in sizes) and self.rope % 2 == 0
         within = self.rope <= cpu.MOST_HEAD_DIM
         return whole and within and cpu.fits_vectors(self.heads, self.rank + self.rope, self.rank)
-
-
-class WeightAddresses(Addresses):
-    """`latent_weights` of latent.h."""
-
-    _fields_ = pointers(LatentWeights)
-
-
-class ShapeNumbers(Numbers):
-    """`latent_shape` of latent.h."""
-
-    _fields_ = numbers(LatentShape)
-
-
-def memory_bytes(dtype: torch.dtype, shape: Structure, count: int) -> int:
-    """Bytes of memory for `count` tokens."""
-    return cpu.ready(dtype).latent_memory(byref(shape), count)
 
 
 def head_linear(x: Tensor, panels: Tensor, out_features: int) -> Tensor:

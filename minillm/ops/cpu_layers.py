@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.ops import cpu, cpu_experts, cpu_latent
+from minillm.ops import cpu
 from minillm.ops.cpu_checks import check_batch, check_rope
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
@@ -137,8 +137,8 @@ class Layers:
         self._layers = (_Layer * len(weights))(
             *(_layer(each, keys[i], values[i], self._parts[i]) for i, each in enumerate(weights))
         )
-        self._latent = _filled(cpu_latent.ShapeNumbers, shape.latent)
-        self._experts = _filled(cpu_experts.ShapeNumbers, shape.experts)
+        self._latent = _filled(shape.latent)
+        self._experts = _filled(shape.experts)
         self._shape = _Shape(
             shape.hidden,
             shape.heads,
@@ -242,9 +242,12 @@ class Layers:
     def _bytes_of_parts(self, count: int) -> int:
         """Bytes that MLA and experts need, which they use in turn."""
         latent, experts = self._latent, self._experts
+        if latent is None and experts is None:
+            return 0
+        c = cpu.ready(self.dtype)
         return max(
-            0 if latent is None else cpu_latent.memory_bytes(self.dtype, latent, count),
-            0 if experts is None else cpu_experts.memory_bytes(self.dtype, experts, count),
+            0 if latent is None else c.latent_memory(byref(latent), count),
+            0 if experts is None else c.expert_memory(byref(experts), count),
         )
 
 
@@ -258,12 +261,11 @@ def _copied(x: Tensor) -> Tensor:
 
 def _parts(weights: LayerWeights) -> tuple[Structure | None, Structure | None]:
     """The structures of a layer's MLA and experts."""
-    latent = _filled(cpu_latent.WeightAddresses, weights.latent)
-    return latent, _filled(cpu_experts.WeightAddresses, weights.experts)
+    return _filled(weights.latent), _filled(weights.experts)
 
 
-def _filled(structure: type[Structure], values: Any) -> Structure | None:
-    return None if values is None else filled(structure, values)
+def _filled(values: Any) -> Structure | None:
+    return None if values is None else filled(values)
 
 
 def _layer(

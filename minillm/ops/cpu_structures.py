@@ -1,37 +1,29 @@
-"""C structures made from dataclasses: addresses of tensors, and sizes."""
+"""C structures made from dataclasses of numbers and tensors."""
 
 from collections.abc import Mapping
 from ctypes import Structure, addressof, c_float, c_int64, c_void_p
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-NUMBERS: Mapping[type, type] = {int: c_int64, bool: c_int64, float: c_float}
+NUMBERS: Mapping[Any, type] = {int: c_int64, bool: c_int64, float: c_float}
 
 
-class Addresses(Structure):
-    """The addresses of a dataclass's tensors, in its order; subclasses set `_fields_`."""
+@cache
+def structure_of(kind: type) -> type[Structure]:
+    """The C structure with the fields of a dataclass, in its order: numbers, and addresses."""
+    members = [(each.name, NUMBERS.get(each.type, c_void_p)) for each in fields(kind)]
+    return type(kind.__name__, (Structure,), {"_fields_": members})
 
 
-class Numbers(Structure):
-    """The numbers of a dataclass, in its order; subclasses set `_fields_`."""
-
-
-def pointers(kind: type) -> tuple[tuple[str, type], ...]:
-    """`_fields_` of `Addresses` for a dataclass of tensors."""
-    return tuple((each.name, c_void_p) for each in fields(kind))
-
-
-def numbers(kind: type) -> tuple[tuple[str, type], ...]:
-    """`_fields_` of `Numbers` for a dataclass of int, bool and float."""
-    return tuple((each.name, NUMBERS[each.type]) for each in fields(kind))  # type: ignore[index]
-
-
-def filled(structure: type[Structure], values: Any) -> Structure:
-    """The structure for a dataclass instance. The caller keeps its tensors alive."""
+def filled(values: Any) -> Structure:
+    """The C structure of a dataclass instance. The caller keeps its tensors alive."""
     given = (getattr(values, each.name) for each in fields(values))
-    return structure(*(each.data_ptr() if isinstance(each, Tensor) else each for each in given))
+    numbers = (each.data_ptr() if isinstance(each, Tensor) else each for each in given)
+    kind: Any = type(values)
+    return structure_of(kind)(*numbers)
 
 
 def address(structure: Structure | None) -> int | None:

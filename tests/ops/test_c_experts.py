@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from minillm.models.all_layers import AllLayers
-from minillm.ops import cpu, cpu_experts
+from minillm.ops import cpu
 from minillm.ops.c_library import library
 from minillm.ops.cpu_experts import ExpertShape, panel_experts
 from minillm.ops.cpu_latent import head_linear
-from minillm.ops.cpu_structures import filled
+from minillm.ops.cpu_structures import filled, structure_of
 from minillm_kernels import reference
 from tests.ops.c_variants import ELEMENTS, built, poisoned, use
 from tests.ops.small_decoders import (
@@ -67,13 +67,13 @@ def route(shape: ExpertShape, logits: Tensor, bias: Tensor | None) -> tuple[Tens
     """What C chooses: weights and ids [N, k], ids ascending."""
     choose = library("F32").choose_experts
     choose.restype = None
-    choose.argtypes = POINTER(cpu_experts.ShapeNumbers), *[c_void_p] * 4, c_int64
+    choose.argtypes = POINTER(structure_of(ExpertShape)), *[c_void_p] * 4, c_int64
     logits, count = logits.clone(), len(logits)
     ids = torch.full((count, shape.chosen), -1)
     weights = torch.full((count, shape.chosen), float("nan"))
     at = None if bias is None else bias.data_ptr()
     where = logits.data_ptr(), at, ids.data_ptr(), weights.data_ptr()
-    choose(byref(filled(cpu_experts.ShapeNumbers, shape)), *where, count)
+    choose(byref(filled(shape)), *where, count)
     return weights, ids
 
 

@@ -269,8 +269,8 @@ def a_rejected_position_that_is_not_finite_fails_its_row(patch: Patch) -> None:
     plant = changed(
         runner,
         "give_tokens",
-        "any(failed := wrong[start : start + len(given)])",
-        "any(failed := wrong[start:end])",
+        "any(failed := why_failed[start : start + len(given)])",
+        "any(failed := why_failed[start:end])",
     )
     plant(patch)
 
@@ -279,8 +279,8 @@ def only_the_first_token_of_a_run_may_fail(patch: Patch) -> None:
     plant = changed(
         runner,
         "give_tokens",
-        "any(failed := wrong[start : start + len(given)])",
-        "any(failed := wrong[start : start + 1])",
+        "any(failed := why_failed[start : start + len(given)])",
+        "any(failed := why_failed[start : start + 1])",
     )
     plant(patch)
 
