@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Any
 
 from minillm.api.sampling_params import RequestOutputKind
@@ -83,6 +84,7 @@ class StepThread:
         self._drains: list[Future[None]] = []
         self._draining = self._stopping = False
         self._ended = False  # no more steps will run
+        self._progress = monotonic()  # when the loop last began a step, or was woken
         self._stats: StatLogger | None = None
         self._cause: BaseException | None = None  # the error that ended the thread, if any
         made: Future[None] = Future()
@@ -104,6 +106,10 @@ class StepThread:
         """Unfinished requests, in the engine or waiting outside."""
         tickets = [each for each in self._open.copy() if isinstance(each, Ticket)]
         return sum(not ticket.ended for ticket in tickets)
+
+    def seconds_since_progress(self) -> float:
+        """Time since the loop last began a step, or 0 if no request is unfinished."""
+        return monotonic() - self._progress if self.num_unfinished else 0.0
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -208,6 +214,7 @@ class StepThread:
     def _serve(self) -> None:
         while True:
             self._take_commands(wait=not self.engine.has_work and self._next() is None)
+            self._progress = monotonic()
             if self._stopping:
                 return
             self._drop_closed_loops()
