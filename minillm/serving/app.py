@@ -3,24 +3,26 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from minillm import __version__
-from minillm.errors import InvalidRequestError
-from minillm.serving.api_errors import ApiError, api_error
+from minillm.errors import InvalidRequestError, MinillmError
+from minillm.serving.api_errors import TOO_LONG, ApiError, api_error
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
 from minillm.serving.gate import Gate
 from minillm.serving.generation import Generation
 from minillm.serving.guard import Guard
-from minillm.serving.params import Job, chat_job, chat_text, completion_job
+from minillm.serving.params import Job, chat_job, chat_text, completion_job, listed
 from minillm.serving.protocol import (
     ApiRequest,
     ChatRequest,
@@ -32,6 +34,7 @@ from minillm.serving.protocol import (
 )
 from minillm.serving.replies import Header
 from minillm.serving.settings import Settings
+from minillm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ class Server:
         self.tokenizer = self.engine.tokenizer
         if self.tokenizer is not None and self.settings.chat_template is not None:
             self.tokenizer = self.tokenizer.with_chat_template(self.settings.chat_template)
+        longest = 1 if self.tokenizer is None else self.tokenizer.longest_token
+        self.longest_text = self.engine.max_model_len * longest  # characters
 
     def check_model(self, name: str | None) -> str:
         """The name for the reply; a name that is not served is a 404."""
@@ -72,18 +77,18 @@ class Server:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = parse(CompletionRequest, await request.body())
-        model = self.check_model(body.model)
-        job = await off_loop(body.prompt, completion_job, body, self.defaults, self.tokenizer)
-        return await self._generate(request, body, job, self._header("cmpl", model, body, request))
+        header = self._header("cmpl", self.check_model(body.model), body, request)
+        count = len(listed(body.prompt)) * (body.n or 1)
+        making = partial(off_loop, body.prompt, completion_job, body, self.defaults)
+        return await self._generate(request, body, header, count, making)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = parse(ChatRequest, await request.body())
-        model = self.check_model(body.model)
+        header = self._header("chatcmpl", self.check_model(body.model), body, request)
         # The model's template may take long, and it runs in a sandbox without a time limit.
-        job = await asyncio.to_thread(chat_job, body, self.defaults, self.tokenizer)
-        header = self._header("chatcmpl", model, body, request)
-        return await self._generate(request, body, job, header)
+        making = partial(asyncio.to_thread, chat_job, body, self.defaults, self.check_length)
+        return await self._generate(request, body, header, body.n or 1, making)
 
     def _header(self, kind: str, model: str, body: GenerationRequest, request: Request) -> Header:
         given = body.request_id or request.headers.get("x-request-id", "")[:256]
@@ -99,12 +104,24 @@ class Server:
         )
 
     async def _generate(
-        self, request: Request, body: GenerationRequest, job: Job, header: Header
+        self,
+        request: Request,
+        body: GenerationRequest,
+        header: Header,
+        count: int,
+        making: Callable[[Tokenizer | None], Awaitable[Job]],
     ) -> Response:
         headers = headers_of(header, body)
-        self.gate.enter(job.num_sequences)
-        leave = once(lambda: self.gate.leave(job.num_sequences))
-        generation = self._start(header, job, body.priority or 0)
+        self.gate.enter(count)  # before its prompts are rendered and tokenised
+        leave = once(lambda: self.gate.leave(count))
+        try:
+            job = await unless_gone(request, making(self.tokenizer))
+            for each in job.prompts:
+                self.check_length(each)
+            generation = self._start(header, job, body.priority or 0)
+        except BaseException:
+            leave()
+            raise
         generation.when_closed = leave
         try:
             if body.stream:
@@ -115,6 +132,20 @@ class Server:
             await generation.close()
             raise
         return JSONResponse(reply, headers=headers | generation.headers())
+
+    def check_length(self, prompt: Mapping[str, Any]) -> None:
+        """Refuse a prompt that is far too long, before its tokens are computed or checked."""
+        context, ids = self.engine.max_model_len, prompt.get("prompt_token_ids")
+        length, what, most = len(prompt.get("prompt", "")), "characters", self.longest_text
+        if ids is not None:
+            length, what, most = len(ids), "token ids", context
+        if length > most:
+            raise ApiError(
+                400,
+                f"The prompt has {length:,} {what}, and this model's {TOO_LONG} of {context} "
+                f"tokens has at most {most:,}; shorten it.",
+                code="context_length_exceeded",
+            )
 
     def _start(self, header: Header, job: Job, priority: int) -> Generation:
         several = len(job.prompts) > 1
@@ -258,7 +289,7 @@ def headers_of(header: Header, body: ApiRequest) -> dict[str, str]:
 
 def ignored_header(body: ApiRequest) -> dict[str, str]:
     """The header that lists unknown fields, if there are any."""
-    names = [printable(name)[:80] for name in body.ignored[:10]]
+    names = [printable(name[:80]) for name in body.ignored[:10]]
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 
@@ -282,7 +313,7 @@ def error_reply(error: BaseException) -> Response:
 
 async def on_error(request: Request, error: Exception) -> Response:
     """FastAPI's handler of all exceptions."""
-    if isinstance(error, ClientGone):
+    if isinstance(error, ClientGone | ClientDisconnect):
         return Response(status_code=499)  # nginx's number; the client does not see it
     if isinstance(error, HTTPException):  # no such route, or no such method
         kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
@@ -306,7 +337,10 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
         description="OpenAI-compatible API of minillm.",
     )  # fmt: skip
     app.state.server = server
-    for kind in (Exception, HTTPException, ApiError, ClientGone, InvalidRequestError):
+    # What has no entry but Exception is raised again by Starlette after the reply.
+    for kind in (
+        Exception, HTTPException, ApiError, ClientGone, ClientDisconnect, MinillmError
+    ):  # fmt: skip
         app.add_exception_handler(kind, on_error)  # type: ignore[arg-type]
     posts: Mapping[str, tuple[Any, type[ApiRequest]]] = {
         "/v1/completions": (server.completions, CompletionRequest),

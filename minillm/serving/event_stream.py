@@ -82,6 +82,7 @@ class EventStream(Response):
             for each in tasks:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.events.aclose()
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self.events) as events:

@@ -135,13 +135,16 @@ class Generation:
             await asyncio.gather(first, return_exceptions=True)
             await self.close()
             raise
-        return self._with_errors(first, events)
+        sent = self._with_errors(first, events)
+        await anext(sent)  # begun: closing it closes this generation, also before the first event
+        return sent
 
     async def _with_errors(
         self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]
     ) -> AsyncGenerator[bytes, None]:
         """The events; an error is an event, too. The last event is ``[DONE]``."""
         try:
+            yield b""
             yield await first
             async for event in events:
                 yield event
