@@ -12,7 +12,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from minillm import __version__
 from minillm.errors import InvalidRequestError
 from minillm.serving.api_errors import ApiError, api_error
 from minillm.serving.async_engine import AsyncLLMEngine
@@ -31,7 +30,7 @@ from minillm.serving.protocol import (
     parse,
 )
 from minillm.serving.replies import Header
-from minillm.serving.settings import Settings
+from minillm.serving.settings import VERSION, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +48,7 @@ class Server:
 
     def __post_init__(self) -> None:
         running = self.engine.state().max_num_seqs
+        self.engine.limit_outputs(self.settings.max_event_rate)
         self.gate = Gate(running + self.settings.max_waiting)
         self.defaults = self.engine.sampling_defaults
         self.tokenizer = self.engine.tokenizer
@@ -302,7 +302,7 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
     """The application. The caller shuts the engine down after the server has stopped."""
     server = Server(engine, settings)
     app = FastAPI(
-        title="minillm", version=__version__, docs_url=None, redoc_url=None,
+        title="minillm", version=VERSION, docs_url=None, redoc_url=None,
         description="OpenAI-compatible API of minillm.",
     )  # fmt: skip
     app.state.server = server
@@ -319,7 +319,7 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
 
     async def version() -> dict[str, str]:
         """GET /version."""
-        return {"version": __version__}
+        return {"version": VERSION}
 
     gets: Mapping[str, Any] = {
         "/v1/models": server.models,
