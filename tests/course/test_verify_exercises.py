@@ -1,6 +1,6 @@
 """Every exercise of the course: its grader tells right from wrong.
 
-Each failure lists what to repair, sentence by sentence; ``python -m minillm_exercises verify e03.1``
+Each failure lists what to repair, sentence by sentence; `python -m minillm_exercises verify e03.1`
 says the same.
 """
 
