@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             number = script.generated.pop(0) if len(script.generated) > 1 else script.generated[0]
             lines = ["# TYPE vllm:generation_tokens_total counter",
-                     f'vllm:generation_tokens_total{{model_name="a b} c"}} {number}.0',
+                     'vllm:generation_tokens_total{model_name="a b} c"} ' + str(number),
                      'vllm:generation_tokens_created{model_name="tiny"} 1.7e9',
                      'vllm:prompt_tokens_total{model_name="tiny"} 5.0']  # fmt: skip
             self.answer(200, "\n".join(lines).encode(), {"Content-Type": "text/plain"})

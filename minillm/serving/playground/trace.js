@@ -63,11 +63,12 @@ class StepTrace {
     if (!merged.length) return;
     byId("trace-bar").hidden = byId("trace-list").hidden = false;
     const end = merged.at(-1).until,
-      gap = element("i");
-    gap.style.flexGrow = merged[0].from;
+      gap = element("i"),
+      share = (duration) => 1000 * (duration / (end || 1)); // sums below 1 would not fill the bar
+    gap.style.flexGrow = share(merged[0].from);
     const parts = merged.map(({ kind, from, until }) => {
       const part = element(`i.kind.${this._class(kind)}`);
-      part.style.flexGrow = until - from;
+      part.style.flexGrow = share(until - from);
       return part;
     });
     byId("trace-bar").replaceChildren(gap, ...parts);
