@@ -83,7 +83,8 @@ class Handler(BaseHTTPRequestHandler):
         if not self.allowed():
             self.refuse(401, "Unauthorized")
         elif self.path == "/tokenize":
-            self.json(200, {"tokens": [ord(letter) for letter in body["prompt"]]})
+            prompt = body.get("prompt") or "".join(m["content"] for m in body["messages"])
+            self.json(200, {"tokens": [ord(letter) for letter in prompt]})
         elif self.path == "/detokenize":
             self.json(200, {"prompt": "".join(map(chr, body["tokens"]))})
         elif script.refusal is not None:
@@ -164,9 +165,7 @@ def chat_part(text: str, tokens: list[Token]) -> dict[str, Any]:
             "token": token,
             "logprob": logprob,
             "bytes": list(token.encode()),
-            "top_logprobs": [
-                {"token": other, "logprob": value} for other, value in others.items()
-            ],
+            "top_logprobs": [{"token": other, "logprob": value} for other, value in others.items()],
         }
         for token, logprob, others in tokens
     ]

@@ -1,51 +1,21 @@
-"""The playground's page: what it contains, and in a real browser what it does.
+"""The playground: what its page contains, and its requests, keys and errors in a real browser.
 
-The browser's tests need Chromium with its driver, and selenium; where they are missing they are
-skipped. The server is scripted, so that every token comes when the test says so.
+The server is scripted, so that every token comes when the test says so.
 """
 
 import base64
 import hashlib
-import math
 import re
-import shutil
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from minillm.serving import playground_page
-from tests.serving.playground_server import PlaygroundServer, Script, frames
+from tests.serving.playground_server import Script, frames
+from tests.serving.playground_tab import LOAD, SENTENCE, TRACE, Keys, Tab, usage
 
-CHROME = shutil.which("chromium") or shutil.which("chromium-browser")
-CHROME = CHROME or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-LOAD = {"server_load": 4, "running": 3, "waiting": 1, "kv_cache_usage": 0.25}
-SENTENCE = frames(
-    (" there", math.log(0.95), {" was": math.log(0.03)}),
-    (" was", math.log(0.6), {" is": math.log(0.3), "\n": math.log(0.05)}),
-    (" a", math.log(0.3), {" the": math.log(0.4)}),
-    (" fox", math.log(0.1), {" dog": math.log(0.5)}),
-    (".", math.log(0.01), {" who": math.log(0.9)}),
-)
-TRACE = {
-    "id": "cmpl-1",
-    "state": "finished",
-    "queue_time": 0.012,
-    "cached_tokens": 4,
-    "prefix": {"cached": 4, "missed_because": "last token", "blocks": [1, 2]},
-    "events": [
-        {"step": 7, "time": 0.001, "kind": "waiting", "tokens": 0,
-         "reason": "no blocks: needs 7, has 3"},
-        {"step": 8, "time": 0.006, "kind": "waiting", "tokens": 0,
-         "reason": "no blocks: needs 7, has 3"},
-        {"step": 9, "time": 0.012, "kind": "prefill", "tokens": 12, "reason": None},
-        *({"step": 10 + i, "time": 0.02 + i / 500, "kind": "decode", "tokens": 1, "reason": None}
-          for i in range(4)),
-        {"step": 14, "time": 0.03, "kind": "finished", "tokens": 0, "reason": None},
-    ],
-}  # fmt: skip
+pytest_plugins = ("tests.serving.playground_fixtures",)
 
 
 # ---- the page as a text --------------------------------------------------------------------------
@@ -76,136 +46,13 @@ def test_the_policy_allows_this_script_and_this_style_only() -> None:
 
 
 def test_no_script_makes_markup_of_text() -> None:
-    sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|localStorage"
+    sinks = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|localStorage"
+    )
     assert re.findall(sinks, playground_page.script()) == []
 
 
 # ---- in a browser --------------------------------------------------------------------------------
-
-
-class Tab:
-    """A browser with the page of a scripted server."""
-
-    def __init__(self, driver: Any, server: PlaygroundServer, script: Script):
-        self.driver, self.script = driver, script
-        server.follow(script)
-        driver.get(server.address)
-        self.wait("return document.getElementById('model').options.length > 0")
-
-    def run(self, code: str, *args: Any) -> Any:
-        """Run JavaScript and return what it returns."""
-        return self.driver.execute_script(code, *args)
-
-    def wait(self, code: str, *args: Any) -> None:
-        """Wait until JavaScript returns something true, 20 seconds at most."""
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        WebDriverWait(self.driver, 20, 0.02).until(lambda _: self.run(code, *args), code)
-
-    def press(self, *keys: str, held: str | None = None) -> None:
-        """Type keys, one after the other, wherever the focus is."""
-        from selenium.webdriver import ActionChains
-
-        actions = ActionChains(self.driver, duration=0)
-        if held:
-            actions.key_down(held)
-        for key in keys:
-            actions.send_keys(key)
-        if held:
-            actions.key_up(held)
-        actions.perform()
-
-    def send(self) -> None:
-        self.press(Keys.ENTER, held=Keys.CONTROL)
-
-    def finish(self) -> None:
-        """Send and wait for the end of the reply."""
-        self.send()
-        self.wait("return /^(Finished|Stopped)/.test(document.getElementById('status').textContent)")
-        self.wait("return !document.getElementById('last').hidden")
-
-    def fail(self) -> str:
-        """Send and wait for the error; its text."""
-        self.send()
-        self.wait("return !document.getElementById('error').hidden")
-        return self.text("error")
-
-    def text(self, name: str) -> str:
-        return self.run("return document.getElementById(arguments[0]).textContent", name)
-
-    def shown(self, name: str) -> bool:
-        return self.run("return document.getElementById(arguments[0]).checkVisibility()", name)
-
-    def fill(self, name: str, text: str) -> None:
-        self.run("const e = document.getElementById(arguments[0]); e.focus(); e.select()", name)
-        self.press(text)
-
-    def focused(self) -> str:
-        return self.run("const e = document.activeElement; return e.id || e.className || e.tagName")
-
-    def tokens(self, box: str = "#output") -> list[str]:
-        code = "return [...document.querySelectorAll(arguments[0] + ' .token')]"
-        return self.run(code + ".map((e) => e.textContent)", box)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PlaygroundServer]:
-    running = PlaygroundServer()
-    yield running
-    running.shutdown()
-    running.server_close()
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    if not (CHROME and DRIVER):
-        pytest.skip("no Chromium with a driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROME
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield browser
-    browser.quit()
-
-
-@pytest.fixture
-def tab(driver: Any, server: PlaygroundServer) -> Iterator[Any]:
-    """Opens the page of a script; in the end no script may have failed, and nothing is blocked."""
-    resize(driver, 1300, 1000)
-    prefer(driver, "light")
-    yield lambda script: Tab(driver, server, script)
-    log = driver.get_log("browser")
-    # A refused request is a line of the network, and a hint about forms is a line for its author.
-    assert [e for e in log if e["source"] != "network" and e["level"] != "DEBUG"] == []
-    driver.execute_script("sessionStorage.clear()")
-
-
-def resize(driver: Any, width: int, height: int) -> None:
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-
-def prefer(driver: Any, scheme: str) -> None:
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-
-
-class Keys:
-    """The keys of selenium, which may be missing here."""
-
-    TAB, ENTER, SHIFT, CONTROL, ESCAPE = "\ue004", "\ue007", "\ue008", "\ue009", "\ue00c"
-    END, HOME, LEFT, UP, RIGHT, DOWN = "\ue010", "\ue011", "\ue012", "\ue013", "\ue014", "\ue015"
-
-
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
 
 
 def test_tokens_appear_one_by_one(tab: Any) -> None:
@@ -217,7 +64,9 @@ def test_tokens_appear_one_by_one(tab: Any) -> None:
         page.wait("return document.getElementById('status').textContent !== ''")
         assert page.tokens() == [text for text, _ in SENTENCE[:number]]
         gate.release()
-        page.wait("return document.querySelectorAll('#output .token').length > arguments[0]", number)
+        page.wait(
+            "return document.querySelectorAll('#output .token').length > arguments[0]", number
+        )
     page.wait("return /^Finished: 5 tokens/.test(document.getElementById('status').textContent)")
     assert page.text("output") == " there was a fox."
     (body,) = page.script.asked("/v1/completions")
@@ -246,58 +95,6 @@ def test_a_value_out_of_range_is_not_sent(tab: Any) -> None:
     page.send()
     assert page.focused() == "top_p"
     assert page.script.asked("/v1/completions") == []
-
-
-def test_underlines_tell_probabilities_without_colour(tab: Any) -> None:
-    page = tab(Script(SENTENCE))
-    page.finish()
-    lines = page.run(
-        "return [...document.querySelectorAll('#output .token')].map((e) => {"
-        "const s = getComputedStyle(e); return s.borderBottomStyle + s.borderBottomWidth })"
-    )
-    assert len(set(lines)) == 5
-    legend = page.run(
-        "return [...document.querySelectorAll('#legend .token')].map((e) => {"
-        "const s = getComputedStyle(e); return s.borderBottomStyle + s.borderBottomWidth })"
-    )
-    assert lines == legend
-
-
-def test_focus_and_pointer_show_alternatives(tab: Any) -> None:
-    from selenium.webdriver import ActionChains
-
-    page = tab(Script(SENTENCE))
-    page.finish()
-    page.run("document.querySelector('#output [tabindex=\"0\"]').focus()")
-    page.press(Keys.RIGHT)
-    rows = "return [...document.querySelectorAll('#token-text li')].map((e) => e.innerText.trim())"
-    expected = ['" was"\nchosen\n60.0%', '" is"\n30.0%', '"\\n"\n5.00%', "all other tokens 5.00%"]
-    assert page.run(rows) == expected
-    label = "return document.activeElement.getAttribute('aria-label')"
-    assert page.run(label) == '" was", 60.0%'
-    for key, token in ((Keys.END, "."), (Keys.LEFT, " fox"), (Keys.HOME, " there")):
-        page.press(key)
-        assert page.run("return document.activeElement.textContent") == token
-    assert page.run("return document.querySelectorAll('#output [tabindex=\"0\"]').length") == 1
-    fox = page.driver.find_elements("css selector", "#output .token")[3]
-    ActionChains(page.driver, duration=0).move_to_element(fox).perform()
-    assert page.run(rows)[:2] == ['" dog"\n50.0%', '" fox"\nchosen\n10.0%']
-
-
-def test_arrows_move_between_lines(tab: Any) -> None:
-    page = tab(Script(frames(*((f" word{i}", -0.1, {}) for i in range(120)))))
-    page.finish()
-    page.run("document.querySelector('#output [tabindex=\"0\"]').focus()")
-    place = (
-        "const b = document.activeElement.getBoundingClientRect(); return [Math.round(b.left), b.top]"
-    )
-    start = page.run(place)
-    page.press(Keys.DOWN)
-    below = page.run(place)
-    assert below[1] > start[1]
-    assert abs(below[0] - start[0]) < 80
-    page.press(Keys.UP)
-    assert page.run(place)[1] == start[1]
 
 
 @pytest.mark.parametrize("mode", ["completions", "chat"])
@@ -494,131 +291,3 @@ def test_chat_is_off_without_a_template(tab: Any) -> None:
     page.driver.find_element("id", "chat-tab").click()
     assert not page.shown("message")
     assert page.shown("prompt")
-
-
-def test_counts_and_times_of_the_reply(tab: Any) -> None:
-    page = tab(Script(SENTENCE, usage(16, 5, 4), queue_header="2.5"))
-    page.finish()
-    result = page.run(
-        "return Object.fromEntries([...document.querySelectorAll('#result div')]"
-        ".map((e) => [e.querySelector('dt').textContent, e.querySelector('dd').textContent]))"
-    )
-    assert result["tokens (length)"] == "5"
-    assert result["prompt tokens cached"] == "4 of 16"
-    assert result["in the queue"] == "2.5 ms"
-    assert re.fullmatch(r"[\d.]+ (µs|ms|s)", result["to the first token (TTFT)"])
-
-
-def test_the_cached_part_of_the_prompt_is_marked(tab: Any) -> None:
-    page = tab(Script(SENTENCE, usage(16, 5, 4)))
-    page.fill("prompt", "Once upon a time")
-    page.finish()
-    page.wait("return document.getElementById('prefix-prompt').checkVisibility()")
-    assert page.run("return document.querySelector('#prefix mark').textContent") == "Once"
-    assert page.text("prefix-prompt") == "Once upon a time"
-    assert page.text("prefix-text").startswith("4 of 16 tokens came from the prefix cache")
-    page.fill("prompt", "another length")  # other tokens than usage says: no part is marked
-    page.finish()
-    assert page.shown("prefix-text")
-    assert not page.shown("prefix-prompt")
-
-
-def test_the_steps_of_the_request_are_shown(tab: Any) -> None:
-    page = tab(Script(SENTENCE, usage(16, 5, 4), trace=TRACE))
-    page.finish()
-    page.wait("return document.getElementById('trace-list').checkVisibility()")
-    rows = page.run("return [...document.querySelectorAll('#trace-list li')].map((e) => e.innerText)")
-    assert [row.split() for row in rows] == [
-        "waiting steps 7–8 at 1 ms, 11 ms no blocks: needs 7, has 3".split(),
-        "prefill step 9 12 tokens at 12 ms, 8 ms".split(),
-        "decode steps 10–13 4 tokens at 20 ms, 10 ms".split(),
-        "finished step 14 at 30 ms".split(),
-    ]
-    assert "missed because last token" in page.text("trace-note")
-    widths = page.run("return [...document.querySelectorAll('#trace-bar i')].map((e) => e.offsetWidth)")
-    assert widths[1] > widths[3] > widths[2] > widths[0]
-    assert "12 ms" in page.text("result")  # the queue time
-
-
-def test_steps_that_are_off_are_one_sentence(tab: Any) -> None:
-    page = tab(Script(SENTENCE))
-    page.finish()
-    page.wait("return document.getElementById('trace').checkVisibility()")
-    assert "--enable-request-trace" in page.text("trace-note")
-    assert not page.shown("trace-list")
-    assert not page.shown("trace-bar")
-
-
-def test_the_load_is_read_every_second(tab: Any) -> None:
-    script = Script(SENTENCE, load=dict(LOAD), generated=[100, 200, 300, 400, 500, 600])
-    page = tab(script)
-    page.wait("return document.getElementById('load-generated').textContent !== '–'")
-    assert page.text("load-running") == "3"
-    assert page.text("load-waiting") == "1"
-    assert page.text("load-cache") == "25.0%"
-    assert 30 < float(page.text("load-generated")) < 110  # 100 tokens in a second or somewhat more
-    assert page.text("load-prompts") == "0"
-    script.load = {**LOAD, "running": 12}
-    page.wait("return document.getElementById('load-running').textContent === '12'")
-
-
-def test_a_server_without_load_is_not_asked_again(tab: Any) -> None:
-    page = tab(Script(SENTENCE))
-    page.wait("return document.getElementById('load-note').checkVisibility()")
-    page.driver.execute_async_script("setTimeout(arguments[0], 2300)")
-    assert len(page.script.asked("/load")) == 1
-
-
-def token(text: str) -> Any:
-    return (text, -0.5, {})
-
-
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        # A character of four tokens, whose text comes with the last one.
-        ([("", [token("\ufffd")]), ("", [token("\ufffd")]), ("🦊 a", [token("\ufffd"), token(" a")])],
-         ["", "", "🦊", " a"]),
-        # Text is held back, because a stop string may begin there.
-        ([("", [token("Hello")]), ("He", [token(" you")]), ("llo yo", [token("<end>")])],
-         ["Hello", " yo", ""]),
-        # A special token has no text.
-        ([("", [token("<s>")]), ("a b", [token("a"), token(" b")])], ["", "a", " b"]),
-        # The strings of these tokens lack the spaces.
-        ([("a b c", [token("a"), token("b"), token("c")])], ["a", " b ", "c"]),
-        ([("a", [token("a")]), ("\n\n", [token("\n\n")])], ["a", "\n\n"]),
-    ],
-)  # fmt: skip
-def test_all_text_is_shown_whatever_its_tokens_are(tab: Any, reply: Any, expected: Any) -> None:
-    page = tab(Script(reply))
-    page.finish()
-    assert page.tokens() == expected
-    assert page.text("output") == "".join(text for text, _ in reply)
-
-
-@pytest.mark.parametrize("width", [360, 768, 901, 1600])
-def test_every_width_is_enough(tab: Any, driver: Any, width: int) -> None:
-    resize(driver, width, 740)
-    long = frames(("x" * 400, -1.0, {"y" * 400: -2.0}))
-    reason = {**TRACE["events"][0], "reason": "z" * 300}  # type: ignore[index]
-    trace = {**TRACE, "events": [reason]}
-    page = tab(Script(long, usage(3, 1, 1), trace=trace, load=LOAD, models=("m" * 90,), chat=False))
-    page.fill("prompt", "abc")
-    page.finish()
-    page.wait("return document.getElementById('trace-list').checkVisibility()")
-    page.run("document.querySelector('#output .token').focus()")
-    assert page.run("return document.documentElement.scrollWidth") <= width
-    right = (
-        "return [...document.querySelectorAll('body *')].filter((e) => e.checkVisibility() &&"
-        "!e.closest('.for-readers')).map((e) => e.getBoundingClientRect().right)"
-    )
-    assert max(page.run(right)) <= width
-    assert page.shown("token-text")
-
-
-def test_dark_is_another_palette(tab: Any, driver: Any) -> None:
-    page = tab(Script(SENTENCE))
-    back = "return getComputedStyle(document.body).backgroundColor"
-    light = page.run(back)
-    prefer(driver, "dark")
-    assert page.run(back) != light

@@ -137,6 +137,7 @@ class TokenView {
     span.tabIndex = 0;
     span.setAttribute("aria-selected", "true");
     this._show(span);
+    span.scrollIntoView({ block: "nearest" }); // the panel may be what covers it
   }
 
   _point(target) {
@@ -170,7 +171,6 @@ class TokenView {
     if (!target) return;
     event.preventDefault();
     target.focus();
-    target.scrollIntoView({ block: "nearest" });
   }
 
   /** The nearest token on the line of the first candidate that stands on another line. */

@@ -100,7 +100,7 @@ class StepTrace {
       element("span.what", element(`i.kind.${this._class(kind)}`), oneLine(kind)),
       element("span.steps", steps),
       element("span.tokens-of-step", tokens ? plural(tokens, "token") : ""),
-      element("span.when", `at ${seconds(from)}${until > from ? `, ${seconds(until - from)}` : ""}`),
+      element("span.when", `at ${seconds(from)}${until > from ? `, for ${seconds(until - from)}` : ""}`),
       reason ? element("span.reason", oneLine(reason)) : "",
     );
   }
