@@ -27,6 +27,7 @@ class Script:
     reply: list[Frame] = field(default_factory=list)
     usage: dict[str, Any] | None = None
     gate: threading.Semaphore | None = None  # every frame waits for it
+    late_headers: bool = False  # the response does not begin before the gate is open once
     refusal: tuple[int, Any, dict[str, str]] | None = None  # status, body, headers
     broken_after: int | None = None  # the connection ends after this number of frames
     error_frame: dict[str, Any] | None = None  # instead of the end
@@ -38,6 +39,7 @@ class Script:
     load: dict[str, Any] | None = None
     generated: list[int] = field(default_factory=lambda: [0])  # of /metrics; the last one stays
     seen: list[tuple[str, dict[str, Any] | None, str | None]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # X-Request-Id of all generations
     gone: threading.Event = field(default_factory=threading.Event)  # a client left a stream
 
     def asked(self, path: str) -> list[dict[str, Any]]:
@@ -95,6 +97,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def stream(self, chat: bool) -> None:
         script = self.script
+        script.names.append(self.headers["X-Request-Id"])
+        if script.late_headers and not self.passed_gate():
+            return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         if script.queue_header is not None:

@@ -1,6 +1,7 @@
 """What the playground shows in a real browser: tokens, prompt, steps, load, and every width."""
 
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -114,6 +115,24 @@ def test_the_steps_of_the_request_are_shown(tab: Any) -> None:
     )
     assert widths[1] > widths[3] > widths[2] > widths[0]
     assert "12 ms" in page.text("result")  # the queue time
+
+
+@pytest.mark.parametrize("mode", ["completions", "chat"])
+def test_a_request_that_waits_says_why(tab: Any, mode: str) -> None:
+    gate = threading.Semaphore(0)
+    waiting = {**TRACE, "state": "waiting", "events": TRACE["events"][:1]}  # type: ignore[index]
+    page = tab(Script(SENTENCE, gate=gate, late_headers=True, trace=waiting, load=LOAD))
+    page.driver.find_element("id", f"{mode}-tab").click()
+    page.fill("prompt" if mode == "completions" else "message", "Once")
+    page.send()
+    page.wait("return document.getElementById('trace-list').checkVisibility()")
+    assert "no blocks: needs 7, has 3" in page.text("trace-list")
+    assert page.text("trace-note").startswith("The request is waiting")
+    kind = "cmpl" if mode == "completions" else "chatcmpl"
+    assert page.script.asked(f"/debug/requests/{kind}-{page.script.names[-1]}")
+    page.press(Keys.ESCAPE)
+    page.wait("return document.getElementById('status').textContent === 'Stopped after 0 tokens.'")
+    assert page.script.gone.wait(10)
 
 
 def test_steps_that_are_off_are_one_sentence(tab: Any) -> None:

@@ -65,8 +65,8 @@ class Api {
     return response;
   }
 
-  post(route, body, signal) {
-    const headers = { "Content-Type": "application/json" };
+  post(route, body, signal, more = {}) {
+    const headers = { "Content-Type": "application/json", ...more };
     return this.request(route, { method: "POST", headers, body: JSON.stringify(body), signal });
   }
 

@@ -202,7 +202,7 @@ class App {
     this._facts(generation);
     await this.prefix.show(generation);
     if (this.generation) return; // the next request has begun
-    await this.trace.show(generation.id);
+    await this.trace.show(generation.id, true);
     this._facts(generation);
   }
 
@@ -219,8 +219,8 @@ class App {
   /** Every second: a request that runs may wait or be preempted, and its steps say why. */
   async _watch() {
     const { generation } = this;
-    if (generation?.id) {
-      await this.trace.show(generation.id);
+    if (generation) {
+      await this.trace.show(generation.expectedId, false);
       byId("last").hidden = this.last !== this.mode;
     }
   }

@@ -25,6 +25,7 @@ function readChoice(choice) {
 class Generation {
   constructor(api, route, body) {
     Object.assign(this, { api, route, body, controller: new AbortController(), stopped: false });
+    this.name = randomName(); // a server makes the id of it
     Object.assign(this, { id: null, usage: null, finish: null, queue: null, text: "" });
     Object.assign(this, { seen: 0, seenFirst: 0, sent: 0, first: null, last: null });
   }
@@ -38,7 +39,8 @@ class Generation {
   async run(show) {
     this.sent = performance.now();
     try {
-      const response = await this.api.post(this.route, this.body, this.controller.signal);
+      const headers = { "X-Request-Id": this.name },
+        response = await this.api.post(this.route, this.body, this.controller.signal, headers);
       this.queue = milliseconds(response.headers.get("x-minillm-queue-time-ms"));
       await this._read(response, show);
     } catch (error) {
@@ -73,6 +75,11 @@ class Generation {
     this.seen += tokens;
     this.last = performance.now();
     if (this.first === null) [this.first, this.seenFirst] = [this.last, tokens];
+  }
+
+  /** The id, before the first frame as the server will make it. */
+  get expectedId() {
+    return this.id ?? `${this.body.messages ? "chatcmpl" : "cmpl"}-${this.name}`;
   }
 
   get numTokens() {
@@ -115,6 +122,11 @@ class Generation {
 function failureOf(error) {
   const status = Number(error.code) || 0;
   return new Refusal(sentence(status, error.message ?? error), status);
+}
+
+function randomName() {
+  const bytes = crypto.getRandomValues(new Uint8Array(12));
+  return [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 /** A number of milliseconds of a header or a field, or null. */

@@ -35,9 +35,9 @@ class StepTrace {
     byId("trace").hidden = true;
   }
 
-  /** Ask for the steps of a request and draw them. */
-  async show(id) {
-    if (this.off) return;
+  /** Ask for the steps of a request and draw them; `final` if the request has ended. */
+  async show(id, final) {
+    if (this.off && !final) return;
     this.wanted = id;
     try {
       const found = await this.api.json(`debug/requests/${encodeURIComponent(id)}`);
@@ -46,7 +46,7 @@ class StepTrace {
       if (!(error instanceof Refusal)) throw error;
       if (this.wanted !== id) return;
       this.off = [403, 404].includes(error.status);
-      this._note(this.off ? TRACE_OFF : error.message);
+      if (final || !this.off) this._note(this.off ? TRACE_OFF : error.message);
     }
   }
 
