@@ -4,6 +4,7 @@ import json
 import select
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -37,7 +38,7 @@ class Script:
     chat: bool = True
     trace: dict[str, Any] | None = None
     load: dict[str, Any] | None = None
-    generated: list[int] = field(default_factory=lambda: [0])  # of /metrics; the last one stays
+    speed: float | None = None  # tokens per second in /metrics, which None switches off
     seen: list[tuple[str, dict[str, Any] | None, str | None]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # X-Request-Id of all generations
     gone: threading.Event = field(default_factory=threading.Event)  # a client left a stream
@@ -65,8 +66,8 @@ class Handler(BaseHTTPRequestHandler):
             self.json(200, {"object": "list", "data": entries})
         elif self.path == "/load" and script.load is not None:
             self.json(200, script.load)
-        elif self.path == "/metrics":
-            number = script.generated.pop(0) if len(script.generated) > 1 else script.generated[0]
+        elif self.path == "/metrics" and script.speed is not None:
+            number = script.speed * time.monotonic()
             lines = ["# TYPE vllm:generation_tokens_total counter",
                      'vllm:generation_tokens_total{model_name="a b} c"} ' + str(number),
                      'vllm:generation_tokens_created{model_name="tiny"} 1.7e9',

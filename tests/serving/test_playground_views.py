@@ -92,6 +92,7 @@ def test_the_cached_part_of_the_prompt_is_marked(tab: Any) -> None:
     page.driver.find_element("id", "completions-tab").click()
     page.fill("prompt", "another length")  # other tokens than usage says: no part is marked
     page.finish()
+    page.wait("return document.getElementById('trace').checkVisibility()")  # it comes last
     assert page.shown("prefix-text")
     assert not page.shown("prefix-prompt")
 
@@ -113,7 +114,9 @@ def test_the_steps_of_the_request_are_shown(tab: Any) -> None:
     widths = page.run(
         "return [...document.querySelectorAll('#trace-bar i')].map((e) => e.offsetWidth)"
     )
+    inner = "return document.getElementById('trace-bar').clientWidth"
     assert widths[1] > widths[3] > widths[2] > widths[0]
+    assert sum(widths) == pytest.approx(page.run(inner), abs=10)  # there are gaps between them
     assert "12 ms" in page.text("result")  # the queue time
 
 
@@ -145,16 +148,26 @@ def test_steps_that_are_off_are_one_sentence(tab: Any) -> None:
 
 
 def test_the_load_is_read_every_second(tab: Any) -> None:
-    script = Script(SENTENCE, load=dict(LOAD), generated=[100, 200, 300, 400, 500, 600])
+    script = Script(SENTENCE, load=dict(LOAD), speed=100)
     page = tab(script)
     page.wait("return document.getElementById('load-generated').textContent !== '–'")
     assert page.text("load-running") == "3"
     assert page.text("load-waiting") == "1"
     assert page.text("load-cache") == "25.0%"
-    assert 30 < float(page.text("load-generated")) < 110  # 100 tokens in a second or somewhat more
+    assert 50 < float(page.text("load-generated")) < 200  # a busy machine reads its clock late
     assert page.text("load-prompts") == "0"
     script.load = {**LOAD, "running": 12}
     page.wait("return document.getElementById('load-running').textContent === '12'")
+
+
+def test_a_server_without_metrics_shows_its_load(tab: Any) -> None:
+    page = tab(Script(SENTENCE, load=LOAD))
+    page.wait("return document.getElementById('load-note').checkVisibility()")
+    page.wait("return document.getElementById('load-running').textContent === '3'")
+    page.script.load = {**LOAD, "running": 12}
+    page.wait("return document.getElementById('load-running').textContent === '12'")
+    assert page.shown("load-note")
+    assert len(page.script.asked("/metrics")) == 1
 
 
 def test_a_server_without_load_is_not_asked_again(tab: Any) -> None:

@@ -18,7 +18,8 @@ function readMetrics(text) {
 
 class Load {
   constructor(api, onTick) {
-    Object.assign(this, { api, onTick, busy: false, refused: false, before: null, history: [] });
+    Object.assign(this, { api, onTick, busy: false, before: null, history: [] });
+    this.refused = new Set(); // routes that gave a client error: they would give it every second
   }
 
   start() {
@@ -29,35 +30,44 @@ class Load {
 
   /** Ask again after a refusal, because the key is another one. */
   retry() {
-    this.refused = false;
+    this.refused.clear();
     return this.tick();
   }
 
   async tick() {
     if (document.hidden || this.busy) return;
     this.busy = true;
+    const errors = [];
     try {
-      if (!this.refused) await this._ask();
+      errors.push(await this._ask("load", async (reply) => this._gauges(await reply.json())));
+      errors.push(await this._ask("metrics", async (reply) => this._rates(await reply.text())));
+      if (!this.refused.size) this._note(errors.find((error) => error !== null));
       await this.onTick();
-    } catch (error) {
-      this._fail(error);
     } finally {
       this.busy = false;
     }
   }
 
-  async _ask() {
-    this._gauges(await this.api.json("load"));
-    const metrics = await (await this.api.request("metrics")).text();
-    this._rates({ ...readMetrics(metrics), time: performance.now() / 1000 });
-    byId("load-note").hidden = true;
+  /** Ask one route and use its reply; the error, or null. */
+  async _ask(route, use) {
+    if (this.refused.has(route)) return null;
+    try {
+      await use(await this.api.request(route));
+      return null;
+    } catch (error) {
+      this.before = null;
+      if (error.status >= 400 && error.status < 500) {
+        this.refused.add(route);
+        this._note(error);
+      }
+      return error;
+    }
   }
 
-  _fail(error) {
-    this.refused = error.status >= 400 && error.status < 500; // the same answer every second
-    this.before = null;
-    byId("load-note").hidden = false;
-    byId("load-note").textContent = error instanceof Refusal ? error.message : UNREACHABLE;
+  _note(error) {
+    byId("load-note").hidden = !error;
+    const known = error instanceof Refusal ? error.message : UNREACHABLE;
+    byId("load-note").textContent = error ? known : "";
   }
 
   _gauges({ running, waiting, kv_cache_usage: used }) {
@@ -67,8 +77,9 @@ class Load {
     byId("load-bar").firstChild.style.width = `${100 * (used ?? 0)}%`;
   }
 
-  _rates(now) {
-    const { before } = this,
+  _rates(text) {
+    const now = { ...readMetrics(text), time: performance.now() / 1000 },
+      { before } = this,
       passed = before ? now.time - before.time : 0;
     this.before = now;
     if (!passed) return;
