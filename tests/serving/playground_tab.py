@@ -20,10 +20,12 @@ TRACE = {
     "cached_tokens": 4,
     "prefix": {"cached": 4, "missed_because": "last token", "blocks": [1, 2]},
     "events": [
-        {"step": 7, "time": 0.001, "kind": "waiting", "tokens": 0,
+        {"step": 6, "time": 0.001, "kind": "waiting", "tokens": 0,
          "reason": "no blocks: needs 7, has 3"},
-        {"step": 8, "time": 0.006, "kind": "waiting", "tokens": 0,
+        {"step": 7, "time": 0.006, "kind": "waiting", "tokens": 0,
          "reason": "no blocks: needs 7, has 3"},
+        {"step": 8, "time": 0.009, "kind": "waiting", "tokens": 0,
+         "reason": "no blocks: needs 7, has 5"},
         {"step": 9, "time": 0.012, "kind": "prefill", "tokens": 12, "reason": None},
         *({"step": 10 + i, "time": 0.02 + i / 500, "kind": "decode", "tokens": 1, "reason": None}
           for i in range(4)),

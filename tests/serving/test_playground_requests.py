@@ -186,6 +186,10 @@ def test_a_chat_error_gives_the_message_back(tab: Any) -> None:
     assert page.fail() == "The model has no chat template."
     assert page.run("return document.getElementById('message').value") == "hello"
     assert page.text("conversation") == ""
+    page.script.refusal = None
+    page.finish()
+    (message,) = page.script.asked("/v1/chat/completions")[-1]["messages"]
+    assert message == {"role": "user", "content": "hello"}
 
 
 def test_a_reply_that_breaks_off_says_so(tab: Any) -> None:

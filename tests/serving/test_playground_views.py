@@ -105,7 +105,8 @@ def test_the_steps_of_the_request_are_shown(tab: Any) -> None:
         "return [...document.querySelectorAll('#trace-list li')].map((e) => e.innerText)"
     )
     assert [" ".join(row.split()) for row in rows] == [
-        "waiting steps 7–8 at 1 ms, for 11 ms no blocks: needs 7, has 3",
+        "waiting steps 6–7 at 1 ms, for 8 ms no blocks: needs 7, has 3",
+        "waiting step 8 at 9 ms, for 3 ms no blocks: needs 7, has 5",
         "prefill step 9 12 tokens at 12 ms, for 8 ms",
         "decode steps 10–13 4 tokens at 20 ms, for 10 ms",
         "finished step 14 at 30 ms",
@@ -115,7 +116,7 @@ def test_the_steps_of_the_request_are_shown(tab: Any) -> None:
         "return [...document.querySelectorAll('#trace-bar i')].map((e) => e.offsetWidth)"
     )
     inner = "return document.getElementById('trace-bar').clientWidth"
-    assert widths[1] > widths[3] > widths[2] > widths[0]
+    assert widths[4] > widths[1] > widths[2] > widths[0]
     assert sum(widths) == pytest.approx(page.run(inner), abs=10)  # there are gaps between them
     assert "12 ms" in page.text("result")  # the queue time
 
