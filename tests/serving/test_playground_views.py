@@ -239,6 +239,7 @@ def test_a_narrow_page_does_not_cover_the_token_it_explains(tab: Any, driver: An
     page = tab(Script(SENTENCE))
     page.finish()
     assert not page.shown("token")
+    page.run("scrollBy(0, document.getElementById('output').getBoundingClientRect().top - 660)")
     page.run("document.querySelector('#output [tabindex=\"0\"]').focus()")
     for _ in SENTENCE:
         bottom, top = page.run(

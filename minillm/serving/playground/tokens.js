@@ -137,7 +137,6 @@ class TokenView {
     span.tabIndex = 0;
     span.setAttribute("aria-selected", "true");
     this._show(span);
-    span.scrollIntoView({ block: "nearest" }); // the panel may be what covers it
   }
 
   _point(target) {
