@@ -109,9 +109,7 @@ def read_replay(name: str) -> list[Recorded]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"--replay {name}: this file cannot be read ({why}).") from error
-    found = [
-        recorded(name, number, line) for number, line in enumerate(lines, 1) if line.strip()
-    ]
+    found = [recorded(name, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError(f"--replay {name}: this file has no requests.")
     found.sort(key=lambda one: one.seconds)

@@ -13,6 +13,7 @@ All of them count from the time when the request was due (`Reply.intended`).
 """
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 
 from minillm.lab.benchmarks.serving.reply import OK, Reply
@@ -73,7 +74,7 @@ DIALECTS: Mapping[str, Callable[[Reply], Values]] = MappingProxyType(
 def gaps(times: list[float]) -> list[float]:
     """Times between frames. Those of all requests together are vLLM's ITL (all frames) or aiperf's
     inter_chunk_latency (frames with text)."""
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in pairwise(times)]
 
 
 def succeeded(reply: Reply) -> bool:

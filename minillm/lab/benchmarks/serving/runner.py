@@ -74,9 +74,7 @@ async def open_loop(
     limit: AbstractAsyncContextManager[None] = nullcontext()
     if load.concurrency is not None:
         limit = asyncio.Semaphore(load.concurrency)
-    for index, (due, conversation) in enumerate(
-        zip(load.times or (), conversations, strict=True)
-    ):
+    for index, (due, conversation) in enumerate(zip(load.times or (), conversations, strict=True)):
         await until(start + due, load.polled)
         group.create_task(converse(index, conversation, start + due, limit, send, progress))
 
@@ -90,9 +88,7 @@ async def until(due: float, polled: float) -> None:
         await asyncio.sleep(0 if polled else due - clock())
 
 
-async def work_off(
-    waiting: "enumerate[Conversation]", send: Send, progress: Progress
-) -> None:
+async def work_off(waiting: "enumerate[Conversation]", send: Send, progress: Progress) -> None:
     """One place of a closed loop: one conversation after the other."""
     for index, conversation in waiting:
         due = asyncio.get_running_loop().time()

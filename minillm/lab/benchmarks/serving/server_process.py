@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
@@ -89,10 +89,8 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     """End the server: SIGTERM, which lets it finish, then SIGKILL for its process group."""
     if process.poll() is None:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

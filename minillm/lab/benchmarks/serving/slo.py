@@ -66,8 +66,7 @@ def evaluate(replies: Sequence[Reply], objectives: Objectives, wall: float) -> d
     """JSON data: good requests, attainment over all requests, of each objective, and goodput."""
     results = [met(reply, objectives) for reply in replies]
     good = sum(
-        all(one.values()) and succeeded(reply)
-        for one, reply in zip(results, replies, strict=True)
+        all(one.values()) and succeeded(reply) for one, reply in zip(results, replies, strict=True)
     )
     sent = len(replies)
     return {

@@ -107,9 +107,7 @@ def draw_chat(count: int, rng: np.random.Generator, p: Parameters) -> list[Conve
     for index in range(count):
         turns = []
         for number in range(int(p["turns"])):
-            own = Segment(
-                f"own {index} {number}", lognormal(p["input"], p["input_sigma"], rng)
-            )
+            own = Segment(f"own {index} {number}", lognormal(p["input"], p["input_sigma"], rng))
             think = float(rng.exponential(p["think"])) if number else 0.0
             segments = (own,) if number else (system, own)
             output = lognormal(p["output"], p["output_sigma"], rng)

@@ -1,0 +1,182 @@
+"""The report of `minillm bench serve` on the terminal."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from minillm.cli.terminal import Terminal, digits, plural, seconds
+from minillm.lab.benchmarks.serving.bench import name_of
+
+HEADER = ("", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "max", "out tok/s", "ok", "rej",
+          "fail")  # fmt: skip
+LATE = 0.01  # seconds; a client that is later than this may distort the figures
+LATE_SHARE = 0.1  # of the median TTFT
+
+
+def show(found: Mapping[str, Any], terminal: Terminal) -> None:
+    """Print a heading, a row per load, and the conclusions."""
+    target, plan = found["target"], found["plan"]
+    terminal.heading(f"serve: {target['model']} at {target['url']}")
+    terminal.paragraph(
+        f"{plan['process']}; workload {plan['workload']}; seed {plan['seed']}, "
+        f"{plural(plan['repeats'], 'repeat')}."
+    )
+    terminal.table(HEADER if not found["slo"] else (*HEADER, "SLO met"), table(found))
+    if len(found["runs"]) == 1:
+        show_dialects(found["runs"][0]["summary"], terminal)
+    for line in statement(found):
+        terminal.paragraph(line)
+
+
+def shown(value: Mapping[str, float] | None) -> str:
+    """A duration; a dash if it is not defined."""
+    return "-" if value is None else seconds(value["median"])
+
+
+def table(found: Mapping[str, Any]) -> list[list[str]]:
+    """One row per load, with medians over the repeats."""
+    rows = []
+    for one in found["points"]:
+        load = math.inf if one["load"] is None else one["load"]
+        names = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p99", "itl_max")
+        bad = one["rejected"]["median"] + one["failed"]["median"]
+        cells = [
+            name_of(load, found["plan"]["closed"]),
+            *(shown(one[name]) for name in names),
+            digits(one["output_throughput"]["median"]),
+            f"{1 - bad:.0%}",
+            f"{one['rejected']['median']:.0%}",
+            f"{one['failed']['median']:.0%}",
+        ]
+        rows.append(cells + ([f"{one['attainment']['median']:.0%}"] if found["slo"] else []))
+    return rows
+
+
+def show_dialects(summary: Mapping[str, Any], terminal: Terminal) -> None:
+    """Print every latency of a single run in each dialect."""
+    rows = []
+    for dialect, measures in summary["dialects"].items():
+        for name, one in measures.items():
+            if one is None:
+                continue
+            in_tokens = name.startswith("output_token")
+            cells = [
+                "inf" if one.get(which) is None else
+                f"{digits(one[which])} tok/s" if in_tokens else seconds(one[which])
+                for which in ("mean", "p50", "p90", "p99")
+            ]  # fmt: skip
+            rows.append([f"{dialect} {name}", *cells])
+    if rows:
+        terminal.line()
+        terminal.table(("measure, by dialect", "mean", "p50", "p90", "p99"), rows)
+        terminal.line()
+
+
+def statement(found: Mapping[str, Any]) -> list[str]:
+    """Lines about the SLO, the search, cost, the steady window, errors and the client."""
+    lines = [*slo_lines(found), *search_lines(found), *cost_lines(found)]
+    if found["knee"] is not None:
+        load = name_of(found["knee"]["load"], found["plan"]["closed"])
+        lines.append(f"Knee: {load} ({found['knee']['why']}).")
+    if len(found["runs"]) == 1:
+        lines += run_lines(found["runs"][0]["summary"])
+    lines += error_lines(found)
+    return [*lines, *late_lines(found), *found["notes"]]
+
+
+def slo_lines(found: Mapping[str, Any]) -> list[str]:
+    """Attainment of each objective and goodput, of the last run of each load."""
+    if not found["slo"]:
+        return []
+    wanted = ", ".join(f"{name} <= {seconds(most)}" for name, most in found["slo"].items())
+    lines = [f"SLO: {wanted}; attainment counts all requests sent, failed ones as missed."]
+    if len(found["runs"]) == 1:
+        slo = found["runs"][0]["summary"]["slo"]
+        each = ", ".join(f"{name} {share:.1%}" for name, share in slo["attainment_of"].items())
+        lines.append(
+            f"Attainment {slo['attainment']:.1%} ({each}); goodput {digits(slo['goodput'])} "
+            "requests/s."
+        )
+    return lines
+
+
+def search_lines(found: Mapping[str, Any]) -> list[str]:
+    """The result of --search."""
+    search = found["search"]
+    if search is None:
+        return []
+    target = f"an attainment of {search['target']:.0%}"
+    if search["keeps"] is None:
+        return [
+            f"No rate down to {search['misses']:g} requests/s keeps {target}; the SLO may be out "
+            "of reach of this server."
+        ]
+    kept = f"{search['keeps']:.3g} requests/s keeps {target}"
+    if search["misses"] is None:
+        return [f"{kept}, and no rate that was tried misses it; send more requests per run."]
+    return [
+        f"Highest rate: {kept} (measured {search['keeps_attainment']:.1%}), "
+        f"{search['misses']:.3g} requests/s does not ({search['misses_attainment']:.1%}); "
+        f"tolerance {search['tolerance']:.0%}, {plural(search['probes'], 'rate')} tried."
+    ]
+
+
+def cost_lines(found: Mapping[str, Any]) -> list[str]:
+    """Tokens per dollar at the load that meets the SLO."""
+    cost = found["cost"]
+    if cost is None:
+        return []
+    if "output_mtok_per_dollar" not in cost:
+        return [f"Tokens per dollar are not given: {cost['missing']}."]
+    where = name_of(cost["load"], found["plan"]["closed"])
+    return [
+        f"At {where}, which meets the SLO, and {cost['dollars_per_hour']:g} dollars per hour: "
+        f"{digits(cost['output_mtok_per_dollar'])} million output tokens per dollar and "
+        f"{digits(cost['input_mtok_per_dollar'])} million input tokens per dollar, of the same "
+        "dollar."
+    ]
+
+
+def run_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Throughput, prefix cache and steady window of one run."""
+    steady = summary["steady"]
+    lines = [
+        f"{summary['ok']} of {plural(summary['sent'], 'request')} succeeded in "
+        f"{seconds(summary['wall'])}: {digits(summary['request_throughput'])} requests/s, "
+        f"{digits(summary['output_throughput'])} output tokens/s (peak of one second "
+        f"{digits(summary['peak_output_throughput'])}), {digits(summary['input_throughput'])} "
+        "input tokens/s."
+    ]
+    if summary["prompt_tokens"] and summary["cached_tokens"]:
+        share = summary["cached_tokens"] / summary["prompt_tokens"]
+        lines.append(f"{share:.0%} of the prompt tokens came from the prefix cache.")
+    lines.append(
+        f"Steady window (at least {steady['ratio']:.0%} of {steady['peak_concurrency']} requests "
+        f"at once): {seconds(steady['seconds'])}, {steady['share']:.0%} of the run, "
+        f"{digits(steady['output_throughput'])} output tokens/s."
+    )
+    return lines
+
+
+def error_lines(found: Mapping[str, Any]) -> list[str]:
+    """How often each error occurred, over all runs."""
+    total: dict[str, int] = {}
+    for run in found["runs"]:
+        for what, count in run["summary"]["errors"].items():
+            total[what] = total.get(what, 0) + count
+    return [f"{plural(count, 'request')} failed: {what}" for what, count in total.items()]
+
+
+def late_lines(found: Mapping[str, Any]) -> list[str]:
+    """A warning if the client itself was late, and tokens that were counted without usage."""
+    late = max(((run["summary"]["lateness"] or {}).get("p99", 0.0) for run in found["runs"]),
+               default=0.0)  # fmt: skip
+    lines = [f"The client sent its requests at most {seconds(max(late, 0.0))} late (p99)."]
+    first = [one["ttft_p50"]["median"] for one in found["points"] if one["ttft_p50"]]
+    if not found["plan"]["limited"] and late > LATE and late > LATE_SHARE * min(first, default=0):
+        lines[0] += (
+            " This is part of the latencies; run the client on another machine, or lower the rate."
+        )
+    if any(run["summary"]["without_usage"] for run in found["runs"]):
+        lines.append("The server reports no usage; frames with text are counted as tokens.")
+    return lines
