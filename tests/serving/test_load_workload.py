@@ -47,8 +47,9 @@ def test_lognormal_lengths_have_the_stated_median_and_sigma() -> None:
 
 
 def test_the_mixture_has_the_stated_shares() -> None:
-    text = ("sharegpt:input=10,input_sigma=0,long_input=500,long_input_sigma=0,pasted=0.25,"
-            "output=20,output_sigma=0,long_output=900,long_output_sigma=0,wordy=0.6,most=400")  # fmt: skip
+    sizes = "input=10,long_input=500,output=20,long_output=900"
+    fixed = "input_sigma=0,long_input_sigma=0,output_sigma=0,long_output_sigma=0"
+    text = f"sharegpt:{sizes},{fixed},pasted=0.25,wordy=0.6,most=400"
     drawn = parse_workload(text).draw(4000, 0)
     assert set(lengths(drawn)) == {10, 400}
     assert np.mean(np.array(lengths(drawn)) == 400) == pytest.approx(0.25, abs=0.04)

@@ -16,14 +16,16 @@ HANG = 20.0  # real seconds without an event or a timer
 class JumpingSelector(selectors.DefaultSelector):
     """Instead of waiting, adds the time to the clock."""
 
-    now = 100.0
+    def __init__(self, grace: float) -> None:
+        super().__init__()
+        self.grace, self.now = grace, 100.0
 
     def select(self, timeout: float | None = None) -> Any:
         """Events, or nothing after the clock has jumped."""
         events = super().select(0)
         if events or timeout == 0:
             return events
-        events = super().select(HANG if timeout is None else GRACE)
+        events = super().select(HANG if timeout is None else self.grace)
         if not events:
             assert timeout is not None, "the loop waits for an event that never comes"
             self.now += max(timeout, 0.0)
@@ -33,8 +35,8 @@ class JumpingSelector(selectors.DefaultSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """A loop on the clock of its selector."""
 
-    def __init__(self) -> None:
-        self.jumping = JumpingSelector()
+    def __init__(self, grace: float = GRACE) -> None:
+        self.jumping = JumpingSelector(grace)
         super().__init__(self.jumping)
 
     def time(self) -> float:
@@ -42,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.jumping.now
 
 
-def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine in a new virtual loop."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+def run_virtual(main: Coroutine[Any, Any, Any], grace: float = GRACE) -> Any:
+    """Run a coroutine in a new virtual loop; without sockets, `grace` may be 0."""
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(grace)) as runner:
         return runner.run(main)

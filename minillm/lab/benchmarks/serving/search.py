@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
 MOST_STEPS = 12  # doublings or halvings
 TOKENS = 1e6  # tokens per dollar are in millions
 

@@ -14,7 +14,7 @@ from minillm.errors import ConfigError, did_you_mean
 from minillm.lab.benchmarks.serving.arrivals import Recorded
 
 HASH_TOKENS = 512  # tokens that one of Mooncake's hash ids stands for
-LEAST, MOST = 4, 1_000_000  # tokens of a drawn length
+LEAST, MOST = 1, 1_000_000  # tokens of a drawn length
 
 
 @dataclass(frozen=True)
