@@ -129,13 +129,13 @@ def recorded(name: str, number: int, line: str) -> Recorded:
     try:
         data = json.loads(line)
         (seconds,) = (float(data[key]) * scale for key, scale in UNITS if key in data)
-        lengths = [natural(data.get(key, 0)) for key in ("input_length", "output_length")]
+        length, output = (natural(data.get(key, 0)) for key in ("input_length", "output_length"))
         hashes = tuple(natural(each) for each in data.get("hash_ids") or ())
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise wrong from error
     if not math.isfinite(seconds) or seconds < 0:
         raise wrong
-    return Recorded(seconds, *lengths, hashes)
+    return Recorded(seconds, length, output, hashes)
 
 
 def natural(value: Any) -> int:

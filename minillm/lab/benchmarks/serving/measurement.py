@@ -176,8 +176,8 @@ def notes(bench: Bench) -> list[str]:
     exact = bench.writer.as_ids or bench.writer.vocabulary.exact
     if not exact:
         found.append(
-            "Prompt lengths are in words, because the server has no /tokenize; token counts are "
-            "those of the server's usage."
+            "Prompt lengths are in words, because the server does not answer POST /tokenize as "
+            "vLLM does; token counts are those of the server's usage."
         )
     elif not bench.writer.as_ids:
         found.append("Prompts are text of words of one token each; a chat template adds tokens.")
