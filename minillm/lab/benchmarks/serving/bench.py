@@ -199,7 +199,7 @@ def flat(summary: Mapping[str, Any]) -> dict[str, float | None]:
     return found | {
         "output_throughput": offered["output_throughput"],
         "request_throughput": summary["request_throughput"],
-        "output_per_request": summary["output_tokens"] / good,
+        "asked": offered.get("request_rate", 0.0) * summary["output_tokens"] / good,
         "rejected": summary["rejected"] / sent,
         "failed": summary["failed"] / sent,
         "attainment": slo.get("attainment"),

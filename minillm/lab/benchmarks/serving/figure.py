@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 SIZE = (11.0, 6.6)  # inches
 STYLE: Mapping[str, Any] = {
-    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
     "svg.hashsalt": "minillm",
 }  # fmt: skip
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
@@ -35,21 +35,28 @@ def check_plot(name: str) -> None:
 def draw(found: Mapping[str, Any], name: str) -> None:
     """Plot the sweep to a file."""
     plt = need("matplotlib.pyplot", "--plot needs matplotlib")
+    with plt.rc_context(dict(STYLE)):
+        figure = figure_of(found)
+        figure.savefig(name, dpi=130)
+        plt.close(figure)
+
+
+def figure_of(found: Mapping[str, Any]) -> Any:
+    """The sweep as a matplotlib figure: five panels and the caption."""
+    plt = need("matplotlib.pyplot", "--plot needs matplotlib")
     points = sorted(
         (one for one in found["points"] if one["load"] is not None), key=lambda one: one["load"]
     )
-    with plt.rc_context(dict(STYLE)):
-        figure, axes = plt.subplots(2, 3, figsize=SIZE, layout="constrained")
-        latency_panel(axes[0][0], points, "ttft", "TTFT [ms]", found["slo"])
-        latency_panel(axes[0][1], points, "tpot", "TPOT [ms]", found["slo"])
-        throughput_panel(axes[0][2], points, found["plan"]["closed"])
-        goodput_panel(axes[1][0], points, found["plan"]["closed"])
-        shares_panel(axes[1][1], points, found["target_attainment"])
-        for ax in axes.flat[:5]:
-            finish(ax, points, found)
-        caption(axes[1][2], found)
-        figure.savefig(name, dpi=130)
-        plt.close(figure)
+    figure, axes = plt.subplots(2, 3, figsize=SIZE, layout="constrained")
+    latency_panel(axes[0][0], points, "ttft", "TTFT [ms]", found["slo"])
+    latency_panel(axes[0][1], points, "tpot", "TPOT [ms]", found["slo"])
+    throughput_panel(axes[0][2], points, found["plan"]["closed"])
+    goodput_panel(axes[1][0], points, found["plan"]["closed"])
+    shares_panel(axes[1][1], points, found["target_attainment"])
+    for ax in axes.flat[:5]:
+        finish(ax, points, found)
+    caption(axes[1][2], found)
+    return figure
 
 
 def line(
@@ -98,9 +105,9 @@ def throughput_panel(ax: "Axes", points: Sequence[Mapping[str, Any]], closed: bo
     line(ax, points, "output_throughput", "measured", BLUE, "o-")
     if not closed and points:
         top = max(one["output_throughput"]["most"] for one in points)
-        asked = [one["load"] * one["output_per_request"]["median"] for one in points]
+        asked = [one["asked"]["median"] for one in points]
         ax.plot([one["load"] for one in points], asked, ":", color=BLACK, linewidth=1.0,
-                label="asked for (load x output length)")  # fmt: skip
+                label="asked for (arrivals x output length)")  # fmt: skip
         ax.set_ylim(0, 1.35 * top or None)
     else:
         ax.set_ylim(bottom=0)
@@ -146,7 +153,7 @@ def finish(ax: "Axes", points: Sequence[Mapping[str, Any]], found: Mapping[str, 
                    label="knee")  # fmt: skip
     ax.grid(alpha=0.25, linewidth=0.5)
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize=8)
+        ax.legend(fontsize=8, framealpha=0.85, edgecolor="none")
 
 
 def caption(ax: "Axes", found: Mapping[str, Any]) -> None:
@@ -163,12 +170,12 @@ def caption_lines(found: Mapping[str, Any]) -> list[str]:
     plan, target = found["plan"], found["target"]
     prompts = sum(run["summary"]["prompt_tokens"] for run in found["runs"])
     cached = sum(run["summary"]["cached_tokens"] for run in found["runs"])
+    warmup = f" (the first {plan['warmup']} are warm-up)" if plan["warmup"] else ""
     lines = [
         f"{target['model']}, {found['dtype']}, {found['hardware']}",
         f"{plan['process']}; {plan['workload'].replace(',', ', ')}",
-        f"{plan['requests']}, seed {plan['seed']}, {plan['repeats']} repeats "
-        "(lines: median, bands: least and most); first "
-        f"{plan['warmup']} requests of a run are warm-up",
+        f"{plan['requests']}{warmup}, seed {plan['seed']}, {plan['repeats']} repeats "
+        "(lines: median, bands: least and most)",
         "Latencies count from the time a request was due; TTFT and TPOT as vLLM defines them.",
     ]
     if prompts:

@@ -7,8 +7,9 @@ from typing import Any
 from minillm.cli.terminal import Terminal, digits, plural, seconds
 from minillm.lab.benchmarks.serving.bench import name_of
 
-HEADER = ("", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "max", "out tok/s", "ok", "rej",
-          "fail")  # fmt: skip
+LATENCIES = ("latency", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "max")
+RATES = ("load", "tokens/s", "requests/s", "rejected", "failed")
+THROUGHPUTS = ("output_throughput", "request_throughput")
 LATE = 0.01  # seconds; a client that is later than this may distort the figures
 LATE_SHARE = 0.1  # of the median TTFT
 
@@ -21,7 +22,9 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
         f"{plan['process']}; workload {plan['workload']}; seed {plan['seed']}, "
         f"{plural(plan['repeats'], 'repeat')}."
     )
-    terminal.table(HEADER if not found["slo"] else (*HEADER, "SLO met"), table(found))
+    terminal.table(LATENCIES, latency_rows(found))
+    terminal.line()
+    terminal.table((*RATES, "SLO met", "goodput") if found["slo"] else RATES, rate_rows(found))
     if len(found["runs"]) == 1:
         show_dialects(found["runs"][0]["summary"], terminal)
     for line in statement(found):
@@ -33,22 +36,27 @@ def shown(value: Mapping[str, float] | None) -> str:
     return "-" if value is None else seconds(value["median"])
 
 
-def table(found: Mapping[str, Any]) -> list[list[str]]:
-    """One row per load, with medians over the repeats."""
+def label(found: Mapping[str, Any], point: Mapping[str, Any]) -> str:
+    """The load of a row."""
+    load = math.inf if point["load"] is None else point["load"]
+    return name_of(load, found["plan"]["closed"])
+
+
+def latency_rows(found: Mapping[str, Any]) -> list[list[str]]:
+    """Latencies as vLLM defines them, one row per load, medians over the repeats."""
+    names = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p99", "itl_max")
+    return [[label(found, one), *(shown(one[name]) for name in names)] for one in found["points"]]
+
+
+def rate_rows(found: Mapping[str, Any]) -> list[list[str]]:
+    """Output tokens per second, and what became of the requests, one row per load."""
     rows = []
     for one in found["points"]:
-        load = math.inf if one["load"] is None else one["load"]
-        names = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p99", "itl_max")
-        bad = one["rejected"]["median"] + one["failed"]["median"]
-        cells = [
-            name_of(load, found["plan"]["closed"]),
-            *(shown(one[name]) for name in names),
-            digits(one["output_throughput"]["median"]),
-            f"{1 - bad:.0%}",
-            f"{one['rejected']['median']:.0%}",
-            f"{one['failed']['median']:.0%}",
-        ]
-        rows.append(cells + ([f"{one['attainment']['median']:.0%}"] if found["slo"] else []))
+        cells = [label(found, one), *(digits(one[name]["median"]) for name in THROUGHPUTS)]
+        cells += [f"{one[name]['median']:.0%}" for name in ("rejected", "failed")]
+        if found["slo"]:
+            cells += [f"{one['attainment']['median']:.0%}", digits(one["goodput"]["median"])]
+        rows.append(cells)
     return rows
 
 
