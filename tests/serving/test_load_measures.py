@@ -158,6 +158,7 @@ def test_the_steady_window_by_hand() -> None:
         (0, 1), (1, 2), (2, 3), (5, 2), (6, 1), (7, 2), (7.5, 1), (8, 0)
     ]  # fmt: skip
     assert steady_window(replies, 0.6) == ((1, 6), 3)
+    assert steady_window(replies, 2 / 3) == ((1, 6), 3)
     assert steady_window(replies, 0.9) == ((2, 5), 3)
     assert steady_window(replies, 0.3) == ((0, 8), 3)
     assert steady_window([], 0.5) == ((0.0, 0.0), 0)
@@ -165,6 +166,11 @@ def test_the_steady_window_by_hand() -> None:
     # Frames of 2 tokens each: at 3 and 6, 3 and 5, 5 and 8, 7.25 and 7.5; at 6 it is closed.
     assert tokens_within(replies, (1, 6)) == 2 * 4
     assert prompts_within(replies, (1, 5)) == 2 * 20
+
+
+def test_a_request_that_follows_another_at_once_keeps_the_window() -> None:
+    replies = [flight(0, 0, 2), flight(1, 2, 5), flight(2, 5, 6)]
+    assert steady_window(replies, 1.0) == ((0, 6), 1)
 
 
 def test_the_summary_of_a_run() -> None:

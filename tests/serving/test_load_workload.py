@@ -69,6 +69,7 @@ def test_requests_of_a_tree_share_their_prefixes() -> None:
     assert {len(one) for one in ids} == {40}
     assert len({tuple(one[:16]) for one in ids}) == 2
     assert len({tuple(one[:32]) for one in ids}) == 6
+    assert len({tuple(one[16:32]) for one in ids}) == 6
     assert len({tuple(one) for one in ids}) == 60
 
 

@@ -80,7 +80,7 @@ def lines_of(chunks: Iterable[tuple[float, bytes]]) -> Iterable[tuple[float, byt
     for arrival, chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            yield arrival, line.rstrip(b"\r")
+            yield arrival, line
     if rest:
         yield arrival, rest
 

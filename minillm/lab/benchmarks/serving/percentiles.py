@@ -15,7 +15,7 @@ def percentile(values: Sequence[float], q: float) -> float:
     ordered = sorted(values)
     place = (len(ordered) - 1) * q / 100
     low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
-    if low == high or math.isinf(high):
+    if low == high:  # both may be infinite
         return high
     return low + (high - low) * (place - math.floor(place))
 
