@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "generate": "generate text from a prompt",
         "chat": "chat with a model that has a chat template",
+        "serve": "serve a model over HTTP (OpenAI's API)",
         "info": "describe a model, or list the models and this machine",
         "plan": "predict memory use and speed, without loading the model",
         "bench": "measure speed against upper bounds and other engines",
@@ -31,7 +32,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 IN_LAB = frozenset({"info", "plan", "bench", "trace", "demo"})
-LATER = ("serve", "quantize", "inspect", "compare")
+LATER = ("quantize", "inspect", "compare")
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:

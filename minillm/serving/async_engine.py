@@ -2,11 +2,12 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from minillm.api.arguments import AsyncEngineArgs
 from minillm.api.prompts import Prompt, one_params, one_priority, one_prompt, split_prompt
@@ -15,6 +16,7 @@ from minillm.engine.loop import Engine
 from minillm.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minillm.scheduling.data_parallel import reset_prefix_cache
 from minillm.scheduling.request import Request
+from minillm.serving.engine_state import EngineState
 from minillm.serving.request_stream import RequestStream
 from minillm.serving.step_thread import StepThread, Ticket
 from minillm.text.tokenizer import LONG_TEXT, Tokenizer
@@ -77,6 +79,11 @@ class AsyncLLMEngine:
         begin = partial(self._begin, prompt, sampling_params, request_id, priority)
         return RequestStream(begin, self._steps)
 
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The fields of `SamplingParams` that the model's generation_config.json sets."""
+        return self._engine.source.sampling_defaults
+
     def get_default_sampling_params(self) -> SamplingParams:
         """`SamplingParams()` updated from the model's generation_config.json."""
         return SamplingParams(**self._engine.source.sampling_defaults)
@@ -84,6 +91,21 @@ class AsyncLLMEngine:
     async def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None if its folder has none."""
         return self._engine.tokenizer
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, or None if its folder has none."""
+        return self._engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum tokens of a prompt and its completion together."""
+        return self._engine.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of the model; token ids are smaller."""
+        return self._engine.source.config.vocab_size
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort one request or several; each stream yields a last output, finish_reason "abort".
@@ -94,12 +116,29 @@ class AsyncLLMEngine:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await asyncio.wrap_future(self._steps.abort(ids))
 
+    async def abort_all(self) -> int:
+        """Abort all requests; returns their number."""
+        return await asyncio.wrap_future(self._steps.abort())
+
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns True, as in vLLM."""
         await asyncio.wrap_future(
             self._steps.call(lambda: reset_prefix_cache(self._engine.scheduler))
         )
         return True
+
+    def limit_outputs(self, per_second: float) -> None:
+        """Limit the outputs per second over all streams. A stream's next output then has several
+        tokens; its first and its last output are not delayed."""
+        self._steps.max_rate = per_second
+
+    def state(self) -> EngineState:
+        """Numbers of the running engine, for reports; any thread may call it."""
+        return EngineState.of(self._engine, self._steps.num_unfinished)
+
+    def seconds_since_progress(self) -> float:
+        """Time since the latest step, or 0 if no request is unfinished."""
+        return self._steps.seconds_since_progress()
 
     @property
     def trace(self) -> Trace:
@@ -143,7 +182,7 @@ class AsyncLLMEngine:
         await asyncio.wait([drained], timeout=timeout)
         num_aborted = 0
         if not drained.done():
-            num_aborted = await asyncio.wrap_future(self._steps.abort())
+            num_aborted = await self.abort_all()
         await drained
         return num_aborted == 0
 

@@ -12,6 +12,7 @@ reason, every waiting consumer gets an error with the cause.
 
 import asyncio
 import gc
+import math
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Any
 
 from minillm.api.sampling_params import RequestOutputKind
@@ -75,6 +77,7 @@ class StepThread:
     def __init__(self, make_engine: Callable[[], Engine], max_num_requests: int):
         self.max_num_requests = max_num_requests
         self.arrivals = count()
+        self.max_rate = math.inf  # outputs per second, over all streams
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # put() is safe in __del__
         self._open: set[Ticket | Future] = set()  # everything that awaits a reply of this thread
         self._tickets: dict[str, Ticket] = {}  # by request id: all of `_queue` and `_held`
@@ -83,6 +86,7 @@ class StepThread:
         self._drains: list[Future[None]] = []
         self._draining = self._stopping = False
         self._ended = False  # no more steps will run
+        self._progress = monotonic()  # when the loop last began a step, or was woken
         self._stats: StatLogger | None = None
         self._cause: BaseException | None = None  # the error that ended the thread, if any
         made: Future[None] = Future()
@@ -104,6 +108,10 @@ class StepThread:
         """Unfinished requests, in the engine or waiting outside."""
         tickets = [each for each in self._open.copy() if isinstance(each, Ticket)]
         return sum(not ticket.ended for ticket in tickets)
+
+    def seconds_since_progress(self) -> float:
+        """Time since the loop last began a step, or 0 if no request is unfinished."""
+        return monotonic() - self._progress if self.num_unfinished else 0.0
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -208,6 +216,7 @@ class StepThread:
     def _serve(self) -> None:
         while True:
             self._take_commands(wait=not self.engine.has_work and self._next() is None)
+            self._progress = monotonic()
             if self._stopping:
                 return
             self._drop_closed_loops()
@@ -350,13 +359,16 @@ class StepThread:
         """Send outputs to the consumers that await one, and the last outputs to all."""
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Result]]] = {}
         ended = []
+        # A stream's first output is never delayed; its later ones share `max_rate`.
+        now, interval = monotonic(), len(self._held) / self.max_rate
         for ticket in self._held.values():
             live = ticket.live
             if live is None or live.num_updates == ticket.seen:
                 continue
             finished = live.finished
-            if finished or (ticket.wanted and ticket.kind is not RequestOutputKind.FINAL_ONLY):
-                ticket.seen, ticket.wanted = live.num_updates, False
+            wanted = ticket.wanted and ticket.kind is not RequestOutputKind.FINAL_ONLY
+            if finished or (wanted and now - ticket.sent >= interval):
+                ticket.seen, ticket.wanted, ticket.sent = live.num_updates, False, now
                 posts.setdefault(ticket.loop, []).append((ticket, ticket.output(live)))
             if finished:
                 ended.append(ticket)

@@ -244,6 +244,10 @@ class Tokenizer:
         """Whether the folder has a (default) chat template."""
         return self._template is not None
 
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """This tokenizer with another chat template."""
+        return Tokenizer(self._backend, self.origin, self.special_tokens, source)
+
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Render a conversation with the checkpoint's chat template.
 

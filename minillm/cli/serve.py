@@ -1,0 +1,146 @@
+"""Serve a model over HTTP, with OpenAI's and vLLM's routes.
+
+The page http://localhost:8000/ is a playground. Ctrl-C or SIGTERM finishes the
+running requests; a second one stops at once.
+"""
+
+import argparse
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from minillm.cli.options import add_engine_options, engine_arguments
+from minillm.cli.terminal import Terminal
+from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.serving.settings import Settings
+
+USAGE = "[MODEL] [options]"
+EXAMPLES = """\
+examples:
+  minillm serve                         the embedded model on port 8000
+  minillm serve preset:smollm2-135m --load-format dummy
+  minillm serve PATH_TO_A_HF_FOLDER -tp 2 --api-key SECRET --host 0.0.0.0
+"""
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="name, folder or hub id (tiny)")
+    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=argparse.SUPPRESS)
+    group = parser.add_argument_group("server")
+    option = group.add_argument
+    option("--host", metavar="HOST", default="127.0.0.1",
+           help="address to listen on; 0.0.0.0 is every network (127.0.0.1)")  # fmt: skip
+    option("--port", metavar="N", type=int, default=8000, help="port (8000); 0: a free one")
+    option("--api-key", metavar="KEY", action="append", default=[],
+           help="key that clients must send; may be repeated (none)")  # fmt: skip
+    option("--served-model-name", metavar="NAME", nargs="+",
+           help="names of the model in requests and replies (MODEL)")  # fmt: skip
+    option("--chat-template", metavar="FILE", type=Path, help="Jinja template of conversations")
+    option("--max-waiting", metavar="N", type=int, default=256,
+           help="sequences that may wait for a place in the batch; further requests get "
+                "503 (256)")  # fmt: skip
+    option("--max-event-rate", metavar="N", type=float, default=2000.0,
+           help="events per second over all streams; above it, events have several "
+                "tokens (2000)")  # fmt: skip
+    option("--shutdown-timeout", metavar="S", type=float, default=30.0,
+           help="seconds for running requests after SIGTERM (30)")  # fmt: skip
+    option("--health-timeout", metavar="S", type=float, default=60.0,
+           help="seconds without a step after which /health fails (60)")  # fmt: skip
+    option("--enable-request-trace", action="store_true",
+           help="answer GET /debug/requests/ID and /debug/trace: why a request waited")  # fmt: skip
+    option("--disable-log-stats", action="store_true", default=None,
+           help="no statistics in the log every ten seconds")  # fmt: skip
+    add_engine_options(parser)
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Serve until a signal, and return the exit code."""
+    if args.model and args.model_option and args.model != args.model_option:
+        raise ConfigError("MODEL and --model name two models; leave one of them out.")
+    args.model = args.model or args.model_option or "tiny"
+    arguments = engine_arguments(args)
+    check(args)
+    template = read_template(args.chat_template)
+    settings = Settings(
+        names=tuple(args.served_model_name or [args.model]),
+        api_keys=tuple(args.api_key),
+        max_waiting=args.max_waiting,
+        health_timeout=args.health_timeout,
+        max_event_rate=args.max_event_rate,
+        shutdown_timeout=args.shutdown_timeout,
+        request_trace=args.enable_request_trace,
+        chat_template=template,
+    )
+    begin = perf_counter()
+    with terminal.progress("Importing"):
+        launch = import_server()
+    terminal.remark(phase("Imported the engine and the server", perf_counter() - begin))
+    with launch.listener(args.host, args.port) as listener:
+        begin = perf_counter()
+        with terminal.progress(f"Loading {args.model}"):
+            engine = launch.load(arguments, bool(args.disable_log_stats))
+        try:
+            terminal.remark(phase("Loaded the model", perf_counter() - begin))
+            terminal.remark(launch.memory_line(engine))
+            code: int = launch.serve(engine, settings, listener, terminal.remark)
+        finally:
+            engine.shutdown()
+    return code
+
+
+def phase(what: str, seconds: float) -> str:
+    """A line about one phase of the start."""
+    return f"{what:<36}{seconds:7.2f} s"
+
+
+def check(args: Namespace) -> None:
+    """Check the server's own options.
+
+    Raises:
+        ConfigError: an option is out of its range.
+    """
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port is {args.port}; it must be from 0 to 65535.")
+    if not 0 <= args.max_waiting <= 1_000_000:
+        raise ConfigError(f"--max-waiting is {args.max_waiting}; it must be from 0 to 1,000,000.")
+    for name in ("shutdown_timeout", "health_timeout"):
+        if not 0 <= getattr(args, name) <= 86_400:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be from 0 to "
+                "86,400 seconds."
+            )
+    if not args.max_event_rate > 0:
+        raise ConfigError(f"--max-event-rate is {args.max_event_rate}; it must be above 0.")
+    if any(not each for each in args.api_key):
+        raise ConfigError("--api-key is empty; give a key, or leave the option out.")
+
+
+def read_template(file: Path | None) -> str | None:
+    """The text of --chat-template."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"--chat-template {str(file)!r} cannot be read: {why}.") from None
+
+
+def import_server() -> Any:
+    """The module that starts the server; its packages are an extra of the installation.
+
+    Raises:
+        UnsupportedFeatureError: one of them is missing.
+    """
+    try:
+        from minillm.serving import launch
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("minillm"):
+            raise
+        raise UnsupportedFeatureError(
+            f"minillm serve needs the package {error.name}; install it with "
+            "pip install 'minillm-course[serve]'."
+        ) from None
+    return launch

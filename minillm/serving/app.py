@@ -1,0 +1,336 @@
+"""The HTTP API: OpenAI's routes and vLLM's additions, over an `AsyncLLMEngine`."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from minillm.errors import InvalidRequestError
+from minillm.serving.api_errors import ApiError, api_error
+from minillm.serving.async_engine import AsyncLLMEngine
+from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
+from minillm.serving.gate import Gate
+from minillm.serving.generation import Generation
+from minillm.serving.guard import Guard
+from minillm.serving.params import Job, chat_job, chat_text, completion_job
+from minillm.serving.protocol import (
+    ApiRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+)
+from minillm.serving.replies import Header
+from minillm.serving.settings import VERSION, Settings
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-minillm-ignored"
+
+
+@dataclass
+class Server:
+    """What the routes share: the engine, the options and the gate."""
+
+    engine: AsyncLLMEngine
+    settings: Settings
+    gate: Gate = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        running = self.engine.state().max_num_seqs
+        self.engine.limit_outputs(self.settings.max_event_rate)
+        self.gate = Gate(running + self.settings.max_waiting)
+        self.defaults = self.engine.sampling_defaults
+        self.tokenizer = self.engine.tokenizer
+        if self.tokenizer is not None and self.settings.chat_template is not None:
+            self.tokenizer = self.tokenizer.with_chat_template(self.settings.chat_template)
+
+    def check_model(self, name: str | None) -> str:
+        """The name for the reply; a name that is not served is a 404."""
+        names = self.settings.names
+        if name is None or name in names:
+            return name or names[0]
+        raise ApiError(
+            404,
+            f"The model `{name[:80]}` does not exist; this server has `{names[0]}`.",
+            "NotFoundError",
+            code="model_not_found",
+        )
+
+    # ---- generation ----------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        body = parse(CompletionRequest, await request.body())
+        model = self.check_model(body.model)
+        job = await off_loop(body.prompt, completion_job, body, self.defaults, self.tokenizer)
+        return await self._generate(request, body, job, self._header("cmpl", model, body, request))
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = parse(ChatRequest, await request.body())
+        model = self.check_model(body.model)
+        # The model's template may take long, and it runs in a sandbox without a time limit.
+        job = await asyncio.to_thread(chat_job, body, self.defaults, self.tokenizer)
+        header = self._header("chatcmpl", model, body, request)
+        return await self._generate(request, body, job, header)
+
+    def _header(self, kind: str, model: str, body: GenerationRequest, request: Request) -> Header:
+        given = body.request_id or request.headers.get("x-request-id", "")[:256]
+        top = (body.top_logprobs or 0) if isinstance(body, ChatRequest) else 0
+        return Header(
+            id=f"{kind}-{given or uuid4().hex}",
+            created=int(time.time()),
+            model=model,
+            chat=isinstance(body, ChatRequest),
+            as_ids=bool(body.return_tokens_as_token_ids),
+            with_ids=bool(body.return_token_ids),
+            num_top=top,
+        )
+
+    async def _generate(
+        self, request: Request, body: GenerationRequest, job: Job, header: Header
+    ) -> Response:
+        headers = headers_of(header, body)
+        self.gate.enter(job.num_sequences)
+        leave = once(lambda: self.gate.leave(job.num_sequences))
+        generation = self._start(header, job, body.priority or 0)
+        generation.when_closed = leave
+        try:
+            if body.stream:
+                events = await unless_gone(request, generation.start(body.stream_options))
+                return EventStream(events, headers)
+            reply = await unless_gone(request, generation.reply())
+        except BaseException:
+            await generation.close()
+            raise
+        return JSONResponse(reply, headers=headers | generation.headers())
+
+    def _start(self, header: Header, job: Job, priority: int) -> Generation:
+        several = len(job.prompts) > 1
+        streams = [
+            self.engine.generate(
+                prompt, job.params, f"{header.id}-{i}" if several else header.id, priority
+            )
+            for i, prompt in enumerate(job.prompts)
+        ]
+        return Generation(header, job, streams, self.tokenizer)
+
+    # ---- tokens --------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        body = parse(TokenizeRequest, await request.body())
+        self.check_model(body.model)
+        return json_reply(await asyncio.to_thread(self._tokenized, body), body)
+
+    def _tokenized(self, body: TokenizeRequest) -> dict[str, Any]:
+        tokenizer = self._needed_tokenizer()
+        special = body.add_special_tokens
+        if body.messages is not None:
+            chat = {"messages": body.messages, "add_generation_prompt": body.add_generation_prompt}
+            text = chat_text(ChatRequest.model_validate(chat), tokenizer)
+            ids = tokenizer.encode(text, bool(special))
+        else:
+            ids = tokenizer.encode(body.prompt or "", special is not False)
+        texts = [tokenizer.piece(each) for each in ids] if body.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": self.engine.max_model_len,
+            "tokens": ids,
+            "token_strs": texts,
+        }
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        body = parse(DetokenizeRequest, await request.body())
+        self.check_model(body.model)
+        tokenizer, ids = self._needed_tokenizer(), body.tokens
+        wrong = next((each for each in ids if not 0 <= each < self.engine.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"tokens contains {str(wrong)[:20]}; this model has ids from 0 to "
+                f"{self.engine.vocab_size - 1}."
+            )
+        text = await asyncio.to_thread(tokenizer.decode, ids, False)
+        return json_reply({"prompt": text}, body)
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """GET /tokenizer_info: special tokens, for clients that tokenise by themselves."""
+        tokenizer = self._needed_tokenizer()
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "eos_token": None,
+            **tokenizer.special_tokens,
+            "model_max_length": self.engine.max_model_len,
+        }
+
+    def _needed_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise InvalidRequestError("This model has no tokenizer; send token ids as the prompt.")
+        return self.tokenizer
+
+    # ---- state ---------------------------------------------------------------------------
+
+    async def models(self) -> dict[str, Any]:
+        """GET /v1/models."""
+        return {"object": "list", "data": [self._card(name) for name in self.settings.names]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """GET /v1/models/{name}."""
+        return self._card(self.check_model(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "minillm",
+            "root": self.settings.names[0],
+            "parent": None,
+            "max_model_len": self.engine.max_model_len,
+            "chat": self.tokenizer is not None and self.tokenizer.has_chat_template,
+        }
+
+    async def health(self) -> Response:
+        """GET /health: 200 if steps run, or nothing waits for one."""
+        await self.engine.check_health()
+        if self.gate.draining:
+            raise ApiError(503, "The server is shutting down.", "ServiceUnavailableError")
+        for _ in range(2):
+            if self.engine.seconds_since_progress() < self.settings.health_timeout:
+                return Response(status_code=200)
+            await asyncio.sleep(0.05)  # a request has just ended a long idle time
+        raise ApiError(
+            503,
+            f"No step has completed for {self.engine.seconds_since_progress():.0f} s although "
+            f"{self.engine.num_unfinished} requests are unfinished.",
+            "ServiceUnavailableError",
+        )
+
+    async def load(self) -> dict[str, Any]:
+        """GET /load: unfinished requests, and the use of the KV cache."""
+        state = self.engine.state()
+        return {
+            "server_load": self.gate.num_open,
+            "running": state.num_running,
+            "waiting": state.num_waiting,
+            "kv_cache_usage": round(state.kv_cache_usage, 4),
+        }
+
+
+def off_loop(size_of: Any, function: Callable[..., Job], *arguments: Any) -> Any:
+    """Run `function` in a thread if its input is large; it would block all streams otherwise."""
+    large = isinstance(size_of, list) or len(size_of) > 10_000
+
+    async def here() -> Job:
+        return function(*arguments)
+
+    return asyncio.to_thread(function, *arguments) if large else here()
+
+
+def once(function: Callable[[], None]) -> Callable[[], None]:
+    """A function that runs `function` at its first call only."""
+    left = [function]
+
+    def run() -> None:
+        if left:
+            left.pop()()
+
+    return run
+
+
+def headers_of(header: Header, body: ApiRequest) -> dict[str, str]:
+    """Headers of a reply: the id of the request, and the names of ignored fields."""
+    made = {"x-request-id": printable(header.id)}
+    return made | ignored_header(body)
+
+
+def ignored_header(body: ApiRequest) -> dict[str, str]:
+    """The header that lists unknown fields, if there are any."""
+    names = [printable(name)[:80] for name in body.ignored[:10]]
+    return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+
+def printable(text: str) -> str:
+    """The text with only those characters that a header may have."""
+    return "".join(each if "!" <= each <= "~" and each != "," else "?" for each in text)
+
+
+def json_reply(content: Mapping[str, Any], body: ApiRequest) -> Response:
+    """A reply with the header of ignored fields."""
+    return JSONResponse(content, headers=ignored_header(body))
+
+
+def error_reply(error: BaseException) -> Response:
+    """The reply to an exception."""
+    made = api_error(error)
+    if made.status == 500:
+        logger.error("A request failed: %s", error, exc_info=error)
+    return JSONResponse(made.body, made.status, headers=dict(made.headers))
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """FastAPI's handler of all exceptions."""
+    if isinstance(error, ClientGone):
+        return Response(status_code=499)  # nginx's number; the client does not see it
+    if isinstance(error, HTTPException):  # no such route, or no such method
+        kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+        text = f"{request.method} {request.url.path[:80]}: {error.detail}."
+        made = ApiError(error.status_code, text, kind, headers=error.headers or {})
+        return error_reply(made)
+    return error_reply(error)
+
+
+def schema(kind: type[ApiRequest]) -> dict[str, Any]:
+    """The body's schema for the OpenAPI document."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
+    """The application. The caller shuts the engine down after the server has stopped."""
+    server = Server(engine, settings)
+    app = FastAPI(
+        title="minillm", version=VERSION, docs_url=None, redoc_url=None,
+        description="OpenAI-compatible API of minillm.",
+    )  # fmt: skip
+    app.state.server = server
+    for kind in (Exception, HTTPException, ApiError, ClientGone, InvalidRequestError):
+        app.add_exception_handler(kind, on_error)  # type: ignore[arg-type]
+    posts: Mapping[str, tuple[Any, type[ApiRequest]]] = {
+        "/v1/completions": (server.completions, CompletionRequest),
+        "/v1/chat/completions": (server.chat, ChatRequest),
+        "/tokenize": (server.tokenize, TokenizeRequest),
+        "/detokenize": (server.detokenize, DetokenizeRequest),
+    }
+    for path, (handler, body) in posts.items():
+        app.post(path, response_model=None, openapi_extra=schema(body))(handler)
+
+    async def version() -> dict[str, str]:
+        """GET /version."""
+        return {"version": VERSION}
+
+    gets: Mapping[str, Any] = {
+        "/v1/models": server.models,
+        "/v1/models/{name:path}": server.model,
+        "/health": server.health,
+        "/ping": server.health,
+        "/version": version,
+        "/load": server.load,
+        "/tokenizer_info": server.tokenizer_info,
+    }
+    for path, handler in gets.items():
+        app.get(path, response_model=None)(handler)
+    app.add_middleware(Guard, api_keys=settings.api_keys)
+    return app

@@ -1,0 +1,239 @@
+"""Runs the prompts of one HTTP request in the engine, and makes its reply or its events."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from minillm.api.outputs import CompletionOutput, RequestOutput
+from minillm.serving.api_errors import ApiError, api_error
+from minillm.serving.event_stream import DONE, frame
+from minillm.serving.params import Job
+from minillm.serving.protocol import StreamOptions
+from minillm.serving.replies import (
+    Echo,
+    Header,
+    Usage,
+    chat_choice,
+    chat_delta,
+    count,
+    first_delta,
+    prompt_logprobs,
+    text_choice,
+)
+from minillm.serving.request_stream import RequestStream
+from minillm.text.tokenizer import Tokenizer
+
+FIRST_WAIT = 1.0  # seconds
+
+
+class Generation:
+    """The prompts of one request, each with a stream of the engine's outputs."""
+
+    def __init__(
+        self,
+        header: Header,
+        job: Job,
+        streams: Sequence[RequestStream],
+        tokenizer: Tokenizer | None,
+    ):
+        self.header, self.job, self.streams, self.tokenizer = header, job, streams, tokenizer
+        self.usage = Usage()
+        self.outputs: list[RequestOutput | None] = [None] * len(streams)  # the latest of each
+        self.when_closed: Callable[[], None] = lambda: None
+
+    async def close(self) -> None:
+        """Abort what is unfinished. May be called twice."""
+        try:
+            for each in self.streams:
+                await each.aclose()
+        finally:
+            self.when_closed()
+
+    def headers(self) -> dict[str, str]:
+        """Headers of a whole reply."""
+        return {
+            "x-minillm-cached-tokens": str(self.usage.cached_tokens),
+            "x-minillm-queue-time-ms": f"{1000 * self.usage.queue_time:.3f}",
+        }
+
+    # ---- the whole reply -----------------------------------------------------------------
+
+    async def reply(self) -> dict[str, Any]:
+        """Run to the end, and return the body of the reply."""
+        tasks = [asyncio.ensure_future(self._last(i)) for i in range(len(self.streams))]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.close()
+        choices: list[dict[str, Any]] = []
+        for output in outputs:
+            count(self.usage, output)
+            for each in output.outputs:
+                check(each)
+                choices.append(self._choice(len(choices), each, output))
+                self.usage.completion_tokens += len(each.token_ids)
+        if self.job.hides_completion:
+            self.usage.completion_tokens = 0
+        return self.header.whole(choices, self.usage)
+
+    async def _last(self, index: int) -> RequestOutput:
+        async for output in self.streams[index]:
+            self.outputs[index] = output
+        last = self.outputs[index]
+        if last is None:
+            raise ApiError(500, "The request ended without an output.", "InternalServerError")
+        return last
+
+    def _choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        if self.header.chat:
+            choice = chat_choice(self.header, index, completion)
+        else:
+            if self.job.hides_completion:
+                completion = CompletionOutput(
+                    index,
+                    "",
+                    [],
+                    logprobs=None if completion.logprobs is None else [],
+                    finish_reason="length",
+                )
+            echo = self._echo(output) if self.job.echo else None
+            choice = text_choice(self.header, index, completion, 0, echo)
+        if self.job.shows_prompt and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _echo(self, output: RequestOutput) -> Echo:
+        ids, tokenizer = output.prompt_token_ids, self.tokenizer
+        text = output.prompt
+        if text is None:
+            text = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+        first = "" if tokenizer is None else tokenizer.decode(ids[:1], skip_special_tokens=False)
+        return Echo(text, first, ids, output.prompt_logprobs)
+
+    # ---- the events of a stream ----------------------------------------------------------
+
+    async def start(self, options: StreamOptions | None) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, to be sent to the client.
+
+        Waits up to `FIRST_WAIT` for the first one, so that an invalid request gets an error status
+        instead of a stream.
+        """
+        events = self._events(options or StreamOptions())
+        first = asyncio.ensure_future(anext(events))
+        try:
+            await asyncio.wait({first}, timeout=FIRST_WAIT)
+            if first.done():
+                first.result()
+        except BaseException:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await self.close()
+            raise
+        return self._with_errors(first, events)
+
+    async def _with_errors(
+        self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events; an error is an event, too. The last event is ``[DONE]``."""
+        try:
+            yield await first
+            async for event in events:
+                yield event
+        except Exception as error:
+            yield frame(api_error(error).body)
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await events.aclose()
+            await self.close()
+        yield DONE
+
+    async def _events(self, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+        running = self.usage if options.continuous_usage_stats else None
+        offsets: dict[int, int] = {}  # by choice: characters sent, once it has begun
+        ended: set[int] = set()
+        async for index, output in merged(self.streams):
+            if self.outputs[index] is None:
+                count(self.usage, output)
+            self.outputs[index] = output
+            for each in output.outputs:
+                choice = index * self.job.params.n + each.index
+                if choice in ended:
+                    continue
+                for made in self._pieces(choice, each, output, offsets):
+                    yield frame(self.header.piece([made], running))
+                if each.finish_reason is not None:
+                    check(each)
+                    ended.add(choice)
+        if options.include_usage:
+            yield frame(self.header.piece([], self.usage))
+
+    def _pieces(
+        self, choice: int, new: CompletionOutput, output: RequestOutput, offsets: dict[int, int]
+    ) -> list[dict[str, Any]]:
+        """The frames' choices for what is new of one completion."""
+        if not new.token_ids and not new.finish_reason:
+            return []
+        pieces = []
+        self.usage.completion_tokens += len(new.token_ids)
+        if choice not in offsets:
+            offsets[choice] = 0
+            if self.header.chat:
+                pieces.append(first_delta(choice))
+            elif self.job.echo:
+                echoed = CompletionOutput(choice, self._echo(output).text, [])
+                pieces.append(text_choice(self.header, choice, echoed, 0))
+                offsets[choice] = len(echoed.text)
+        if self.job.hides_completion:
+            self.usage.completion_tokens = 0
+            new = CompletionOutput(new.index, "", [], finish_reason="length")
+        if new.text or new.finish_reason or new.logprobs or self.header.with_ids:
+            if self.header.chat:
+                pieces.append(chat_delta(self.header, choice, new))
+            else:
+                pieces.append(text_choice(self.header, choice, new, offsets[choice]))
+        offsets[choice] += len(new.text)
+        return pieces
+
+
+def check(completion: CompletionOutput) -> None:
+    """Raise ApiError if a completion ended with an error, or was aborted by the server."""
+    if completion.finish_reason == "error":
+        raise ApiError(500, completion.error or "The request failed.", "InternalServerError")
+    if completion.finish_reason == "abort":
+        raise ApiError(
+            503,
+            "The server is shutting down and aborted the request.",
+            "ServiceUnavailableError",
+            headers={"Retry-After": "1"},
+        )
+
+
+async def merged(
+    streams: Sequence[RequestStream],
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs of several streams as they come, each with the index of its stream."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    waiting = {asyncio.ensure_future(anext(each)): i for i, each in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                with suppress(StopAsyncIteration):
+                    output = task.result()
+                    waiting[asyncio.ensure_future(anext(streams[index]))] = index
+                    yield index, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

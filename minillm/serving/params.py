@@ -1,0 +1,176 @@
+"""Prompts and sampling parameters of a request to the HTTP API."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minillm.api.sampling_params import RequestOutputKind, SamplingParams, shown
+from minillm.errors import InvalidRequestError
+from minillm.serving.protocol import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from minillm.text.tokenizer import Tokenizer
+
+# Fields that SamplingParams has under the same name.
+SAME = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+        "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+        "ignore_eos", "min_tokens", "skip_special_tokens", "allowed_token_ids", "bad_words",
+        "prompt_logprobs")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the engine computes for one request: each prompt with the same parameters.
+
+    Attributes:
+        prompts: prompts of `AsyncLLMEngine.generate`.
+        hides_completion: echo with max_tokens 0; one token is computed and left out.
+        shows_prompt: whether the reply has `prompt_logprobs`.
+    """
+
+    prompts: list[dict[str, Any]]
+    params: SamplingParams
+    echo: bool = False
+    hides_completion: bool = False
+    shows_prompt: bool = False
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions over all prompts."""
+        return len(self.prompts) * self.params.n
+
+
+def completion_job(
+    request: CompletionRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> Job:
+    """The job of POST /v1/completions. `defaults` are the model's sampling parameters."""
+    echo = bool(request.echo)
+    if echo and request.stream and request.logprobs is not None:
+        raise InvalidRequestError(
+            "echo with logprobs is not available in a stream; leave out stream, echo or logprobs."
+        )
+    given = sampling_fields(request)
+    hidden = request.max_tokens == 0
+    if hidden and not echo:
+        raise InvalidRequestError("max_tokens is 0; it must be at least 1 unless echo is true.")
+    if request.max_tokens is not None:
+        given["max_tokens"] = max(request.max_tokens, 1)
+    if request.logprobs is not None:
+        given["logprobs"] = request.logprobs
+        if echo:
+            given.setdefault("prompt_logprobs", request.logprobs)
+    prompts = [complete(each, request, tokenizer) for each in listed(request.prompt)]
+    shows = request.prompt_logprobs is not None
+    return Job(prompts, params_of(given, defaults, request), echo, hidden, shows)
+
+
+def chat_job(request: ChatRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None) -> Job:
+    """The job of POST /v1/chat/completions: the conversation as one prompt.
+
+    Raises:
+        InvalidRequestError: the model has no chat template, or the messages do not fit it.
+    """
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "This model has no tokenizer and no chat template; use /v1/completions with token ids."
+        )
+    given = sampling_fields(request)
+    limit = request.max_completion_tokens or request.max_tokens
+    if 0 in (request.max_completion_tokens, request.max_tokens):
+        raise InvalidRequestError("max_tokens is 0; it must be at least 1.")
+    given["max_tokens"] = limit  # None: up to the context length
+    if request.logprobs:
+        given["logprobs"] = request.top_logprobs or 0
+    text = chat_text(request, tokenizer)
+    ids = tokenizer.encode(text, bool(request.add_special_tokens))
+    prompt = complete({"prompt": text, "prompt_token_ids": ids}, request, tokenizer)
+    shows = request.prompt_logprobs is not None
+    return Job([prompt], params_of(given, defaults, request), shows_prompt=shows)
+
+
+def chat_text(request: ChatRequest, tokenizer: Tokenizer) -> str:
+    """The conversation in the model's format."""
+    if not tokenizer.has_chat_template:
+        raise InvalidRequestError(
+            "This model has no chat template (it is a base model); use /v1/completions, or start "
+            "the server with --chat-template FILE."
+        )
+    if not request.continue_final_message:
+        generates = request.add_generation_prompt is not False
+        return tokenizer.render_chat(request.messages, generates)
+    if request.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude each other; leave one out."
+        )
+    text = tokenizer.render_chat(request.messages, add_generation_prompt=False)
+    last = request.messages[-1].get("content") if request.messages else None
+    final = last.strip() if isinstance(last, str) else ""
+    if not final or final not in text:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with text that the chat template keeps."
+        )
+    return text[: text.rindex(final) + len(final)]  # without the end of the turn
+
+
+def listed(prompt: str | list[Any]) -> list[dict[str, Any]]:
+    """The prompts of a completion request, each as a text or token ids.
+
+    Raises:
+        InvalidRequestError: there is no prompt, or there are more than `MAX_PROMPTS`.
+    """
+    if isinstance(prompt, str):
+        return [{"prompt": prompt}]
+    if prompt and isinstance(prompt[0], int):
+        return [{"prompt_token_ids": prompt}]
+    if not 0 < len(prompt) <= MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt has {len(prompt)} entries; it must have from 1 to {MAX_PROMPTS}."
+        )
+    key = "prompt" if isinstance(prompt[0], str) else "prompt_token_ids"
+    return [{key: each} for each in prompt]
+
+
+def complete(
+    prompt: dict[str, Any], request: GenerationRequest, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """A prompt with its cache salt, shortened only if the client asks for it."""
+    keep, plain = request.truncate_prompt_tokens, request.add_special_tokens is False
+    if "prompt_token_ids" not in prompt and (keep is not None or plain) and prompt["prompt"]:
+        if tokenizer is None:
+            raise InvalidRequestError("This model has no tokenizer; give the prompt as token ids.")
+        prompt = prompt | {"prompt_token_ids": tokenizer.encode(prompt["prompt"], not plain)}
+    if keep is not None and len(prompt.get("prompt_token_ids", ())) > keep:
+        ids = prompt["prompt_token_ids"][-keep:]
+        prompt = {"prompt_token_ids": ids}
+        if tokenizer is not None:
+            prompt["prompt"] = tokenizer.decode(ids, skip_special_tokens=False)
+    return prompt | ({"cache_salt": request.cache_salt} if request.cache_salt else {})
+
+
+def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """The given fields of `SamplingParams`."""
+    given = {name: getattr(request, name) for name in SAME}
+    given = {name: value for name, value in given.items() if value is not None}
+    if request.n is not None:
+        given["n"] = request.n
+    if request.logit_bias is not None:
+        given["logit_bias"] = {whole(key): value for key, value in request.logit_bias.items()}
+    return given
+
+
+def whole(key: str) -> int:
+    """A token id of `logit_bias`, whose keys are strings in JSON."""
+    if key.isascii() and key.isdigit() and len(key) < 12:
+        return int(key)
+    raise InvalidRequestError(f"logit_bias has the key {shown(key)}; keys are token ids.")
+
+
+def params_of(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], request: GenerationRequest
+) -> SamplingParams:
+    """Sampling parameters: given fields, else the model's recommended values, else vLLM's."""
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**{**defaults, **given, "output_kind": kind})

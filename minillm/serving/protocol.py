@@ -1,0 +1,248 @@
+"""Bodies of requests to the HTTP API: OpenAI's fields and vLLM's additions.
+
+Each field here is checked for its type only. `SamplingParams` checks ranges, in the same way as for
+`LLM`. A field with the value null counts as absent, because several clients send all fields.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from minillm.errors import InvalidRequestError, UnsupportedFeatureError, did_you_mean
+
+MAX_PROMPTS = 64  # of one request
+MAX_SEQUENCES = 16  # n: completions of one prompt
+MAX_NAMES = 10  # unknown fields and errors that a reply lists
+MAX_SHOWN = 80  # characters of a client's value in a reply
+
+# Fields that would change the output if they were supported. All others are ignored, and listed in
+# a response header. A constraint that is silently ignored is worse than an error.
+STRUCTURED = "structured output is not built yet; leave it out"
+TOOLS = "tool calls are not built yet; leave it out, and describe the tools in a message"
+BEAMS = "beam search is not supported; use n with a temperature above 0"
+UNSUPPORTED = "it is not supported; leave it out"
+CONSTRAINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "structured_outputs": STRUCTURED,
+        "json_schema": STRUCTURED,
+        "regex": STRUCTURED,
+        "ebnf": STRUCTURED,
+        "grammar": STRUCTURED,
+        "structural_tag": STRUCTURED,
+        "tools": TOOLS,
+        "tool_choice": TOOLS,
+        "functions": TOOLS,
+        "function_call": TOOLS,
+        "parallel_tool_calls": TOOLS,
+        "use_beam_search": BEAMS,
+        "length_penalty": BEAMS,
+        "early_stopping": BEAMS,
+        "logits_processors": UNSUPPORTED,
+        "documents": UNSUPPORTED,
+        "chat_template": UNSUPPORTED,
+        "prompt_embeds": UNSUPPORTED,
+        "modalities": UNSUPPORTED,
+        "audio": UNSUPPORTED,
+        "prediction": UNSUPPORTED,
+        "web_search_options": UNSUPPORTED,
+        "suffix": "text cannot be inserted before a suffix; leave it out",
+        "best_of": "it is not supported; use n",
+    }
+)
+HARMLESS: Mapping[str, Sequence[Any]] = MappingProxyType(
+    {"tool_choice": ("none", "auto"), "best_of": (1,), "early_stopping": (False,)}
+    | {"length_penalty": (1, 1.0), "parallel_tool_calls": (True, False), "modalities": (["text"],)}
+)
+
+T = TypeVar("T", bound="ApiRequest")
+
+
+class ApiRequest(BaseModel):
+    """The base of all bodies: strict types, finite numbers, and unknown fields kept apart."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    model: str | None = Field(None, description="Name of the model; null means the one served.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {name: value for name, value in data.items() if value is not None}
+        return data
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of given fields without effect."""
+        return sorted(self.model_extra or {})
+
+    def refuse_constraints(self) -> None:
+        """Raise UnsupportedFeatureError for a given field that should constrain the output."""
+        for name, value in (self.model_extra or {}).items():
+            known = STRUCTURED if name.startswith("guided_") else CONSTRAINTS.get(name)
+            if known and value not in (False, []) and value not in HARMLESS.get(name, ()):
+                raise UnsupportedFeatureError(f"{name[:MAX_SHOWN]}: {known}.")
+
+
+class StreamOptions(BaseModel):
+    """What a stream reports besides the text."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class GenerationRequest(ApiRequest):
+    """Fields of completions and chat completions."""
+
+    n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+    response_format: dict[str, Any] | None = None
+    # vLLM's additions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=256)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream; set stream to true, or leave it out")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs is not available in a stream; leave one of them out")
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise ValueError(
+                f"response_format of type {str(kind)[:MAX_SHOWN]!r}: structured output is not "
+                "built yet; leave it out"
+            )
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs; set logprobs to true")
+        if self.echo:
+            raise ValueError("echo is for /v1/completions; leave it out")
+        return self
+
+
+class TokenizeRequest(ApiRequest):
+    """The body of POST /tokenize: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(ApiRequest):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+
+
+def parse(kind: type[T], body: bytes) -> T:
+    """The request in a body.
+
+    Raises:
+        InvalidRequestError: the body is not JSON, or a field has the wrong type; the message has at
+            most `MAX_NAMES` errors, and at most `MAX_SHOWN` characters of each value.
+        UnsupportedFeatureError: a field that should constrain the output and is not supported.
+    """
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"The body is not valid JSON: {str(error)[:200]}.") from None
+    if not isinstance(data, dict):
+        raise InvalidRequestError(
+            f"The body is a JSON {type(data).__name__}; it must be an object."
+        )
+    try:
+        request = kind.model_validate(data)
+    except ValidationError as error:
+        raise InvalidRequestError(explained(error, kind)) from None
+    request.refuse_constraints()
+    return request
+
+
+def explained(error: ValidationError, kind: type[BaseModel]) -> str:
+    """The errors of a validation in one sentence per field."""
+    fields: dict[str, str] = {}
+    missing: list[str] = []
+    for each in error.errors(include_url=False, include_context=False):
+        name = str(each["loc"][0]) if each["loc"] else ""
+        if each["type"] == "missing":
+            missing.append(name)
+        elif name not in fields:
+            fields[name] = sentence(name, each["msg"], each["input"])
+    texts = [f"{name} is missing" for name in missing] + list(fields.values())
+    given = error.errors()[0]["input"]
+    if missing and isinstance(given, dict):
+        unknown = [str(name)[:MAX_SHOWN] for name in given if name not in kind.model_fields]
+        texts[0] += did_you_mean(missing[0], unknown).replace(" Did you mean", ", did you mean")
+    return "; ".join(texts[:MAX_NAMES]).rstrip(".?") + "."
+
+
+def sentence(name: str, message: str, given: object) -> str:
+    """One error in words."""
+    if message.startswith("Value error, "):
+        return message.removeprefix("Value error, ")
+    shown = repr(given)[:MAX_SHOWN] if isinstance(given, str | int | float | bool) else ""
+    what = f"{name} is {shown}" if shown else f"{name} is a {type(given).__name__}"
+    return f"{what}: {message[:1].lower()}{message[1:]}"

@@ -1,0 +1,234 @@
+"""The JSON of replies, for completions and chat completions, whole and in pieces."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minillm.api.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass
+class Usage:
+    """Tokens of a request over all its prompts; a prompt counts once, however large n is."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    queue_time: float = 0.0  # seconds until the first step, of the prompt that waited longest
+
+    def body(self) -> dict[str, Any]:
+        """As in replies."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "queue_time_ms": round(1000 * self.queue_time, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fields that are equal in all pieces of a reply."""
+
+    id: str
+    created: int
+    model: str
+    chat: bool
+    as_ids: bool = False  # tokens of logprobs as "token_id:5"
+    with_ids: bool = False  # return_token_ids
+    num_top: int = 0  # chat: top_logprobs
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        """A reply that is not streamed."""
+        return self._with("chat.completion" if self.chat else "text_completion", choices) | {
+            "usage": usage.body(),
+            "system_fingerprint": None,
+        }
+
+    def piece(self, choices: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
+        """One frame of a stream."""
+        made = self._with("chat.completion.chunk" if self.chat else "text_completion", choices)
+        return made if usage is None else made | {"usage": usage.body()}
+
+    def _with(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+def text_choice(
+    header: Header, index: int, output: CompletionOutput, offset: int, extra: "Echo | None" = None
+) -> dict[str, Any]:
+    """One choice of a completion; `extra` is the prompt that is repeated before it."""
+    entries, ids, text = output.logprobs, output.token_ids, output.text
+    logprobs = None
+    if extra is not None:
+        text = extra.text + text
+        ids = [*extra.token_ids, *ids]
+        if entries is not None and extra.logprobs is not None:
+            entries = [*extra.logprobs, *entries]  # type: ignore[list-item]
+    if entries is not None:
+        first = extra.first if extra is not None else ""
+        logprobs = text_logprobs(ids, entries, offset, header.as_ids, first)
+    choice = {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+    return choice | ({"token_ids": output.token_ids} if header.with_ids else {})
+
+
+def chat_choice(header: Header, index: int, output: CompletionOutput) -> dict[str, Any]:
+    """One choice of a chat completion."""
+    choice = {
+        "index": index,
+        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "logprobs": chat_logprobs(output, header),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+    return choice | ({"token_ids": output.token_ids} if header.with_ids else {})
+
+
+def chat_delta(header: Header, index: int, output: CompletionOutput) -> dict[str, Any]:
+    """One choice of a frame of a chat stream."""
+    choice = {
+        "index": index,
+        "delta": {"content": output.text} if output.text or not output.finish_reason else {},
+        "logprobs": chat_logprobs(output, header),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+    return choice | ({"token_ids": output.token_ids} if header.with_ids else {})
+
+
+def first_delta(index: int) -> dict[str, Any]:
+    """The choice of a chat stream's first frame, sent when the first token exists."""
+    return {
+        "index": index,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+
+
+# ---- log-probabilities -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt, repeated at the start of the text."""
+
+    text: str
+    first: str  # text of its first token, which has no log-probability
+    token_ids: Sequence[int] = field(default_factory=list)
+    logprobs: Sequence[Logprobs | None] | None = None
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, LEAST_LOGPROB) if not math.isnan(logprob) else LEAST_LOGPROB
+
+
+def shown(token_id: int, entry: Logprob, as_id: bool) -> str:
+    """A token as text, or as its id."""
+    return f"token_id:{token_id}" if as_id else entry.decoded_token or ""
+
+
+def text_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[Logprobs | None],
+    offset: int,
+    as_ids: bool,
+    first: str = "",
+) -> dict[str, Any]:
+    """The object `logprobs` of a completion. The `first` token of a prompt has null.
+
+    Two ids may decode to the same text, such as U+FFFD: the larger log-probability is kept, so
+    that a greedy token is the maximum of its entry.
+    """
+    tokens: list[str] = []
+    values: list[float | None] = []
+    best: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        offsets.append(offset)
+        if entry is None:
+            tokens.append(f"token_id:{token_id}" if as_ids else first)
+            values.append(None)
+            best.append(None)
+            offset += len(first)
+            continue
+        text = shown(token_id, entry[token_id], as_ids)
+        top: dict[str, float] = {}
+        for each, found in entry.items():
+            name = shown(each, found, as_ids)
+            top[name] = max(top.get(name, LEAST_LOGPROB), finite(found.logprob))
+        tokens.append(text)
+        values.append(finite(entry[token_id].logprob))
+        best.append(top)
+        offset += len(entry[token_id].decoded_token or "")
+    return {
+        "text_offset": offsets,
+        "token_logprobs": values,
+        "tokens": tokens,
+        "top_logprobs": best,
+    }
+
+
+def chat_logprobs(output: CompletionOutput, header: Header) -> dict[str, Any] | None:
+    """The object `logprobs` of a chat completion."""
+    if output.logprobs is None:
+        return None
+    content = []
+    for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+        # The engine lists the sampled token first, also if it is not one of the best.
+        best = sorted(entry.items(), key=lambda item: item[1].rank)[: header.num_top]
+        top = [described(each, found, header.as_ids) for each, found in best]
+        sampled = described(token_id, entry[token_id], header.as_ids)
+        content.append(sampled | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def described(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
+    """One token of a chat completion's log-probabilities."""
+    text = shown(token_id, entry, as_id)
+    return {
+        "token": text,
+        "logprob": finite(entry.logprob),
+        "bytes": list(text.encode("utf-8", errors="replace")),
+    }
+
+
+def prompt_logprobs(entries: Iterable[Logprobs | None]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: an object by token id for each token, null for the first."""
+    return [None if entry is None else by_id(entry) for entry in entries]
+
+
+def by_id(entry: Mapping[int, Logprob]) -> dict[str, Any]:
+    """The log-probabilities at one position, by token id."""
+    return {
+        str(token_id): {
+            "logprob": finite(found.logprob),
+            "rank": found.rank,
+            "decoded_token": found.decoded_token,
+        }
+        for token_id, found in entry.items()
+    }
+
+
+def count(usage: Usage, output: RequestOutput) -> None:
+    """Add a prompt's tokens at its first output."""
+    usage.prompt_tokens += len(output.prompt_token_ids)
+    usage.cached_tokens += output.metrics.num_cached_tokens
+    usage.queue_time = max(usage.queue_time, output.metrics.queue_time)

@@ -1,0 +1,115 @@
+"""Runs the HTTP API with uvicorn: the socket, signals, draining, and the end."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from minillm.errors import ConfigError
+from minillm.serving.app import Server
+
+logger = logging.getLogger(__name__)
+
+ERROR_SECONDS = 1.0  # time for error replies after the engine has died
+POLL_SECONDS = 0.2
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to an address. It is bound before the model is loaded, and does not listen,
+    so that an address in use is known at once and a client is refused until the model is ready.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        why = str(getattr(error, "strerror", None) or error)
+        raise ConfigError(
+            f"The server cannot use host {host!r} with port {port}: {why}; choose another "
+            "--host or --port."
+        ) from None
+    return made
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, which drains: the first SIGTERM or Ctrl-C refuses new requests, finishes
+    the others until `drain_seconds` have passed, and ends; a second one ends at once."""
+
+    def __init__(self, app: FastAPI, drain_seconds: float, when_ready: Callable[[], None]):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self.parts: Server = app.state.server
+        self.drain_seconds, self.when_ready = drain_seconds, when_ready
+        self.failed = False  # the engine died
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; at the second signal, end at once."""
+        if self._stopping:
+            self.should_exit = self.force_exit = True
+        self._stopping = self.parts.gate.draining = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and watch for signals and for the engine's end."""
+        await super().startup(sockets)
+        self._tasks = [asyncio.create_task(self._watch())]
+        self.when_ready()
+
+    async def _watch(self) -> None:
+        engine, gate = self.parts.engine, self.parts.gate
+        while not self._stopping and engine.is_running:
+            await asyncio.sleep(POLL_SECONDS)
+        if not engine.is_running:
+            self.failed = True
+            logger.error("The server stops: %s", engine.dead_error)
+            await asyncio.sleep(ERROR_SECONDS)
+        else:
+            logger.warning(
+                "The server finishes %d sequences, for at most %g s; a second signal stops it.",
+                gate.num_open, self.drain_seconds,
+            )  # fmt: skip
+            end = asyncio.get_running_loop().time() + self.drain_seconds
+            while gate.num_open and engine.is_running:
+                if asyncio.get_running_loop().time() > end:
+                    logger.warning("The server aborts %d sequences.", gate.num_open)
+                    with suppress(Exception):
+                        await engine.abort_all()
+                    await asyncio.sleep(ERROR_SECONDS)
+                    break
+                await asyncio.sleep(POLL_SECONDS / 4)
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle SIGTERM and SIGINT while the server runs; afterwards the signals are not raised
+        again, because draining was all that they asked for."""
+        names = (signal.SIGINT, signal.SIGTERM)
+        before = {each: signal.signal(each, self.handle_exit) for each in names}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
