@@ -126,6 +126,24 @@ def test_no_load_meets_the_slo_and_no_price_is_given(swept: dict[str, Any]) -> N
     assert "no load keeps" in cost_lines(swept | {"cost": found})[0]
 
 
+def test_frames_of_many_tokens_are_pointed_out(swept: dict[str, Any]) -> None:
+    from minillm.lab.benchmarks.serving.table import late_lines
+
+    assert not any("frames for" in line for line in late_lines(swept))
+    runs = [one | {"summary": one["summary"] | {"frames": 3}} for one in swept["runs"]]
+    assert any("24 frames for" in line for line in late_lines(swept | {"runs": runs}))
+
+
+def test_a_late_client_is_pointed_out(swept: dict[str, Any]) -> None:
+    from minillm.lab.benchmarks.serving.table import late_lines
+
+    assert "another machine" not in late_lines(swept)[0]
+    late = [
+        one | {"summary": one["summary"] | {"lateness": {"p99": 0.05}}} for one in swept["runs"]
+    ]
+    assert "another machine" in late_lines(swept | {"runs": late})[0]
+
+
 # ---- the command -------------------------------------------------------------------------------
 
 

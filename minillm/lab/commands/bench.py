@@ -40,7 +40,7 @@ examples:
   minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
   minillm bench decode --vs vllm,openvino --beside 2 --isa avx2
   minillm bench scale --plot scale.png
-  minillm bench serve http://localhost:8000 --request-rate 1,2,4 --slo ttft=500ms,tpot=50ms
+  minillm bench serve http://localhost:8000 --request-rate 1,2,4
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
 COMPARED = ("decode", "prefill", "offline")

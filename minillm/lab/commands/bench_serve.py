@@ -44,7 +44,7 @@ def serve(args: Namespace, terminal: Terminal) -> int:
         chat=args.endpoint == "chat",
         kind=args.prompts,
         ignore_eos=not args.respect_eos,
-        vocab_size=args.vocab_size,
+        vocab_size=args.vocab_size or preset_vocabulary(args.model),
         hardware=args.label,
         dtype=args.dtype,
     )
@@ -57,6 +57,15 @@ def serve(args: Namespace, terminal: Terminal) -> int:
     if args.plot is not None:
         draw(found, args.plot)
     return 0 if any(run["summary"]["ok"] for run in found["runs"]) else 1
+
+
+def preset_vocabulary(model: str | None) -> int | None:
+    """The size of a preset's vocabulary: presets have no tokenizer, so prompts are any ids."""
+    if model is None or not model.startswith("preset:"):
+        return None
+    from minillm.lab.commands.plan import find_config
+
+    return find_config(model).vocab_size
 
 
 @contextmanager

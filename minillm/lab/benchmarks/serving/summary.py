@@ -81,6 +81,7 @@ def tokens(good: Sequence[Reply], wall: float) -> dict[str, Any]:
         "prompt_tokens": prompts,
         "output_tokens": outputs,
         "cached_tokens": sum(reply.cached_tokens or 0 for reply in good),
+        "frames": sum(len(reply.frames) for reply in good),
         "without_usage": sum(reply.output_tokens is None for reply in good),
         "request_throughput": len(good) * per,
         "output_throughput": outputs * per,

@@ -11,6 +11,7 @@ LATENCIES = ("latency", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "max")
 RATES = ("load", "tokens/s", "requests/s", "rejected", "failed")
 THROUGHPUTS = ("output_throughput", "request_throughput")
 LATE = 0.01  # seconds; a client that is later than this may distort the figures
+LEAST_FRAMES = 0.5  # per output token; fewer frames distort TPOT and ITL
 LATE_SHARE = 0.1  # of the median TTFT
 
 
@@ -184,6 +185,14 @@ def late_lines(found: Mapping[str, Any]) -> list[str]:
     if not found["plan"]["limited"] and late > LATE and late > LATE_SHARE * min(first, default=0):
         lines[0] += (
             " This is part of the latencies; run the client on another machine, or lower the rate."
+        )
+    frames, tokens = (
+        sum(run["summary"][name] for run in found["runs"]) for name in ("frames", "output_tokens")
+    )
+    if frames < LEAST_FRAMES * tokens:
+        lines.append(
+            f"The server sent {frames:,} frames for {tokens:,} tokens; TPOT and ITL are those of "
+            "frames with several tokens, and a TTFT includes all tokens of its frame."
         )
     if any(run["summary"]["without_usage"] for run in found["runs"]):
         lines.append("The server reports no usage; frames with text are counted as tokens.")
