@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from minillm import __version__
 from minillm.errors import InvalidRequestError, MinillmError
 from minillm.serving.api_errors import TOO_LONG, ApiError, api_error
 from minillm.serving.async_engine import AsyncLLMEngine
@@ -33,7 +32,7 @@ from minillm.serving.protocol import (
     parse,
 )
 from minillm.serving.replies import Header
-from minillm.serving.settings import Settings
+from minillm.serving.settings import VERSION, Settings
 from minillm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +51,7 @@ class Server:
 
     def __post_init__(self) -> None:
         running = self.engine.state().max_num_seqs
+        self.engine.limit_outputs(self.settings.max_event_rate)
         self.gate = Gate(running + self.settings.max_waiting)
         self.defaults = self.engine.sampling_defaults
         self.tokenizer = self.engine.tokenizer
@@ -115,7 +115,7 @@ class Server:
         self.gate.enter(count)  # before its prompts are rendered and tokenised
         leave = once(lambda: self.gate.leave(count))
         try:
-            job = await unless_gone(request, making(self.tokenizer))
+            job = await making(self.tokenizer)
             for each in job.prompts:
                 self.check_length(each)
             generation = self._start(header, job, body.priority or 0)
@@ -333,7 +333,7 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
     """The application. The caller shuts the engine down after the server has stopped."""
     server = Server(engine, settings)
     app = FastAPI(
-        title="minillm", version=__version__, docs_url=None, redoc_url=None,
+        title="minillm", version=VERSION, docs_url=None, redoc_url=None,
         description="OpenAI-compatible API of minillm.",
     )  # fmt: skip
     app.state.server = server
@@ -353,7 +353,7 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
 
     async def version() -> dict[str, str]:
         """GET /version."""
-        return {"version": __version__}
+        return {"version": VERSION}
 
     gets: Mapping[str, Any] = {
         "/v1/models": server.models,

@@ -104,10 +104,9 @@ def test_the_role_comes_with_the_first_token(server: Served) -> None:
         body = json.dumps(body_of("chat.completion.chunk", stream=True)).encode()
         wire.sendall(head("/v1/chat/completions", len(body)) + body)
         wire.settimeout(2.5)  # longer than the server waits before it sends headers
-        got = b""
-        with pytest.raises(TimeoutError):
-            while part := wire.recv(4096):
-                got += part
+        time.sleep(1.2)
+        got = wire.recv(4096)
+        assert b"200 OK" in got
         assert b"data:" not in got
         release()
         wire.settimeout(30)

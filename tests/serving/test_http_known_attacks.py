@@ -94,8 +94,8 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "CVE-2026-105757 grammar": (C, p(guided_grammar="root ::= (")),
     "CVE-2025-29770 json": (CHAT, {"messages": MESSAGES, "response_format": {
         "type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}),
-    "CVE-2025-48944 tools": (CHAT, {"messages": MESSAGES, "tools": [{"type": "function", "function": {
-        "name": "f", "parameters": {"type": "nothing", "pattern": "("}}}]}),
+    "CVE-2025-48944 tools": (CHAT, {"messages": MESSAGES, "tools": [{"type": "function",
+        "function": {"name": "f", "parameters": {"type": "nothing", "pattern": "("}}}]}),
     # templates
     "PYSEC-2026-2013 chat_template": (CHAT, {"messages": MESSAGES,
         "chat_template": "{% for i in range(10**9) %}{{ i }}{% endfor %}"}),
@@ -159,7 +159,6 @@ def check_refusal(reply: Reply, folder: Path) -> None:
     assert set(error) == {"message", "type", "param", "code"}
     message = error["message"]
     assert message == message.strip()
-    assert message[0].isupper() or message[0].islower() or not message[0].isspace()
     assert message.endswith("."), message
     assert "\n" not in message
     for leak in ("Traceback", "0x7f", "site-packages", 'File "', str(folder), "pydantic", "Error("):
