@@ -5,10 +5,12 @@ running requests; a second one stops at once.
 """
 
 import argparse
+import io
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 from minillm.cli.options import add_engine_options, engine_arguments
 from minillm.cli.terminal import Terminal
@@ -73,6 +75,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         request_trace=args.enable_request_trace,
         chat_template=template,
     )
+    terminal.err = Lossy(terminal.err)  # type: ignore[assignment]
     begin = perf_counter()
     with terminal.progress("Importing"):
         launch = import_server()
@@ -88,6 +91,28 @@ def run(args: Namespace, terminal: Terminal) -> int:
         finally:
             engine.shutdown()
     return code
+
+
+class Lossy(io.TextIOBase):
+    """A stream whose lines are lost if they cannot be written: a server with a full disk goes on."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def isatty(self) -> bool:
+        """Whether the lines go to a terminal."""
+        return self.stream.isatty()
+
+    def write(self, text: str) -> int:
+        """Write, if that is possible."""
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if that is possible."""
+        with suppress(OSError):
+            self.stream.flush()
 
 
 def phase(what: str, seconds: float) -> str:
