@@ -94,7 +94,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 
 class Lossy(io.TextIOBase):
-    """A stream whose lines are lost if they cannot be written: a server with a full disk goes on."""
+    """A stream that loses lines which cannot be written, so that a full disk ends no server."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
