@@ -9,10 +9,11 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from minillm.errors import InvalidRequestError
+from minillm.serving import playground_page
 from minillm.serving.api_errors import ApiError, api_error
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
@@ -64,6 +65,7 @@ class Server:
             404,
             f"The model `{name[:80]}` does not exist; this server has `{names[0]}`.",
             "NotFoundError",
+            param="model",
             code="model_not_found",
         )
 
@@ -332,5 +334,12 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
     }
     for path, handler in gets.items():
         app.get(path, response_model=None)(handler)
+    page = HTMLResponse(playground_page.page(), headers=dict(playground_page.headers()))
+
+    async def playground() -> Response:
+        """GET /: the playground."""
+        return page
+
+    app.get("/", response_model=None, include_in_schema=False)(playground)
     app.add_middleware(Guard, api_keys=settings.api_keys)
     return app

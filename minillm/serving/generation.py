@@ -104,6 +104,8 @@ class Generation:
                 )
             echo = self._echo(output) if self.job.echo else None
             choice = text_choice(self.header, index, completion, 0, echo)
+        if self.header.with_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
         if self.job.shows_prompt and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice
