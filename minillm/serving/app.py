@@ -20,6 +20,7 @@ from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
 from minillm.serving.gate import Gate
 from minillm.serving.generation import Generation
 from minillm.serving.guard import Guard
+from minillm.serving.metrics import Metrics, ResponseCounter
 from minillm.serving.params import Job, chat_job, chat_text, completion_job
 from minillm.serving.protocol import (
     ApiRequest,
@@ -50,6 +51,7 @@ class Server:
     def __post_init__(self) -> None:
         running = self.engine.state().max_num_seqs
         self.gate = Gate(running + self.settings.max_waiting)
+        self.metrics = Metrics(self.engine, self.gate, self.settings.names[0])
         self.defaults = self.engine.sampling_defaults
         self.tokenizer = self.engine.tokenizer
         if self.tokenizer is not None and self.settings.chat_template is not None:
@@ -103,9 +105,15 @@ class Server:
     ) -> Response:
         headers = headers_of(header, body)
         self.gate.enter(job.num_sequences)
-        leave = once(lambda: self.gate.leave(job.num_sequences))
+        observer = self.metrics.request(job.params)
         generation = self._start(header, job, body.priority or 0)
-        generation.when_closed = leave
+        generation.when_tokens = observer.tokens
+
+        def closed() -> None:
+            self.gate.leave(job.num_sequences)
+            observer.end(generation.streams, generation.outputs)
+
+        generation.when_closed = once(closed)
         try:
             if body.stream:
                 events = await unless_gone(request, generation.start(body.stream_options))
@@ -329,8 +337,10 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
         "/version": version,
         "/load": server.load,
         "/tokenizer_info": server.tokenizer_info,
+        "/metrics": server.metrics.page,
     }
     for path, handler in gets.items():
         app.get(path, response_model=None)(handler)
     app.add_middleware(Guard, api_keys=settings.api_keys)
+    app.add_middleware(ResponseCounter, counts=server.metrics.responses)  # outermost
     return app

@@ -129,7 +129,7 @@ class AsyncLLMEngine:
 
     def state(self) -> EngineState:
         """Numbers of the running engine, for reports; any thread may call it."""
-        return EngineState.of(self._engine, self._steps.num_unfinished)
+        return EngineState.of(self._engine, self._steps.num_unfinished, self._steps.num_tokens)
 
     def seconds_since_progress(self) -> float:
         """Time since the latest step, or 0 if no request is unfinished."""
