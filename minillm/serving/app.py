@@ -32,6 +32,7 @@ from minillm.serving.protocol import (
     parse,
 )
 from minillm.serving.replies import Header
+from minillm.serving.request_trace import RequestTrace
 from minillm.serving.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Server:
         running = self.engine.state().max_num_seqs
         self.gate = Gate(running + self.settings.max_waiting)
         self.metrics = Metrics(self.engine, self.gate, self.settings.names[0])
+        self.request_trace = RequestTrace(self.engine, self.settings.request_trace)
         self.defaults = self.engine.sampling_defaults
         self.tokenizer = self.engine.tokenizer
         if self.tokenizer is not None and self.settings.chat_template is not None:
@@ -112,6 +114,7 @@ class Server:
         def closed() -> None:
             self.gate.leave(job.num_sequences)
             observer.end(generation.streams, generation.outputs)
+            self.request_trace.ended(generation.outputs)
 
         generation.when_closed = once(closed)
         try:
@@ -338,6 +341,8 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
         "/load": server.load,
         "/tokenizer_info": server.tokenizer_info,
         "/metrics": server.metrics.page,
+        "/debug/requests/{request_id:path}": server.request_trace.request,
+        "/debug/trace": server.request_trace.steps,
     }
     for path, handler in gets.items():
         app.get(path, response_model=None)(handler)

@@ -18,11 +18,10 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from fastapi import Request
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -104,10 +103,11 @@ class Metrics(Collector):
         """The observer of a new request of the API."""
         return RequestObserver(self, params)
 
-    async def page(self, request: Request) -> Response:
-        """GET /metrics: Prometheus' text format, or OpenMetrics if the client prefers it."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self.registry), headers={"content-type": content_type})
+    async def page(self) -> Response:
+        """GET /metrics: Prometheus' text format 0.0.4. prometheus-client would send OpenMetrics to
+        a Prometheus 2 that prefers it with "vllm_" in place of "vllm:"."""
+        text = generate_latest(self.registry)
+        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def _step(self, record: StepRecord) -> None:
         """Count a step. Runs in the step thread."""

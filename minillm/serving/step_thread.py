@@ -114,6 +114,10 @@ class StepThread:
         lives = [ticket.live for ticket in list(self._held.values())]
         return self._num_tokens + sum(live.num_tokens for live in lives if live is not None)
 
+    def ticket(self, request_id: str) -> Ticket | None:
+        """The ticket of an unfinished request."""
+        return self._tickets.get(request_id)
+
     def seconds_since_progress(self) -> float:
         """Time since the loop last began a step, or 0 if no request is unfinished."""
         return monotonic() - self._progress if self.num_unfinished else 0.0

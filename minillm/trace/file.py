@@ -5,7 +5,7 @@ bytes. Files are untrusted: every value is checked when one is read.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -56,20 +56,34 @@ NUMBERS = tuple(field.name for field in fields(StepRecord) if field.type in (int
 
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace. An existing file is replaced only when the new one is complete."""
-    replay, records = trace.snapshot()
-    header = {
-        "minillm_trace": VERSION,
-        **asdict(trace.settings),
-        "num_dropped": trace.num_dropped,
-        "before": [state_line(state) for state in replay.sequences.values()],
-    }
     path = path.resolve()  # keep a symbolic link
     part = path.with_name(f"{path.name}.part") if path.is_file() else path
     with part.open("w", encoding="utf-8") as file:
-        for line in (header, *map(record_line, records)):
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        for line in trace_lines(trace):
+            file.write(line + "\n")
     if part != path:
         part.replace(path)
+
+
+def trace_lines(trace: Trace, last: int | None = None) -> Iterator[str]:
+    """The lines of a trace file; with `last` only the latest completed steps."""
+    replay, records = trace.snapshot()
+    num_dropped = trace.num_dropped
+    if last is not None:
+        if records and not records[-1].computed:  # it is running
+            records.pop()
+        for record in records[:-last]:
+            replay.apply(record)
+            num_dropped += 1
+        records = records[-last:]
+    header = {
+        "minillm_trace": VERSION,
+        **asdict(trace.settings),
+        "num_dropped": num_dropped,
+        "before": [state_line(state) for state in replay.sequences.values()],
+    }
+    for line in (header, *map(record_line, records)):
+        yield json.dumps(line, separators=(",", ":"))
 
 
 def record_line(record: StepRecord) -> dict[str, Any]:
