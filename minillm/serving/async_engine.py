@@ -154,11 +154,10 @@ class AsyncLLMEngine:
         ticket = self._steps.ticket(request_id)
         if ticket is None:
             return None
-        if ticket.live is not None:
-            why = "no step was planned since it arrived"
-        elif ticket.request is None:
+        why = "no step was planned since it arrived"
+        if ticket.request is None:
             why = "its prompt is not tokenised yet"
-        else:
+        elif ticket.live is None and self._steps.is_full:
             why = f"the engine has its {self._steps.max_num_requests} requests (max_num_requests)"
         return perf_counter() - ticket.arrival, why
 

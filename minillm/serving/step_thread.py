@@ -116,7 +116,13 @@ class StepThread:
 
     def ticket(self, request_id: str) -> Ticket | None:
         """The ticket of an unfinished request."""
-        return self._tickets.get(request_id)
+        found = [each for each in self._open.copy() if isinstance(each, Ticket)]
+        return next((each for each in found if each.request_id == request_id), None)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine has `max_num_requests` requests, so that others wait outside."""
+        return len(self._held) >= self.max_num_requests
 
     def seconds_since_progress(self) -> float:
         """Time since the loop last began a step, or 0 if no request is unfinished."""
