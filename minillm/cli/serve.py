@@ -1,4 +1,8 @@
-"""Serve a model over HTTP, with OpenAI's and vLLM's routes."""
+"""Serve a model over HTTP, with OpenAI's and vLLM's routes.
+
+The page http://localhost:8000/ is a playground. Ctrl-C or SIGTERM finishes the
+running requests; a second one stops at once.
+"""
 
 import argparse
 from argparse import ArgumentParser, Namespace
@@ -14,14 +18,9 @@ from minillm.serving.settings import Settings
 USAGE = "[MODEL] [options]"
 EXAMPLES = """\
 examples:
-  minillm serve                                  the embedded model on port 8000
+  minillm serve                         the embedded model on port 8000
   minillm serve preset:smollm2-135m --load-format dummy
   minillm serve PATH_TO_A_HF_FOLDER -tp 2 --api-key SECRET --host 0.0.0.0
-  curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' \\
-    -d '{"prompt": "def fib(n):", "max_tokens": 32}'
-
-The page http://localhost:8000/ is a playground. Ctrl-C or SIGTERM finishes the
-running requests; a second one stops at once.
 """
 
 
@@ -42,6 +41,9 @@ def add_options(parser: ArgumentParser) -> None:
     option("--max-waiting", metavar="N", type=int, default=256,
            help="sequences that may wait for a place in the batch; further requests get "
                 "503 (256)")  # fmt: skip
+    option("--max-event-rate", metavar="N", type=float, default=2000.0,
+           help="events per second over all streams; above it, events have several "
+                "tokens (2000)")  # fmt: skip
     option("--shutdown-timeout", metavar="S", type=float, default=30.0,
            help="seconds for running requests after SIGTERM (30)")  # fmt: skip
     option("--health-timeout", metavar="S", type=float, default=60.0,
@@ -66,6 +68,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         api_keys=tuple(args.api_key),
         max_waiting=args.max_waiting,
         health_timeout=args.health_timeout,
+        max_event_rate=args.max_event_rate,
         shutdown_timeout=args.shutdown_timeout,
         request_trace=args.enable_request_trace,
         chat_template=template,
@@ -108,6 +111,8 @@ def check(args: Namespace) -> None:
                 f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be from 0 to "
                 "86,400 seconds."
             )
+    if not args.max_event_rate > 0:
+        raise ConfigError(f"--max-event-rate is {args.max_event_rate}; it must be above 0.")
     if any(not each for each in args.api_key):
         raise ConfigError("--api-key is empty; give a key, or leave the option out.")
 

@@ -12,8 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from minillm import __version__
-from minillm.errors import InvalidRequestError
+from minillm.errors import InvalidRequestError, MinillmError
 from minillm.serving.api_errors import ApiError, api_error
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
@@ -33,7 +32,7 @@ from minillm.serving.protocol import (
 )
 from minillm.serving.replies import Header
 from minillm.serving.request_trace import RequestTrace
-from minillm.serving.settings import Settings
+from minillm.serving.settings import VERSION, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ class Server:
 
     def __post_init__(self) -> None:
         running = self.engine.state().max_num_seqs
+        self.engine.limit_outputs(self.settings.max_event_rate)
         self.gate = Gate(running + self.settings.max_waiting)
         self.metrics = Metrics(self.engine, self.gate, self.settings.names[0])
         self.request_trace = RequestTrace(self.engine, self.settings.request_trace)
@@ -313,11 +313,11 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
     """The application. The caller shuts the engine down after the server has stopped."""
     server = Server(engine, settings)
     app = FastAPI(
-        title="minillm", version=__version__, docs_url=None, redoc_url=None,
+        title="minillm", version=VERSION, docs_url=None, redoc_url=None,
         description="OpenAI-compatible API of minillm.",
     )  # fmt: skip
     app.state.server = server
-    for kind in (Exception, HTTPException, ApiError, ClientGone, InvalidRequestError):
+    for kind in (Exception, HTTPException, ApiError, ClientGone, MinillmError):
         app.add_exception_handler(kind, on_error)  # type: ignore[arg-type]
     posts: Mapping[str, tuple[Any, type[ApiRequest]]] = {
         "/v1/completions": (server.completions, CompletionRequest),
@@ -330,7 +330,7 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
 
     async def version() -> dict[str, str]:
         """GET /version."""
-        return {"version": __version__}
+        return {"version": VERSION}
 
     gets: Mapping[str, Any] = {
         "/v1/models": server.models,

@@ -129,6 +129,11 @@ class AsyncLLMEngine:
         )
         return True
 
+    def limit_outputs(self, per_second: float) -> None:
+        """Limit the outputs per second over all streams. A stream's next output then has several
+        tokens; its first and its last output are not delayed."""
+        self._steps.max_rate = per_second
+
     def state(self) -> EngineState:
         """Numbers of the running engine, for reports; any thread may call it."""
         return EngineState.of(self._engine, self._steps.num_unfinished, self._steps.num_tokens)

@@ -20,32 +20,38 @@ MAX_SHOWN = 80  # characters of a client's value in a reply
 
 # Fields that would change the output if they were supported. All others are ignored, and listed in
 # a response header. A constraint that is silently ignored is worse than an error.
+STRUCTURED = "structured output is not built yet; leave it out"
+TOOLS = "tool calls are not built yet; leave it out, and describe the tools in a message"
+BEAMS = "beam search is not supported; use n with a temperature above 0"
+UNSUPPORTED = "it is not supported; leave it out"
 CONSTRAINTS: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-             "guided_decoding_backend", "guided_whitespace_pattern", "json_schema", "regex", "ebnf",
-             "grammar", "structural_tag"),
-            "structured output is not built yet; leave it out",
-        ),
-        **dict.fromkeys(
-            ("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"),
-            "tool calls are not built yet; leave it out, and put the tools' description into a "
-            "message",
-        ),
-        **dict.fromkeys(
-            ("use_beam_search", "length_penalty", "early_stopping"),
-            "beam search is not supported; use n with a temperature above 0",
-        ),
-        **dict.fromkeys(
-            ("logits_processors", "documents", "chat_template", "prompt_embeds", "modalities",
-             "audio", "prediction", "web_search_options"),
-            "it is not supported; leave it out",
-        ),
+        "structured_outputs": STRUCTURED,
+        "json_schema": STRUCTURED,
+        "regex": STRUCTURED,
+        "ebnf": STRUCTURED,
+        "grammar": STRUCTURED,
+        "structural_tag": STRUCTURED,
+        "tools": TOOLS,
+        "tool_choice": TOOLS,
+        "functions": TOOLS,
+        "function_call": TOOLS,
+        "parallel_tool_calls": TOOLS,
+        "use_beam_search": BEAMS,
+        "length_penalty": BEAMS,
+        "early_stopping": BEAMS,
+        "logits_processors": UNSUPPORTED,
+        "documents": UNSUPPORTED,
+        "chat_template": UNSUPPORTED,
+        "prompt_embeds": UNSUPPORTED,
+        "modalities": UNSUPPORTED,
+        "audio": UNSUPPORTED,
+        "prediction": UNSUPPORTED,
+        "web_search_options": UNSUPPORTED,
         "suffix": "text cannot be inserted before a suffix; leave it out",
         "best_of": "it is not supported; use n",
     }
-)  # fmt: skip
+)
 HARMLESS: Mapping[str, Sequence[Any]] = MappingProxyType(
     {"tool_choice": ("none", "auto"), "best_of": (1,), "early_stopping": (False,)}
     | {"length_penalty": (1, 1.0), "parallel_tool_calls": (True, False), "modalities": (["text"],)}
@@ -76,9 +82,7 @@ class ApiRequest(BaseModel):
     def refuse_constraints(self) -> None:
         """Raise UnsupportedFeatureError for a given field that should constrain the output."""
         for name, value in (self.model_extra or {}).items():
-            known = CONSTRAINTS.get(name) or (
-                name.startswith("guided_") and CONSTRAINTS["guided_json"]
-            )
+            known = STRUCTURED if name.startswith("guided_") else CONSTRAINTS.get(name)
             if known and value not in (False, []) and value not in HARMLESS.get(name, ()):
                 raise UnsupportedFeatureError(f"{name[:MAX_SHOWN]}: {known}.")
 

@@ -1,6 +1,18 @@
 """Options of the HTTP server."""
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+
+def installed_version() -> str:
+    """The version of the installed package; "0" in a checkout that is not installed."""
+    try:
+        return version("minillm-course")
+    except PackageNotFoundError:
+        return "0"
+
+
+VERSION = installed_version()
 
 
 @dataclass(frozen=True)
@@ -14,6 +26,8 @@ class Settings:
         health_timeout: seconds without a step, while requests wait, after which /health fails.
         shutdown_timeout: seconds that running requests have after SIGTERM.
         request_trace: whether GET /debug/requests/{id} and /debug/trace answer.
+        max_event_rate: events per second over all streams. Above it an event has several tokens,
+            which leaves the processor to the engine.
         chat_template: a template in place of the model's.
     """
 
@@ -23,4 +37,5 @@ class Settings:
     health_timeout: float = 60.0
     shutdown_timeout: float = 30.0
     request_trace: bool = False
+    max_event_rate: float = 2000.0
     chat_template: str | None = None

@@ -12,6 +12,7 @@ reason, every waiting consumer gets an error with the cause.
 
 import asyncio
 import gc
+import math
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
@@ -76,6 +77,7 @@ class StepThread:
     def __init__(self, make_engine: Callable[[], Engine], max_num_requests: int):
         self.max_num_requests = max_num_requests
         self.arrivals = count()
+        self.max_rate = math.inf  # outputs per second, over all streams
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # put() is safe in __del__
         self._open: set[Ticket | Future] = set()  # everything that awaits a reply of this thread
         self._tickets: dict[str, Ticket] = {}  # by request id: all of `_queue` and `_held`
@@ -376,13 +378,16 @@ class StepThread:
         """Send outputs to the consumers that await one, and the last outputs to all."""
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Result]]] = {}
         ended = []
+        # A stream's first output is never delayed; its later ones share `max_rate`.
+        now, interval = monotonic(), len(self._held) / self.max_rate
         for ticket in self._held.values():
             live = ticket.live
             if live is None or live.num_updates == ticket.seen:
                 continue
             finished = live.finished
-            if finished or (ticket.wanted and ticket.kind is not RequestOutputKind.FINAL_ONLY):
-                ticket.seen, ticket.wanted = live.num_updates, False
+            wanted = ticket.wanted and ticket.kind is not RequestOutputKind.FINAL_ONLY
+            if finished or (wanted and now - ticket.sent >= interval):
+                ticket.seen, ticket.wanted, ticket.sent = live.num_updates, False, now
                 posts.setdefault(ticket.loop, []).append((ticket, ticket.output(live)))
             if finished:
                 ended.append(ticket)

@@ -1,6 +1,7 @@
 """The state of a request that its stream and the step thread share."""
 
 import asyncio
+import math
 from collections.abc import Iterable
 from time import perf_counter
 
@@ -34,6 +35,7 @@ class Ticket:
         "request_id",
         "result",
         "seen",
+        "sent",
         "waiter",
         "wanted",
     )
@@ -46,6 +48,7 @@ class Ticket:
         self.request: Request | None = None  # None while a long prompt is tokenised
         self.live: LiveRequest | None = None  # None while the request waits outside the engine
         self.seen = 0  # `live.num_updates` at the latest output
+        self.sent = -math.inf  # when the latest output was sent
         self.wanted = True
         self.waiter: asyncio.Future[None] | None = None
         self.result: Result | None = None  # received, and not yet taken by the consumer

@@ -147,7 +147,7 @@ for argv in (["--help"], ["generate", "--help"], ["generate", "--top-p", "0"],
 FULL = "error: The output cannot be written: No space left on device.\n"
 MISTAKES = [
     (["genrate"], "Did you mean 'generate'?"),
-    (["serve"], "'serve' is not built yet"),
+    (["quantize"], "'quantize' is not built yet"),
     (["generate", "--temprature", "1"], "no option --temprature. Did you mean '--temperature'?"),
     (["generate", "--max-tok", "5"], "no option --max-tok. Did you mean '--max-tokens'?"),
     (["generate", "--quantization", "int4"], "--quantization is not built yet"),

@@ -355,3 +355,45 @@ def test_observing_a_token_takes_less_than_5_us(engine):
             observer.tokens(0, 1)
         best = min(best, perf_counter() - begin)
     assert best / 1000 < 5e-6
+
+
+# ---- ends that have no output ------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_before_the_reply_is_an_abort(engine):
+    app = build_app(engine, Settings(("m",)))
+
+    async def main() -> None:
+        body = {"prompt": "a", "max_tokens": 60, "n": 2, "temperature": 1, "ignore_eos": True}
+        task = asyncio.ensure_future(call(app, "/v1/completions", body))
+        while len(engine.trace) < 3:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        found = await scrape(app)
+        assert found["request_success_total", "abort"] == 2
+        assert found[("e2e_request_latency_seconds_count",)] == 0
+
+    run(main())
+
+
+def test_requests_of_a_dead_engine_are_errors_and_invalid_ones_no_ends(engine, monkeypatch):
+    app = build_app(engine, Settings(("m",)))
+
+    def broken() -> None:
+        raise SystemExit
+
+    async def main() -> None:
+        reply = await complete(app, [5] * 20_000)  # checked in another thread, after its begin
+        assert reply.status == 400
+        found = await scrape(app)
+        assert not any(found["request_success_total", each] for each in ("abort", "error"))
+        monkeypatch.setattr(engine._engine, "step", broken)
+        reply = await complete(app, "a", n=2, temperature=1)
+        assert reply.status == 503
+        found = await scrape(app)
+        assert found["request_success_total", "error"] == 2
+        assert found["request_success_total", "abort"] == 0
+        assert found["http_requests_total", "/v1/completions", "POST", "503"] == 1
+
+    run(main())
