@@ -33,9 +33,7 @@ class EngineState:
     waiting_reason: str = "next_step"
 
     @classmethod
-    def of(
-        cls, engine: Engine, num_unfinished: int = 0, num_generated: int = 0
-    ) -> "EngineState":
+    def of(cls, engine: Engine, num_unfinished: int = 0, num_generated: int = 0) -> "EngineState":
         """The state of an engine with `num_unfinished` requests."""
         blocked = engine.trace[-1].blocked if engine.trace else None
         scheduler = engine.scheduler

@@ -1,7 +1,7 @@
 """A histogram for Prometheus that counts many equal observations at once.
 
-prometheus-client's histogram takes one observation at a time, under a lock. An event of a stream may
-have several tokens, and their gaps are observed together, in one thread.
+prometheus-client's histogram takes one observation at a time, under a lock. An event of a stream
+may have several tokens, and their gaps are observed together, in one thread.
 """
 
 from bisect import bisect_left

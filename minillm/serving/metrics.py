@@ -155,7 +155,8 @@ class Metrics(Collector):
         for name, text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
              now.num_prompt_tokens if cached else 0),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.num_cached_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.",
+             now.num_cached_tokens),
             ("num_preemptions", "Preemptions of sequences.",
              now.num_preemptions_recompute + now.num_preemptions_swap),
             ("prompt_tokens", "Prompt tokens of admitted requests.", now.num_prompt_tokens),

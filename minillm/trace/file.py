@@ -5,7 +5,7 @@ bytes. Files are untrusted: every value is checked when one is read.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -117,9 +117,18 @@ def load_trace(path: Path) -> Trace:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise TraceFileError(f"{path} cannot be read: {reason}.") from error
+    return read_trace(lines, str(path))
+
+
+def read_trace(lines: Sequence[str], name: str) -> Trace:
+    """Read the lines of a trace file; `name` is for error messages.
+
+    Raises:
+        TraceFileError: the lines are not a trace.
+    """
     if not lines:
-        raise TraceFileError(f"{path} is empty; a trace is what llm.trace.save(...) writes.")
-    trace, last = read_header(lines[0], path), 0
+        raise TraceFileError(f"{name} is empty; a trace is what llm.trace.save(...) writes.")
+    trace, last = read_header(lines[0], name), 0
     replay, _ = trace.snapshot()
     for place, line in enumerate(lines[1:], 2):
         try:
@@ -131,14 +140,14 @@ def load_trace(path: Path) -> Trace:
         except DAMAGE as error:
             why = "incomplete JSON" if isinstance(error, json.JSONDecodeError) else error
             raise TraceFileError(
-                f"{path}, line {place}, is not a step of a trace ({why}); "
+                f"{name}, line {place}, is not a step of a trace ({why}); "
                 "was the file cut off or edited?"
             ) from error
         trace.append(record)
     return trace
 
 
-def read_header(line: str, path: Path) -> Trace:
+def read_header(line: str, name: str) -> Trace:
     """Create the trace from the first line, with unlimited capacity."""
     try:
         header = json.loads(line)
@@ -146,7 +155,7 @@ def read_header(line: str, path: Path) -> Trace:
         num_dropped, before = header.pop("num_dropped"), header.pop("before")
         if version not in READABLE:
             raise TraceFileError(
-                f"{path} is a trace of format {version}; this version reads formats "
+                f"{name} is a trace of format {version}; this version reads formats "
                 f"{' and '.join(map(str, READABLE))}."
             )
         trace = Trace(read_settings(header), capacity=2**62)
@@ -156,7 +165,7 @@ def read_header(line: str, path: Path) -> Trace:
         if isinstance(error, TraceFileError):
             raise
         raise TraceFileError(
-            f"{path} is not a trace of minillm; llm.trace.save(...) writes one."
+            f"{name} is not a trace of minillm; llm.trace.save(...) writes one."
         ) from error
     return trace
 
