@@ -20,6 +20,7 @@ from minillm.serving.gate import Gate
 from minillm.serving.generation import Generation
 from minillm.serving.guard import Guard
 from minillm.serving.metrics import Metrics, ResponseCounter
+from minillm.serving.openapi import document
 from minillm.serving.params import Job, chat_job, chat_text, completion_job
 from minillm.serving.protocol import (
     ApiRequest,
@@ -346,6 +347,7 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
     }
     for path, handler in gets.items():
         app.get(path, response_model=None)(handler)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, api_keys=settings.api_keys)
     app.add_middleware(ResponseCounter, counts=server.metrics.responses)  # outermost
     return app

@@ -150,8 +150,9 @@ class AsyncLLMEngine:
     def prefix_report(self, request_id: str) -> PrefixReport | None:
         """Prefix cache hits and misses of an unfinished request, once it was admitted."""
         ticket = self._steps.ticket(request_id)
-        live = ticket and ticket.live
-        report = live and live.sequences[0].report
+        if ticket is None or ticket.live is None:
+            return None
+        report = ticket.live.sequences[0].report
         return None if report is None else replace(report)  # computes its counts now
 
     def waiting_outside(self, request_id: str) -> tuple[float, str] | None:

@@ -197,10 +197,13 @@ class Metrics(Collector):
         yield responses
 
     def _counter(
-        self, name: str, text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
+        self, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
     ) -> Metric:
-        """A counter family. A value never decreases: Prometheus would take a decrease for a
-        restart. The engine's can, by tokens that a step of the same moment takes back."""
+        """A counter family, with values by the labels after `LABELS` (a tuple).
+
+        A value never decreases: Prometheus would take a decrease for a restart. The engine's can,
+        by tokens that a step of the same moment takes back.
+        """
         family = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
         for more, value in values.items():
             key = (name, *more)

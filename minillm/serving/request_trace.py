@@ -119,8 +119,10 @@ class RequestHistory:
                 self._add(done.state, record, "decode", done.num_new)
             else:
                 again = f"{done.num_recomputed} of its tokens were computed before a preemption"
-                reason = again if done.num_recomputed else None
-                self._add(done.state, record, "prefill", done.row.num_tokens, reason)
+                self._add(
+                    done.state, record, "prefill", done.row.num_tokens,
+                    again if done.num_recomputed else None,
+                )  # fmt: skip
         for state in replay.sequences.values():
             if state.seq_id not in ran | lost and state not in step.forked:
                 self._add(state, record, KINDS[state.where], 0, why(state, record))
@@ -177,10 +179,10 @@ def only(record: StepRecord, own: Iterable[int]) -> StepRecord:
         forked=forked,
         admitted=[each for each in record.admitted if each in ids],
         void=[each for each in record.void if each in ids],
-        **{
-            name: [one for one in getattr(record, name) if one.seq_id in ids]
-            for name in ("rows", "preempted", "drafted", "ended")
-        },
+        rows=[one for one in record.rows if one.seq_id in ids],
+        preempted=[one for one in record.preempted if one.seq_id in ids],
+        drafted=[one for one in record.drafted if one.seq_id in ids],
+        ended=[one for one in record.ended if one.seq_id in ids],
     )
 
 
