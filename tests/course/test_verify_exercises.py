@@ -1,6 +1,6 @@
 """Every exercise of the course: its grader tells right from wrong.
 
-Each failure lists what to mend, sentence by sentence; ``python -m minillm_exercises verify e03.1``
+Each failure lists what to repair, sentence by sentence; `python -m minillm_exercises verify e03.1`
 says the same.
 """
 
@@ -9,19 +9,18 @@ import pytest
 from minillm_exercises.manifest import load_manifest
 from minillm_exercises.verify import verify
 
-# Interpreted Triton kernels take minutes: mistakes run once here, and twice in `make test-full`.
-INTERPRETED = [name for name, exercise in load_manifest().items() if "triton" in exercise.needs]
+EXERCISES = list(load_manifest())
 
 
-@pytest.mark.parametrize("exercise_id", load_manifest())
+@pytest.mark.parametrize("exercise_id", EXERCISES)
 def test_the_grader_tells_right_from_wrong(exercise_id: str) -> None:
-    problems = verify(ids=[exercise_id], repeat=exercise_id not in INTERPRETED)
+    problems = verify(ids=[exercise_id], repeat=False)
     assert not problems, "\n" + "\n".join(map(str, problems))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exercise_id", INTERPRETED)
-def test_mistakes_in_kernels_have_the_same_results_twice(exercise_id: str) -> None:
+@pytest.mark.parametrize("exercise_id", EXERCISES)
+def test_mistakes_have_the_same_results_twice(exercise_id: str) -> None:
     problems = verify(ids=[exercise_id])
     assert not problems, "\n" + "\n".join(map(str, problems))
 
