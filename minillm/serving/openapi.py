@@ -13,31 +13,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from minillm.serving.request_trace import LAST, MOST
+
 DEFS = "#/$defs/"
 SCHEMAS = "#/components/schemas/"
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string", "description": "One sentence."},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "integer", "null"]},
-            },
-        }
-    },
-}
-LAST = {
-    "name": "last",
-    "in": "query",
-    "required": False,
-    "description": "Number of steps.",
-    "schema": {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 200},
-}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
@@ -46,7 +25,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     parts = made.setdefault("components", {})
-    schemas = parts["schemas"] = {"Error": ERROR}
+    schemas = parts["schemas"] = {"Error": error_schema()}
     error = {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}
     parts["responses"] = {"Error": {"description": "An error.", "content": error}}
     parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -62,11 +41,34 @@ def document(app: FastAPI) -> dict[str, Any]:
             responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
         elif path == "/debug/trace":
             responses["200"]["content"] = {"application/jsonl": {"schema": {"type": "string"}}}
-            operation["parameters"] = [LAST]
+            operation["parameters"] = [last_parameter()]
         if method == "post":
             take_schemas(operation["requestBody"]["content"]["application/json"], schemas)
     made["paths"]["/health"]["get"]["security"] = []
     return made
+
+
+def error_schema() -> dict[str, Any]:
+    """The schema of every error's body."""
+    properties = {
+        "message": {"type": "string", "description": "One sentence."},
+        "type": {"type": "string"},
+        "param": {"type": ["string", "null"]},
+        "code": {"type": ["string", "integer", "null"]},
+    }
+    error = {"type": "object", "required": list(properties), "properties": properties}
+    return {"type": "object", "required": ["error"], "properties": {"error": error}}
+
+
+def last_parameter() -> dict[str, Any]:
+    """The query parameter of GET /debug/trace."""
+    return {
+        "name": "last",
+        "in": "query",
+        "required": False,
+        "description": "Number of steps.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MOST, "default": LAST},
+    }
 
 
 def operations(made: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
