@@ -30,7 +30,7 @@ from minillm.api.outputs import RequestOutput
 from minillm.api.sampling_params import SamplingParams
 from minillm.errors import EngineDeadError, MinillmError
 from minillm.sampling.logprobs import NOT_FINITE
-from minillm.scheduling.record import StepRecord
+from minillm.scheduling.record import Counters, StepRecord
 from minillm.serving import histogram
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.engine_state import EngineState
@@ -163,6 +163,13 @@ class Metrics(Collector):
             ("prompt_tokens_cached", "Of these, tokens from the prefix cache.",
              now.num_cached_tokens),
             ("generation_tokens", "New tokens.", state.num_generated),
+        ):  # fmt: skip
+            yield self._counter(name, text, LABELS, {(): value})
+        if self.engine.args.speculative_config is not None:
+            yield from self._drafts(now)
+
+    def _drafts(self, now: Counters) -> Iterator[Metric]:
+        for name, text, value in (
             ("spec_decode_num_drafts", "Rows with drafts.", now.num_drafts),
             ("spec_decode_num_draft_tokens", "Drafted tokens.", now.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Accepted drafted tokens.",

@@ -10,13 +10,16 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from minillm.cli import main, serve
 from minillm.cli.app import build_parser
 from minillm.serving import openapi
 from minillm.serving.app import build_app
@@ -33,7 +36,9 @@ HTTP_METHODS = {"get", "post"}
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    engine = make_async(write_model(tmp_path_factory.mktemp("byte-model")))
+    speculation = {"method": "ngram", "num_speculative_tokens": 2}
+    folder = write_model(tmp_path_factory.mktemp("byte-model"))
+    engine = make_async(folder, speculative_config=speculation)
     yield build_app(engine, Settings(("m",)))
     engine.shutdown()
 
@@ -42,13 +47,13 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def series(app: Any) -> dict[str, set[str]]:
     """Every sample of a scrape, with its labels."""
 
-    async def main() -> str:
+    async def scrape() -> str:
         body = {"prompt": "a", "max_tokens": 3}
         assert (await call(app, "/v1/completions", body)).status == 200
         return (await call(app, "/metrics")).text
 
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(run(main())):
+    for family in text_string_to_metric_families(run(scrape())):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -220,6 +225,26 @@ def test_systemd_accepts_the_unit(tmp_path):
     command = ["systemd-analyze", "verify", str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.strip()) == (0, "")
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch):
+    seen = []
+
+    class Launch:
+        listener = staticmethod(lambda host, port: nullcontext())
+        load = staticmethod(lambda arguments, quiet: SimpleNamespace(shutdown=lambda: None))
+        memory_line = staticmethod(lambda engine: "")
+        serve = staticmethod(lambda engine, settings, listener, say: seen.append(settings) or 0)
+
+    monkeypatch.setattr(serve, "import_server", lambda: Launch)
+    for key, arguments, keys in (
+        ("secret", [], ("secret",)),
+        ("secret", ["--api-key", "a", "--api-key", "b"], ("a", "b")),
+        ("", [], ()),
+    ):
+        monkeypatch.setenv("MINILLM_API_KEY", key)
+        assert main(["serve", *arguments]) == 0
+        assert seen.pop().api_keys == keys
 
 
 # ---- OpenAPI -----------------------------------------------------------------------------------

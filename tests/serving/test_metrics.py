@@ -27,8 +27,6 @@ gauge num_requests_running num_requests_waiting num_requests_waiting_by_reason k
 gauge cache_config_info
 counter prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens prompt_tokens_cached
 counter generation_tokens request_success admission_rejections corrupted_requests
-counter spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
-counter spec_decode_num_accepted_tokens_per_pos
 histogram time_to_first_token_seconds inter_token_latency_seconds
 histogram request_time_per_output_token_seconds e2e_request_latency_seconds
 histogram request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds
@@ -82,6 +80,28 @@ def test_names_and_types_are_those_of_vllm(engine):
         for name in names:
             assert families[f"vllm:{name}"] == kind, name
     assert "process_resident_memory_bytes" in families
+    # vllm bench serve takes these for a server that speculates.
+    assert not any("spec_decode" in name for name in families)
+
+
+def test_speculation_has_the_lines_that_vllm_bench_serve_reads(folder):
+    engine = make_async(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    app = build_app(engine, Settings(("m",)))
+
+    async def main() -> None:
+        await complete(app, "a b c d e f", max_tokens=40)
+        lines = (await call(app, "/metrics")).text.splitlines()
+        found = [line.partition("{")[0] for line in lines if line.startswith("vllm:spec_decode")]
+        ends = ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos",
+                "accepted_tokens_per_pos"]  # fmt: skip
+        assert found == [f"vllm:spec_decode_num_{end}_total" for end in ends]
+        places = [line for line in lines if "per_pos_total{" in line]
+        assert [f'position="{i}"' in line for i, line in enumerate(places)] == [True, True]
+
+    try:
+        run(main())
+    finally:
+        engine.shutdown()
 
 
 def test_a_prometheus_that_prefers_openmetrics_gets_names_with_colons(engine):
