@@ -41,6 +41,7 @@ class Generation:
         self.usage = Usage()
         self.outputs: list[RequestOutput | None] = [None] * len(streams)  # the latest of each
         self.when_closed: Callable[[], None] = lambda: None
+        self.when_tokens: Callable[[int, int], None] = lambda choice, count: None
 
     async def close(self) -> None:
         """Abort what is unfinished. May be called twice."""
@@ -184,6 +185,7 @@ class Generation:
             return []
         pieces = []
         self.usage.completion_tokens += len(new.token_ids)
+        self.when_tokens(choice, len(new.token_ids))
         if choice not in offsets:
             offsets[choice] = 0
             if self.header.chat:
