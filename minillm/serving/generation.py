@@ -197,7 +197,8 @@ class Generation:
         if self.job.hides_completion:
             self.usage.completion_tokens = 0
             new = CompletionOutput(new.index, "", [], finish_reason="length")
-        if new.text or new.finish_reason or new.logprobs or self.header.with_ids:
+        has_news = new.text or new.finish_reason or new.logprobs or self.header.with_ids
+        if has_news or self.tokenizer is None:
             if self.header.chat:
                 pieces.append(chat_delta(self.header, choice, new))
             else:
