@@ -57,8 +57,9 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """A reply of events. A comment is sent after `PING_SECONDS` without one. At the end, or when the
-    client leaves, `close` is called, even if no event was sent."""
+    """A reply of events. A comment is sent after `PING_SECONDS` without one.
+
+    At the end, or when the client leaves, `close` is called, even if no event was sent."""
 
     media_type = "text/event-stream"
 
