@@ -130,6 +130,7 @@ def test_a_server_that_is_gone() -> None:
     reply = asyncio.run(gone())
     assert reply.outcome == "failed"
     assert reply.status is None
+    assert reply.error == "Connection refused"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ does not delay the next frame. The length of a request is limited by `Client.tim
 
 import asyncio
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,10 @@ class Client:
 
 def in_short(error: Exception) -> str:
     """A network error in one line."""
-    text = " ".join(str(error).split())[:LONGEST_ERROR]
+    system = getattr(error, "os_error", error)  # aiohttp's connection errors have the system's
+    code = getattr(system, "errno", None) or 0
+    text = os.strerror(code) if code > 0 else getattr(system, "strerror", None) or str(error)
+    text = " ".join(text.split())[:LONGEST_ERROR]
     return text or type(error).__name__
 
 
