@@ -8,7 +8,7 @@ from minillm.lab.benchmarks.soak_oracle import Broken
 
 def test_many_streams_leave_nothing_behind() -> None:
     soak = ServingSoak("tiny", streams=500)
-    result = soak.run(4)
+    result = soak.run(2, parts=1)
     assert sum(result.outcomes.values()) >= 500
     assert {each.partition(",")[0] for each in result.outcomes} == {
         "finish", "leave", "slow", "killed", "whole"}  # fmt: skip
@@ -19,7 +19,7 @@ def test_the_soak_finds_another_text() -> None:
     soak = ServingSoak("tiny", streams=1)
     soak.right = dict.fromkeys(soak.right, "something else")
     with pytest.raises(Broken, match="another text"):
-        soak.run(0.4)
+        soak.run(0.1, parts=1)
 
 
 def test_chunks_are_removed() -> None:

@@ -78,8 +78,8 @@ class ServingSoak:
         self.listening = bound_socket("127.0.0.1", 0)
         self.address = self.listening.getsockname()
 
-    def run(self, seconds: float) -> Result:
-        """Run for a time, in quarters, and check that nothing is left after each."""
+    def run(self, seconds: float, parts: int = 4) -> Result:
+        """Run for a time, in parts, and check that nothing is left after each."""
         ready, ended = threading.Event(), threading.Event()
         server = Quiet(self.app, 5.0, ready.set)
         loops: list[asyncio.AbstractEventLoop] = []
@@ -93,8 +93,8 @@ class ServingSoak:
         ready.wait()
         begin = time.perf_counter()
         try:
-            for _ in range(4):
-                asyncio.run(self._clients(seconds / 4))
+            for _ in range(parts):
+                asyncio.run(self._clients(seconds / parts))
                 self._check_idle(loops[0])
         finally:
             server.should_exit = True
