@@ -283,6 +283,12 @@ def speed_up(config: ModelConfig, gpu: Hardware, link: str, ranks: int, batch: i
     return alone / together
 
 
+def holds(config: ModelConfig, gpu: Hardware, ranks: int, batch: int = 0) -> bool:
+    """Whether so many GPUs hold the model in bfloat16 and the caches of a step of `seconds`."""
+    tokens = batch * CONTEXT if batch else PROMPT
+    return room(config, gpu, ranks, dtype="bfloat16").num_tokens >= tokens
+
+
 def rounded(value: Fraction | float, digits: int = 1) -> str:
     """A number with so many decimals, for a fact."""
     return f"{float(value):.{digits}f}"
