@@ -209,4 +209,4 @@ def test_pictures(captions):
     assert "26 µs over PCIe" in captions[-1]
     fast = {"a step": {"PCIe": {1: 1.0, 2: 0.75}, "NVLink": {1: 1.0, 2: 1.5}}}
     ch19_pictures.draw_speed_ups(fast, "a model", lambda step, ranks: ranks > 1)
-    assert "any number of ranks over NVLink alone. Hollow: " in captions[-1]
+    assert "Only over NVLink does every kind of step gain. Hollow: " in captions[-1]

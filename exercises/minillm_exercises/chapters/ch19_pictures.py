@@ -220,8 +220,8 @@ def draw_speed_ups(
     ]
     show(
         fig,
-        f"Predicted speed of {max(counts)} ranks and fewer, {what}. Every kind of step gains from "
-        f"any number of ranks over {' and '.join(gaining) or 'no link'} alone. Hollow: these GPUs "
-        f"do not hold the model and the caches of the step, so their speed is computed for larger "
-        f"ones.",
+        f"Predicted speed of {max(counts)} ranks and fewer, {what}. Only over "
+        f"{' and '.join(gaining) or 'a faster link'} does every kind of step gain. Hollow: these "
+        f"GPUs do not hold the model and the caches of the step, so their speed is computed for "
+        f"larger ones.",
     )
