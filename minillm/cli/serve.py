@@ -5,6 +5,7 @@ running requests; a second one stops at once.
 """
 
 import argparse
+import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from time import perf_counter
@@ -34,7 +35,8 @@ def add_options(parser: ArgumentParser) -> None:
            help="address to listen on; 0.0.0.0 is every network (127.0.0.1)")  # fmt: skip
     option("--port", metavar="N", type=int, default=8000, help="port (8000); 0: a free one")
     option("--api-key", metavar="KEY", action="append", default=[],
-           help="key that clients must send; may be repeated (none)")  # fmt: skip
+           help="key that clients must send; may be repeated (environment variable "
+                "MINILLM_API_KEY, which other users of the machine cannot see)")  # fmt: skip
     option("--served-model-name", metavar="NAME", nargs="+",
            help="names of the model in requests and replies (MODEL)")  # fmt: skip
     option("--chat-template", metavar="FILE", type=Path, help="Jinja template of conversations")
@@ -65,7 +67,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     template = read_template(args.chat_template)
     settings = Settings(
         names=tuple(args.served_model_name or [args.model]),
-        api_keys=tuple(args.api_key),
+        api_keys=tuple(args.api_key or filter(None, [os.environ.get("MINILLM_API_KEY")])),
         max_waiting=args.max_waiting,
         health_timeout=args.health_timeout,
         max_event_rate=args.max_event_rate,

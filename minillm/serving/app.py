@@ -9,16 +9,19 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from minillm.errors import InvalidRequestError
+from minillm.errors import InvalidRequestError, MinillmError
+from minillm.serving import playground_page
 from minillm.serving.api_errors import ApiError, api_error
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
 from minillm.serving.gate import Gate
 from minillm.serving.generation import Generation
 from minillm.serving.guard import Guard
+from minillm.serving.metrics import Metrics, ResponseCounter
+from minillm.serving.openapi import document
 from minillm.serving.params import Job, chat_job, chat_text, completion_job
 from minillm.serving.protocol import (
     ApiRequest,
@@ -30,6 +33,7 @@ from minillm.serving.protocol import (
     parse,
 )
 from minillm.serving.replies import Header
+from minillm.serving.request_trace import RequestTrace
 from minillm.serving.settings import VERSION, Settings
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,8 @@ class Server:
         running = self.engine.state().max_num_seqs
         self.engine.limit_outputs(self.settings.max_event_rate)
         self.gate = Gate(running + self.settings.max_waiting)
+        self.metrics = Metrics(self.engine, self.gate, self.settings.names[0])
+        self.request_trace = RequestTrace(self.engine, self.settings.request_trace)
         self.defaults = self.engine.sampling_defaults
         self.tokenizer = self.engine.tokenizer
         if self.tokenizer is not None and self.settings.chat_template is not None:
@@ -64,6 +70,7 @@ class Server:
             404,
             f"The model `{name[:80]}` does not exist; this server has `{names[0]}`.",
             "NotFoundError",
+            param="model",
             code="model_not_found",
         )
 
@@ -103,13 +110,20 @@ class Server:
     ) -> Response:
         headers = headers_of(header, body)
         self.gate.enter(job.num_sequences)
-        leave = once(lambda: self.gate.leave(job.num_sequences))
+        observer = self.metrics.request(job.params)
         generation = self._start(header, job, body.priority or 0)
-        generation.when_closed = leave
+        generation.when_tokens = observer.tokens
+
+        def closed() -> None:
+            self.gate.leave(job.num_sequences)
+            observer.end(generation.streams, generation.outputs)
+            self.request_trace.ended(generation.outputs)
+
+        generation.when_closed = once(closed)
         try:
             if body.stream:
                 events = await unless_gone(request, generation.start(body.stream_options))
-                return EventStream(events, headers)
+                return EventStream(events, headers, generation.close)
             reply = await unless_gone(request, generation.reply())
         except BaseException:
             await generation.close()
@@ -306,7 +320,7 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
         description="OpenAI-compatible API of minillm.",
     )  # fmt: skip
     app.state.server = server
-    for kind in (Exception, HTTPException, ApiError, ClientGone, InvalidRequestError):
+    for kind in (Exception, HTTPException, ApiError, ClientGone, MinillmError):
         app.add_exception_handler(kind, on_error)  # type: ignore[arg-type]
     posts: Mapping[str, tuple[Any, type[ApiRequest]]] = {
         "/v1/completions": (server.completions, CompletionRequest),
@@ -329,8 +343,20 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
         "/version": version,
         "/load": server.load,
         "/tokenizer_info": server.tokenizer_info,
+        "/metrics": server.metrics.page,
+        "/debug/requests/{request_id:path}": server.request_trace.request,
+        "/debug/trace": server.request_trace.steps,
     }
     for path, handler in gets.items():
         app.get(path, response_model=None)(handler)
+    page = HTMLResponse(playground_page.page(), headers=dict(playground_page.headers()))
+
+    async def playground() -> Response:
+        """GET /: the playground."""
+        return page
+
+    app.get("/", response_model=None, include_in_schema=False)(playground)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, api_keys=settings.api_keys)
+    app.add_middleware(ResponseCounter, counts=server.metrics.responses)  # outermost
     return app
