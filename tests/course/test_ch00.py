@@ -125,6 +125,14 @@ def test_the_roofline_has_two_bounds_and_the_runs_under_them(shown):
     assert len(fig.axes) == 1
 
 
+def test_the_slope_of_the_memory_is_no_bound_of_what_fits_into_the_cache(shown):
+    run = ch00.Run("tiny", TOKEN, 0.01)
+    for cache, said in ((TOKEN.total_bytes, False), (TOKEN.total_bytes + 1, True)):
+        ch00.draw_roofline(LAPTOP, [run], cache)
+        label = shown[-1][0].axes[0].lines[-1].get_label()
+        assert ("fits the cache: not its bound" in label) == said
+
+
 def test_the_bounds_of_a_token_stand_in_one_row_per_machine(shown):
     here = replace(LAPTOP, bandwidth=1e9)
     ch00.draw_token_bounds("smollm2-135m", here)
@@ -148,12 +156,16 @@ def test_without_a_machine_at_hand_only_the_datasheets_are_drawn(shown):
     assert f"longer than that on 0 of {len(ch00.MACHINES)} machines" in caption
 
 
-def test_runs_are_drawn_with_their_median_mean_and_the_first_call(shown):
+def test_runs_are_drawn_with_their_median_middle_half_and_the_first_call(shown):
     ch00.draw_runs([1.0, 1.0, 2.0, 4.0], median=1.5, lone=1360.1)
     fig, caption = shown[0]
     texts = [text.get_text() for text in fig.axes[0].get_legend().get_texts()]
-    assert texts == ["median: 1.5 ms", "mean: 2 ms", "the first call: 1,360 ms"]
-    assert sum(bar.get_height() for bar in fig.axes[0].patches) == 4
+    half = "middle half: 1 to 2.5 ms"
+    assert texts == [half, "median: 1.5 ms", "the first call: 1,360 ms"]
+    *runs, band = fig.axes[0].patches
+    assert sum(bar.get_height() for bar in runs) == 4
+    assert band.get_x() == pytest.approx(1)
+    assert band.get_width() == pytest.approx(1.5)
     assert "the fastest took 1 ms, the slowest 4 ms, the very first call 1,360 ms" in caption
 
 

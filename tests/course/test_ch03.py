@@ -183,10 +183,9 @@ def test_the_pictures_of_the_bugs_count_what_they_show(shown):
         "mask": [[-1.0, -2.0], [3.0]]
     })  # fmt: skip
     (fig, caught), (_, leads) = shown
-    assert caught.endswith(
-        "of 2 prompts each test catches: text 1 (rotation), logits 2 (rotation), text 0 (mask), "
-        "logits 2 (mask)."
-    )
+    assert caught.endswith("of 2. On every prompt, every bug is caught by: logits.")
+    numbers = [text.get_text() for ax in fig.axes for text in ax.texts]
+    assert numbers == ["1", "2", "0", "2"]
     filled = [line for line in fig.axes[0].lines if line.get_markerfacecolor() != "none"]
     assert len(filled) == 3
     assert leads.endswith("1 of 3 with rotation, 2 of 3 with mask.")
