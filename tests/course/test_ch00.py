@@ -76,6 +76,16 @@ def test_the_compiler_runs_before_the_first_clock(chapter, monkeypatch):
     assert ch00.build_c_functions() == "The engine's C functions were compiled or loaded in 0.4 s."
 
 
+def test_the_first_call_and_the_later_runs_do_the_same_work(chapter):
+    """With a prefix cache, or with another sampler, the first call would be another program."""
+    (cold,) = (c["source"] for _, c in chapter.code() if "first_call = " in c["source"])
+    (warm,) = (c["source"] for _, c in chapter.code() if "for _ in range(120)" in c["source"])
+    assert "enable_prefix_caching=False" in cold
+    call = "tiny.generate(PROMPT, first_token, use_tqdm=False)"
+    assert call in cold
+    assert call in warm
+
+
 def test_everything_is_measured_on_the_device_of_the_model(chapter):
     """Times of a GPU divided by the ceilings of a processor mean nothing."""
     sources = [cell["source"] for _, cell in chapter.code()]
