@@ -40,6 +40,7 @@ STATES: Mapping[str, State] = {
 }
 IDLE = "wsox"  # adjacent spans are merged: they differ only in the reason, which is not shown
 ENDS: Mapping[str, str] = {"stop": "o", "length": "s", "abort": "x", "error": "D"}
+MARK_NAMES: Mapping[str, str] = {"arrival": "arrives", "length": "ended"}
 CURVES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "queue": ("sequences", (("running", "#009E73"), ("waiting", "#D55E00"))),
     "budget": ("tokens",
@@ -264,10 +265,11 @@ def draw_marks(ax: "Axes", shown: list[dict[str, Any]]) -> None:
     figure = ax.get_figure(root=True)
     for name, places in marks.items():
         if places and figure is not None:
-            aside = (-0.8 if name == "arrival" else 4) / 72  # inches
+            aside = (-4 if name == "arrival" else 4) / 72  # inches
             xs, ys = zip(*places, strict=True)
             colour = "#D55E00" if name in ("abort", "error") else "#1B1F24"
-            ax.scatter(xs, ys, size, colour, marker=ENDS.get(name, "|"), label=name, zorder=4,
+            ax.scatter(xs, ys, size, colour, marker=ENDS.get(name, ">"),
+                       label=MARK_NAMES.get(name, name), zorder=4,
                        linewidths=1.0, clip_on=False, gid=name,
                        transform=ax.transData + ScaledTranslation(aside, 0, figure.dpi_scale_trans),
                        )  # fmt: skip
