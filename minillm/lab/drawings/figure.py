@@ -294,10 +294,11 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
     if name == "budget":  # recomputed tokens are also counted in "prefill"
         values["prefill"] = np.maximum(values["prefill"] - values["recomputed"], 0)
     edges = np.arange(len(data["steps"]["step"]) + 1)
-    below = np.zeros(len(edges) - 1)
+    below, highest = np.zeros(len(edges) - 1), 0.0
     dashes = cycle(("-", "--", ":"))
     for (part, colour), dash in zip(parts if len(below) else (), dashes, strict=False):
         curve = values[part] * (1e3 if name == "time" else 1)
+        highest = max(highest, curve.max())
         if name in STACKED:
             seen = part if curve.any() else None  # no legend entry for an empty part
             ax.stairs(below + curve, edges, baseline=below, fill=True, color=colour, label=seen)
@@ -307,7 +308,8 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
                       linewidth=1.3)  # fmt: skip
     limit = {"budget": "max_num_batched_tokens", "free": "num_blocks"}.get(name)
     most = data["meta"][limit] if limit else None
-    if most and most < 3 * max(below, default=most):  # a higher limit would flatten the curve
+    highest = max([highest, *below])
+    if most and (most < 3 * highest or not len(below)):  # a higher limit would flatten the curve
         ax.axhline(most, color="black", linestyle=(0, (5, 3)), linewidth=1,
                    label="limit" if name == "budget" else "blocks")  # fmt: skip
     if name == "queue":
