@@ -216,7 +216,9 @@ def draw_missed(runs: Runs, size: int) -> None:
 def draw_sizes(runs: Runs) -> None:
     """Draw the hit rate against the size of a block, a panel for each workload."""
     names, kinds, sizes = (list(dict.fromkeys(part)) for part in zip(*runs, strict=True))
-    fig, axes = figure("block (tokens, logarithmic)", "hit rate (%)", cols=len(names), size=(7.2, 2.5))
+    fig, axes = figure(
+        "block (tokens, logarithmic)", "hit rate (%)", cols=len(names), size=(7.2, 2.5)
+    )
     lost = {}
     for ax, name in zip(axes, names, strict=True):
         for number, kind in enumerate(kinds):
@@ -270,8 +272,8 @@ def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str)
     told = f"{measured[-1]:.1f} times as soon with {100 * shares[-1]:.0f} % of the prompt found"
     show(
         fig,
-        f"What a hit is worth, measured: the first token came {told}. The dashed line counts tokens "
-        "only; points beside it have other reasons, which the text names.",
+        f"What a hit is worth, measured: the first token came {told}. The dashed line only counts "
+        "tokens; points beside it have other reasons, which the text names.",
     )
 
 
