@@ -62,7 +62,8 @@ def draw_errors(errors: Mapping[str, Mapping[str, float]], least: Mapping[str, f
     width = 0.8 / len(ways)
     for number, way in enumerate(ways):
         places = [at + (number - (len(ways) - 1) / 2) * width for at in range(len(errors))]
-        ax.bar(places, [errors[dtype][way] for dtype in errors], width, label=way, **bars(number))
+        look = {**series(number), "linestyle": "", "markersize": 8}
+        ax.plot(places, [errors[dtype][way] for dtype in errors], label=way, **look)
     for at, dtype in enumerate(errors):
         ax.plot([at - 0.45, at + 0.45], [least[dtype]] * 2, "k--", linewidth=1.2,
                 label="" if at else "rounding the exact result")  # fmt: skip
