@@ -18,7 +18,7 @@ from minillm_exercises.notebook import (
     task,
     turn,
 )
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, figure, listing, series, show
 from minillm_exercises.timing import Timing, measure
 from minillm_exercises.widgets import explore
 
@@ -33,6 +33,7 @@ __all__ = [
     "fact",
     "figure",
     "hint",
+    "listing",
     "measure",
     "predict",
     "quiz",

@@ -5,7 +5,9 @@ an order whose greys differ too; every series also has its own marker and dash, 
 physics sets is always the same dashed black line with its name on it.
 """
 
+import inspect
 import io
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.errors import ExerciseError
@@ -107,3 +109,19 @@ def show(fig: "Figure", caption: str) -> None:
         metadata={"image/png": {"alt": caption}},
     )
     display(Markdown(f"*{caption}*"))
+
+
+def listing(title: str, *parts: Any) -> None:
+    """Show the source of functions or classes folded behind `title`, for a reader who wants it.
+
+    Raises:
+        ExerciseError: nothing to show.
+    """
+    if not parts:
+        raise ExerciseError("listing() needs a function or a class to show.")
+    from IPython.display import Markdown, display
+
+    code = "\n\n".join(textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts)
+    display(
+        Markdown(f"<details><summary>{title}</summary>\n\n```python\n{code}\n```\n\n</details>")
+    )

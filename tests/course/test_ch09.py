@@ -185,10 +185,12 @@ def test_the_drawings_caption_what_they_draw(shown):
     ch09.draw_speedup([0, 0.5], [1.0, 1.75], "small")
     ch09.draw_guesses({"open": [0.3, 0.1], "closed": [0.3, 0.3]}, 1)
     captions = [caption for _, caption in shown]
-    found = ch09.percent(runs["shared", "hash", 16].hit_rate)
-    assert f"shared, hash {found};" in captions[0]
-    assert f"chat {100 * float(runs['chat', 'radix', 64].hit_rate):.0f} (radix)" in captions[1]
-    assert "with a pool of 100 blocks: in turn 50.0" in captions[2]
+    rate = {key: 100 * float(run.hit_rate) for key, run in runs.items()}
+    lost = [rate[name, "hash", 1] - rate[name, kind, 16] for name in jobs for kind in KINDS]
+    assert f"at most {max(lost):.1f} percent with either index" in captions[0]
+    falls = [f"{rate['chat', kind, 1] - rate['chat', kind, 64]:.0f}" for kind in KINDS]
+    assert f", {' and '.join(falls)} points, from the left" in captions[1]
+    assert "With 100 blocks, too few for all documents, 'in turn' finds 50.0" in captions[2]
     assert "1.8 times as soon with 50 %" in captions[3]
     assert "Guess B" in captions[4]
     assert "100 ms open, 300 ms closed" in captions[4]

@@ -31,7 +31,8 @@ def draw_reservations(works: Sequence[Work], computed: int, cap: int = CAP) -> N
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     used = sum(work.total for work in works)
     show(fig, f"A row is the {cap:,} slots that one request has reserved, at a time when it has "
-              f"written {computed} of them, or its whole prompt if that is longer; "
+              f"written {computed} tokens, its whole prompt if that is longer, or all it will "
+              f"ever write if that is less; "
               f"{100 * used / (cap * len(works)):.0f} percent of all these slots will ever be "
               f"written.")  # fmt: skip
 
@@ -42,13 +43,13 @@ def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -
     from matplotlib.ticker import MaxNLocator
 
     columns = list(next(iter(runs.values())))
-    fig, axes = figure("step", "slots (%)", len(runs), len(columns), (7.4, 4.7))
+    fig, axes = figure("step", "slots (%)", len(runs), len(columns), (7.4, 5.2))
     for row, (law, found) in zip(axes, runs.items(), strict=True):
         longest = max(map(len, found.values()))
         for ax, name in zip(row, columns, strict=True):
             _stack(ax, found[name], slots)
             ax.grid(visible=False)
-            ax.set(xlim=(0, longest), ylim=(0, 100), xlabel="step" if law == [*runs][-1] else "")
+            ax.set(xlim=(0, longest), ylim=(0, 100), xlabel="step")
             ax.set_ylabel(f"{law}\nslots (%)" if name == columns[0] else "")
             ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             ax.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
@@ -63,8 +64,9 @@ def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -
     show(
         fig,
         f"Simulated: the same requests and the same memory in each row. While requests waited, "
-        f"{first} of the slots were written with {columns[0]}, and {last} with {columns[-1]}. A "
-        "curve falls at the right end because no request waits any more.",
+        f"{first} of the slots were written with {columns[0]}, and {last} with {columns[-1]}. The "
+        "steps of the rows end at different numbers; a curve falls at the right end because no "
+        "request waits any more.",
     )
 
 
@@ -149,7 +151,7 @@ def draw_sizes(
     entries = [sum(-(-length // size) for length in lengths) / len(lengths) for size in sizes]
     unused = [sum(-length % size for length in lengths) / len(lengths) for size in sizes]
     fig, (left, right) = figure(
-        "slots per block (logarithmic)", "count per sequence", cols=2, size=(7.8, 3.3)
+        "slots per block (logarithmic)", "number (logarithmic above 1)", cols=2, size=(7.8, 3.6)
     )
     left.plot(sizes, unused, label="slots never used", **series(0))
     left.plot(sizes, entries, label="entries of the table", **series(1))

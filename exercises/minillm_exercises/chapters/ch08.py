@@ -204,7 +204,7 @@ def draw_exchange(model: str, machine: str, gigabytes: float) -> None:
     ax.plot(lengths, alone, label="recompute, in a step of its own", **series(2))
     first = cheaper_from(config, device, link)
     if first is not None and first <= lengths[-1]:
-        ax.axvline(first, color="grey", linestyle=":", label=f"equal at {first:,} tokens")
+        ax.axvline(first, color="grey", linestyle=":", label=f"swap cheaper from {first:,} tokens")
     ax.set_xscale("log", base=4)
     ax.set_yscale("log")
     ax.set_ylim(min(compute) / 2, None)

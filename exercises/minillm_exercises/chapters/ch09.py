@@ -195,7 +195,7 @@ def draw_missed(runs: Runs, size: int) -> None:
     least = [100 * float(1 - runs[name, "hash", 1].hit_rate) for name, _, _ in rows]
     computed = [100 * float(1 - each.hit_rate) for *_, each in rows]
     lost = [most - few for most, few in zip(computed, least, strict=True)]
-    ax.barh(range(len(rows)), least, 0.7, label="not in any cache", **bars(0))
+    ax.barh(range(len(rows)), least, 0.7, label="new, or last: always computed", **bars(0))
     ax.barh(range(len(rows)), lost, 0.7, least, label="computed before, not found", **bars(1))
     for place, (_, _, each) in enumerate(rows):
         words = f"{percent(each.hit_rate)} % found"
@@ -205,32 +205,39 @@ def draw_missed(runs: Runs, size: int) -> None:
     ax.set_xlim(0, 1.3 * max(computed))
     ax.grid(visible=False, axis="y")
     fig.legend(loc="outside upper center", ncols=2)
-    found = "; ".join(f"{name}, {kind} {percent(each.hit_rate)}" for name, kind, each in rows)
     show(
         fig,
-        "Prompt tokens that were computed, in percent of all; the hatched part had been computed "
-        f"before. Found in the cache, in percent: {found}.",
+        "Prompt tokens that were computed, in percent of all. The hatched part had been computed "
+        f"before: it is at most {max(lost):.1f} percent with either index, so both find nearly all "
+        "that repeats.",
     )
 
 
 def draw_sizes(runs: Runs) -> None:
     """Draw the hit rate against the size of a block, a panel for each workload."""
     names, kinds, sizes = (list(dict.fromkeys(part)) for part in zip(*runs, strict=True))
-    fig, axes = figure("block (tokens)", "hit rate (%)", cols=len(names), size=(7.2, 2.5))
-    largest = []
+    fig, axes = figure(
+        "block (tokens, logarithmic)", "hit rate (%)", cols=len(names), size=(7.2, 2.5)
+    )
+    lost = {}
     for ax, name in zip(axes, names, strict=True):
         for number, kind in enumerate(kinds):
             values = [100 * float(runs[name, kind, size].hit_rate) for size in sizes]
             ax.plot(sizes, values, label=kind, **series(number))
-            largest.append(f"{name} {values[-1]:.0f} ({kind})")
+            lost[name, kind] = values[0] - values[-1]
         most = 100 * float(runs[name, kinds[0], 1].hit_rate)
         bound(ax, sizes, [most] * len(sizes), "all that repeats", side="above", at=0.0)
         ax.set_xscale("log", base=4)
         ax.set_xticks(sizes, [str(size) for size in sizes])
         ax.set(title=name, ylim=(0, 110))
         ax.legend(loc="lower left")
-    at = f"percent found with blocks of {sizes[-1]}"
-    show(fig, f"What large blocks cost depends on the workload; {at}: {', '.join(largest)}.")
+    told = ", ".join(f"{lost[name, kinds[0]]:.0f} and {lost[name, kinds[1]]:.0f}" for name in names)
+    show(
+        fig,
+        "What large blocks cost depends on the workload. From blocks of "
+        f"{sizes[0]} to blocks of {sizes[-1]}, the hit rate of {kinds[0]} and of {kinds[1]} falls "
+        f"by {told} points, from the left panel to the right.",
+    )
 
 
 def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], needed: int) -> None:
@@ -245,8 +252,13 @@ def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], need
     ax.set_ylim(-3, 100)
     fig.legend(loc="outside lower center", ncols=2, fontsize=9)
     at = max(place for place, pool in enumerate(pools) if pool < needed - 20)
-    told = "; ".join(f"{name} {percent(served[at].hit_rate)}" for name, served in curves.items())
-    show(fig, f"Hit rate over memory; percent with a pool of {pools[at]} blocks: {told}.")
+    rates = {name: served[at].hit_rate for name, served in curves.items()}
+    low, high = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
+    show(
+        fig,
+        f"With {pools[at]} blocks, too few for all documents, '{low}' finds {percent(rates[low])} "
+        f"percent of the tokens, and '{high}' finds {percent(rates[high])}.",
+    )
 
 
 def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str) -> None:
@@ -258,7 +270,11 @@ def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str)
     bound(ax, fine, law, "counted: 1 / (1 \u2212 f)", side="above", at=0.9)
     ax.legend(loc="upper left")
     told = f"{measured[-1]:.1f} times as soon with {100 * shares[-1]:.0f} % of the prompt found"
-    show(fig, f"What a hit is worth, measured: the first token came {told}.")
+    show(
+        fig,
+        f"What a hit is worth, measured: the first token came {told}. The dashed line only counts "
+        "tokens; points beside it have other reasons, which the text names.",
+    )
 
 
 def draw_guesses(times: Mapping[str, Sequence[float]], sent: int) -> None:

@@ -95,9 +95,42 @@ def _square(ax: Any, x: float, y: float, text: str, kind: int | None) -> None:
     ax.text(x, y, text, ha="center", va="center", fontsize=8, bbox=box)
 
 
+def draw_page(page: int, heads: int, head: int, slots: int, width: int, filled: int) -> None:
+    """The tile of addresses of one page: a column of slots plus a row of numbers, and where the
+    tile lies in memory; only the first `filled` slots hold a key."""
+    from matplotlib.patches import Rectangle
+
+    fig, axes = figure("place in the key", "slot of the page", 1, 3, (8.6, 2.9))
+    rows, start = range(slots), (page * heads + head) * slots
+    for slot in rows:
+        kind = 0 if slot < filled else 1
+        _square(axes[0], 0, slot, f"{(start + slot) * width}", kind)
+        for place in range(width):
+            _square(axes[2], place, slot, f"{(start + slot) * width + place}", kind)
+    for place in range(width):
+        _square(axes[1], place, 0, f"{place}", None)
+    titles = ("(base + slots)[:, None] * D", "+  dims", "=  at, the tile of addresses")
+    for ax, title, columns in zip(axes, titles, (1, width, width), strict=True):
+        ax.set(xlim=(-0.7, max(columns, 2) - 0.3), ylim=(slots - 0.4, -0.6), title=title)
+        ax.set_xticks(range(columns))
+        ax.set_yticks(rows if ax is not axes[1] else [])
+        ax.grid(visible=False)
+        ax.title.set_fontsize(10)
+    for ax in axes[1:]:
+        ax.set_ylabel("")
+    axes[0].set(xlabel="one column", xticks=[])
+    axes[2].add_patch(Rectangle((-0.5, -0.5), width, slots, fill=False, linewidth=1.5))
+    show(
+        fig,
+        f"Page {page} of KV head {head}, with {slots} slots of {width} numbers: its first slot is "
+        f"slot {start} of the cache. A column plus a row is a table, and each cell is their sum. "
+        "Hatched slots lie behind the end of the text and are masked.",
+    )
+
+
 def draw_splits(pages: int, rows: int, most: int, marked: Sequence[int]) -> None:
     """How many pages stand in a row, by the number of splits, above the bound of a full GPU."""
-    fig, ax = figure("splits of one text", "pages read in a row", size=(8.2, 3.8))
+    fig, ax = figure("splits of one text", "pages read in a row (logarithmic)", size=(8.2, 3.8))
     splits = range(1, most + 1)
     waited = [pages_in_a_row(pages, rows, n) for n in splits]
     ax.plot(splits, waited, **(series(0) | {"marker": "", "drawstyle": "steps-mid"}))

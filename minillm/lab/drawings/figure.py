@@ -40,6 +40,7 @@ STATES: Mapping[str, State] = {
 }
 IDLE = "wsox"  # adjacent spans are merged: they differ only in the reason, which is not shown
 ENDS: Mapping[str, str] = {"stop": "o", "length": "s", "abort": "x", "error": "D"}
+MARK_NAMES: Mapping[str, str] = {"arrival": "arrives", "length": "ended"}
 CURVES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "queue": ("sequences", (("running", "#009E73"), ("waiting", "#D55E00"))),
     "budget": ("tokens",
@@ -264,10 +265,11 @@ def draw_marks(ax: "Axes", shown: list[dict[str, Any]]) -> None:
     figure = ax.get_figure(root=True)
     for name, places in marks.items():
         if places and figure is not None:
-            aside = (-0.8 if name == "arrival" else 4) / 72  # inches
+            aside = (-4 if name == "arrival" else 4) / 72  # inches
             xs, ys = zip(*places, strict=True)
             colour = "#D55E00" if name in ("abort", "error") else "#1B1F24"
-            ax.scatter(xs, ys, size, colour, marker=ENDS.get(name, "|"), label=name, zorder=4,
+            ax.scatter(xs, ys, size, colour, marker=ENDS.get(name, ">"),
+                       label=MARK_NAMES.get(name, name), zorder=4,
                        linewidths=1.0, clip_on=False, gid=name,
                        transform=ax.transData + ScaledTranslation(aside, 0, figure.dpi_scale_trans),
                        )  # fmt: skip
@@ -292,10 +294,11 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
     if name == "budget":  # recomputed tokens are also counted in "prefill"
         values["prefill"] = np.maximum(values["prefill"] - values["recomputed"], 0)
     edges = np.arange(len(data["steps"]["step"]) + 1)
-    below = np.zeros(len(edges) - 1)
+    below, highest = np.zeros(len(edges) - 1), 0.0
     dashes = cycle(("-", "--", ":"))
     for (part, colour), dash in zip(parts if len(below) else (), dashes, strict=False):
         curve = values[part] * (1e3 if name == "time" else 1)
+        highest = max(highest, curve.max())
         if name in STACKED:
             seen = part if curve.any() else None  # no legend entry for an empty part
             ax.stairs(below + curve, edges, baseline=below, fill=True, color=colour, label=seen)
@@ -305,7 +308,8 @@ def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
                       linewidth=1.3)  # fmt: skip
     limit = {"budget": "max_num_batched_tokens", "free": "num_blocks"}.get(name)
     most = data["meta"][limit] if limit else None
-    if most and most < 3 * max(below, default=most):  # a higher limit would flatten the curve
+    highest = max([highest, *below])
+    if most and (most < 3 * highest or not len(below)):  # a higher limit would flatten the curve
         ax.axhline(most, color="black", linestyle=(0, (5, 3)), linewidth=1,
                    label="limit" if name == "budget" else "blocks")  # fmt: skip
     if name == "queue":
