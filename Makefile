@@ -11,8 +11,12 @@ RUN_STAMP := $(VENV)/.installed-run
 COURSE_STAMP := $(VENV)/.installed-course
 DEV_STAMP := $(VENV)/.installed-dev
 
+# The engines of `minillm bench --vs`, and other projects' clients.
+PEERS ?= vllm openvino
+PEERS_DIR ?= .peers
+
 .DEFAULT_GOAL := help
-.PHONY: help run lab check test test-full notebooks facts stale bundle peers clean
+.PHONY: help run lab check test test-full test-clients notebooks facts stale bundle peers clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -48,6 +52,9 @@ test-full: check ## the same with the slow tests, and the chapters' facts once m
 	$(CHAPTERS)
 	MINILLM_C_ISA=none MINILLM_QUICK=1 $(CHAPTERS)
 
+test-clients: $(DEV_STAMP) $(PEERS_DIR)/clients/.installed ## set up other projects' clients (1 GB), and run them against minillm serve
+	$(PY) -m pytest -n 0 -p no:nbval tests/clients
+
 notebooks: $(DEV_STAMP) ## run every chapter and compare its facts
 	$(CHAPTERS)
 
@@ -65,8 +72,6 @@ bundle: $(COURSE_STAMP) ## the course in one zip, for machines without a network
 # What exists for CUDA only is left out, and the package of FILE-alone.txt comes without what it asks
 # for. PEERS=vllm makes one of them. Where the index has torch only with several GB of CUDA, name one
 # that has its CPU build: PEERS_PIP="--extra-index-url ...".
-PEERS ?= vllm openvino
-PEERS_DIR ?= .peers
 PEERS_PIP ?=
 peers: $(DEV_STAMP) $(PEERS:%=$(PEERS_DIR)/%/.installed) ## set up the engines that minillm bench --vs compares with (3 GB)
 

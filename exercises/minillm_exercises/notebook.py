@@ -90,16 +90,21 @@ def predict(key: str, question: str, options: Sequence[str], choice: str | None 
     prediction.show_buttons()
 
 
-def compare(key: str, measured: str, best: str, found: str = "Measured") -> None:
-    """Put the reader's prediction beside what was measured; `best` is the option nearest to it.
+def compare(
+    key: str, measured: str, best: str, found: str = "Measured", between: bool = False
+) -> None:
+    """Put the reader's prediction beside what was measured; `best` is the option that holds it.
 
-    `found` says how, where nothing was measured: "Counted", "Computed".
+    `found` says how, where nothing was measured: "Counted", "Computed". With `between` the value
+    lies between two options, and `best` is the nearest one.
     """
     known = load_prediction(key)
+    option = f"nearest to {best}" if between else best
     if known is None:
-        say(f"{found}: {measured}. That is nearest to {best}.")
+        say(f"{found}: {measured}. That is {option}.")
         return
-    verdict = "as you said" if known[0] == best else f"nearest to {best}"
+    right = "as you said" if known[0] == best else f"that is {option}"
+    verdict = f"nearest to {best}, as you said" if between and known[0] == best else right
     say(f"You said {known[0]}: {known[1]}. {found}: {measured}, {verdict}.")
 
 

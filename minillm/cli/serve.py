@@ -5,10 +5,13 @@ running requests; a second one stops at once.
 """
 
 import argparse
+import io
+import os
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 from minillm.cli.options import add_engine_options, engine_arguments
 from minillm.cli.terminal import Terminal
@@ -34,7 +37,8 @@ def add_options(parser: ArgumentParser) -> None:
            help="address to listen on; 0.0.0.0 is every network (127.0.0.1)")  # fmt: skip
     option("--port", metavar="N", type=int, default=8000, help="port (8000); 0: a free one")
     option("--api-key", metavar="KEY", action="append", default=[],
-           help="key that clients must send; may be repeated (none)")  # fmt: skip
+           help="key that clients must send; may be repeated (environment variable "
+                "MINILLM_API_KEY, which other users of the machine cannot see)")  # fmt: skip
     option("--served-model-name", metavar="NAME", nargs="+",
            help="names of the model in requests and replies (MODEL)")  # fmt: skip
     option("--chat-template", metavar="FILE", type=Path, help="Jinja template of conversations")
@@ -65,7 +69,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     template = read_template(args.chat_template)
     settings = Settings(
         names=tuple(args.served_model_name or [args.model]),
-        api_keys=tuple(args.api_key),
+        api_keys=tuple(args.api_key or filter(None, [os.environ.get("MINILLM_API_KEY")])),
         max_waiting=args.max_waiting,
         health_timeout=args.health_timeout,
         max_event_rate=args.max_event_rate,
@@ -73,6 +77,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         request_trace=args.enable_request_trace,
         chat_template=template,
     )
+    terminal.err = Lossy(terminal.err)  # type: ignore[assignment]
     begin = perf_counter()
     with terminal.progress("Importing"):
         launch = import_server()
@@ -88,6 +93,28 @@ def run(args: Namespace, terminal: Terminal) -> int:
         finally:
             engine.shutdown()
     return code
+
+
+class Lossy(io.TextIOBase):
+    """A stream that loses lines which cannot be written, so that a full disk ends no server."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def isatty(self) -> bool:
+        """Whether the lines go to a terminal."""
+        return self.stream.isatty()
+
+    def write(self, text: str) -> int:
+        """Write, if that is possible."""
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if that is possible."""
+        with suppress(OSError):
+            self.stream.flush()
 
 
 def phase(what: str, seconds: float) -> str:

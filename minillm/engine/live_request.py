@@ -55,6 +55,11 @@ class LiveRequest:
         self._last_token: float | None = None
         self._ended: float | None = None  # when the latest completion ended
 
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all completions."""
+        return sum(len(each.token_ids) for each in self.completions)
+
     def schedule(self, time: float) -> None:
         """Record when the request was first scheduled."""
         if self._scheduled is None:

@@ -172,7 +172,7 @@ def _with_whole_experts(
     products = [each for each in all_products(mine) if each.part == "experts"]
     value_bytes = dtype_bytes(dtype)
     read = sum(p.parameters_read(tokens) * more - p.parameters_read(own) for p in products)
-    rows = tokens / expert_balance(*load) - own
+    rows = tokens / expert_balance(*load, moe.num_groups, moe.topk_groups) - own
     macs = rows * sum(p.used * p.inputs * p.outputs for p in products)
     return replace(
         cost,
@@ -190,7 +190,9 @@ def _communication(
         return 0.0
     row_bytes = mine.hidden_size * value_bytes
     if devices.layout.own_attention and mine.moe is not None:
-        others = ranks_of_a_token(size, mine.moe.num_experts_per_token) * (size - 1) / size
+        moe = mine.moe
+        reached = ranks_of_a_token(size, moe.num_experts_per_token, moe.num_groups, moe.topk_groups)
+        others = reached * (size - 1) / size
         routed = sum(map(mine.is_moe_layer, range(mine.num_layers)))
         both_ways = 2 * all_to_all_seconds(link, size, tokens * others * row_bytes)
         return routed * both_ways + (all_reduce(link, size, ID_BYTES).seconds if is_first else 0.0)

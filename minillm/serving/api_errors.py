@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from minillm.errors import EngineDeadError, InvalidRequestError, MinillmError
+from minillm.serving.protocol import ChatRequest, CompletionRequest
 
+FIELDS = frozenset({*CompletionRequest.model_fields, *ChatRequest.model_fields})
 TOO_LONG = "maximum context length"  # as in the engine's message, for which clients look
 
 
@@ -43,9 +45,20 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(503, f"The engine has stopped. {error}", "ServiceUnavailableError")
     if isinstance(error, MinillmError):
         too_long = TOO_LONG in str(error) and isinstance(error, InvalidRequestError)
-        return ApiError(400, str(error), code="context_length_exceeded" if too_long else None)
+        return ApiError(
+            400,
+            str(error),
+            param="prompt" if too_long else parameter(str(error)),
+            code="context_length_exceeded" if too_long else None,
+        )
     return ApiError(
         500,
         f"The server failed ({type(error).__name__}); its log has the details.",
         "InternalServerError",
     )
+
+
+def parameter(message: str) -> str | None:
+    """The field that a message begins with, if any: "temperature is -1; it must be ..."."""
+    word = message.partition(" ")[0].rstrip(":")
+    return word if word in FIELDS else None

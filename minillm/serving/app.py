@@ -3,23 +3,28 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from minillm.errors import InvalidRequestError
-from minillm.serving.api_errors import ApiError, api_error
+from minillm.errors import InvalidRequestError, MinillmError
+from minillm.serving import playground_page
+from minillm.serving.api_errors import TOO_LONG, ApiError, api_error
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
 from minillm.serving.gate import Gate
 from minillm.serving.generation import Generation
 from minillm.serving.guard import Guard
-from minillm.serving.params import Job, chat_job, chat_text, completion_job
+from minillm.serving.metrics import Metrics, ResponseCounter
+from minillm.serving.openapi import document
+from minillm.serving.params import Job, chat_job, chat_text, completion_job, listed
 from minillm.serving.protocol import (
     ApiRequest,
     ChatRequest,
@@ -30,7 +35,9 @@ from minillm.serving.protocol import (
     parse,
 )
 from minillm.serving.replies import Header
+from minillm.serving.request_trace import RequestTrace
 from minillm.serving.settings import VERSION, Settings
+from minillm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +57,14 @@ class Server:
         running = self.engine.state().max_num_seqs
         self.engine.limit_outputs(self.settings.max_event_rate)
         self.gate = Gate(running + self.settings.max_waiting)
+        self.metrics = Metrics(self.engine, self.gate, self.settings.names[0])
+        self.request_trace = RequestTrace(self.engine, self.settings.request_trace)
         self.defaults = self.engine.sampling_defaults
         self.tokenizer = self.engine.tokenizer
         if self.tokenizer is not None and self.settings.chat_template is not None:
             self.tokenizer = self.tokenizer.with_chat_template(self.settings.chat_template)
+        longest = 1 if self.tokenizer is None else self.tokenizer.longest_token
+        self.longest_text = self.engine.max_model_len * longest  # characters
 
     def check_model(self, name: str | None) -> str:
         """The name for the reply; a name that is not served is a 404."""
@@ -64,6 +75,7 @@ class Server:
             404,
             f"The model `{name[:80]}` does not exist; this server has `{names[0]}`.",
             "NotFoundError",
+            param="model",
             code="model_not_found",
         )
 
@@ -72,18 +84,18 @@ class Server:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = parse(CompletionRequest, await request.body())
-        model = self.check_model(body.model)
-        job = await off_loop(body.prompt, completion_job, body, self.defaults, self.tokenizer)
-        return await self._generate(request, body, job, self._header("cmpl", model, body, request))
+        header = self._header("cmpl", self.check_model(body.model), body, request)
+        count = len(listed(body.prompt)) * (body.n or 1)
+        making = partial(off_loop, body.prompt, completion_job, body, self.defaults)
+        return await self._generate(request, body, header, count, making)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = parse(ChatRequest, await request.body())
-        model = self.check_model(body.model)
+        header = self._header("chatcmpl", self.check_model(body.model), body, request)
         # The model's template may take long, and it runs in a sandbox without a time limit.
-        job = await asyncio.to_thread(chat_job, body, self.defaults, self.tokenizer)
-        header = self._header("chatcmpl", model, body, request)
-        return await self._generate(request, body, job, header)
+        making = partial(asyncio.to_thread, chat_job, body, self.defaults, self.check_length)
+        return await self._generate(request, body, header, body.n or 1, making)
 
     def _header(self, kind: str, model: str, body: GenerationRequest, request: Request) -> Header:
         given = body.request_id or request.headers.get("x-request-id", "")[:256]
@@ -99,22 +111,55 @@ class Server:
         )
 
     async def _generate(
-        self, request: Request, body: GenerationRequest, job: Job, header: Header
+        self,
+        request: Request,
+        body: GenerationRequest,
+        header: Header,
+        count: int,
+        making: Callable[[Tokenizer | None], Awaitable[Job]],
     ) -> Response:
         headers = headers_of(header, body)
-        self.gate.enter(job.num_sequences)
-        leave = once(lambda: self.gate.leave(job.num_sequences))
+        self.gate.enter(count)  # before its prompts are rendered and tokenised
+        try:
+            job = await making(self.tokenizer)
+            for each in job.prompts:
+                self.check_length(each)
+        except BaseException:
+            self.gate.leave(count)
+            raise
+        observer = self.metrics.request(job.params)
         generation = self._start(header, job, body.priority or 0)
-        generation.when_closed = leave
+        generation.when_tokens = observer.tokens
+
+        def closed() -> None:
+            self.gate.leave(count)
+            observer.end(generation.streams, generation.outputs)
+            self.request_trace.ended(generation.outputs)
+
+        generation.when_closed = once(closed)
         try:
             if body.stream:
                 events = await unless_gone(request, generation.start(body.stream_options))
-                return EventStream(events, headers)
+                return EventStream(events, headers, generation.close)
             reply = await unless_gone(request, generation.reply())
         except BaseException:
             await generation.close()
             raise
         return JSONResponse(reply, headers=headers | generation.headers())
+
+    def check_length(self, prompt: Mapping[str, Any]) -> None:
+        """Refuse a prompt that is far too long, before its tokens are computed or checked."""
+        context, ids = self.engine.max_model_len, prompt.get("prompt_token_ids")
+        length, what, most = len(prompt.get("prompt", "")), "characters", self.longest_text
+        if ids is not None:
+            length, what, most = len(ids), "token ids", context
+        if length > most:
+            raise ApiError(
+                400,
+                f"The prompt has {length:,} {what}, and this model's {TOO_LONG} of {context} "
+                f"tokens has at most {most:,}; shorten it.",
+                code="context_length_exceeded",
+            )
 
     def _start(self, header: Header, job: Job, priority: int) -> Generation:
         several = len(job.prompts) > 1
@@ -258,7 +303,7 @@ def headers_of(header: Header, body: ApiRequest) -> dict[str, str]:
 
 def ignored_header(body: ApiRequest) -> dict[str, str]:
     """The header that lists unknown fields, if there are any."""
-    names = [printable(name)[:80] for name in body.ignored[:10]]
+    names = [printable(name[:80]) for name in body.ignored[:10]]
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 
@@ -282,7 +327,7 @@ def error_reply(error: BaseException) -> Response:
 
 async def on_error(request: Request, error: Exception) -> Response:
     """FastAPI's handler of all exceptions."""
-    if isinstance(error, ClientGone):
+    if isinstance(error, ClientGone | ClientDisconnect):
         return Response(status_code=499)  # nginx's number; the client does not see it
     if isinstance(error, HTTPException):  # no such route, or no such method
         kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
@@ -306,7 +351,8 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
         description="OpenAI-compatible API of minillm.",
     )  # fmt: skip
     app.state.server = server
-    for kind in (Exception, HTTPException, ApiError, ClientGone, InvalidRequestError):
+    # What has no entry but Exception is raised again by Starlette after the reply.
+    for kind in (Exception, HTTPException, ApiError, ClientGone, ClientDisconnect, MinillmError):
         app.add_exception_handler(kind, on_error)  # type: ignore[arg-type]
     posts: Mapping[str, tuple[Any, type[ApiRequest]]] = {
         "/v1/completions": (server.completions, CompletionRequest),
@@ -329,8 +375,20 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
         "/version": version,
         "/load": server.load,
         "/tokenizer_info": server.tokenizer_info,
+        "/metrics": server.metrics.page,
+        "/debug/requests/{request_id:path}": server.request_trace.request,
+        "/debug/trace": server.request_trace.steps,
     }
     for path, handler in gets.items():
         app.get(path, response_model=None)(handler)
+    page = HTMLResponse(playground_page.page(), headers=dict(playground_page.headers()))
+
+    async def playground() -> Response:
+        """GET /: the playground."""
+        return page
+
+    app.get("/", response_model=None, include_in_schema=False)(playground)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, api_keys=settings.api_keys)
+    app.add_middleware(ResponseCounter, counts=server.metrics.responses)  # outermost
     return app

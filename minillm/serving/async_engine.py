@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
 from minillm.api.arguments import AsyncEngineArgs
+from minillm.api.outputs import PrefixReport
 from minillm.api.prompts import Prompt, one_params, one_priority, one_prompt, split_prompt
 from minillm.api.sampling_params import SamplingParams, shown
 from minillm.engine.loop import Engine
@@ -134,7 +136,7 @@ class AsyncLLMEngine:
 
     def state(self) -> EngineState:
         """Numbers of the running engine, for reports; any thread may call it."""
-        return EngineState.of(self._engine, self._steps.num_unfinished)
+        return EngineState.of(self._engine, self._steps.num_unfinished, self._steps.num_tokens)
 
     def seconds_since_progress(self) -> float:
         """Time since the latest step, or 0 if no request is unfinished."""
@@ -144,6 +146,26 @@ class AsyncLLMEngine:
     def trace(self) -> Trace:
         """Records of the latest steps, as `LLM.trace`; may be read while steps run."""
         return self._engine.trace
+
+    def prefix_report(self, request_id: str) -> PrefixReport | None:
+        """Prefix cache hits and misses of an unfinished request, once it was admitted."""
+        ticket = self._steps.ticket(request_id)
+        if ticket is None or ticket.live is None:
+            return None
+        report = ticket.live.sequences[0].report
+        return None if report is None else replace(report)  # computes its counts now
+
+    def waiting_outside(self, request_id: str) -> tuple[float, str] | None:
+        """Seconds since the arrival of a request of which no step has known, and why it waits."""
+        ticket = self._steps.ticket(request_id)
+        if ticket is None:
+            return None
+        why = "no step was planned since it arrived"
+        if ticket.request is None:
+            why = "its prompt is not tokenised yet"
+        elif ticket.live is None and self._steps.is_full:
+            why = f"the engine has its {self._steps.max_num_requests} requests (max_num_requests)"
+        return perf_counter() - ticket.arrival, why
 
     # ---- state ---------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ class EngineState:
         num_waiting: sequences in the scheduler's queue, and requests outside of the engine.
         max_num_seqs: maximum of `num_running`.
         kv_cache_usage: share of the KV cache's blocks in use, 0 to 1.
+        num_generated: new tokens since the start.
+        waiting_reason: what the first waiting sequence lacks: "batch_slots", "tokens" or
+            "blocks"; "next_step" if no step has refused it.
     """
 
     num_running: int
@@ -26,10 +29,13 @@ class EngineState:
     kv_cache_usage: float
     counters: Counters
     memory: MemoryPlan
+    num_generated: int = 0
+    waiting_reason: str = "next_step"
 
     @classmethod
-    def of(cls, engine: Engine, num_unfinished: int = 0) -> "EngineState":
+    def of(cls, engine: Engine, num_unfinished: int = 0, num_generated: int = 0) -> "EngineState":
         """The state of an engine with `num_unfinished` requests."""
+        blocked = engine.trace[-1].blocked if engine.trace else None
         scheduler = engine.scheduler
         each = schedulers_of(scheduler)
         num_blocks = sum(one.blocks.pool.num_blocks for one in each)
@@ -42,4 +48,6 @@ class EngineState:
             kv_cache_usage=1 - num_free / num_blocks,
             counters=replace(scheduler.counters),
             memory=engine.memory,
+            num_generated=num_generated,
+            waiting_reason=blocked.what.replace(" ", "_") if blocked else "next_step",
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from time import monotonic
 from typing import Any, TypeVar
@@ -57,13 +57,19 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """A reply of events. A comment is sent after `PING_SECONDS` without one. If the client leaves,
-    the iterator is closed."""
+    """A reply of events. A comment is sent after `PING_SECONDS` without one.
+
+    At the end, or when the client leaves, `close` is called, even if no event was sent."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]):
-        self.events = events
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        close: Callable[[], Awaitable[None]],
+    ):
+        self.events, self.close = events, close
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self._sending, self._last = False, 0.0
@@ -82,6 +88,7 @@ class EventStream(Response):
             for each in tasks:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.close()
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self.events) as events:

@@ -22,7 +22,7 @@ class Gate:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.num_open = 0
-        self.num_refused = 0
+        self.refused = {"max_waiting": 0, "draining": 0}  # requests, by reason
         self.draining = False
         self._ends: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
@@ -42,7 +42,7 @@ class Gate:
     def enter(self, count: int) -> None:
         """Count `count` sequences, or raise ApiError."""
         if self.draining:
-            self.num_refused += 1
+            self.refused["draining"] += 1
             raise overloaded("The server is shutting down; send the request to another one.", 1)
         if count > self.capacity:
             raise ApiError(
@@ -51,7 +51,7 @@ class Gate:
                 f"{self.capacity} at a time, so split it.",
             )
         if self.num_open + count > self.capacity:
-            self.num_refused += 1
+            self.refused["max_waiting"] += 1
             raise overloaded(
                 f"The server has {self.num_open} unfinished sequences and accepts at most "
                 f"{self.capacity}; send the request again later.",

@@ -41,6 +41,7 @@ class Generation:
         self.usage = Usage()
         self.outputs: list[RequestOutput | None] = [None] * len(streams)  # the latest of each
         self.when_closed: Callable[[], None] = lambda: None
+        self.when_tokens: Callable[[int, int], None] = lambda choice, count: None
 
     async def close(self) -> None:
         """Abort what is unfinished. May be called twice."""
@@ -104,6 +105,8 @@ class Generation:
                 )
             echo = self._echo(output) if self.job.echo else None
             choice = text_choice(self.header, index, completion, 0, echo)
+        if self.header.with_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
         if self.job.shows_prompt and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice
@@ -182,6 +185,7 @@ class Generation:
             return []
         pieces = []
         self.usage.completion_tokens += len(new.token_ids)
+        self.when_tokens(choice, len(new.token_ids))
         if choice not in offsets:
             offsets[choice] = 0
             if self.header.chat:
@@ -193,7 +197,8 @@ class Generation:
         if self.job.hides_completion:
             self.usage.completion_tokens = 0
             new = CompletionOutput(new.index, "", [], finish_reason="length")
-        if new.text or new.finish_reason or new.logprobs or self.header.with_ids:
+        has_news = new.text or new.finish_reason or new.logprobs or self.header.with_ids
+        if has_news or self.tokenizer is None:
             if self.header.chat:
                 pieces.append(chat_delta(self.header, choice, new))
             else:

@@ -1,6 +1,6 @@
 """Prompts and sampling parameters of a request to the HTTP API."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +67,14 @@ def completion_job(
     return Job(prompts, params_of(given, defaults, request), echo, hidden, shows)
 
 
-def chat_job(request: ChatRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None) -> Job:
-    """The job of POST /v1/chat/completions: the conversation as one prompt.
+def chat_job(
+    request: ChatRequest,
+    defaults: Mapping[str, Any],
+    check_length: Callable[[Mapping[str, Any]], None],
+    tokenizer: Tokenizer | None,
+) -> Job:
+    """The job of POST /v1/chat/completions: the conversation as one prompt. `check_length` refuses
+    a text that is far too long, before it is tokenised.
 
     Raises:
         InvalidRequestError: the model has no chat template, or the messages do not fit it.
@@ -85,6 +91,8 @@ def chat_job(request: ChatRequest, defaults: Mapping[str, Any], tokenizer: Token
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
     text = chat_text(request, tokenizer)
+    if request.truncate_prompt_tokens is None:
+        check_length({"prompt": text})
     ids = tokenizer.encode(text, bool(request.add_special_tokens))
     prompt = complete({"prompt": text, "prompt_token_ids": ids}, request, tokenizer)
     shows = request.prompt_logprobs is not None
@@ -100,12 +108,12 @@ def chat_text(request: ChatRequest, tokenizer: Tokenizer) -> str:
         )
     if not request.continue_final_message:
         generates = request.add_generation_prompt is not False
-        return tokenizer.render_chat(request.messages, generates)
+        return rendered(tokenizer, request, generates)
     if request.add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt exclude each other; leave one out."
         )
-    text = tokenizer.render_chat(request.messages, add_generation_prompt=False)
+    text = rendered(tokenizer, request, False)
     last = request.messages[-1].get("content") if request.messages else None
     final = last.strip() if isinstance(last, str) else ""
     if not final or final not in text:
@@ -113,6 +121,14 @@ def chat_text(request: ChatRequest, tokenizer: Tokenizer) -> str:
             "continue_final_message needs a last message with text that the chat template keeps."
         )
     return text[: text.rindex(final) + len(final)]  # without the end of the turn
+
+
+def rendered(tokenizer: Tokenizer, request: ChatRequest, generates: bool) -> str:
+    """The conversation; an error does not name the folder of the model."""
+    try:
+        return tokenizer.render_chat(request.messages, generates)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(str(error).replace(tokenizer.origin, "this model")) from None
 
 
 def listed(prompt: str | list[Any]) -> list[dict[str, Any]]:

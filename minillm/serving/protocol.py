@@ -6,17 +6,28 @@ Each field here is checked for its type only. `SamplingParams` checks ranges, in
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
+from minillm.api.sampling_params import MAX_LOGIT_BIAS, shown
 from minillm.errors import InvalidRequestError, UnsupportedFeatureError, did_you_mean
 
 MAX_PROMPTS = 64  # of one request
 MAX_SEQUENCES = 16  # n: completions of one prompt
 MAX_NAMES = 10  # unknown fields and errors that a reply lists
 MAX_SHOWN = 80  # characters of a client's value in a reply
+MAX_FIELDS = 256  # of a body
+MAX_TOKENS = 2**18  # of POST /detokenize
+MAX_CHARACTERS = 2**20  # of POST /tokenize
 
 # Fields that would change the output if they were supported. All others are ignored, and listed in
 # a response header. A constraint that is silently ignored is worse than an error.
@@ -60,6 +71,31 @@ HARMLESS: Mapping[str, Sequence[Any]] = MappingProxyType(
 T = TypeVar("T", bound="ApiRequest")
 
 
+def checked_prompt(value: Any) -> Any:
+    """A prompt of one of its four types. pydantic would make an error for each wrong entry and each
+    of the types, which takes minutes for a body of 8 MiB."""
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if len(value) > MAX_PROMPTS and kinds != {int}:
+            raise ValueError(
+                f"prompt has {len(value)} entries; it must have from 1 to {MAX_PROMPTS}"
+            )
+        inner = {kind for each in value if isinstance(each, list) for kind in set(map(type, each))}
+        if kinds in (set(), {int}, {str}) or (kinds == {list} and inner <= {int}):
+            return value
+    elif isinstance(value, str):
+        return value
+    raise ValueError(
+        "prompt must be a text, a list of texts, a list of token ids, or lists of them"
+    )
+
+
+Prompts = str | list[str] | list[int] | list[list[int]]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
 class ApiRequest(BaseModel):
     """The base of all bodies: strict types, finite numbers, and unknown fields kept apart."""
 
@@ -71,6 +107,15 @@ class ApiRequest(BaseModel):
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
         if isinstance(data, dict):
+            if len(data) > MAX_FIELDS:
+                raise ValueError(
+                    f"The body has {len(data)} fields; at most {MAX_FIELDS} may be sent"
+                )
+            bias = data.get("logit_bias")
+            if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+                raise ValueError(
+                    f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed"
+                )
             return {name: value for name, value in data.items() if value is not None}
         return data
 
@@ -109,7 +154,7 @@ class GenerationRequest(ApiRequest):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
     # vLLM's additions
@@ -117,12 +162,12 @@ class GenerationRequest(ApiRequest):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
@@ -140,9 +185,9 @@ class GenerationRequest(ApiRequest):
             raise ValueError("prompt_logprobs is not available in a stream; leave one of them out")
         kind = (self.response_format or {}).get("type", "text")
         if kind != "text":
+            named = shown(kind) if isinstance(kind, str) else type(kind).__name__
             raise ValueError(
-                f"response_format of type {str(kind)[:MAX_SHOWN]!r}: structured output is not "
-                "built yet; leave it out"
+                f"response_format of type {named}: structured output is not built yet; leave it out"
             )
         return self
 
@@ -150,7 +195,7 @@ class GenerationRequest(ApiRequest):
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[Prompts, PlainValidator(checked_prompt, json_schema_input_type=Prompts)]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -158,7 +203,7 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -178,8 +223,8 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(ApiRequest):
     """The body of POST /tokenize: a prompt, or messages."""
 
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = Field(None, max_length=MAX_CHARACTERS)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -194,7 +239,7 @@ class TokenizeRequest(ApiRequest):
 class DetokenizeRequest(ApiRequest):
     """The body of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 def parse(kind: type[T], body: bytes) -> T:

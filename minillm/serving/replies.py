@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.api.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
+from minillm.serving.settings import VERSION
 
+FINGERPRINT = f"minillm-{VERSION}"
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -45,8 +47,7 @@ class Header:
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         """A reply that is not streamed."""
         return self._with("chat.completion" if self.chat else "text_completion", choices) | {
-            "usage": usage.body(),
-            "system_fingerprint": None,
+            "usage": usage.body()
         }
 
     def piece(self, choices: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
@@ -60,6 +61,7 @@ class Header:
             "object": kind,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }
 

@@ -22,6 +22,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._begin, self._steps = begin, steps
         self._ticket: Ticket | None = None
         self._over = False
+        self.error: Exception | None = None  # that a reader got instead of an output
 
     def __aiter__(self) -> "RequestStream":
         if self._over:
@@ -51,6 +52,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if result is None:  # closed by another task
             raise StopAsyncIteration
         if isinstance(result, Exception):
+            self.error = result
             raise result
         return result
 
@@ -69,10 +71,16 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def _start(self) -> Ticket:
         try:
             self._ticket = self._begin()
-        except BaseException:
+        except BaseException as error:
             self._over = True
+            self.error = error if isinstance(error, Exception) else None
             raise
         return self._ticket
+
+    @property
+    def begun(self) -> bool:
+        """Whether the request was submitted."""
+        return self._ticket is not None
 
     async def aclose(self) -> None:
         """Abort the request if it is unfinished. May be called twice."""

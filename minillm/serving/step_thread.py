@@ -83,6 +83,7 @@ class StepThread:
         self._tickets: dict[str, Ticket] = {}  # by request id: all of `_queue` and `_held`
         self._queue: list[Ticket] = []  # waiting outside the engine, sorted by key
         self._held: dict[str, Ticket] = {}  # in the engine, by request id
+        self._num_tokens = 0  # of requests that are no longer in `_held`
         self._drains: list[Future[None]] = []
         self._draining = self._stopping = False
         self._ended = False  # no more steps will run
@@ -108,6 +109,22 @@ class StepThread:
         """Unfinished requests, in the engine or waiting outside."""
         tickets = [each for each in self._open.copy() if isinstance(each, Ticket)]
         return sum(not ticket.ended for ticket in tickets)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens since the start."""
+        lives = [ticket.live for ticket in list(self._held.values())]
+        return self._num_tokens + sum(live.num_tokens for live in lives if live is not None)
+
+    def ticket(self, request_id: str) -> Ticket | None:
+        """The ticket of an unfinished request."""
+        found = [each for each in self._open.copy() if isinstance(each, Ticket)]
+        return next((each for each in found if each.request_id == request_id), None)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine has `max_num_requests` requests, so that others wait outside."""
+        return len(self._held) >= self.max_num_requests
 
     def seconds_since_progress(self) -> float:
         """Time since the loop last began a step, or 0 if no request is unfinished."""
@@ -322,6 +339,8 @@ class StepThread:
         del self._tickets[ticket.request_id]
         if self._held.pop(ticket.request_id, None) is None:
             del self._queue[bisect_left(self._queue, ticket.key, key=ticket_key)]
+        elif ticket.live is not None:
+            self._num_tokens += ticket.live.num_tokens
 
     def _finish(self, ticket: Ticket, result: Result) -> None:
         """Send the last result of a request that is not in `_tickets`."""

@@ -239,6 +239,11 @@ class Tokenizer:
                 return [token_id], text
         return [], ""
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token; a text of n tokens has at most n times as many."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the folder has a (default) chat template."""

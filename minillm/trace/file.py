@@ -5,7 +5,7 @@ bytes. Files are untrusted: every value is checked when one is read.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -56,20 +56,34 @@ NUMBERS = tuple(field.name for field in fields(StepRecord) if field.type in (int
 
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace. An existing file is replaced only when the new one is complete."""
-    replay, records = trace.snapshot()
-    header = {
-        "minillm_trace": VERSION,
-        **asdict(trace.settings),
-        "num_dropped": trace.num_dropped,
-        "before": [state_line(state) for state in replay.sequences.values()],
-    }
     path = path.resolve()  # keep a symbolic link
     part = path.with_name(f"{path.name}.part") if path.is_file() else path
     with part.open("w", encoding="utf-8") as file:
-        for line in (header, *map(record_line, records)):
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        for line in trace_lines(trace):
+            file.write(line + "\n")
     if part != path:
         part.replace(path)
+
+
+def trace_lines(trace: Trace, last: int | None = None) -> Iterator[str]:
+    """The lines of a trace file; with `last` only the latest completed steps."""
+    replay, records = trace.snapshot()
+    num_dropped = trace.num_dropped
+    if last is not None:
+        if records and not records[-1].computed:  # it is running
+            records.pop()
+        for record in records[:-last]:
+            replay.apply(record)
+            num_dropped += 1
+        records = records[-last:]
+    header = {
+        "minillm_trace": VERSION,
+        **asdict(trace.settings),
+        "num_dropped": num_dropped,
+        "before": [state_line(state) for state in replay.sequences.values()],
+    }
+    for line in (header, *map(record_line, records)):
+        yield json.dumps(line, separators=(",", ":"))
 
 
 def record_line(record: StepRecord) -> dict[str, Any]:
@@ -103,9 +117,18 @@ def load_trace(path: Path) -> Trace:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise TraceFileError(f"{path} cannot be read: {reason}.") from error
+    return read_trace(lines, str(path))
+
+
+def read_trace(lines: Sequence[str], name: str) -> Trace:
+    """Read the lines of a trace file; `name` is for error messages.
+
+    Raises:
+        TraceFileError: the lines are not a trace.
+    """
     if not lines:
-        raise TraceFileError(f"{path} is empty; a trace is what llm.trace.save(...) writes.")
-    trace, last = read_header(lines[0], path), 0
+        raise TraceFileError(f"{name} is empty; a trace is what llm.trace.save(...) writes.")
+    trace, last = read_header(lines[0], name), 0
     replay, _ = trace.snapshot()
     for place, line in enumerate(lines[1:], 2):
         try:
@@ -117,14 +140,14 @@ def load_trace(path: Path) -> Trace:
         except DAMAGE as error:
             why = "incomplete JSON" if isinstance(error, json.JSONDecodeError) else error
             raise TraceFileError(
-                f"{path}, line {place}, is not a step of a trace ({why}); "
+                f"{name}, line {place}, is not a step of a trace ({why}); "
                 "was the file cut off or edited?"
             ) from error
         trace.append(record)
     return trace
 
 
-def read_header(line: str, path: Path) -> Trace:
+def read_header(line: str, name: str) -> Trace:
     """Create the trace from the first line, with unlimited capacity."""
     try:
         header = json.loads(line)
@@ -132,7 +155,7 @@ def read_header(line: str, path: Path) -> Trace:
         num_dropped, before = header.pop("num_dropped"), header.pop("before")
         if version not in READABLE:
             raise TraceFileError(
-                f"{path} is a trace of format {version}; this version reads formats "
+                f"{name} is a trace of format {version}; this version reads formats "
                 f"{' and '.join(map(str, READABLE))}."
             )
         trace = Trace(read_settings(header), capacity=2**62)
@@ -142,7 +165,7 @@ def read_header(line: str, path: Path) -> Trace:
         if isinstance(error, TraceFileError):
             raise
         raise TraceFileError(
-            f"{path} is not a trace of minillm; llm.trace.save(...) writes one."
+            f"{name} is not a trace of minillm; llm.trace.save(...) writes one."
         ) from error
     return trace
 

@@ -9,7 +9,7 @@ import copy
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -73,6 +73,7 @@ class Trace(Sequence[StepRecord]):
         self._before = Replay()  # the state before the first record, without `_hidden`
         self._hidden: StepRecord | None = None  # the newest record at `clear`; may be incomplete
         self._lock = threading.Lock()
+        self.listeners: list[Callable[[StepRecord], None]] = []  # called with each new record
 
     def append(self, record: StepRecord) -> None:
         """Add the record of a step, unless it is already the newest."""
@@ -85,6 +86,8 @@ class Trace(Sequence[StepRecord]):
                 self._sizes.append(size_of(self._records[-1]))
                 self._num_bytes += self._sizes[-1]
             self._records.append(record)
+            for listener in self.listeners:
+                listener(record)
             while self._num_bytes > self._capacity and len(self._records) > 1:
                 self._drop()
 

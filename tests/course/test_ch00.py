@@ -76,6 +76,16 @@ def test_the_compiler_runs_before_the_first_clock(chapter, monkeypatch):
     assert ch00.build_c_functions() == "The engine's C functions were compiled or loaded in 0.4 s."
 
 
+def test_the_first_call_and_the_later_runs_do_the_same_work(chapter):
+    """With a prefix cache, or with another sampler, the first call would be another program."""
+    (cold,) = (c["source"] for _, c in chapter.code() if "first_call = " in c["source"])
+    (warm,) = (c["source"] for _, c in chapter.code() if "for _ in range(120)" in c["source"])
+    assert "enable_prefix_caching=False" in cold
+    call = "tiny.generate(PROMPT, first_token, use_tqdm=False)"
+    assert call in cold
+    assert call in warm
+
+
 def test_everything_is_measured_on_the_device_of_the_model(chapter):
     """Times of a GPU divided by the ceilings of a processor mean nothing."""
     sources = [cell["source"] for _, cell in chapter.code()]
@@ -125,6 +135,14 @@ def test_the_roofline_has_two_bounds_and_the_runs_under_them(shown):
     assert len(fig.axes) == 1
 
 
+def test_the_slope_of_the_memory_is_no_bound_of_what_fits_into_the_cache(shown):
+    run = ch00.Run("tiny", TOKEN, 0.01)
+    for cache, said in ((TOKEN.total_bytes, False), (TOKEN.total_bytes + 1, True)):
+        ch00.draw_roofline(LAPTOP, [run], cache)
+        label = shown[-1][0].axes[0].lines[-1].get_label()
+        assert ("fits the cache: not its bound" in label) == said
+
+
 def test_the_bounds_of_a_token_stand_in_one_row_per_machine(shown):
     here = replace(LAPTOP, bandwidth=1e9)
     ch00.draw_token_bounds("smollm2-135m", here)
@@ -148,12 +166,16 @@ def test_without_a_machine_at_hand_only_the_datasheets_are_drawn(shown):
     assert f"longer than that on 0 of {len(ch00.MACHINES)} machines" in caption
 
 
-def test_runs_are_drawn_with_their_median_mean_and_the_first_call(shown):
+def test_runs_are_drawn_with_their_median_middle_half_and_the_first_call(shown):
     ch00.draw_runs([1.0, 1.0, 2.0, 4.0], median=1.5, lone=1360.1)
     fig, caption = shown[0]
     texts = [text.get_text() for text in fig.axes[0].get_legend().get_texts()]
-    assert texts == ["median: 1.5 ms", "mean: 2 ms", "the first call: 1,360 ms"]
-    assert sum(bar.get_height() for bar in fig.axes[0].patches) == 4
+    half = "middle half: 1 to 2.5 ms"
+    assert texts == [half, "median: 1.5 ms", "the first call: 1,360 ms"]
+    *runs, band = fig.axes[0].patches
+    assert sum(bar.get_height() for bar in runs) == 4
+    assert band.get_x() == pytest.approx(1)
+    assert band.get_width() == pytest.approx(1.5)
     assert "the fastest took 1 ms, the slowest 4 ms, the very first call 1,360 ms" in caption
 
 

@@ -155,12 +155,14 @@ def test_the_drawings_caption_what_they_draw(shown, tiny):
     ch03.draw_currencies("small", ch03.gains(SMALL, 1, 8, H100), {"tiny": 2.0})
     ch03.draw_prices(["llama-2-7b", "llama-3.1-8b"], 2**20, 80)
     ch03.draw_gains("llama-3.1-8b", 1, "h100-sxm", 64)
+    ch03.draw_prices(["llama-2-7b", "llama-3.1-405b"], 2**20, 80)
     captions = [caption for _, caption in shown]
     assert "needs 12 ms without a cache and 1 ms with one" in captions[0]
     assert "positions 4.5 times" in captions[1]
     assert "the clock, tiny 2 times" in captions[1]
     assert "the bound, small " in captions[1]
     assert captions[2].endswith("llama-2-7b.")
+    assert captions[4].endswith("on the same line here: llama-3.1-405b.")
     assert "32.5 times the positions, 1.0 times" in captions[3]
     assert captions[3].endswith("twice the time is not reached in 64 tokens.")
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
@@ -183,10 +185,11 @@ def test_the_pictures_of_the_bugs_count_what_they_show(shown):
         "mask": [[-1.0, -2.0], [3.0]]
     })  # fmt: skip
     (fig, caught), (_, leads) = shown
-    assert caught.endswith(
-        "of 2 prompts each test catches: text 1 (rotation), logits 2 (rotation), text 0 (mask), "
-        "logits 2 (mask)."
-    )
+    assert caught.endswith("of 2. On every prompt, every bug is caught by: logits.")
+    ch03_pictures.draw_caught({"rotation": verdicts[1:], "mask": [{"text": True, "logits": False}]})
+    assert shown.pop()[1].endswith("No test catches every bug on every prompt.")
+    numbers = [text.get_text() for ax in fig.axes for text in ax.texts]
+    assert numbers == ["1", "2", "0", "2"]
     filled = [line for line in fig.axes[0].lines if line.get_markerfacecolor() != "none"]
     assert len(filled) == 3
     assert leads.endswith("1 of 3 with rotation, 2 of 3 with mask.")

@@ -388,10 +388,9 @@ def test_the_pictures_caption_what_they_draw(shown):
     assert [ax.get_title() for ax in shown[1][0].axes] == ["MHA", "GQA", "MQA", "MLA"]
     kept = [ax.texts[-1].get_text() for ax in shown[1][0].axes]
     assert kept == ["kept: 8 heads of K and V", "kept: 2 heads of K and V",
-                    "kept: 1 head of K and V", "kept: 1 latent"]  # fmt: skip
-    assert "on stdlib MHA 1.300 to 1.310, GQA 1.290 to 1.320, " in captions[2]
-    assert "on other MHA 1.300" in captions[2]
-    assert captions[2].endswith(", MHA without norms 1.600.")
+                    "kept: 1 head of K and V", "kept: 1 latent, 1 rotated key"]  # fmt: skip
+    assert "on stdlib MLA, MHA, GQA, MQA, MHA without norms; on other MLA, MHA" in captions[2]
+    assert "moved apart" in shown[2][0].axes[0].get_xlabel()
     assert captions[3].endswith("mha 1.500, mha, averaged to 1 3.250.")
     for ax, value in zip(shown[2][0].axes, (1.5, 1.6), strict=True):
         [cross] = [line for line in ax.lines if line.get_label() == "MHA without norms"]

@@ -217,7 +217,8 @@ def test_pictures_and_tables(captions):
     ch16_pictures.draw_agreement({"own": 0.5}, {"own": 0.4}, 0.7)
     assert "50 % with own; no draft can agree in more than 70 %" in captions[-1]
     ch16_pictures.draw_gains({"a": {1: 2.0, 2: 0.5}}, "a model")
-    assert "at a batch of 2 it is 0.50 for a" in captions[-1]
+    assert "At a batch of 2" in captions[-1]
+    assert captions[-1].endswith("plain speed: 0.50 for a.")
 
 
 def test_your_turn_says_what_is_missing(capsys):

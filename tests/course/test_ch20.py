@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import pytest
+import torch
 
 from minillm import LLM
 from minillm.lab.parallel_layout import Layout
@@ -185,7 +186,26 @@ def test_own_attention_of_deepseek_v3():
     assert many[1] < many[0]
 
 
+def test_what_two_h100s_hold():
+    """One user beside 141 GB of weights, but not the 86 GB of 256 users; stages hold neither."""
+    pair, stages, four = (
+        ch20.devices(H100, "pcie", each) for each in (Layout(2), Layout(1, 2), Layout(4))
+    )
+    assert ch20.holds(LLAMA, pair, 1024)
+    assert not ch20.holds(LLAMA, pair, 256 * 1024)
+    assert not ch20.holds(LLAMA, stages, 1024)
+    assert ch20.holds(LLAMA, four, 256 * 1024)
+
+
 # Experts ---------------------------------------------------------------------------------------
+
+
+def test_the_router_of_deepseek_v3_keeps_a_token_in_four_groups():
+    assert V3.moe is not None
+    ids = ch20.routed(200, V3.moe)
+    assert max(len(set(row)) for row in (ids // 32).tolist()) == 4
+    assert 3.9 < ch20.ranks_reached(ids, 256, 8) <= 4
+    assert ch20.ranks_reached(torch.tensor([[0, 1, 2], [0, 4, 7]]), 8, 4) == Fraction(5, 2)
 
 
 def test_rows_of_experts():
@@ -210,7 +230,12 @@ def test_pictures(captions):
     assert "% (16 tokens) of the time" in captions[-1]
     ch20_pictures.draw_cuts({"equal layers": [3, 3], "equal cost": [4, 2]}, 3.0, "A model")
     assert captions[-1].endswith("6.0 (equal layers) and 5.0 (equal cost).")
-    ch20_pictures.draw_speed_ups({"1 user": {"a way": {1: 1.0, 2: 1.5}}}, "a model")
-    assert captions[-1].endswith("With 2 GPUs: 1 user: a way 1.5.")
+    seen: list[tuple[str, str, int]] = []
+    fast = {"1 user": {"a way": {1: 1.0, 2: 1.5}}}
+    ch20_pictures.draw_speed_ups(
+        fast, "a model", lambda *asked: seen.append(asked) or False, "Two are faster."
+    )
+    assert seen == [("1 user", "a way", 1), ("1 user", "a way", 2)]
+    assert "a model. Two are faster. Hollow: " in captions[-1]
     ch20_pictures.draw_experts({"8 tokens": [1, 3]})
     assert captions[-1].endswith("8 tokens: 0.67.")

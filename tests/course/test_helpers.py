@@ -174,7 +174,7 @@ def test_a_prediction_is_kept_and_shown_again(capsys) -> None:
     predict("03.clock", "How many times?", ["60", "15", "4"], choice="b")
     assert capsys.readouterr().out == "How many times?\n  a)  60\n  b)  15\n  c)  4\n"
     compare("03.clock", "4.2 times", "c")
-    assert capsys.readouterr().out == "You said b: 15. Measured: 4.2 times, nearest to c.\n"
+    assert capsys.readouterr().out == "You said b: 15. Measured: 4.2 times, that is c.\n"
     predict("03.clock", "How many times?", ["60", "15", "4"], choice="C")
     capsys.readouterr()
     compare("03.clock", "4.2 times", "c")
@@ -183,15 +183,27 @@ def test_a_prediction_is_kept_and_shown_again(capsys) -> None:
 
 def test_without_a_prediction_the_measurement_is_still_told(capsys) -> None:
     compare("nothing", "4.2 times", "c")
-    assert capsys.readouterr().out == ("Measured: 4.2 times. That is nearest to c.\n")
+    assert capsys.readouterr().out == ("Measured: 4.2 times. That is c.\n")
 
 
 def test_what_was_not_measured_is_not_called_measured(capsys) -> None:
     compare("nothing", "4.2 times", "c", found="Computed")
     predict("03.clock", "How many times?", ["60", "15", "4"], choice="b")
-    assert capsys.readouterr().out.startswith("Computed: 4.2 times. That is nearest to c.")
+    assert capsys.readouterr().out.startswith("Computed: 4.2 times. That is c.")
     compare("03.clock", "4.2 times", "c", found="Counted")
-    assert capsys.readouterr().out == "You said b: 15. Counted: 4.2 times, nearest to c.\n"
+    assert capsys.readouterr().out == "You said b: 15. Counted: 4.2 times, that is c.\n"
+
+
+def test_a_value_between_two_options_is_only_nearest_to_one(capsys) -> None:
+    compare("nothing", "30", "a", between=True)
+    assert capsys.readouterr().out == "Measured: 30. That is nearest to a.\n"
+    predict("02.people", "How many?", ["60", "15", "4"], choice="b")
+    capsys.readouterr()
+    compare("02.people", "30", "a", between=True)
+    compare("02.people", "14", "b", between=True)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "You said b: 15. Measured: 30, that is nearest to a."
+    assert told[1] == "You said b: 15. Measured: 14, nearest to b, as you said."
 
 
 def test_predictions_survive_a_damaged_file(tmp_path, capsys) -> None:

@@ -104,6 +104,13 @@ def test_an_article_s_batch_bandwidth_is_impossible():
     assert check_physical(0, 701.6 / 32 * weights, 1.0, card).bandwidth_fraction < 0.17
 
 
+def test_the_limit_that_is_exceeded_most_is_named():
+    with pytest.raises(ImpossibleMeasurementError, match=r"operations .* 40\.00 times"):
+        check_physical(40 * MACHINE.peak_flops, 2 * MACHINE.bandwidth, 1.0, MACHINE)
+    with pytest.raises(ImpossibleMeasurementError, match=r"bytes .* 40\.00 times"):
+        check_physical(2 * MACHINE.peak_flops, 40 * MACHINE.bandwidth, 1.0, MACHINE)
+
+
 def test_slack_and_impossible_times():
     assert check_physical(0, 55e9, 1.0, MACHINE, slack=0.2).bandwidth_fraction > 1
     with pytest.raises(MinillmError, match="GB/s"):

@@ -117,17 +117,18 @@ def draw_lanes(
 
 
 def draw_runs(milliseconds: Sequence[float], median: float, lone: float) -> None:
-    """Draw how often each duration occurred, with the `median` and one `lone` other timing."""
+    """Draw how often each duration occurred, with the middle half, the `median` and one `lone`
+    other timing."""
     import numpy as np
 
-    fig, ax = figure("time of one run (ms)", "runs", size=(6.4, 3.2))
+    fig, ax = figure("time of one run (ms, logarithmic)", "runs", size=(6.4, 3.2))
     ends = min(*milliseconds, lone), max(*milliseconds, lone)
     bins = np.geomspace(ends[0] * 0.95, ends[1] * 1.05, 40)
     ax.hist(milliseconds, bins=list(bins), color=series(2)["color"], edgecolor="black")
-    mean = sum(milliseconds) / len(milliseconds)
-    for number, (name, value) in enumerate(
-        {"median": median, "mean": mean, "the first call": lone}.items()
-    ):
+    low, high = (float(np.quantile(milliseconds, q)) for q in (0.25, 0.75))
+    half = f"middle half: {_three(low)} to {_three(high)} ms"
+    ax.axvspan(low, high, color="grey", alpha=0.3, zorder=0, label=half)
+    for number, (name, value) in enumerate({"median": median, "the first call": lone}.items()):
         style = {key: series(number)[key] for key in ("color", "linestyle")}
         ax.axvline(value, label=f"{name}: {_three(value)} ms", linewidth=2, **style)
     _plain_log(ax, *ends)
@@ -147,8 +148,8 @@ def _three(value: float) -> str:
 
 
 def _plain_log(ax: "Axes", low: float, high: float) -> None:
-    """A logarithmic x axis with plain numbers at 1, 2, 5, 10, ... between `low` and `high`."""
-    ticks = [m * 10.0**e for e in range(-4, 6) for m in (1, 2, 5)]
+    """A logarithmic x axis with plain numbers at 1, 2, 4, 8, 10, ... between `low` and `high`."""
+    ticks = [m * 10.0**e for e in range(-4, 6) for m in (1, 2, 4, 8)]
     inside = [tick for tick in ticks if low * 0.9 <= tick <= high * 1.1]
     ax.set_xscale("log")
     ax.set_xticks(inside, [f"{tick:,g}" for tick in inside])
@@ -159,7 +160,9 @@ def draw_read_rates(sizes: Sequence[int], rates: Sequence[float], call: float, c
     """Draw the rates at which buffers of `sizes` bytes were read, the largest last, with what one
     call of `call` seconds allows and the size of the largest cache."""
     memory, megabytes = rates[-1] / 1e9, [size / 1e6 for size in sizes]
-    fig, ax = figure("size of the buffer (MB)", "read rate (GB/s)", size=(7.6, 3.8))
+    fig, ax = figure(
+        "size of the buffer (MB, logarithmic)", "read rate (GB/s, logarithmic)", size=(7.6, 3.8)
+    )
     ax.plot(megabytes, [rate / 1e9 for rate in rates], label="measured", **series(0))
     bound(ax, megabytes, [memory] * len(sizes), "memory", "below", 0.6)
     short = [mb for mb in megabytes if mb * 1e6 / call < 2 * max(rates)]
@@ -179,9 +182,13 @@ def draw_read_rates(sizes: Sequence[int], rates: Sequence[float], call: float, c
     )
 
 
-def draw_roofline(hardware: Hardware, runs: Sequence[Run]) -> None:
-    """Draw the two bounds of a machine and the runs under them."""
-    fig, ax = figure("operations per byte", "rate (10^9 operations/s)", size=(6.8, 4.2))
+def draw_roofline(hardware: Hardware, runs: Sequence[Run], cache: int = 0) -> None:
+    """Draw the two bounds of a machine and the runs under them; the slope of the memory does not
+    bound a run whose bytes fit into a `cache` of so many bytes."""
+    fig, ax = figure(
+        "operations per byte (logarithmic)", "rate (10^9 operations/s, logarithmic)",
+        size=(6.8, 4.2),
+    )  # fmt: skip
     dtype = runs[0].cost.dtype
     rate, ridge = hardware.rate(dtype), hardware.ridge(dtype)
     slope = [x for x in INTENSITIES if x < ridge] + [ridge]
@@ -197,12 +204,13 @@ def draw_roofline(hardware: Hardware, runs: Sequence[Run]) -> None:
         if number == 0:  # the first may lie behind the second
             style["fillstyle"] = "none"
         place = [run.cost.intensity], [run.cost.flops / run.seconds / 1e9]
-        ax.plot(*place, label=f"{run.name}: {100 * share:.0f} % of the bound", **style)
+        fits = " (fits the cache: not its bound)" if run.cost.total_bytes < cache else ""
+        ax.plot(*place, label=f"{run.name}: {100 * share:.0f} % of the bound{fits}", **style)
     ax.set(xscale="log", yscale="log")
     ax.set_xticks(INTENSITIES[::2], [f"{tick:g}" for tick in INTENSITIES[::2]])
     ax.xaxis.minorticks_off()
     ax.yaxis.set_major_formatter("{x:,g}")
-    ax.legend(loc="lower right")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
     show(
         fig,
         "No program that reads its weights from memory gets above the dashed lines. One token "
@@ -212,7 +220,7 @@ def draw_roofline(hardware: Hardware, runs: Sequence[Run]) -> None:
 
 
 def draw_token_bounds(model: str, here: Hardware | None = None) -> None:
-    """Draw how long bytes, operations and launches of one token take, machine by machine.
+    """Draw how long bytes, operations and calls of one token take, machine by machine.
 
     `here` stands above the machines of the datasheets.
     """
@@ -220,7 +228,7 @@ def draw_token_bounds(model: str, here: Hardware | None = None) -> None:
     machines = ([here] if here else []) + [DATASHEET[key] for key in MACHINES]
     labels = (["this machine"] if here else []) + [DATASHEET[key].name for key in MACHINES]
     times = [step_time(cost, hardware) for hardware in machines]
-    fig, ax = figure("time of one token (ms), computed", "machine", size=(7.6, 3.6))
+    fig, ax = figure("time of one token (ms, logarithmic), computed", "machine", size=(7.6, 3.6))
     for number, (name, values) in enumerate(_milliseconds(times).items()):
         ax.plot(values, range(len(times)), label=name, **(series(number) | {"linestyle": "none"}))
     for row, (hardware, _) in enumerate(zip(machines, times, strict=True)):
@@ -237,7 +245,7 @@ def draw_token_bounds(model: str, here: Hardware | None = None) -> None:
     show(
         fig,
         f"The black line in each row is the bound of a token of {model}, set by bytes or "
-        f"operations; its launches, one after another, take longer than that on {longer} of "
+        f"operations; issuing its calls one after another takes longer than that on {longer} of "
         f"{len(times)} machines.",
     )
 
@@ -252,5 +260,5 @@ def _milliseconds(times: Sequence[StepTime]) -> Mapping[str, list[float]]:
     return {
         "bytes": [1e3 * time.memory_seconds for time in times],
         "operations": [1e3 * time.compute_seconds for time in times],
-        "launches": [1e3 * time.overhead_seconds for time in times],
+        "calls": [1e3 * time.overhead_seconds for time in times],
     }

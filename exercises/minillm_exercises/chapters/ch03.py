@@ -23,7 +23,7 @@ from minillm_exercises.chapters.ch01 import knee as knee
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bound, figure, series, show
 
 GIB = 2**30
 Curves = tuple[Sequence[float], Sequence[float]]  # without and with a cache, token by token
@@ -177,9 +177,14 @@ def draw_currencies(model: str, saved: Gains, clocks: Mapping[str, float]) -> No
     fig, ax = figure(
         "without a cache / with a cache (times, logarithmic)", "what is counted", size=(7, 3)
     )
-    drawn = ax.barh(list(found), list(found.values()), **bars(0))
-    ax.bar_label(drawn, [f"{ratio:.3g}" for ratio in found.values()], padding=3)
-    ax.set(xscale="log", xlim=(0.7, 1.8 * max(found.values())))
+    found = dict(sorted(found.items(), key=lambda pair: -pair[1]))
+    style = series(0) | {"linestyle": "none", "markersize": 9}
+    ax.plot(list(found.values()), range(len(found)), **style)
+    for row, ratio in enumerate(found.values()):
+        ax.annotate(f"{ratio:.3g}", (ratio, row), (9, 0), textcoords="offset points", va="center")
+    ax.set_yticks(range(len(found)), list(found))
+    ax.set(xscale="log", xlim=(0.7, 1.8 * max(found.values())), ylim=(-0.5, len(found) - 0.5))
+    ax.xaxis.set_major_formatter("{x:g}")
     ax.axvline(1, color="black", linestyle="--", linewidth=1.2)
     ax.invert_yaxis()
     ratios = ", ".join(f"{name} {ratio:.3g} times" for name, ratio in found.items())
@@ -238,7 +243,7 @@ def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "
     from matplotlib.ticker import FuncFormatter
 
     fig, ax = figure(
-        "tokens in the cache, all requests together", "size of the cache (GiB)", size=(5.2, 3.1)
+        "tokens in the cache, all requests together", "size of the cache (GiB)", size=(7.2, 3.4)
     )
     lengths = [2**power for power in range(12, tokens.bit_length())]
     for number, name in enumerate(models):
@@ -255,12 +260,15 @@ def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "
     ax.set_yscale("log", base=4)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:,.0f} Ki"))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
-    ax.legend(loc="lower right")
-    highest = max(models, key=lambda name: kv_bytes_per_token(preset(name), dtype))
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    prices = {name: kv_bytes_per_token(preset(name), dtype) for name in models}
+    highest = max(prices, key=prices.__getitem__)
+    near = [name for name in models if name != highest and prices[name] > 0.95 * prices[highest]]
+    beside = f" Just below it, on the same line here: {', '.join(near)}." if near else ""
     show(
         fig,
         f"Each line is a model in {dtype}; where its star is, the cache weighs as much as the "
-        f"model; the highest line, so the most expensive token, is that of {highest}.",
+        f"model; the highest line, so the most expensive token, is that of {highest}.{beside}",
     )
 
 

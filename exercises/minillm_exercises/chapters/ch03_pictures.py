@@ -47,7 +47,6 @@ def draw_kept(steps: int) -> None:
 def draw_caught(found: Mapping[str, Found]) -> None:
     """Draw for each bug and prompt which tests caught it: a filled square, or an empty one."""
     fig, axes = figure("prompt", "test", cols=len(found), size=(9.6, 2.6))
-    said = []
     for ax, (bug, prompts) in zip(axes, found.items(), strict=True):
         tests = list(prompts[0])
         for row, test in enumerate(tests):
@@ -56,7 +55,6 @@ def draw_caught(found: Mapping[str, Found]) -> None:
                 ax.plot(place, row, "s", markersize=8, color=COLOURS[0], markerfacecolor=face)
             count = sum(verdicts[test] for verdicts in prompts)
             ax.text(len(prompts) + 1, row, f"{count}", va="center", fontweight="bold")
-            said.append(f"{test} {count} ({bug})")
         ax.set_yticks(range(len(tests)), tests)
         ax.set(ylim=(len(tests) - 0.5, -0.5), xlim=(0, len(prompts) + 3), title=bug)
         ax.set_xticks([1, *range(5, len(prompts) + 1, 5)])
@@ -65,9 +63,22 @@ def draw_caught(found: Mapping[str, Found]) -> None:
     axes[1].set_ylabel("")
     show(
         fig,
-        f"A filled square is a prompt on which the test catches the bug; of {len(prompts)} prompts "
-        f"each test catches: {', '.join(said)}.",
+        f"A filled square is a prompt on which the test catches the bug, and the number beside it "
+        f"counts them, of {len(prompts)}. {_reading(found)}",
     )
+
+
+def _reading(found: Mapping[str, Found]) -> str:
+    """Which tests catch every bug on every prompt."""
+    tests = list(next(iter(found.values()))[0])
+    sure = [
+        test
+        for test in tests
+        if all(verdicts[test] for prompts in found.values() for verdicts in prompts)
+    ]
+    if not sure:
+        return "No test catches every bug on every prompt."
+    return f"On every prompt, every bug is caught by: {', '.join(sure)}."
 
 
 def draw_leads(right: Leads, bugs: Mapping[str, Leads]) -> None:
@@ -89,6 +100,7 @@ def draw_leads(right: Leads, bugs: Mapping[str, Leads]) -> None:
         ax.set_ylim(lowest - 1, top + 1)
     show(
         fig,
-        f"Each point is one right token, by how much it leads all others; the grey line is no "
-        f"change. Tokens that a bug changes: {', '.join(said)}.",
+        f"Each point is one right token: by how much its logit exceeds all others, with the bug "
+        f"over without. On the grey line the bug changed nothing. Tokens that a bug "
+        f"changes: {', '.join(said)}.",
     )

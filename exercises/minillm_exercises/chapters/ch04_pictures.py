@@ -40,8 +40,10 @@ def _excess(ratio: Fraction) -> str:
 def draw_quality(record: Record) -> None:
     """Draw bits per byte of every run against its cache, a panel for each held-out text."""
     texts = list(record.held_out_bytes)
-    fig, axes = figure("cache of a token (bytes, logarithmic)", "bits per byte", cols=len(texts),
-                       size=(9.6, 4.2))  # fmt: skip
+    fig, axes = figure(
+        "cache of a token (bytes, log; equal ones moved apart)", "bits per byte",
+        cols=len(texts), size=(9.6, 4.2),
+    )  # fmt: skip
     told = []
     for ax, text in zip(axes, texts, strict=True):
         ax.set(title=f"held out: {text}", xscale="log")
@@ -51,7 +53,7 @@ def draw_quality(record: Record) -> None:
     show(
         fig,
         f"Each marker is one run and each bar the range of a variant's seeds; the axes do not "
-        f"begin at zero; {'; '.join(told)}.",
+        f"begin at zero. From the fewest bits to the most: {'; '.join(told)}.",
     )
 
 
@@ -71,17 +73,18 @@ def _draw_text(ax: "Axes", record: Record, text: str) -> list[str]:
     largest = record.bits(record.variants[0], text).values()
     look = {"color": "black", "linestyle": "--", "linewidth": 1.2}
     ax.axhline(sum(largest) / len(largest), label=f"mean of {record.variants[0].upper()}", **look)
-    told = []
+    means = {}
     for name in record.variants:
         bits = list(record.bits(name, text).values())
         ax.vlines(places[name], min(bits), max(bits), color="#888888", linewidth=6, alpha=0.35)
         ax.annotate(name.upper(), (places[name], max(bits)), xytext=(0, 8), ha="center",
                     textcoords="offset points", fontsize=9)  # fmt: skip
-        told.append(f"{name.upper()} {min(bits):.3f} to {max(bits):.3f}")
-    told += [f"MHA without norms {run.bits[text]:.3f}" for run in record.controls]
+        means[name.upper()] = sum(bits) / len(bits)
+    for run in record.controls:
+        means["MHA without norms"] = run.bits[text]
     ax.set_xticks(sorted(set(sizes.values())), [f"{n:,}" for n in sorted(set(sizes.values()))])
     ax.minorticks_off()
-    return told
+    return sorted(means, key=means.__getitem__)
 
 
 def _beside(sizes: Mapping[str, int]) -> dict[str, float]:
@@ -129,13 +132,17 @@ def draw_sharing(query_heads: int, kv_heads: Sequence[int]) -> None:
             _mark(ax, middle, -0.4, "s", "c")
             for head in range(query_heads):
                 ax.plot((head, middle), (0.75, -0.15), color="black", linewidth=1, linestyle=":")
-        kept = "1 latent" if name == "MLA" else f"{count} head{'s' * (count > 1)} of K and V"
+        kept = (
+            "1 latent, 1 rotated key"
+            if name == "MLA"
+            else f"{count} head{'s' * (count > 1)} of K and V"
+        )
         ax.text((query_heads - 1) / 2, -1.05, f"kept: {kept}", ha="center", fontsize=9)
     show(
         fig,
         f"Lines lead from the {query_heads} query heads q to the key and value head k that each "
         f"reads; filled squares are kept in the cache. With MLA one latent c is kept, and each "
-        f"head's key and value can be made from it.",
+        f"head's key and value can be made from it; one more key, which is rotated, is not drawn.",
     )
 
 

@@ -60,7 +60,7 @@ def hollow(llm: LLM, **options: Any) -> LLM:
 
 def product_seconds(llm: LLM, batches: Sequence[int]) -> dict[int, float]:
     """Median seconds of a decode step's products for each batch, the less disturbed of two
-    sweeps."""
+    sweeps. Each product is a call from Python: an upper limit of what they take in a step."""
     model, device = llm.engine.forward_pass.model, str(llm.engine.device)
     runs = [
         {b: measure(product_pass(model, b, b), budget=0.1, device=device).median for b in batches}
@@ -115,7 +115,9 @@ def longest_turning(config: ModelConfig, hardware: Hardware, dtype: str = "bfloa
 
 def draw_throughput(possible: Times, measured: Mapping[str, Times]) -> None:
     """Draw tokens per second against the batch, for each way to run a model, under the bound."""
-    fig, ax = figure("batch (sequences)", "tokens per second", size=(7, 4))
+    fig, ax = figure(
+        "batch (sequences, logarithmic)", "tokens per second (logarithmic)", size=(7, 4)
+    )
     batches = list(possible)
     bound(ax, batches, [b / t for b, t in possible.items()], "bound", "above", 0.6)
     for number, (name, times) in enumerate(measured.items()):
@@ -148,8 +150,8 @@ class Panel:
 
 def draw_regimes(panels: Sequence[Panel]) -> None:
     """Draw the time of a step against the batch over the bounds of bytes and of operations."""
-    fig, axes = figure("batch (sequences)", "time of a decode step (ms)", cols=len(panels),
-                       size=(4 * len(panels), 4.4))  # fmt: skip
+    fig, axes = figure("batch (sequences, log)", "time of a decode step (ms, log)",
+                       cols=len(panels), size=(4 * len(panels), 4.4))  # fmt: skip
     names = list(dict.fromkeys(name for panel in panels for name in panel.measured))
     for ax, panel in zip(axes, panels, strict=True):
         _draw_bounds(ax, panel)
@@ -166,7 +168,8 @@ def draw_regimes(panels: Sequence[Panel]) -> None:
         fig,
         f"The time of a decode step against the batch, all panels on one scale: no program that "
         f"reads these weights from memory can enter the grey area; the hollow model, which has "
-        f"hardly any weights, can. Compared with the bound: {told}.",
+        f"hardly any weights, can. Where its line comes near the engine's, calls take most of the "
+        f"time. Compared with the bound: {told}.",
     )
 
 

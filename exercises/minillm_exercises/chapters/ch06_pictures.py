@@ -89,9 +89,9 @@ def draw_gains(gains: Mapping[str, Mapping[int, Fraction]],
     ax.set_xlim(right=seats[-1] * 3.2)
     last = max(gains, key=lambda law: gains[law][seats[-1]])
     low, high = (float(gains[law][seats[-1]]) for law in ("equal", last))
-    show(fig, f"Computed: steps of static over steps of continuous batching, dashed the most that "
-              f"is possible. The gain with {seats[-1]} seats goes from {low:.1f} times (equal) to "
-              f"{high:.1f} times ({last}).")  # fmt: skip
+    show(fig, f"Computed: steps of static over steps of continuous batching; the dashed lines are "
+              f"the most that is possible. The gain with {seats[-1]} seats goes from "
+              f"{low:.1f} times (equal) to {high:.1f} times ({last}).")  # fmt: skip
 
 
 def _logarithmic(ax: Any, xs: Sequence[int], ys: Sequence[int]) -> None:

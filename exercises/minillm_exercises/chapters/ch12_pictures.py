@@ -77,13 +77,13 @@ def draw_launches(
 ) -> None:
     """Draw for each model the milliseconds of all launches, for each of `counts` launches a layer,
     beside the bound of its step."""
-    fig, ax = figure("time of a step (ms)", "model", size=(8.2, 3.9))
+    fig, ax = figure("time of a step (ms, logarithmic)", "model", size=(8.2, 3.9))
     high = 0.8 / len(counts)
     for row, count in enumerate(counts):
         places = [number + (row - (len(counts) - 1) / 2) * high for number in range(len(models))]
         label = f"{count} launches a layer, 5 µs each"
-        ax.barh(places, [times[row] for times, _ in models.values()], height=0.9 * high,
-                label=label, **bars(row))  # fmt: skip
+        look = series(row) | {"linestyle": "none", "markersize": 9}
+        ax.plot([times[row] for times, _ in models.values()], places, label=label, **look)
     for number, (_, least) in enumerate(models.values()):
         note = "bound (bytes or operations)" if number == 0 else "_nolegend_"
         ax.plot([least] * 2, [number - 0.45, number + 0.45], "k--", linewidth=1.8, label=note)
@@ -96,8 +96,8 @@ def draw_launches(
     over = [name for name, (times, least) in models.items() if times[0] > least]
     show(
         fig,
-        f"Computed, not measured: a bar that passes its dashed line is launches that take longer "
-        f"than the work; with {counts[0]} launches a layer those of {', '.join(over)}.",
+        f"Computed, not measured: a point to the right of its dashed line is launches that take "
+        f"longer than the work; with {counts[0]} launches a layer those of {', '.join(over)}.",
     )
 
 

@@ -82,7 +82,7 @@ def draw_dispatch(x: "Tensor", ids: "Tensor", weights: "Tensor", names: Sequence
 
 def draw_distinct(found: Mapping[int, Sequence[int]], num_experts: int, per_token: int) -> None:
     """Draw how many experts a step reads against its tokens: counted per layer, and expected."""
-    fig, ax = figure("tokens in a step", "experts that are read", size=(7.4, 3.9))
+    fig, ax = figure("tokens in a step (logarithmic)", "experts that are read", size=(7.4, 3.9))
     tokens = list(found)
     many = [min(tokens) * (max(tokens) / min(tokens)) ** (place / 60) for place in range(61)]
     expected = [num_experts * (1 - (1 - per_token / num_experts) ** each) for each in many]
@@ -99,8 +99,9 @@ def draw_distinct(found: Mapping[int, Sequence[int]], num_experts: int, per_toke
     middle = tokens[len(tokens) // 2]
     show(
         fig,
-        f"Experts that a step reads of {num_experts}, with {per_token} per token: the dots follow "
-        f"the dashed line, which is {expected_distinct(num_experts, per_token, middle):.0f} at "
+        f"Experts that a step reads of {num_experts}, with {per_token} per token: the dots lie "
+        f"near the dashed line, which is "
+        f"{expected_distinct(num_experts, per_token, middle):.0f} at "
         f"{middle} tokens and {expected_distinct(num_experts, per_token, tokens[-1]):.0f} at "
         f"{tokens[-1]}.",
     )
@@ -108,7 +109,12 @@ def draw_distinct(found: Mapping[int, Sequence[int]], num_experts: int, per_toke
 
 def draw_steps(models: Mapping[str, ModelConfig], gpu: Hardware, tokens: Sequence[int]) -> None:
     """Draw the bound of a step of each of two models, and below it the ratio, against tokens."""
-    fig, axes = figure("tokens in a step", "ms of a step (bound)", cols=2, size=(9.6, 3.9))
+    fig, axes = figure(
+        "tokens in a step (logarithmic)",
+        "ms of a step (bound, logarithmic)",
+        cols=2,
+        size=(9.6, 3.9),
+    )
     times = {
         name: [1e3 * ch18.seconds(config, gpu, each) for each in tokens]
         for name, config in models.items()
@@ -140,7 +146,9 @@ def draw_steps(models: Mapping[str, ModelConfig], gpu: Hardware, tokens: Sequenc
 
 def draw_balance(found: Mapping[str, Mapping[int, float]], gpus: int) -> None:
     """Draw the balance (mean over largest number of rows of a GPU) against the tokens of a step."""
-    fig, ax = figure("tokens in a step", "mean / largest rows of a GPU", size=(7.6, 4.0))
+    fig, ax = figure(
+        "tokens in a step (logarithmic)", "mean / largest rows of a GPU", size=(7.6, 4.0)
+    )
     for number, (name, values) in enumerate(found.items()):
         ax.plot(list(values), list(values.values()), label=name, **series(number))
     tokens = list(next(iter(found.values())))

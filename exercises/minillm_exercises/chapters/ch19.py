@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fractions import Fraction
+from math import log
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from minillm.parallel.communicator import Communicator, ThreadGroup
 from minillm.parallel.split import Split, rank_config
 from minillm.plan.cost import MemoryPlan, kv_bytes_per_token, weight_bytes
 from minillm.plan.hardware import Hardware
+from minillm_exercises.chapters.ch02 import logprobs
 from minillm_exercises.chapters.common import show_table as show_table
 
 T = TypeVar("T")
@@ -63,6 +65,12 @@ def communicator(llm: LLM, rank: int = 0) -> Communicator:
     """That of one of the engine's ranks, which are threads."""
     found: Communicator = llm.engine.runner.runners[rank].sampler.communicator  # type: ignore
     return found
+
+
+def bits(llm: LLM, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """How many bits the model needs for each token of a text behind the prompt, on average."""
+    found = logprobs(llm, [*prompt, *tokens])[len(prompt) - 1 :]
+    return -sum(found) / len(found) / log(2)
 
 
 def per_token(llm: LLM, prompt: Sequence[int], count: int, **params: Any) -> dict[str, int]:
@@ -281,6 +289,12 @@ def speed_up(config: ModelConfig, gpu: Hardware, link: str, ranks: int, batch: i
     """Times as fast as one GPU that is large enough."""
     alone, together = (seconds(config, gpu, link, size, batch) for size in (1, ranks))
     return alone / together
+
+
+def holds(config: ModelConfig, gpu: Hardware, ranks: int, batch: int = 0) -> bool:
+    """Whether so many GPUs hold the model in bfloat16 and the caches of a step of `seconds`."""
+    tokens = batch * CONTEXT if batch else PROMPT
+    return room(config, gpu, ranks, dtype="bfloat16").num_tokens >= tokens
 
 
 def rounded(value: Fraction | float, digits: int = 1) -> str:

@@ -1,7 +1,8 @@
 """The pictures and tables of chapter 19: a pair of cut matrices, sums in a ring, laws, prices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minillm.lab.links import LINKS, all_reduce
@@ -178,23 +179,49 @@ def _micros(link: str, ranks: int, num_bytes: int) -> float:
     return 1e6 * all_reduce(LINKS[link], ranks, num_bytes).seconds
 
 
-def draw_speed_ups(found: Mapping[str, Mapping[str, Mapping[int, float]]], what: str) -> None:
-    """Draw times as fast as one GPU against the number of ranks: kind of step -> link -> ranks."""
+def draw_line(
+    ax: Any, values: Mapping[int, float], number: int, name: str, fits: Callable[[int], bool]
+) -> None:
+    """Draw times as fast as one GPU; the markers of GPUs that do not hold the work are hollow."""
+    look = series(number)
+    ax.plot(list(values), list(values.values()), label=name, **look)
+    for gpus, value in values.items():
+        if not fits(gpus):
+            ax.plot([gpus], [value], **(look | {"markerfacecolor": "white", "zorder": 5}))
+
+
+def draw_speed_ups(
+    found: Mapping[str, Mapping[str, Mapping[int, float]]],
+    what: str,
+    fits: Callable[[str, int], bool] = lambda step, ranks: True,
+) -> None:
+    """Draw times as fast as one GPU against the number of ranks: kind of step -> link -> ranks.
+
+    Args:
+        fits: whether so many GPUs hold the model and the caches of this kind of step.
+    """
     fig, _ = figure("ranks", "times as fast as one", cols=len(found), size=(9.6, 3.5))
     for ax, (step, links) in zip(fig.axes, found.items(), strict=True):
         counts = list(next(iter(links.values())))
         ax.plot(counts, counts, "k--", linewidth=1.2, label="n ranks, n times")
         for number, (name, values) in enumerate(links.items()):
-            ax.plot(list(values), list(values.values()), label=name, **series(number))
+            draw_line(ax, values, number, name, partial(fits, step))
         ax.axhline(1, color="#999999", linewidth=0.8)
         ax.set(title=step, ylim=(0, max(counts) + 0.3))
         ax.set_xticks(counts)
-    fig.axes[0].legend(loc="upper left", fontsize=9)
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
     for ax in fig.axes[1:]:
         ax.set_ylabel("")
-    last = max(counts)
-    told = "; ".join(
-        f"{step}: " + ", ".join(f"{values[last]:.1f} over {name}" for name, values in links.items())
-        for step, links in found.items()
+    gaining = [
+        name
+        for name in next(iter(found.values()))
+        if all(speed > 1 for links in found.values() for n, speed in links[name].items() if n > 1)
+    ]
+    show(
+        fig,
+        f"Predicted speed of {max(counts)} ranks and fewer, {what}. Only over "
+        f"{' and '.join(gaining) or 'a faster link'} does every kind of step gain. Hollow: these "
+        f"GPUs do not hold the model and the caches of the step, so their speed is computed for "
+        f"larger ones.",
     )
-    show(fig, f"Predicted speed of {last} ranks and fewer, {what}: with {last} ranks, {told}.")

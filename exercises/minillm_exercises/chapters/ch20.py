@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm import LLM, SamplingParams
+from minillm import LLM, SamplingParams, ops
 from minillm.cache.manager import BlockManager
-from minillm.config import ModelConfig
+from minillm.config import ModelConfig, MoEConfig
 from minillm.lab.links import LINKS
 from minillm.lab.parallel_cost import Devices, ParallelTime, decode_time, prefill_time
 from minillm.lab.parallel_layout import Layout, device_memory
@@ -327,6 +327,11 @@ def room(config: ModelConfig, on: Devices) -> int:
     return plan.num_tokens * (layout.tensor if layout.own_attention else 1)
 
 
+def holds(config: ModelConfig, on: Devices, tokens: int) -> bool:
+    """Whether the devices' memory holds the model and caches of so many tokens, all together."""
+    return room(config, on) >= tokens
+
+
 def weights_per_device(config: ModelConfig, on: Devices) -> float:
     """Gigabytes (10^9) of weights on the device with the most."""
     layout, memory = on.layout, on.hardware.memory_bytes
@@ -341,6 +346,20 @@ def choices(tokens: int, experts: int, per_token: int, seed: int = 0) -> Tensor:
     """Experts of each token, all equally likely and all of a token different: [tokens, k]."""
     dice = torch.Generator().manual_seed(seed)
     return torch.rand(tokens, experts, generator=dice).topk(per_token).indices
+
+
+def routed(tokens: int, moe: MoEConfig, seed: int = 0) -> Tensor:
+    """Experts that the engine's router chooses at random scores, by groups if there are some."""
+    dice = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, moe.num_experts, generator=dice)
+    how = moe.num_experts_per_token, moe.num_groups, moe.topk_groups, moe.group_score
+    return ops.moe_route(scores, None, *how, moe.normalize)[1]
+
+
+def ranks_reached(ids: Tensor, experts: int, ranks: int) -> Fraction:
+    """On how many ranks a token's experts are, the mean of all tokens."""
+    reached = [len(set(row)) for row in (ids // (experts // ranks)).tolist()]
+    return Fraction(sum(reached), len(reached))
 
 
 def rows_of_ranks(ids: Tensor, experts: int, ranks: int) -> list[int]:

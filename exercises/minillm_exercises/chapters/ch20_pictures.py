@@ -1,10 +1,12 @@
 """The pictures of chapter 20: timetables of stages, cuts, speed-ups, rows of experts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from minillm_exercises.chapters.ch19_pictures import draw_line
 from minillm_exercises.chapters.ch20 import Box, balance, busy, stage_costs
-from minillm_exercises.plots import bars, figure, series, show
+from minillm_exercises.plots import bars, figure, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,26 +120,35 @@ def draw_cuts(cuts: Mapping[str, Sequence[int]], head: float, model: str) -> Non
     )
 
 
-def draw_speed_ups(found: Mapping[str, Mapping[str, Mapping[int, float]]], what: str) -> None:
-    """Draw times as fast as one GPU against their number: kind of work -> way -> GPUs -> times."""
+def draw_speed_ups(
+    found: Mapping[str, Mapping[str, Mapping[int, float]]],
+    what: str,
+    fits: Callable[[str, str, int], bool] = lambda work, way, gpus: True,
+    reading: str = "",
+) -> None:
+    """Draw times as fast as one GPU against their number: kind of work -> way -> GPUs -> times.
+
+    Args:
+        fits: whether so many GPUs hold the model and the caches of this work, in this way.
+        reading: what the picture shows, in a sentence of the caption.
+    """
     fig, _ = figure("GPUs", "times as fast as one", cols=len(found), size=(9.6, 3.6))
     for ax, (work, ways) in zip(fig.axes, found.items(), strict=True):
         counts = list(next(iter(ways.values())))
         ax.plot(counts, counts, "k--", linewidth=1.2, label="n GPUs, n times")
         for number, (name, values) in enumerate(ways.items()):
-            ax.plot(list(values), list(values.values()), label=name, **series(number))
+            draw_line(ax, values, number, name, partial(fits, work, name))
         ax.set(title=work, ylim=(0, max(counts) + 0.6))
         ax.set_xticks(counts)
     for ax in fig.axes[1:]:
         ax.set_ylabel("")
     handles, labels = fig.axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
-    most = max(next(iter(next(iter(found.values())).values())))
-    told = "; ".join(
-        f"{work}: " + ", ".join(f"{name} {values[most]:.1f}" for name, values in ways.items())
-        for work, ways in found.items()
+    show(
+        fig,
+        f"Predicted times as fast as one GPU, {what}. {reading}{' ' * bool(reading)}Hollow: these "
+        f"GPUs do not hold the model and the caches, so their speed is computed for larger ones.",
     )
-    show(fig, f"Predicted times as fast as one GPU, {what}. With {most} GPUs: {told}.")
 
 
 def draw_experts(found: Mapping[str, Sequence[int]]) -> None:

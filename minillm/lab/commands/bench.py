@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from minillm.cli.options import positive_integers
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, did_you_mean
+from minillm.lab.commands import bench_serve_options as serve
 
 if TYPE_CHECKING:
     from minillm.config import ModelConfig
@@ -27,6 +28,7 @@ benchmarks:
   startup      time from process start to the first token
   scale        decode steps over a grid of batches and contexts
   speculation  speculative decoding against plain decoding
+  serve        latency and throughput of a server under load
   scheduler    scheduler alone, without a model
   parallel     collectives and ranks on this machine, and predictions
   kernels      Triton kernels, on a GPU
@@ -37,7 +39,7 @@ examples:
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
   minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
   minillm bench decode --vs vllm,openvino --beside 2 --isa avx2
-  minillm bench scale --plot scale.png
+  minillm bench serve http://localhost:8000 --request-rate 1,2,4
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
 COMPARED = ("decode", "prefill", "offline")
@@ -51,6 +53,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "startup": ("repeats", "vs", "threads", "dtype"),
     "scale": ("batch", "context", "new_tokens", "repeats", "threads", "dtype", "plot"),
     "speculation": ("batch", "new_tokens", "repeats", "vs", "threads", "dtype", *DRAFTING),
+    "serve": (*serve.OWN, *serve.SHARED),
     "scheduler": (),
     "parallel": (),
     "kernels": (),
@@ -89,7 +92,7 @@ def add_options(parser: ArgumentParser) -> None:
     option("--batch", metavar="1,16", help="batch sizes (1,16)")
     option("--context", metavar="128", help="prompt lengths, in tokens (128)")
     option("--new-tokens", metavar="N", type=int, help="output tokens per sequence (32)")
-    option("--requests", metavar="N", type=int, help="offline: number of requests (64)")
+    option("--requests", metavar="N", type=int, help="offline, serve: number of requests (64, 100)")
     option("--lengths", metavar="NAME",
            help="offline: lognormal, or uniform from 100 to 1024 (lognormal)")  # fmt: skip
     option("--repeats", metavar="N", type=int, help="runs of each engine (5)")
@@ -106,9 +109,10 @@ def add_options(parser: ArgumentParser) -> None:
     option("--draft", metavar="MODEL", help="speculation: draft model (tiny has tiny-draft)")
     option("--acceptance", metavar="0.9,0.8",
            help="speculation: accept drafts at random with these rates")  # fmt: skip
-    option("--plot", metavar="FILE", help="scale: plot the results to a .png, .svg or .pdf")
+    option("--plot", metavar="FILE", help="scale, serve: plot the results to a .png, .svg or .pdf")
     option("--json", metavar="FILE", help="write all measurements to FILE")
     option("--quick", action="store_true", help="small sizes, to check that it runs")
+    serve.add_serve_options(parser)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
@@ -371,9 +375,10 @@ def elsewhere(args: Namespace, terminal: Terminal) -> int:
     return code
 
 
-def scale(args: Namespace, terminal: Terminal) -> int:
-    """Decode step time over a grid of batches and contexts."""
-    return int(import_module("minillm.lab.commands.bench_scale").scale(args, terminal))
+def in_own_module(args: Namespace, terminal: Terminal) -> int:
+    """A benchmark whose command is in a module and a function of its name."""
+    module = import_module(f"minillm.lab.commands.bench_{args.what}")
+    return int(getattr(module, args.what)(args, terminal))
 
 
 def passed_on(args: Namespace) -> list[str]:
@@ -381,12 +386,8 @@ def passed_on(args: Namespace) -> list[str]:
     return ["--quick"] * args.quick + (["--json", args.json] if args.json is not None else [])
 
 
-def speculation(args: Namespace, terminal: Terminal) -> int:
-    """Speculative decoding against plain decoding."""
-    return int(import_module("minillm.lab.commands.bench_speculation").speculation(args, terminal))
-
-
 RUNNERS: Mapping[str, Callable[[Namespace, Terminal], int]] = {
-    "startup": startup, "scale": scale, "speculation": speculation,
+    "startup": startup,
+    **dict.fromkeys(("scale", "speculation", "serve"), in_own_module),
     **dict.fromkeys(MODULES, elsewhere),
 }  # fmt: skip

@@ -3,20 +3,27 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minillm.cli.replaceable import check_replaceable
 from minillm.cli.terminal import Terminal, plural, size
 from minillm.errors import ConfigError, TraceFileError, did_you_mean
 
-USAGE = "{view,table,chrome} FILE [options]"
+if TYPE_CHECKING:
+    from minillm.trace.recorder import Trace
+
+USAGE = "[{view,table,chrome}] FILE_OR_URL [options]"
 EXAMPLES = """\
 examples:
   minillm generate "def fib(n):" --trace run.jsonl   record a trace
   minillm trace view run.jsonl --open                write and open run.html
   minillm trace table run.jsonl --last 20            print one line per step
   minillm trace chrome run.jsonl                     write a file for Perfetto
+  minillm trace http://localhost:8000 --open         follow a running server that was
+                                                     started with --enable-request-trace
 """
 LAST = 40  # steps of the table
+INTERVAL = 2.0  # seconds between two pages of a server
 # First bytes of the files that may be overwritten.
 CHROME_START = b'{"traceEvents":['
 
@@ -27,17 +34,24 @@ def add_options(parser: ArgumentParser) -> None:
                         help="view (HTML page), table (text) or chrome (for "
                              "ui.perfetto.dev)")  # fmt: skip
     parser.add_argument("file", metavar="FILE", nargs="?",
-                        help="the trace, from --trace or llm.trace.save()")  # fmt: skip
+                        help="the trace, from --trace or llm.trace.save(), or the address of "
+                             "a server")  # fmt: skip
     parser.add_argument("-o", "--output", metavar="OUT",
                         help="output file (FILE with another suffix)")  # fmt: skip
     parser.add_argument("--open", action="store_true", help="view: open the page in a browser")
     parser.add_argument("--last", metavar="N", type=int,
-                        help=f"table: number of steps, counted from the end ({LAST})")  # fmt: skip
+                        help=f"table, server: number of steps, counted from the end "
+                             f"({LAST}; server: 400)")  # fmt: skip
+    parser.add_argument("--interval", metavar="S", type=float,
+                        help="server without ACTION: seconds between two pages (2)")  # fmt: skip
+    parser.add_argument("--api-key", metavar="KEY", help="key of the server")
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Run the action, and return the exit code."""
-    action = ACTIONS.get(args.action)
+    if is_url(args.action) and args.file is None:
+        args.action, args.file = "follow", args.action
+    action = follow_server if args.action == "follow" else ACTIONS.get(args.action)
     if action is None:
         hint = did_you_mean(args.action, ACTIONS)
         if args.file is None and not hint:
@@ -54,14 +68,23 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 def check_options(args: Namespace) -> None:
     """Reject options of other actions."""
+    server = is_url(args.file)
+    if args.action == "follow" and not server:
+        raise ConfigError("follow needs the address of a server, such as http://localhost:8000.")
+    if args.api_key is not None and not server:
+        raise ConfigError("--api-key is for the trace of a server; leave it out.")
+    if args.interval is not None and not 0.1 <= args.interval <= 3600:
+        raise ConfigError(f"--interval is {args.interval}; it must be from 0.1 to 3600 seconds.")
     for option, given, owners in (
-        ("--output", args.output is not None, ("view", "chrome")),
-        ("--open", args.open, ("view",)),
-        ("--last", args.last is not None, ("table",)),
+        ("--output", args.output is not None, ("view", "chrome", "follow")),
+        ("--open", args.open, ("view", "follow")),
+        ("--last", args.last is not None and not server, ("table",)),
+        ("--interval", args.interval is not None, ("follow",)),
     ):
         if given and args.action not in owners:
+            names = [each for each in owners if each != "follow"] or ["URL"]
             raise ConfigError(
-                f"{option} is for 'minillm trace {' or '.join(owners)}'; leave it out."
+                f"{option} is for 'minillm trace {' or '.join(names)}'; leave it out."
             )
     if args.last is not None and args.last < 1:
         raise ConfigError(f"--last is {args.last}; it must be at least 1.")
@@ -71,33 +94,50 @@ def view(args: Namespace, terminal: Terminal) -> None:
     """Write the HTML page, print its path, and with --open show it in a browser."""
     from minillm.lab.drawings.page import write_page
     from minillm.lab.drawings.timeline import timeline
-    from minillm.trace.recorder import Trace
 
     with terminal.progress("Drawing"):
-        trace = Trace.load(args.file)
+        trace = load(args)
         path = output(args, ".html")
         write_page(timeline(trace), path, Path(args.file).name)
     written(path, f"{plural(len(trace), 'step')}; open it in a browser", terminal)
     if args.open:
-        import webbrowser
+        show(path, terminal)
 
-        if not webbrowser.open(path.resolve().as_uri()):
-            terminal.remark("No browser could be started.")
+
+def follow_server(args: Namespace, terminal: Terminal) -> None:
+    """Write the page of a server again and again, until Ctrl-C."""
+    from minillm.lab.drawings.live import follow
+
+    path, first = output(args, ".html"), [True]
+
+    def done(trace: "Trace") -> None:
+        if first:
+            first.clear()
+            written(path, "it follows the server until Ctrl-C", terminal)
+            terminal.flush()
+            if args.open:
+                show(path, terminal)
+
+    follow(args.file, path, args.interval or INTERVAL, lambda _: load(args), done)
+
+
+def show(path: Path, terminal: Terminal) -> None:
+    """Open a page in a browser."""
+    import webbrowser
+
+    if not webbrowser.open(path.resolve().as_uri()):
+        terminal.remark("No browser could be started.")
 
 
 def table(args: Namespace, terminal: Terminal) -> None:
     """Print the last steps."""
-    from minillm.trace.recorder import Trace
-
-    terminal.line(Trace.load(args.file).table(args.last or LAST))
+    terminal.line(load(args).table(args.last or LAST))
 
 
 def chrome(args: Namespace, terminal: Terminal) -> None:
     """Write the events for Perfetto."""
-    from minillm.trace.recorder import Trace
-
     with terminal.progress("Converting"):
-        trace = Trace.load(args.file)
+        trace = load(args)
         path = output(args, ".chrome.json")
         check_replaceable(path, CHROME_START, "no file that 'minillm trace chrome' wrote")
         try:
@@ -112,9 +152,27 @@ ACTIONS: Mapping[str, Callable[[Namespace, Terminal], None]] = {
 }  # fmt: skip
 
 
+def is_url(text: str) -> bool:
+    """Whether FILE is the address of a server."""
+    return text.startswith(("http://", "https://"))
+
+
+def load(args: Namespace) -> "Trace":
+    """The trace of a file or of a running server."""
+    if is_url(args.file):
+        from minillm.lab.drawings import live
+
+        return live.fetch(args.file, args.api_key, args.last or live.LAST)
+    from minillm.trace.recorder import Trace
+
+    return Trace.load(args.file)
+
+
 def output(args: Namespace, suffix: str) -> Path:
     """The path to write: --output, or FILE with another suffix."""
-    return Path(args.output) if args.output is not None else Path(args.file).with_suffix(suffix)
+    if args.output is not None:
+        return Path(args.output)
+    return Path(f"server{suffix}") if is_url(args.file) else Path(args.file).with_suffix(suffix)
 
 
 def written(path: Path, what: str, terminal: Terminal) -> None:

@@ -21,8 +21,9 @@ SCRIPTS = ("model", "words", "raster", "scale", "header", "curves", "rows", "blo
            "details", "app", "controls", "main")  # fmt: skip
 
 
-def page(data: dict[str, Any], title: str = "trace") -> str:
-    """The HTML page of `data`, a timeline of `timeline.timeline`."""
+def page(data: dict[str, Any], title: str = "trace", reload: float | None = None) -> str:
+    """The HTML page of `data`, a timeline of `timeline.timeline`. A browser loads it again after
+    `reload` seconds."""
     folder = resources.files("minillm.lab.drawings")
     style = folder.joinpath("page.css").read_text("utf-8")
     parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in SCRIPTS]
@@ -34,6 +35,7 @@ def page(data: dict[str, Any], title: str = "trace") -> str:
     values = {
         "policy": policy,
         "title": html.escape(title.encode("utf-8", "replace").decode()),
+        "reload": "" if reload is None else f'<meta http-equiv="refresh" content="{reload:g}">',
         "style": style,
         "script": script,
         "data": embedded(data),
@@ -55,7 +57,9 @@ def embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def write_page(data: dict[str, Any], path: str | Path, title: str = "trace") -> None:
+def write_page(
+    data: dict[str, Any], path: str | Path, title: str = "trace", reload: float | None = None
+) -> None:
     """Write the page to a file; TraceFileError if the file exists and is not a trace page."""
     path = Path(path)
     try:
@@ -63,7 +67,7 @@ def write_page(data: dict[str, Any], path: str | Path, title: str = "trace") -> 
             raise TraceFileError(
                 f"{str(path)!r} exists and is not a trace page; give another name, or delete it."
             )
-        path.write_text(page(data, title), "utf-8")
+        path.write_text(page(data, title, reload), "utf-8")
     except OSError as error:
         raise TraceFileError(f"{str(path)!r} cannot be written: {error.strerror}.") from error
 

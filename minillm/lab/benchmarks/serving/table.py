@@ -1,0 +1,199 @@
+"""The report of `minillm bench serve` on the terminal."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from minillm.cli.terminal import Terminal, digits, plural, seconds
+from minillm.lab.benchmarks.serving.bench import name_of
+
+LATENCIES = ("latency", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "max")
+RATES = ("load", "tokens/s", "requests/s", "rejected", "failed")
+THROUGHPUTS = ("output_throughput", "request_throughput")
+LATE = 0.01  # seconds; a client that is later than this may distort the figures
+LEAST_FRAMES = 0.5  # per output token; fewer frames distort TPOT and ITL
+LATE_SHARE = 0.1  # of the median TTFT
+
+
+def show(found: Mapping[str, Any], terminal: Terminal) -> None:
+    """Print a heading, a row per load, and the conclusions."""
+    target, plan = found["target"], found["plan"]
+    terminal.heading(f"serve: {target['model']} at {target['url']}")
+    terminal.paragraph(
+        f"{plan['process']}; workload {plan['workload']}; seed {plan['seed']}, "
+        f"{plural(plan['repeats'], 'repeat')}."
+    )
+    terminal.table(LATENCIES, latency_rows(found))
+    terminal.line()
+    terminal.table((*RATES, "SLO met", "goodput") if found["slo"] else RATES, rate_rows(found))
+    if len(found["runs"]) == 1:
+        show_dialects(found["runs"][0]["summary"], terminal)
+    for line in statement(found):
+        terminal.paragraph(line)
+
+
+def shown(value: Mapping[str, float] | None) -> str:
+    """A duration; a dash if it is not defined."""
+    return "-" if value is None else seconds(value["median"])
+
+
+def label(found: Mapping[str, Any], point: Mapping[str, Any]) -> str:
+    """The load of a row."""
+    load = math.inf if point["load"] is None else point["load"]
+    return name_of(load, found["plan"]["closed"])
+
+
+def latency_rows(found: Mapping[str, Any]) -> list[list[str]]:
+    """Latencies as vLLM defines them, one row per load, medians over the repeats."""
+    names = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p99", "itl_max")
+    return [[label(found, one), *(shown(one[name]) for name in names)] for one in found["points"]]
+
+
+def rate_rows(found: Mapping[str, Any]) -> list[list[str]]:
+    """Output tokens per second, and what became of the requests, one row per load."""
+    rows = []
+    for one in found["points"]:
+        cells = [label(found, one), *(digits(one[name]["median"]) for name in THROUGHPUTS)]
+        cells += [f"{one[name]['median']:.0%}" for name in ("rejected", "failed")]
+        if found["slo"]:
+            cells += [f"{one['attainment']['median']:.0%}", digits(one["goodput"]["median"])]
+        rows.append(cells)
+    return rows
+
+
+def show_dialects(summary: Mapping[str, Any], terminal: Terminal) -> None:
+    """Print every latency of a single run in each dialect."""
+    rows = []
+    for dialect, measures in summary["dialects"].items():
+        for name, one in measures.items():
+            if one is None:
+                continue
+            in_tokens = name.startswith("output_token")
+            cells = [
+                "inf" if one.get(which) is None else
+                f"{digits(one[which])} tok/s" if in_tokens else seconds(one[which])
+                for which in ("mean", "p50", "p90", "p99")
+            ]  # fmt: skip
+            rows.append([f"{dialect} {name}", *cells])
+    if rows:
+        terminal.line()
+        terminal.table(("measure, by dialect", "mean", "p50", "p90", "p99"), rows)
+        terminal.line()
+
+
+def statement(found: Mapping[str, Any]) -> list[str]:
+    """Lines about the SLO, the search, cost, the steady window, errors and the client."""
+    lines = [*slo_lines(found), *search_lines(found), *cost_lines(found)]
+    if found["knee"] is not None:
+        load = name_of(found["knee"]["load"], found["plan"]["closed"])
+        lines.append(f"Knee: {load} ({found['knee']['why']}).")
+    if len(found["runs"]) == 1:
+        lines += run_lines(found["runs"][0]["summary"])
+    lines += error_lines(found)
+    return [*lines, *late_lines(found), *found["notes"]]
+
+
+def slo_lines(found: Mapping[str, Any]) -> list[str]:
+    """Attainment of each objective and goodput, of the last run of each load."""
+    if not found["slo"]:
+        return []
+    wanted = ", ".join(f"{name} <= {seconds(most)}" for name, most in found["slo"].items())
+    lines = [f"SLO: {wanted}; attainment counts all requests sent, failed ones as missed."]
+    if len(found["runs"]) == 1:
+        slo = found["runs"][0]["summary"]["slo"]
+        each = ", ".join(f"{name} {share:.1%}" for name, share in slo["attainment_of"].items())
+        lines.append(
+            f"Attainment {slo['attainment']:.1%} ({each}); goodput {digits(slo['goodput'])} "
+            "requests/s."
+        )
+    return lines
+
+
+def search_lines(found: Mapping[str, Any]) -> list[str]:
+    """The result of --search."""
+    search = found["search"]
+    if search is None:
+        return []
+    target = f"an attainment of {search['target']:.0%}"
+    if search["keeps"] is None:
+        return [
+            f"No rate down to {search['misses']:g} requests/s keeps {target}; the SLO may be out "
+            "of reach of this server."
+        ]
+    kept = f"{search['keeps']:.3g} requests/s keeps {target}"
+    if search["misses"] is None:
+        return [f"{kept}, and no rate that was tried misses it; send more requests per run."]
+    return [
+        f"Highest rate: {kept} (measured {search['keeps_attainment']:.1%}), "
+        f"{search['misses']:.3g} requests/s does not ({search['misses_attainment']:.1%}); "
+        f"tolerance {search['tolerance']:.0%}, {plural(search['probes'], 'rate')} tried."
+    ]
+
+
+def cost_lines(found: Mapping[str, Any]) -> list[str]:
+    """Tokens per dollar at the load that meets the SLO."""
+    cost = found["cost"]
+    if cost is None:
+        return []
+    if "output_mtok_per_dollar" not in cost:
+        return [f"Tokens per dollar are not given: {cost['missing']}."]
+    where = name_of(cost["load"], found["plan"]["closed"])
+    return [
+        f"At {where}, which meets the SLO, and {cost['dollars_per_hour']:g} dollars per hour: "
+        f"{digits(cost['output_mtok_per_dollar'])} million output tokens per dollar and "
+        f"{digits(cost['input_mtok_per_dollar'])} million input tokens per dollar, of the same "
+        "dollar."
+    ]
+
+
+def run_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Throughput, prefix cache and steady window of one run."""
+    steady = summary["steady"]
+    lines = [
+        f"{summary['ok']} of {plural(summary['sent'], 'request')} succeeded in "
+        f"{seconds(summary['wall'])}: {digits(summary['request_throughput'])} requests/s, "
+        f"{digits(summary['output_throughput'])} output tokens/s (peak of one second "
+        f"{digits(summary['peak_output_throughput'])}), {digits(summary['input_throughput'])} "
+        "input tokens/s."
+    ]
+    if summary["prompt_tokens"] and summary["cached_tokens"]:
+        share = summary["cached_tokens"] / summary["prompt_tokens"]
+        lines.append(f"{share:.0%} of the prompt tokens came from the prefix cache.")
+    lines.append(
+        f"Steady window (at least {steady['ratio']:.0%} of {steady['peak_concurrency']} requests "
+        f"at once): {seconds(steady['seconds'])}, {steady['share']:.0%} of the run, "
+        f"{digits(steady['output_throughput'])} output tokens/s."
+    )
+    return lines
+
+
+def error_lines(found: Mapping[str, Any]) -> list[str]:
+    """How often each error occurred, over all runs."""
+    total: dict[str, int] = {}
+    for run in found["runs"]:
+        for what, count in run["summary"]["errors"].items():
+            total[what] = total.get(what, 0) + count
+    return [f"{plural(count, 'request')} failed: {what}" for what, count in total.items()]
+
+
+def late_lines(found: Mapping[str, Any]) -> list[str]:
+    """A warning if the client itself was late, and tokens that were counted without usage."""
+    late = max(((run["summary"]["lateness"] or {}).get("p99", 0.0) for run in found["runs"]),
+               default=0.0)  # fmt: skip
+    lines = [f"The client sent its requests at most {seconds(max(late, 0.0))} late (p99)."]
+    first = [one["ttft_p50"]["median"] for one in found["points"] if one["ttft_p50"]]
+    if not found["plan"]["limited"] and late > LATE and late > LATE_SHARE * min(first, default=0):
+        lines[0] += (
+            " This is part of the latencies; run the client on another machine, or lower the rate."
+        )
+    frames, tokens = (
+        sum(run["summary"][name] for run in found["runs"]) for name in ("frames", "output_tokens")
+    )
+    if frames < LEAST_FRAMES * tokens:
+        lines.append(
+            f"The server sent {frames:,} frames for {tokens:,} tokens; TPOT and ITL are those of "
+            "frames with several tokens, and a TTFT includes all tokens of its frame."
+        )
+    if any(run["summary"]["without_usage"] for run in found["runs"]):
+        lines.append("The server reports no usage; frames with text are counted as tokens.")
+    return lines

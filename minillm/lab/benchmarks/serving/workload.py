@@ -1,0 +1,260 @@
+"""What is sent: conversations with lengths from stated distributions.
+
+A prompt is a row of segments. Segments with the same key have the same tokens, which is how
+requests share prefixes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from minillm.errors import ConfigError, did_you_mean
+from minillm.lab.benchmarks.serving.arrivals import Recorded
+
+HASH_TOKENS = 512  # tokens that one of Mooncake's hash ids stands for
+LEAST, MOST = 1, 1_000_000  # tokens of a drawn length
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens; those of equal keys are equal, up to the shorter length."""
+
+    key: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request: what it adds to the conversation, how many tokens it asks for, and the seconds
+    that its user waits after the previous reply."""
+
+    segments: tuple[Segment, ...]
+    max_tokens: int
+    think: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """Tokens that the turn adds to the prompt."""
+        return sum(segment.length for segment in self.segments)
+
+
+Conversation = tuple[Turn, ...]
+Parameters = Mapping[str, float]
+Draw = Callable[[int, np.random.Generator, Parameters], list[Conversation]]
+
+
+def lognormal(median: float, sigma: float, rng: np.random.Generator) -> int:
+    """One length."""
+    return int(np.clip(round(median * float(rng.lognormal(0.0, sigma))), LEAST, MOST))
+
+
+def single(index: int, length: int, max_tokens: int, *shared: Segment) -> Conversation:
+    """A conversation of one request: the shared segments, then its own tokens."""
+    return (Turn((*shared, Segment(f"own {index}", length)), max_tokens),)
+
+
+def draw_fixed(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
+    """Equal lengths."""
+    return [single(index, int(p["input"]), int(p["output"])) for index in range(count)]
+
+
+def draw_lognormal(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
+    """Log-normal lengths."""
+    return [
+        single(
+            index,
+            lognormal(p["input"], p["input_sigma"], rng),
+            lognormal(p["output"], p["output_sigma"], rng),
+        )
+        for index in range(count)
+    ]
+
+
+def draw_sharegpt(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
+    """Mixtures of two log-normal distributions: short questions and pasted texts, short answers and
+    long ones. The parameters resemble public statistics of chats; they are not fitted to data."""
+    found = []
+    for index in range(count):
+        pasted, wordy = rng.random() < p["pasted"], rng.random() < p["wordy"]
+        name, answer = ("long_" if pasted else ""), ("long_" if wordy else "")
+        length = lognormal(p[f"{name}input"], p[f"{name}input_sigma"], rng)
+        output = lognormal(p[f"{answer}output"], p[f"{answer}output_sigma"], rng)
+        found.append(single(index, min(length, int(p["most"])), min(output, int(p["most"]))))
+    return found
+
+
+def draw_shared_prefix(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
+    """A tree of prefixes: each request has one of the roots, one of its branches, and own
+    tokens."""
+    found = []
+    for index in range(count):
+        root, branch = int(rng.integers(int(p["roots"]))), int(rng.integers(int(p["branches"])))
+        shared = (
+            Segment(f"root {root}", int(p["prefix"])),
+            Segment(f"branch {root} {branch}", int(p["prefix"])),
+        )
+        found.append(single(index, int(p["input"]), int(p["output"]), *shared))
+    return found
+
+
+def draw_chat(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
+    """Conversations of several turns after one system prompt. Each request repeats the conversation
+    so far, and follows the previous reply after an exponentially distributed time."""
+    system = Segment("system", int(p["system"]))
+    found = []
+    for index in range(count):
+        turns = []
+        for number in range(int(p["turns"])):
+            own = Segment(f"own {index} {number}", lognormal(p["input"], p["input_sigma"], rng))
+            think = float(rng.exponential(p["think"])) if number else 0.0
+            segments = (own,) if number else (system, own)
+            output = lognormal(p["output"], p["output_sigma"], rng)
+            turns.append(Turn(segments, output, think))
+        found.append(tuple(turns))
+    return found
+
+
+def draw_long_short(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
+    """Short prompts, and a share of long ones."""
+    return [
+        single(
+            index, int(p["long" if rng.random() < p["long_share"] else "short"]), int(p["output"])
+        )
+        for index in range(count)
+    ]
+
+
+DRAWS: Mapping[str, tuple[Draw, Parameters]] = MappingProxyType(
+    {
+        "lognormal": (draw_lognormal, MappingProxyType(
+            {"input": 160, "input_sigma": 0.8, "output": 96, "output_sigma": 0.7})),
+        "fixed": (draw_fixed, MappingProxyType({"input": 128, "output": 64})),
+        "sharegpt": (draw_sharegpt, MappingProxyType(
+            {"input": 20, "input_sigma": 0.9, "long_input": 220, "long_input_sigma": 1.1,
+             "pasted": 0.4, "output": 60, "output_sigma": 1.1, "long_output": 300,
+             "long_output_sigma": 0.6, "wordy": 0.5, "most": 2048})),
+        "shared-prefix": (draw_shared_prefix, MappingProxyType(
+            {"roots": 2, "branches": 4, "prefix": 128, "input": 64, "output": 64})),
+        "chat": (draw_chat, MappingProxyType(
+            {"turns": 4, "system": 64, "input": 40, "input_sigma": 0.6, "output": 64,
+             "output_sigma": 0.6, "think": 1.0})),
+        "long-short": (draw_long_short, MappingProxyType(
+            {"short": 64, "long": 1024, "long_share": 0.05, "output": 64})),
+    }
+)  # fmt: skip
+MAY_BE_ZERO = ("_sigma", "think", "pasted", "wordy", "long_share")
+SHARES = ("pasted", "wordy", "long_share")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named distribution of conversations, with all its parameters; or a replayed trace."""
+
+    name: str
+    parameters: Parameters
+    replayed: tuple[Recorded, ...] = ()
+
+    def draw(self, count: int, seed: int) -> list[Conversation]:
+        """The conversations of one run; the same seed draws the same ones."""
+        rng = np.random.default_rng([seed, 1])
+        drawn = DRAWS[self.name][0](count, rng, self.parameters)
+        if not self.replayed:
+            return drawn
+        pairs = zip(self.replayed, drawn, strict=False)
+        return [as_recorded(one, other) for one, other in pairs]
+
+    def describe(self) -> str:
+        """The name and all parameters, as --workload takes them."""
+        given = ",".join(f"{key}={value:g}" for key, value in self.parameters.items())
+        return f"{self.name}:{given}"
+
+
+def as_recorded(one: Recorded, drawn: Conversation) -> Conversation:
+    """A request with the lengths and shared blocks of a trace; what the trace lacks is drawn."""
+    turn = drawn[0]
+    length = one.input_length or turn.length
+    segments: list[Segment] = []
+    for hash_id in one.hash_ids:
+        segments.append(Segment(f"hash {hash_id}", HASH_TOKENS))
+    segments = list(first_tokens(segments, length))
+    rest = length - sum(segment.length for segment in segments)
+    if rest:
+        segments.append(replace(turn.segments[-1], length=rest))
+    return (Turn(tuple(segments), one.output_length or turn.max_tokens),)
+
+
+def parse_workload(text: str, replayed: Sequence[Recorded] = ()) -> Workload:
+    """Parse ``NAME`` or ``NAME:key=value,...``.
+
+    Raises:
+        ConfigError: there is no such workload or parameter, or a value is out of range.
+    """
+    name, _, rest = text.partition(":")
+    if name not in DRAWS:
+        raise ConfigError(
+            f"--workload has no {name[:40]!r}; the workloads are {', '.join(DRAWS)}."
+            f"{did_you_mean(name, DRAWS)}"
+        )
+    parameters = dict(DRAWS[name][1])
+    for item in filter(None, rest.split(",")):
+        key, _, value = item.partition("=")
+        if key not in parameters:
+            raise ConfigError(
+                f"--workload {name} has no parameter {key[:40]!r}; it has {', '.join(parameters)}."
+                f"{did_you_mean(key, parameters)}"
+            )
+        parameters[key] = parameter(name, key, value)
+    return Workload(name, MappingProxyType(parameters), tuple(replayed))
+
+
+def parameter(name: str, key: str, text: str) -> float:
+    """The value of one parameter."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    least = 0.0 if key.endswith(MAY_BE_ZERO) else 1.0
+    most = 1.0 if key in SHARES else 3.0 if key.endswith("_sigma") else float(MOST)
+    if not least <= value <= most:
+        raise ConfigError(
+            f"--workload {name}: {key} is {text[:40]!r}; it must be a number from {least:g} to "
+            f"{most:g}."
+        )
+    return value
+
+
+def first_tokens(segments: Sequence[Segment], length: int) -> tuple[Segment, ...]:
+    """The segments, cut after `length` tokens."""
+    kept, left = [], length
+    for segment in segments:
+        if left > 0:
+            kept.append(replace(segment, length=min(segment.length, left)))
+            left -= segment.length
+    return tuple(kept)
+
+
+def fit(conversations: Sequence[Conversation], longest: int) -> tuple[list[Conversation], int]:
+    """Shorten conversations to `longest` tokens of prompt and output; also the number of those
+    that were shortened. The output keeps at least half of the room left if it wants it; turns
+    without room are left out."""
+    fitted = [fit_one(each, longest) for each in conversations]
+    changed = sum(one != other for one, other in zip(conversations, fitted, strict=True))
+    return fitted, changed
+
+
+def fit_one(conversation: Conversation, longest: int) -> Conversation:
+    """One conversation of at most `longest` tokens."""
+    kept: list[Turn] = []
+    room = longest
+    for turn in conversation:
+        if room < 2:
+            break
+        if turn.length + turn.max_tokens > room:
+            output = min(turn.max_tokens, max(1, room // 2))
+            segments = first_tokens(turn.segments, room - output)
+            turn = replace(turn, segments=segments, max_tokens=output)
+        kept.append(turn)
+        room -= turn.length + turn.max_tokens
+    return tuple(kept)

@@ -1,0 +1,353 @@
+"""GET /metrics: Prometheus metrics under vLLM's names.
+
+Gauges and the engine's counters are read when Prometheus scrapes. The server counts only what the
+engine does not know: how requests ended, their times, and the gaps between delivered tokens.
+
+    requests of the API     RequestObserver.tokens, .end  --> histograms, counters of ends
+    records of the steps    Trace.listeners               --> tokens per step
+    AsyncLLMEngine.state()  at a scrape                   --> gauges, counters
+
+A request with several prompts counts as one request per prompt, a prompt with n=3 as three ends.
+Latencies of whole requests are of requests whose completions ended with "stop" or "length"; queue
+time and time to first token are of all requests that got a token.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any
+
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minillm.api.outputs import RequestOutput
+from minillm.api.sampling_params import SamplingParams
+from minillm.errors import EngineDeadError, MinillmError
+from minillm.sampling.logprobs import NOT_FINITE
+from minillm.scheduling.record import Counters, StepRecord
+from minillm.serving import histogram
+from minillm.serving.async_engine import AsyncLLMEngine
+from minillm.serving.engine_state import EngineState
+from minillm.serving.gate import Gate
+from minillm.serving.histogram import Histogram
+from minillm.serving.request_stream import RequestStream
+
+LABELS = ("model_name", "engine")
+ENDS = ("stop", "length", "abort", "error")
+METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
+WHOLE = frozenset({"stop", "length"})  # ends of requests that were served to their end
+# Histograms: buckets and description. Token counts have buckets up to the context length.
+HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = MappingProxyType(
+    {
+        "time_to_first_token_seconds": (histogram.TTFT, "Arrival to first token."),
+        "inter_token_latency_seconds": (
+            histogram.TOKEN_GAP,
+            "Time per token after the first, as delivered to streams; for other requests their "
+            "mean time per token, once per token.",
+        ),
+        "request_time_per_output_token_seconds": (
+            histogram.TOKEN_GAP,
+            "Mean time per token after the first, per request.",
+        ),
+        "e2e_request_latency_seconds": (histogram.LATENCY, "Arrival to end."),
+        "request_queue_time_seconds": (histogram.LATENCY, "Arrival to first step."),
+        "request_inference_time_seconds": (histogram.LATENCY, "First step to end."),
+        "request_prefill_time_seconds": (histogram.LATENCY, "First step to first token."),
+        "request_decode_time_seconds": (histogram.LATENCY, "First token to end."),
+        "request_prompt_tokens": (None, "Prompt tokens per request."),
+        "request_generation_tokens": (None, "New tokens per completion."),
+        "request_max_num_generation_tokens": (None, "Tokens of a request's longest completion."),
+        "request_params_n": (histogram.COMPLETIONS, "Parameter n of requests."),
+        "request_params_max_tokens": (None, "Parameter max_tokens of requests that set it."),
+        "request_num_preemptions": (histogram.PREEMPTIONS, "Preemptions per request."),
+        "request_prefill_kv_computed_tokens": (
+            None,
+            "Prompt tokens per request that were not in the prefix cache.",
+        ),
+        "iteration_tokens_total": (histogram.STEP_TOKENS, "Tokens computed per step."),
+    }
+)
+
+
+class Metrics(Collector):
+    """All metrics of one application, in a registry of its own.
+
+    The methods that observe run in the event loop of the application, except `_step`.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine, gate: Gate, model_name: str):
+        self.engine, self.gate = engine, gate
+        self.labels = [model_name, "0"]
+        longest = histogram.token_bounds(engine.max_model_len)
+        self.histograms = {
+            name: Histogram(longest if bounds is None else bounds)
+            for name, (bounds, _) in HISTOGRAMS.items()
+        }
+        self.ends: Counter[str] = Counter()  # completions by finish reason
+        self.num_corrupted = 0
+        self.responses: Counter[tuple[str, str, str]] = Counter()  # handler, method, status
+        self._latest: dict[tuple[str, ...], float] = {}  # counters at the latest scrape
+        self._step_tokens = self.histograms["iteration_tokens_total"]
+        engine.trace.listeners.append(self._step)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def request(self, params: SamplingParams) -> "RequestObserver":
+        """The observer of a new request of the API."""
+        return RequestObserver(self, params)
+
+    async def page(self) -> Response:
+        """GET /metrics: Prometheus' text format 0.0.4. prometheus-client would send OpenMetrics to
+        a Prometheus 2 that prefers it with "vllm_" in place of "vllm:"."""
+        text = generate_latest(self.registry)
+        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    def _step(self, record: StepRecord) -> None:
+        """Count a step. Runs in the step thread."""
+        self._step_tokens.observe(record.num_prefill_tokens + record.num_decode_tokens)
+
+    # ---- one scrape ----------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics now."""
+        state = self.engine.state()
+        yield from self._gauges(state)
+        yield from self._engine_counters(state)
+        yield from self._request_counters()
+        for name, (_, text) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            found = self.histograms[name]
+            family.add_metric(self.labels, found.buckets(), found.total)
+            yield family
+
+    def _gauges(self, state: EngineState) -> Iterator[Metric]:
+        for name, text, value in (
+            ("num_requests_running", "Sequences in the running batch.", state.num_running),
+            ("num_requests_waiting", "Sequences and requests that wait.", state.num_waiting),
+            ("kv_cache_usage_perc", "KV cache blocks in use, 0 to 1.", state.kv_cache_usage),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            gauge.add_metric(self.labels, value)
+            yield gauge
+        text = "Waiting sequences, by what the first of them lacks."
+        name = "vllm:num_requests_waiting_by_reason"
+        waiting = GaugeMetricFamily(name, text, labels=(*LABELS, "reason"))
+        for reason in ("batch_slots", "tokens", "blocks", "next_step"):
+            number = state.num_waiting if reason == state.waiting_reason else 0
+            waiting.add_metric([*self.labels, reason], number)
+        yield waiting
+        info = cache_config(self.engine)
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Settings of the KV cache.", labels=("engine", *info)
+        )
+        family.add_metric(["0", *info.values()], 1)
+        yield family
+
+    def _engine_counters(self, state: EngineState) -> Iterator[Metric]:
+        now, cached = state.counters, self.engine.trace.settings.prefix_cache is not None
+        for name, text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+             now.num_prompt_tokens if cached else 0),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.",
+             now.num_cached_tokens),
+            ("num_preemptions", "Preemptions of sequences.",
+             now.num_preemptions_recompute + now.num_preemptions_swap),
+            ("prompt_tokens", "Prompt tokens of admitted requests.", now.num_prompt_tokens),
+            ("prompt_tokens_cached", "Of these, tokens from the prefix cache.",
+             now.num_cached_tokens),
+            ("generation_tokens", "New tokens.", state.num_generated),
+        ):  # fmt: skip
+            yield self._counter(name, text, LABELS, {(): value})
+        if self.engine.args.speculative_config is not None:
+            yield from self._drafts(now)
+
+    def _drafts(self, now: Counters) -> Iterator[Metric]:
+        for name, text, value in (
+            ("spec_decode_num_drafts", "Rows with drafts.", now.num_drafts),
+            ("spec_decode_num_draft_tokens", "Drafted tokens.", now.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Accepted drafted tokens.",
+             now.num_accepted_tokens),
+        ):  # fmt: skip
+            yield self._counter(name, text, LABELS, {(): value})
+        places = {(str(place),): count for place, count in enumerate(now.num_accepted_at)}
+        name, labels = "spec_decode_num_accepted_tokens_per_pos", (*LABELS, "position")
+        yield self._counter(name, "Accepted drafted tokens by position.", labels, places)
+
+    def _request_counters(self) -> Iterator[Metric]:
+        ends = {(reason,): self.ends[reason] for reason in ENDS}
+        labels = (*LABELS, "finished_reason")
+        yield self._counter("request_success", "Completions by how they ended.", labels, ends)
+        yield self._counter(
+            "corrupted_requests", "Completions that ended because logits were not finite.",
+            LABELS, {(): self.num_corrupted},
+        )  # fmt: skip
+        refused = CounterMetricFamily(
+            "vllm:admission_rejections", "Requests refused with 503.",
+            labels=("model_name", "reason"),
+        )  # fmt: skip
+        for reason, count in self.gate.refused.items():
+            refused.add_metric([self.labels[0], reason], count)
+        yield refused
+        text = "Responses of the API; a stream counts when it begins."
+        responses = CounterMetricFamily(
+            "http_requests", text, labels=("handler", "method", "status")
+        )
+        for place, count in self.responses.copy().items():
+            responses.add_metric(place, count)
+        yield responses
+
+    def _counter(
+        self, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
+    ) -> Metric:
+        """A counter family, with values by the labels after `LABELS` (a tuple).
+
+        A value never decreases: Prometheus would take a decrease for a restart. The engine's can,
+        by tokens that a step of the same moment takes back.
+        """
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
+        for more, value in values.items():
+            key = (name, *more)
+            self._latest[key] = value = max(value, self._latest.get(key, 0))
+            family.add_metric([*self.labels, *more], value)
+        return family
+
+
+class RequestObserver:
+    """Observes one request of the API: its tokens as they are delivered, and its end."""
+
+    __slots__ = ("_gaps", "_last", "_metrics", "_num_tokens", "_params")
+
+    def __init__(self, metrics: Metrics, params: SamplingParams):
+        self._metrics, self._params = metrics, params
+        self._gaps = metrics.histograms["inter_token_latency_seconds"]
+        self._last: dict[int, float] = {}  # by choice: when the latest tokens were delivered
+        self._num_tokens: dict[int, int] = {}  # by choice, of streams only
+
+    def tokens(self, choice: int, count: int) -> None:
+        """`count` new tokens of a choice are delivered to a stream now. The first delivery has no
+        gap; several later tokens share the time since the one before."""
+        now = perf_counter()
+        if choice not in self._last:
+            self._num_tokens[choice] = count
+        elif count:
+            self._num_tokens[choice] += count
+            self._gaps.observe((now - self._last[choice]) / count, count)
+        self._last[choice] = now
+
+    def end(
+        self, streams: Sequence[RequestStream], outputs: Sequence[RequestOutput | None]
+    ) -> None:
+        """The request has ended; `outputs` has the latest output of each stream."""
+        for index, (stream, output) in enumerate(zip(streams, outputs, strict=True)):
+            if stream.error is not None:
+                if is_failure(stream.error):
+                    self._metrics.ends["error"] += self._params.n
+            elif output is not None:
+                self._end(index, output)
+            elif stream.begun:
+                self._metrics.ends["abort"] += self._params.n
+
+    def _end(self, index: int, output: RequestOutput) -> None:
+        metrics, times = self._metrics, output.metrics
+        reasons = [each.finish_reason or "abort" for each in output.outputs]
+        metrics.ends.update(reasons)
+        errors = [each.error for each in output.outputs if each.error is not None]
+        metrics.num_corrupted += sum(NOT_FINITE in each for each in errors)
+        first, numbers = index * self._params.n, []
+        for place, each in enumerate(output.outputs, first):
+            streamed = self._num_tokens.get(place)
+            numbers.append(len(each.token_ids) if streamed is None else streamed)
+            if streamed is None and times.tpot is not None and len(each.token_ids) > 1:
+                self._gaps.observe(times.tpot, len(each.token_ids) - 1)
+        if times.ttft is not None:
+            self._observe(
+                time_to_first_token_seconds=times.ttft,
+                request_queue_time_seconds=times.queue_time,
+                request_prefill_time_seconds=times.ttft - times.queue_time,
+            )
+        if times.ttft is None or not WHOLE.issuperset(reasons):
+            return
+        num_prompt = len(output.prompt_token_ids)
+        self._observe(
+            request_time_per_output_token_seconds=times.tpot,
+            e2e_request_latency_seconds=times.e2e,
+            request_inference_time_seconds=times.e2e - times.queue_time,
+            request_decode_time_seconds=times.e2e - times.ttft,
+            request_prompt_tokens=num_prompt,
+            request_max_num_generation_tokens=max(numbers),
+            request_params_n=self._params.n,
+            request_params_max_tokens=self._params.max_tokens,
+            request_num_preemptions=times.num_preemptions,
+            request_prefill_kv_computed_tokens=num_prompt - times.num_cached_tokens,
+        )
+        for number in numbers:
+            self._observe(request_generation_tokens=number)
+
+    def _observe(self, **values: float | None) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._metrics.histograms[name].observe(value)
+
+
+def is_failure(error: Exception) -> bool:
+    """Whether a stream's error is the server's; a request that is invalid was never begun."""
+    return isinstance(error, EngineDeadError) or not isinstance(error, MinillmError)
+
+
+def cache_config(engine: AsyncLLMEngine) -> dict[str, str]:
+    """The labels of `vllm:cache_config_info`."""
+    settings, args = engine.trace.settings, engine.args
+    found: dict[str, Any] = {
+        "block_size": settings.block_size,
+        "num_gpu_blocks": settings.num_blocks,
+        "num_cpu_blocks": settings.num_host_blocks,
+        "cache_dtype": settings.dtype,
+        "enable_prefix_caching": settings.prefix_cache is not None,
+        "prefix_cache": settings.prefix_cache,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+class ResponseCounter:
+    """ASGI middleware: counts responses by route, method and status."""
+
+    def __init__(self, app: ASGIApp, counts: Counter[tuple[str, str, str]]):
+        self.app, self.counts = app, counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and count its response."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = False
+
+        async def counted(message: Message) -> None:
+            nonlocal begun
+            if not begun and message["type"] == "http.response.start":
+                begun = True
+                self._count(scope, message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, counted)
+        except Exception:
+            if not begun:
+                self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        # Only known values: a client must not be able to make new time series.
+        handler = getattr(scope.get("route"), "path", "none")
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self.counts[handler, method, str(status)] += 1

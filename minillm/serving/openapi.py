@@ -1,0 +1,129 @@
+"""The OpenAPI document of the server, as served at GET /openapi.json.
+
+python -m minillm.serving.openapi              print it
+python -m minillm.serving.openapi schema.json  write it to a file
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from minillm.serving.request_trace import LAST, MOST
+
+DEFS = "#/$defs/"
+SCHEMAS = "#/components/schemas/"
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The document of an application."""
+    made = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    parts = made.setdefault("components", {})
+    schemas = parts["schemas"] = {"Error": error_schema()}
+    error = {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}
+    parts["responses"] = {"Error": {"description": "An error.", "content": error}}
+    parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    made["security"] = [{}, {"key": []}]  # a key only if the server was started with one
+    for path, method, operation in operations(made):
+        responses = operation["responses"]
+        responses.pop("422", None)  # FastAPI's own; every error of this server has one form
+        responses["default"] = {"$ref": "#/components/responses/Error"}
+        found = responses["200"].setdefault("content", {})
+        if path in ("/v1/completions", "/v1/chat/completions"):
+            found["text/event-stream"] = {"schema": {"type": "string"}}
+        elif path == "/metrics":
+            responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+        elif path == "/debug/trace":
+            responses["200"]["content"] = {"application/jsonl": {"schema": {"type": "string"}}}
+            operation["parameters"] = [last_parameter()]
+        if method == "post":
+            take_schemas(operation["requestBody"]["content"]["application/json"], schemas)
+    made["paths"]["/health"]["get"]["security"] = []
+    return made
+
+
+def error_schema() -> dict[str, Any]:
+    """The schema of every error's body."""
+    properties = {
+        "message": {"type": "string", "description": "One sentence."},
+        "type": {"type": "string"},
+        "param": {"type": ["string", "null"]},
+        "code": {"type": ["string", "integer", "null"]},
+    }
+    error = {"type": "object", "required": list(properties), "properties": properties}
+    return {"type": "object", "required": ["error"], "properties": {"error": error}}
+
+
+def last_parameter() -> dict[str, Any]:
+    """The query parameter of GET /debug/trace."""
+    return {
+        "name": "last",
+        "in": "query",
+        "required": False,
+        "description": "Number of steps.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MOST, "default": LAST},
+    }
+
+
+def operations(made: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Path, method and operation of each route."""
+    for path, methods in made["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def take_schemas(body: dict[str, Any], schemas: dict[str, Any]) -> None:
+    """Move a body's schema and its definitions to the components."""
+    whole = body["schema"]
+    schemas |= {name: renamed(each) for name, each in whole.pop("$defs", {}).items()}
+    schemas[whole["title"]] = renamed(whole)
+    body["schema"] = {"$ref": SCHEMAS + whole["title"]}
+
+
+def renamed(part: Any) -> Any:
+    """A part of a schema with references to the components."""
+    if isinstance(part, list):
+        return [renamed(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    made = {key: renamed(value) for key, value in part.items()}
+    if isinstance(made.get("$ref"), str):
+        made["$ref"] = made["$ref"].replace(DEFS, SCHEMAS)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the document; returns the exit code."""
+    if len(arguments) > 1 or any(each.startswith("-") for each in arguments):
+        sys.stderr.write("usage: python -m minillm.serving.openapi [FILE]\n")
+        return 2
+    from minillm.api.arguments import AsyncEngineArgs
+    from minillm.serving.app import build_app
+    from minillm.serving.async_engine import AsyncLLMEngine
+    from minillm.serving.settings import Settings
+
+    engine = AsyncLLMEngine(AsyncEngineArgs("tiny", disable_log_stats=True, max_model_len=64))
+    try:
+        made = build_app(engine, Settings(("tiny",))).openapi()
+    finally:
+        engine.shutdown()
+    text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+    if not arguments:
+        sys.stdout.write(text)
+        return 0
+    try:
+        Path(arguments[0]).write_text(text, "utf-8")
+    except OSError as error:
+        sys.stderr.write(f"error: {arguments[0]!r} cannot be written: {error.strerror}.\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,162 @@
+"""The text over HTTP is that of `LLM.generate`, whole and in a stream."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from tests.serving.http_small import DEFAULTS, Served, joined, served, write_chat_model
+
+TEXTS = ["def fib(n):", "a", "Once upon a time there was", "äöü € 😀 x"]
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0, "seed": 7},
+    "n=2": {"temperature": 0.9, "seed": 11, "n": 2},
+    "top_k, top_p, min_p": {"temperature": 1.3, "seed": 3, "top_k": 40, "top_p": 0.9,
+                            "min_p": 0.01},
+    "penalties": {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.5,
+                  "repetition_penalty": 1.2},
+    "logit_bias": {"temperature": 0.0, "logit_bias": {"70": 5.0, "71": -100.0}},
+    "min_tokens": {"temperature": 0.0, "min_tokens": 10, "stop_token_ids": [80, 90, 100]},
+}  # fmt: skip
+ENGINES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tp 2": {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "deterministic": {"deterministic": True},
+}
+
+
+FAST = ("greedy", "n=2", "penalties")
+CASES = [
+    pytest.param(
+        engine,
+        kind,
+        id=f"{engine}-{kind}",
+        marks=() if engine == "plain" or kind in FAST else pytest.mark.slow,
+    )
+    for engine in ENGINES
+    for kind in KINDS
+]
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("tp 2", "deterministic")]
+every_engine = pytest.mark.parametrize("server", ["plain", "ngram", *SLOW], indirect=True)
+every_case = pytest.mark.parametrize(("server", "kind"), CASES, indirect=["server"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("http-model"))
+
+
+def params_of(fields: dict[str, Any], **more: Any) -> SamplingParams:
+    """The same fields for `LLM.generate`."""
+    bias = fields.get("logit_bias")
+    fields = fields | ({"logit_bias": {int(k): v for k, v in bias.items()}} if bias else {})
+    return SamplingParams(max_tokens=24, **(fields | more))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[list[tuple[str, str | None]]]]:
+    """By kind and prompt: text and finish_reason of each completion."""
+    llm = LLM(folder, **DEFAULTS)
+    found = {}
+    for kind, fields in KINDS.items():
+        outputs = llm.generate(TEXTS, params_of(fields))
+        found[kind] = [[(c.text, c.finish_reason) for c in each.outputs] for each in outputs]
+    llm.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    with served(folder, **ENGINES[request.param]) as made:
+        yield made
+
+
+@every_case
+def test_the_text_is_that_of_generate(server: Served, kind: str, expected: Any) -> None:
+    fields = KINDS[kind] | {"max_tokens": 24}
+    many = server.complete(TEXTS, **fields)
+    flat = [each for prompt in expected[kind] for each in prompt]
+    assert [each["index"] for each in many["choices"]] == list(range(len(flat)))
+    assert [(each["text"], each["finish_reason"]) for each in many["choices"]] == flat
+    for text, right in zip(TEXTS, expected[kind], strict=True):
+        one = server.complete(text, **fields)
+        assert [(each["text"], each["finish_reason"]) for each in one["choices"]] == right
+
+
+@every_case
+def test_the_frames_join_to_the_text_of_generate(server: Served, kind: str, expected: Any) -> None:
+    frames = server.stream("/v1/completions", KINDS[kind] | {"prompt": TEXTS, "max_tokens": 24})
+    flat = [each for prompt in expected[kind] for each in prompt]
+    assert joined(frames) == dict(enumerate(text for text, _ in flat))
+    ends = [c for each in frames for c in each["choices"] if c["finish_reason"]]
+    assert {c["index"]: c["finish_reason"] for c in ends} == dict(
+        enumerate(reason for _, reason in flat)
+    )
+    assert len(ends) == len(flat), "a choice ended twice"
+
+
+@every_engine
+def test_token_ids_are_a_prompt(server: Served, folder: Path) -> None:
+    ids = [list(b"def fib(n):"), [5, 60, 7, 99, 12]]
+    llm = LLM(folder, **DEFAULTS)
+    right = llm.generate([{"prompt_token_ids": each} for each in ids],
+                         SamplingParams(temperature=0, max_tokens=12))  # fmt: skip
+    llm.close()
+    texts = [each.outputs[0].text for each in right]
+    got = server.complete(ids, max_tokens=12, return_token_ids=True)
+    assert [each["text"] for each in got["choices"]] == texts
+    assert [each["token_ids"] for each in got["choices"]] == [
+        list(each.outputs[0].token_ids) for each in right
+    ]
+    assert server.complete(ids[1], max_tokens=12)["choices"][0]["text"] == texts[1]
+
+
+@every_engine
+def test_a_chat_is_its_rendered_prompt(server: Served, folder: Path) -> None:
+    llm = LLM(folder, **DEFAULTS)
+    messages = [{"role": "user", "content": "Hello"}]
+    right = llm.chat(messages, SamplingParams(temperature=0, max_tokens=16))[0].outputs[0].text
+    llm.close()
+    assert server.chat("Hello", max_tokens=16)["choices"][0]["message"]["content"] == right
+    frames = server.stream("/v1/chat/completions", {"messages": messages, "max_tokens": 16})
+    assert joined(frames, chat=True) == {0: right}
+    for name in ("max_tokens", "max_completion_tokens"):
+        got = server.chat("Hello", **{name: 3})
+        assert got["usage"]["completion_tokens"] == 3
+
+
+@every_engine
+@pytest.mark.parametrize("included", [False, True])
+def test_stop_strings_across_frames(server: Served, folder: Path, included: bool) -> None:
+    """Each stop string is part of the text, and has up to four tokens."""
+    whole = server.complete(TEXTS[0], max_tokens=40, ignore_eos=True)["choices"][0]["text"]
+    readable = [i for i in range(len(whole) - 5) if "\ufffd" not in whole[i : i + 5]]
+    for length in (1, 2, 4):
+        for start in readable[2::9]:
+            stop = [whole[start : start + length], "never \x00 there"]
+            end = whole.index(stop[0])
+            right = whole[: end + (length if included else 0)]
+            fields = {"max_tokens": 40, "ignore_eos": True, "stop": stop,
+                      "include_stop_str_in_output": included}  # fmt: skip
+            got = server.complete(TEXTS[0], **fields)["choices"][0]
+            assert (got["text"], got["finish_reason"]) == (right, "stop")
+            assert got["stop_reason"] == stop[0]
+            frames = server.stream("/v1/completions", fields | {"prompt": TEXTS[0]})
+            assert joined(frames) == {0: right}
+
+
+@every_engine
+def test_logprobs_are_those_of_generate(server: Served, folder: Path) -> None:
+    llm = LLM(folder, **DEFAULTS)
+    right = llm.generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=8, logprobs=3))[0]
+    llm.close()
+    got = server.complete(TEXTS[0], max_tokens=8, logprobs=3)["choices"][0]["logprobs"]
+    entries, ids = right.outputs[0].logprobs, right.outputs[0].token_ids
+    assert got["token_logprobs"] == pytest.approx(
+        [entry[i].logprob for entry, i in zip(entries, ids, strict=True)], abs=1e-5
+    )
+    assert got["tokens"] == [entry[i].decoded_token for entry, i in zip(entries, ids, strict=True)]
