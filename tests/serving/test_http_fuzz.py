@@ -28,8 +28,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
 }
 GETS = ("/v1/models", "/v1/models/small", "/v1/models/..%2f..%2fetc", "/health", "/ping",
-        "/version", "/load", "/tokenizer_info", "/openapi.json", "/", "/nothing", "/debug/requests/x",
-        "/debug/trace", "/metrics")  # fmt: skip
+        "/version", "/load", "/tokenizer_info", "/openapi.json", "/", "/nothing",
+        "/debug/requests/x", "/debug/trace", "/metrics")  # fmt: skip
 HEALTHY = {"prompt": "def fib(n):", "max_tokens": 8, "temperature": 0}
 LARGEST_REPLY = 400_000  # bytes; 64 prompts with n=16, 20 log-probabilities and 64 tokens is less
 TEXTS = ("", "x", "def f", "äöü€😀", "\x00", "a" * 300, "<eos>", "{{ 7*7 }}", "\u202e", "\ufffd")

@@ -19,7 +19,7 @@ def test_the_soak_finds_another_text() -> None:
     soak = ServingSoak("tiny", streams=1)
     soak.right = dict.fromkeys(soak.right, "something else")
     with pytest.raises(Broken, match="another text"):
-        soak.run(0.1, parts=1)
+        soak.run(3, parts=1)
 
 
 def test_chunks_are_removed() -> None:
