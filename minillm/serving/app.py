@@ -93,8 +93,12 @@ class Server:
         """POST /v1/chat/completions."""
         body = parse(ChatRequest, await request.body())
         header = self._header("chatcmpl", self.check_model(body.model), body, request)
-        # The model's template may take long, and it runs in a sandbox without a time limit.
-        making = partial(asyncio.to_thread, chat_job, body, self.defaults, self.check_length)
+
+        async def making(tokenizer: Tokenizer | None) -> Job:
+            # The model's template may take long; it runs in a sandbox without a time limit.
+            arguments = body, self.defaults, self.check_length, tokenizer
+            return await asyncio.to_thread(chat_job, *arguments)
+
         return await self._generate(request, body, header, body.n or 1, making)
 
     def _header(self, kind: str, model: str, body: GenerationRequest, request: Request) -> Header:
