@@ -10,8 +10,9 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks.report import benchmark_parser, write_result
@@ -22,8 +23,10 @@ EXAMPLES = """examples:
 """
 PLACES = 16  # of the batch, and of the queue
 TOKENS = 32
-BODY = {"prompt": "def fib(n):", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0,
-        "stream": True}  # fmt: skip
+BODY: Mapping[str, object] = MappingProxyType(
+    {"prompt": "def fib(n):", "max_tokens": TOKENS, "ignore_eos": True}
+    | {"temperature": 0, "stream": True}
+)
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Row:
 async def send(port: int, planned: float) -> Sample:
     """Send one request on a connection of its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json.dumps(BODY).encode()
+    body = json.dumps(dict(BODY)).encode()
     writer.write(
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n".encode()
