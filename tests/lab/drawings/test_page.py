@@ -143,7 +143,7 @@ def test_texts_never_become_html(written: Elements) -> None:
 
 def test_every_place_of_the_template_is_filled_once() -> None:
     assert sorted(re.findall(r"\{\{(\w+)\}\}", source("page.html"))) == [
-        "data", "policy", "script", "style", "title", "title",
+        "data", "policy", "reload", "script", "style", "title", "title",
     ]  # fmt: skip
     assert (
         "{{script}} {{data}}"
