@@ -47,7 +47,7 @@ def test_a_port_in_use(folder: Path) -> None:
 
 
 def test_a_model_that_is_missing(tmp_path: Path) -> None:
-    assert "nothing-here" in failed([str(tmp_path / "nothing-here"), "--port", "0"])
+    assert "There is no folder" in failed([str(tmp_path / "nothing-here"), "--port", "0"])
 
 
 def test_a_template_that_is_missing(folder: Path, tmp_path: Path) -> None:

@@ -18,9 +18,7 @@ examples:
   minillm generate "def fib(n):" --trace run.jsonl   record a trace
   minillm trace view run.jsonl --open                write and open run.html
   minillm trace table run.jsonl --last 20            print one line per step
-  minillm trace chrome run.jsonl                     write a file for Perfetto
-  minillm trace http://localhost:8000 --open         follow a running server that was
-                                                     started with --enable-request-trace
+  minillm trace http://localhost:8000 --open         follow a running server
 """
 LAST = 40  # steps of the table
 INTERVAL = 2.0  # seconds between two pages of a server

@@ -99,7 +99,7 @@ def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["prefill", "--new-tokens", "4"], "--new-tokens is for decode, scale, speculation; leave"),
         (["scheduler", "--vs", "vllm"], "leave it out of 'minillm bench scheduler'."),
         (["scale", "--vs", "vllm"], "leave it out of 'minillm bench scale'."),
-        (["decode", "--plot", "a.png"], "--plot is for scale; leave it out of"),
+        (["decode", "--plot", "a.png"], "--plot is for scale, serve; leave it out of"),
         (["scale", "tiny", "--context", "64,4096"], "--context is 4096; with 8 new tokens it must"),
         (["scale", "tiny", "--context", "11"], "it must be from 12 to 2048, the positions of this"),
         (["scale", "tiny", "--plot", "a.bmp"], "--plot is 'a.bmp'; its name must end in .png"),
