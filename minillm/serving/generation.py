@@ -197,12 +197,11 @@ class Generation:
         if self.job.hides_completion:
             self.usage.completion_tokens = 0
             new = CompletionOutput(new.index, "", [], finish_reason="length")
-        has_news = new.text or new.finish_reason or new.logprobs or self.header.with_ids
-        if has_news or self.tokenizer is None:
-            if self.header.chat:
-                pieces.append(chat_delta(self.header, choice, new))
-            else:
-                pieces.append(text_choice(self.header, choice, new, offsets[choice]))
+        # A token whose text is held back has an event, too, as in vLLM: clients measure by events.
+        if self.header.chat:
+            pieces.append(chat_delta(self.header, choice, new))
+        else:
+            pieces.append(text_choice(self.header, choice, new, offsets[choice]))
         offsets[choice] += len(new.text)
         return pieces
 
