@@ -169,6 +169,15 @@ def test_text_that_is_no_utf8_is_held_back(server: Served) -> None:
 # ---- log-probabilities -------------------------------------------------------------------------
 
 
+def test_a_token_whose_text_is_held_back_has_a_frame(server: Served) -> None:
+    # Clients take the first frame with a choice as the time to the first token.
+    body = body_of("text_completion", max_tokens=24, stop=["a stop string " * 15])
+    texts = [each["choices"][0]["text"] for each in server.stream(KEYS["text_completion"], body)]
+    assert len(texts) > 1
+    assert texts[0] == ""
+    assert "".join(texts)
+
+
 def test_the_slice_of_lm_eval(server: Served, folder: Path) -> None:
     """`echo`, `max_tokens` 1 and `logprobs`: the harness drops the last entry, and compares floats
     for is_greedy."""
