@@ -162,6 +162,7 @@ class Server:
                 400,
                 f"The prompt has {length:,} {what}, and this model's {TOO_LONG} of {context} "
                 f"tokens has at most {most:,}; shorten it.",
+                param="prompt",
                 code="context_length_exceeded",
             )
 

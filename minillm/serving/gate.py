@@ -1,8 +1,6 @@
 """Admission of requests to the server: a bounded number of unfinished sequences."""
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import ceil
 from time import perf_counter
 
@@ -25,19 +23,6 @@ class Gate:
         self.refused = {"max_waiting": 0, "draining": 0}  # requests, by reason
         self.draining = False
         self._ends: deque[tuple[float, int]] = deque(maxlen=WINDOW)
-
-    @contextmanager
-    def entered(self, count: int) -> Iterator[None]:
-        """Count `count` sequences as unfinished during the block.
-
-        Raises:
-            ApiError: 503, if the server is shutting down or full.
-        """
-        self.enter(count)
-        try:
-            yield
-        finally:
-            self.leave(count)
 
     def enter(self, count: int) -> None:
         """Count `count` sequences, or raise ApiError."""

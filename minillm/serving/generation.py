@@ -1,8 +1,8 @@
 """Runs the prompts of one HTTP request in the engine, and makes its reply or its events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 from minillm.api.outputs import CompletionOutput, RequestOutput
@@ -161,19 +161,20 @@ class Generation:
         running = self.usage if options.continuous_usage_stats else None
         offsets: dict[int, int] = {}  # by choice: characters sent, once it has begun
         ended: set[int] = set()
-        async for index, output in merged(self.streams):
-            if self.outputs[index] is None:
-                count(self.usage, output)
-            self.outputs[index] = output
-            for each in output.outputs:
-                choice = index * self.job.params.n + each.index
-                if choice in ended:
-                    continue
-                for made in self._pieces(choice, each, output, offsets):
-                    yield frame(self.header.piece([made], running))
-                if each.finish_reason is not None:
-                    check(each)
-                    ended.add(choice)
+        async with aclosing(merged(self.streams)) as outputs:
+            async for index, output in outputs:
+                if self.outputs[index] is None:
+                    count(self.usage, output)
+                self.outputs[index] = output
+                for each in output.outputs:
+                    choice = index * self.job.params.n + each.index
+                    if choice in ended:
+                        continue
+                    for made in self._pieces(choice, each, output, offsets):
+                        yield frame(self.header.piece([made], running))
+                    if each.finish_reason is not None:
+                        check(each)
+                        ended.add(choice)
         if options.include_usage:
             yield frame(self.header.piece([], self.usage))
 
@@ -221,7 +222,7 @@ def check(completion: CompletionOutput) -> None:
 
 async def merged(
     streams: Sequence[RequestStream],
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of several streams as they come, each with the index of its stream."""
     if len(streams) == 1:
         async for output in streams[0]:

@@ -37,11 +37,6 @@ class Job:
     hides_completion: bool = False
     shows_prompt: bool = False
 
-    @property
-    def num_sequences(self) -> int:
-        """Completions over all prompts."""
-        return len(self.prompts) * self.params.n
-
 
 def completion_job(
     request: CompletionRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None

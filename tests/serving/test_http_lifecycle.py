@@ -171,6 +171,7 @@ def test_a_body_of_the_limit_is_read(server: Served) -> None:
     reply = server.send("/v1/completions", body)
     assert reply.status == 400
     assert reply.data["error"]["code"] == "context_length_exceeded"
+    assert reply.data["error"]["param"] == "prompt"
 
 
 # ---- keys --------------------------------------------------------------------------------------

@@ -5,16 +5,13 @@ most over the repeats. The output throughput is that of the time in which load w
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minillm.errors import ConfigError
 from minillm.lab.drawings.figure import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".svg", ".pdf")
 SIZE = (11.0, 6.6)  # inches
 STYLE: Mapping[str, Any] = {
     "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
@@ -23,13 +20,6 @@ STYLE: Mapping[str, Any] = {
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
 WIDE = 20.0  # a wider range of loads gets a logarithmic axis
 CAPTION_WIDTH = 52  # characters
-
-
-def check_plot(name: str) -> None:
-    """Reject a file name or a missing matplotlib before the benchmark starts."""
-    if Path(name).suffix not in FORMATS:
-        raise ConfigError(f"--plot is {name!r}; its name must end in {', '.join(FORMATS)}.")
-    need("matplotlib.pyplot", "--plot needs matplotlib")
 
 
 def draw(found: Mapping[str, Any], name: str) -> None:
