@@ -76,7 +76,7 @@ def load_model(
 
 
 def stored_method_of(source: ModelSource, headers: Headers) -> MethodOf | None:
-    """How each matrix of a quantised checkpoint is read; None if the checkpoint is not quantised."""
+    """How the matrices of a quantised checkpoint are read; None if it is not quantised."""
     if not source.quantization:
         return None
     format = format_of(source.quantization, headers, READERS)
