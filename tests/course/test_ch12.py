@@ -311,12 +311,41 @@ def test_whoever_waits_for_a_seat_comes_a_step_later_when_planned_ahead():
     assert sum(turn.discarded for turn in ahead) == 1
 
 
+# ---- bounds ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rates", "sizes", "wanted", "calls"),
+    [
+        ([30.0, 50.0], 1e12, 40.0, 1),  # nothing is too fast: the ceilings keep their best
+        ([30.0, 50.0, 45.0, 99.0], 4.5e11, 50.0, 2),  # until the reading is no longer slower
+        ([30.0, 31.0, 32.0], 9e11, 40.0, 3),  # and no more often than that
+        ([30.0, 50.0], 1.0, 40.0, 1),  # a model in a cache may be faster than the memory
+    ],
+)
+def test_ceilings_are_measured_again_while_a_model_reads_faster(rates, sizes, wanted, calls):
+    made = iter([replace(DATASHEET["h100-sxm"], bandwidth=1e9 * rate) for rate in rates])
+    asked = []
+
+    def again():
+        asked.append(next(made))
+        return asked[-1]
+
+    before = replace(DATASHEET["h100-sxm"], bandwidth=40e9)
+    seconds = 100.0 if sizes == 1e12 else 10.0
+    panels = {"a": [Rung("", seconds, 0.0, 1)]}
+    assert ch12.bandwidth(panels, {"a": sizes}, before, again=again) == 1e9 * wanted
+    assert len(asked) == calls
+
+
 # ---- drawings --------------------------------------------------------------------------------
 
 
 def test_the_drawings_caption_what_they_draw(shown):
     rungs = [Rung("plain", 0.008, 0.001, 500), Rung("whole", 0.0015, 0.002, 18)]
-    ch12_pictures.draw_rungs({"a": rungs, "b": rungs[:1]}, {"a": 0.001, "b": 0.001})
+    panels, sizes = {"a": rungs, "b": rungs[:1]}, {"a": 1e12, "b": 1.0}
+    for floor in (0.001, 0.002, 0.009):
+        ch12_pictures.draw_rungs(panels, {"a": floor, "b": floor}, sizes)
     ch12_pictures.draw_launches({"a": ([5.0, 1.0], 0.5), "b": ([9.0, 2.0], 40.0)}, (36, 9))
     spans = [(0, 5), (5, 10)]
     ch12_pictures.draw_timeline({"one": (spans, spans), "graph": ([(0, 5), (5, 5)], spans)})
@@ -327,9 +356,13 @@ def test_the_drawings_caption_what_they_draw(shown):
         kind: drive(JOBS, 500, 2000, ahead) for kind, ahead in (("wait", False), ("go", True))
     }
     ch12_pictures.draw_clocks(clocks, 12_000)
-    captions = [caption for _, caption in shown]
-    assert "a 8 ms in plain, 1.5 ms on its last rung (whole); b 8 ms in plain" in captions[0]
-    assert captions[1].endswith("with 36 launches a layer those of a.")
+    none, one, *captions = [caption for _, caption in shown]
+    assert "a 8 ms in plain, 1.5 ms on its last rung (whole); b 8 ms in plain" in none
+    assert none.endswith("No bar is shorter.")
+    assert "A bar of a is shorter, although its weights fit into no cache" in one
+    assert " b fit" not in one
+    assert "The weights of b fit into a cache, so a bar can be shorter. A bar of a" in captions[0]
+    assert captions[1].endswith("at 36 launches a layer this holds for a.")
     assert captions[2].endswith("one 10 µs, graph 10 µs.")
     assert f"one {padding(seen, [max(seen)]):,}, every 0." in captions[3]
     assert "wait 40,000 µs, go 32,500 µs" in captions[4]

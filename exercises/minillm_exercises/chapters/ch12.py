@@ -15,11 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from minillm import LLM, SamplingParams
+from minillm.lab import ceilings
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import Chunk
 from minillm.ops import c_library, cpu
 from minillm.ops.batch import Batch
+from minillm.plan import machine
+from minillm.plan.hardware import Hardware
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
 from minillm_exercises.chapters.ch12_recordings import into
 from minillm_exercises.chapters.common import nearest as nearest
@@ -216,6 +219,43 @@ def climb(name: str, llm: LLM) -> Rung:
     products = product_pass(step.model, 1)
     seconds, alone = (min(quietly(run, 40, 0.15) for _ in range(2)) for run in (step, products))
     return Rung(name, seconds, alone, calls_of(step).total())
+
+
+def fits_cache(num_bytes: float) -> bool:
+    """Whether so many bytes fit into the largest cache of the processor."""
+    return num_bytes <= machine.last_level_cache_bytes()
+
+
+def bandwidth(
+    panels: Mapping[str, Sequence[Rung]],
+    sizes: Mapping[str, float],
+    before: Hardware,
+    attempts: int = 3,
+    again: Callable[[], Hardware] = partial(ceilings.measure, refresh=True),
+) -> float:
+    """Bytes per second: the best of the ceilings `before` the rungs and of those measured `again`.
+
+    They are measured once, and up to `attempts` times while a model of `sizes` bytes that fits
+    into no cache has a rung faster than its reading: then the earlier ceilings were disturbed.
+    """
+    best = before.bandwidth
+    for _ in range(attempts):
+        best = max(best, again().bandwidth)
+        if not too_fast(panels, sizes, best):
+            break
+    return best
+
+
+def too_fast(
+    panels: Mapping[str, Sequence[Rung]], sizes: Mapping[str, float], rate: float
+) -> list[str]:
+    """The models that fit into no cache, and still have a rung faster than reading at `rate`."""
+    return [
+        model
+        for model, rungs in panels.items()
+        if not fits_cache(sizes[model])
+        and min(rung.seconds for rung in rungs) < sizes[model] / rate
+    ]
 
 
 def written(llm: LLM, prompt: Sequence[int], most: int) -> list[int]:

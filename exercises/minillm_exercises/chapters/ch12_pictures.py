@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minillm_exercises.chapters.ch12 import Rung
+from minillm_exercises.chapters.ch12 import Rung, fits_cache
 from minillm_exercises.chapters.ch12_device import Turn, bubbles
 from minillm_exercises.chapters.ch12_recordings import padding
 from minillm_exercises.plots import bars, figure, series, show
@@ -14,8 +14,15 @@ if TYPE_CHECKING:
 Span = tuple[int, int]  # from, to
 
 
-def draw_rungs(panels: Mapping[str, Sequence[Rung]], floors: Mapping[str, float]) -> None:
-    """Draw each model's rungs: products and the rest, beside the time of reading its weights."""
+def draw_rungs(
+    panels: Mapping[str, Sequence[Rung]], floors: Mapping[str, float], sizes: Mapping[str, float]
+) -> None:
+    """Draw each model's rungs: products and the rest, beside the time of reading its weights.
+
+    Args:
+        floors: seconds of reading a model's weights from memory.
+        sizes: bytes that a step of the model reads.
+    """
     fig, axes = figure(
         "time of a step (ms)", "rung", rows=len(panels), size=(7.4, 2.3 * len(panels))
     )
@@ -45,9 +52,27 @@ def draw_rungs(panels: Mapping[str, Sequence[Rung]], floors: Mapping[str, float]
     )
     show(
         fig,
-        f"Measured: each bar is one decode step. Dashed: the time of reading the weights from "
-        f"memory; only a model that stays in a cache can be faster: {said}.",
+        f"Measured: each bar is one decode step, {said}. Dashed: the time of reading the weights "
+        f"from memory. {_faster(panels, floors, sizes)}",
     )
+
+
+def _faster(
+    panels: Mapping[str, Sequence[Rung]], floors: Mapping[str, float], sizes: Mapping[str, float]
+) -> str:
+    """Which bars end left of their dashed line, and why."""
+    under = [name for name in panels if min(each.seconds for each in panels[name]) < floors[name]]
+    if not under:
+        return "No bar is shorter."
+    cached = [name for name in under if fits_cache(sizes[name])]
+    said = [f"The weights of {name} fit into a cache, so a bar can be shorter." for name in cached]
+    said += [
+        f"A bar of {name} is shorter, although its weights fit into no cache: the bandwidth was "
+        f"measured too low."
+        for name in under
+        if name not in cached
+    ]
+    return " ".join(said)
 
 
 def draw_timeline(runs: Mapping[str, tuple[Sequence[Span], Sequence[Span]]]) -> None:
@@ -96,8 +121,8 @@ def draw_launches(
     over = [name for name, (times, least) in models.items() if times[0] > least]
     show(
         fig,
-        f"Computed, not measured: a point to the right of its dashed line is launches that take "
-        f"longer than the work; with {counts[0]} launches a layer those of {', '.join(over)}.",
+        f"Computed, not measured. Where a point lies right of its dashed line, the launches take "
+        f"longer than the work: at {counts[0]} launches a layer this holds for {', '.join(over)}.",
     )
 
 
@@ -108,8 +133,8 @@ def draw_padding(
     fig, (left, right) = figure("rows of a decode step", "steps", cols=2, size=(9.2, 3.6))
     left.bar(list(seen), list(seen.values()), width=0.9, color=series(2)["color"])
     for size in sizes:
-        left.axvline(size + 0.5, color="black", linestyle="--", linewidth=0.8)
-    left.set_title("dashed: the engine's sizes", fontsize=10, loc="left")
+        left.axvline(size + 0.5, color="black", linestyle=":", linewidth=0.8)
+    left.set_title("dotted: the engine's sizes", fontsize=10, loc="left")
     rows = sum(size * steps for size, steps in seen.items())
     names = [f"{name}\n(graphs: {len(choice)})" for name, choice in choices.items()]
     spare = [padding(seen, choice) for choice in choices.values()]
