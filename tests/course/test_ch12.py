@@ -327,7 +327,8 @@ def test_ceilings_are_measured_again_while_a_model_reads_faster(rates, sizes, wa
     made = iter([replace(DATASHEET["h100-sxm"], bandwidth=1e9 * rate) for rate in rates])
     asked = []
 
-    def again():
+    def again(refresh):
+        assert refresh
         asked.append(next(made))
         return asked[-1]
 

@@ -213,6 +213,30 @@ def draw_missed(runs: Runs, size: int) -> None:
     )
 
 
+def as_published(
+    inserted: Mapping[tuple[int, ...], int], tokens: Sequence[int]
+) -> tuple[int, int | None]:
+    """What a trie answers that has a node for each token, and a block at the end of each text.
+
+    Args:
+        inserted: the block of every text that was inserted.
+        tokens: the text to look up.
+
+    Returns:
+        How many of its first tokens are known, and the last block on the way, or None.
+    """
+    asked = tuple(tokens)
+    known = max(overlap_of(text, asked) for text in inserted)
+    passed = [text for text in inserted if text == asked[: len(text)]]
+    return known, inserted[max(passed, key=len)] if passed else None
+
+
+def overlap_of(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts share at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def draw_sizes(runs: Runs) -> None:
     """Draw the hit rate against the size of a block, a panel for each workload."""
     names, kinds, sizes = (list(dict.fromkeys(part)) for part in zip(*runs, strict=True))
@@ -231,12 +255,16 @@ def draw_sizes(runs: Runs) -> None:
         ax.set_xticks(sizes, [str(size) for size in sizes])
         ax.set(title=name, ylim=(0, 110))
         ax.legend(loc="lower left")
-    told = ", ".join(f"{lost[name, kinds[0]]:.0f} and {lost[name, kinds[1]]:.0f}" for name in names)
+    told = ", ".join(
+        f"{lost[name, kinds[0]]:.0f} with {kinds[0]} and {lost[name, kinds[1]]:.0f} with "
+        f"{kinds[1]} ({name})"
+        for name in names
+    )
     show(
         fig,
         "What large blocks cost depends on the workload. From blocks of "
-        f"{sizes[0]} to blocks of {sizes[-1]}, the hit rate of {kinds[0]} and of {kinds[1]} falls "
-        f"by {told} points, from the left panel to the right.",
+        f"{sizes[0]} to blocks of {sizes[-1]}, these percentage points of the hit rate are lost: "
+        f"{told}.",
     )
 
 
@@ -268,12 +296,12 @@ def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str)
     fine = [number / 100 for number in range(round(100 * max(shares)) + 1)]
     law = [1 / (1 - share) for share in fine]
     bound(ax, fine, law, "counted: 1 / (1 \u2212 f)", side="above", at=0.9)
-    ax.legend(loc="upper left")
+    ax.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="black")
     told = f"{measured[-1]:.1f} times as soon with {100 * shares[-1]:.0f} % of the prompt found"
     show(
         fig,
         f"What a hit is worth, measured: the first token came {told}. The dashed line only counts "
-        "tokens; points beside it have other reasons, which the text names.",
+        "tokens; the text below says why points lie above or below it.",
     )
 
 

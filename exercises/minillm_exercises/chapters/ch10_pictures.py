@@ -70,15 +70,15 @@ def draw_errors(errors: Mapping[str, Mapping[str, float]], least: Mapping[str, f
     ax.set_yscale("log")
     ax.minorticks_off()
     ax.set_xticks(range(len(errors)), list(errors))
-    ax.legend(loc="upper left", ncols=2)
+    ax.legend(loc="upper left", ncols=2, frameon=True, framealpha=1, edgecolor="black")
     ax.set_ylim(min(least.values()) / 4, 60 * max(max(each.values()) for each in errors.values()))
     dtype = list(errors)[-1]
     told = " and ".join(f"{errors[dtype][way] / least[dtype]:.1f} ({way})" for way in ways[:2])
     show(
         fig,
         f"The largest difference from float64 in any element of the result. In {dtype} it is "
-        f"{told} times what rounding the exact result costs. In float32 all ways lie far "
-        "above the dashed line, because they also round the sums.",
+        f"{told} times what rounding the exact result costs. In float32 the rounding of the "
+        "sums is added, so all ways lie far above the dashed line.",
     )
 
 
@@ -213,9 +213,15 @@ def draw_growth(
     largest: Mapping[str, Sequence[int]],
     seconds: Mapping[str, Sequence[float]],
     least: Sequence[float],
+    result: Sequence[int],
     device: str = "cpu",
 ) -> None:
-    """Draw the largest tensor that each way made, in elements of float32, and its time."""
+    """Draw the largest tensor that each way made, in elements of float32, and its time.
+
+    Args:
+        least: seconds, the bound of the time.
+        result: elements of the result, the bound of the largest tensor.
+    """
     fig, (left, right) = figure(
         "tokens (logarithmic)", "largest tensor (MiB, logarithmic)", cols=2, size=(7.6, 3.1)
     )
@@ -223,6 +229,7 @@ def draw_growth(
         left.plot(lengths, [4 * count / 2**20 for count in counts], label=way, **series(number))
     for number, (way, times) in enumerate(seconds.items()):
         right.plot(lengths, [1e3 * each for each in times], label=way, **series(number))
+    bound(left, lengths, [4 * count / 2**20 for count in result], "bound: the result", "below")
     bound(right, lengths, [1e3 * each for each in least], "bound: operations / rate", at=0.0)
     right.set_ylabel("time (ms, logarithmic)")
     for ax in (left, right):
@@ -232,6 +239,7 @@ def draw_growth(
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.legend(loc="upper left")
+    left.set_ylim(result[0] / 2**20, None)
     slowest = max(max(times) for times in seconds.values())
     right.set_ylim(1e3 * least[0] / 4, 3e4 * slowest)
     ranked = sorted(seconds, key=lambda way: seconds[way][-1])

@@ -175,6 +175,7 @@ def draw_walk(traffic: Traffic, tokens: int, heads: int, kv_heads: int) -> None:
             seen += 1
     ax.set_xlim(0, tokens)
     ax.set_ylim(tokens, 0)
+    ax.set_title("tiles of one head; white: never loaded", fontsize=10, loc="left")
     ax.grid(visible=False)
     square = (tokens // size) ** 2
     show(

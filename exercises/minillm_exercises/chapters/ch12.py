@@ -231,7 +231,7 @@ def bandwidth(
     sizes: Mapping[str, float],
     before: Hardware,
     attempts: int = 3,
-    again: Callable[[], Hardware] = partial(ceilings.measure, refresh=True),
+    again: Callable[..., Hardware] = ceilings.measure,
 ) -> float:
     """Bytes per second: the best of the ceilings `before` the rungs and of those measured `again`.
 
@@ -240,7 +240,7 @@ def bandwidth(
     """
     best = before.bandwidth
     for _ in range(attempts):
-        best = max(best, again().bandwidth)
+        best = max(best, again(refresh=True).bandwidth)
         if not too_fast(panels, sizes, best):
             break
     return best
