@@ -189,7 +189,7 @@ def test_the_drawings_caption_what_they_draw(shown):
     lost = [rate[name, "hash", 1] - rate[name, kind, 16] for name in jobs for kind in KINDS]
     assert f"at most {max(lost):.1f} percent with either index" in captions[0]
     falls = [f"{rate['chat', kind, 1] - rate['chat', kind, 64]:.0f}" for kind in KINDS]
-    assert f", {' and '.join(falls)} points, from the left" in captions[1]
+    assert captions[1].endswith(f", {falls[0]} with hash and {falls[1]} with radix (chat).")
     assert "With 100 blocks, too few for all documents, 'in turn' finds 50.0" in captions[2]
     assert "1.8 times as soon with 50 %" in captions[3]
     assert "Guess B" in captions[4]
@@ -304,6 +304,18 @@ def test_p5_the_published_lookup_claims_more_than_its_block_holds():
     trie.insert([1, 2], 7)
     trie.insert([1, 2, 3, 4], 9)
     assert trie.lookup([1, 2, 3, 5]) == (3, 7)
+
+
+def test_p5_the_chapter_answers_as_the_published_class_does():
+    dice = random.Random(1)
+    for _ in range(300):
+        trie, inserted = Trie(), {}
+        for block in range(1, 4):
+            text = tuple(dice.randrange(2) for _ in range(dice.randrange(1, 6)))
+            inserted[text] = block
+            trie.insert(text, block)
+        asked = [dice.randrange(2) for _ in range(6)]
+        assert ch09.as_published(inserted, asked) == trie.lookup(asked)
 
 
 @pytest.mark.parametrize("index", [HashChain, RadixTree])

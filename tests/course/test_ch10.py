@@ -357,7 +357,9 @@ def test_the_drawings_caption_what_they_draw(captions):
     ch10_pictures.draw_traffic(counted, 4096, (128, 64))
     ch10_pictures.draw_walk(4, blocks=3)
     seconds = {"table": [0.001, 0.004], "tiles": [0.002, 0.003]}
-    ch10_pictures.draw_growth((512, 1024), {"table": [2**18, 2**20]}, seconds, [1e-4, 4e-4])
+    ch10_pictures.draw_growth(
+        (512, 1024), {"table": [2**18, 2**20]}, seconds, [1e-4, 4e-4], [8, 16]
+    )
     texts = [caption for _, caption in captions]
     assert "In bfloat16 it is 3.0 (table) and 1.0 (tiles) times" in texts[0]
     assert "'keys outside' does with blocks of 64 and heads of 128, 1.50 times" in texts[1]
@@ -382,7 +384,9 @@ def test_the_rescale_shrinks_what_came_before(captions):
 
 
 def test_the_times_are_inside_of_their_picture(captions):
-    ch10_pictures.draw_growth((512, 1024), {"table": [1, 4]}, {"table": [0.01, 0.2]}, [1e-3, 2e-3])
+    ch10_pictures.draw_growth(
+        (512, 1024), {"table": [1, 4]}, {"table": [0.01, 0.2]}, [1e-3, 2e-3], [1, 2]
+    )
     right = captions[0][0].axes[1]
     low, high = right.get_ylim()
     assert low < 1

@@ -147,18 +147,23 @@ def draw_steps(models: Mapping[str, ModelConfig], gpu: Hardware, tokens: Sequenc
 def draw_balance(found: Mapping[str, Mapping[int, float]], gpus: int) -> None:
     """Draw the balance (mean over largest number of rows of a GPU) against the tokens of a step."""
     fig, ax = figure(
-        "tokens in a step (logarithmic)", "mean / largest rows of a GPU", size=(7.6, 4.0)
+        "tokens in a step (logarithmic)", "mean rows of a GPU / largest", size=(7.6, 4.4)
     )
     for number, (name, values) in enumerate(found.items()):
         ax.plot(list(values), list(values.values()), label=name, **series(number))
     tokens = list(next(iter(found.values())))
     ax.set_xscale("log", base=2)
     ax.set_xticks(tokens, [f"{each:,}" for each in tokens])
-    ax.set_ylim(0, 1.05)
-    ax.legend(loc="upper left", fontsize=9, bbox_to_anchor=(0.0, 1.0))
+    bound(ax, tokens, [1.0] * len(tokens), "all GPUs have equally many rows", "above", at=0.0)
+    ax.set_ylim(0, 1.15)
+    fig.legend(loc="outside lower center", ncols=2, fontsize=9)
     last = tokens[-1]
     told = ", ".join(f"{values[last]:.2f} for {name}" for name, values in found.items())
-    show(fig, f"Simulated balance of {gpus} GPUs: at {last:,} tokens it is {told}.")
+    show(
+        fig,
+        f"Simulated balance of {gpus} GPUs, the mean number of rows divided by the largest: at "
+        f"{last:,} tokens it is {told}.",
+    )
 
 
 def draw_loads(rows: Mapping[str, Sequence[int]]) -> None:
