@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from math import log
 from typing import Any, TypeVar
@@ -260,6 +261,16 @@ def seconds(config: ModelConfig, gpu: Hardware, link: str, ranks: int, batch: in
     if batch:
         return decode_time(config, devices, batch=batch, context=CONTEXT, dtype="bfloat16").seconds
     return prefill_time(config, devices, num_tokens=PROMPT, dtype="bfloat16").seconds
+
+
+def read_prompt(
+    config: ModelConfig, gpu: Hardware, ranks: int, tokens: int = PROMPT, gigabytes: float = 25.0
+) -> float:
+    """The engine's prediction of a prompt of `tokens` tokens over PCIe of `gigabytes` (10^9 bytes
+    per second), in seconds."""
+    link = replace(LINKS["pcie"], bandwidth=1e9 * gigabytes)
+    devices = Devices(gpu, link, Layout(ranks), is_recorded=True)
+    return prefill_time(config, devices, num_tokens=tokens, dtype="bfloat16").seconds
 
 
 def token(config: ModelConfig, gpu: Hardware, link: str, ranks: int) -> ParallelTime:

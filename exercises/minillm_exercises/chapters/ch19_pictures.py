@@ -111,9 +111,9 @@ def draw_ring(size: int, others: int) -> None:
     _ranks_legend(fig, size)
     show(
         fig,
-        f"A ring of {size} ranks cuts the whole tensor into {size} chunks, and the number says at "
-        f"which rank the sum of a value begins. For the top row that depends on what stands below "
-        f"it.",
+        f"A ring of {size} ranks cuts the whole tensor into {size} chunks. The number in a cell is "
+        f"the rank at which the sum of this value begins. The same top row gets other numbers when "
+        f"rows stand below it.",
     )
 
 

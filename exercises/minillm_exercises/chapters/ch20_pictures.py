@@ -67,7 +67,8 @@ def draw_schedules(
     """Draw timetables of the scheduler: plans with a chunk of sequence `who`, and others."""
     from matplotlib.patches import Patch
 
-    fig, _ = figure("time", "stage", rows=len(tables), size=(9.4, 1.9 * len(tables) + 0.5))
+    size = (9.4, 1.9 * len(tables) + 0.5)
+    fig, _ = figure("time (costs of a small plan)", "stage", rows=len(tables), size=size)
 
     def look(box: Box) -> Mapping[str, Any]:
         return CHUNK if dict(box.rows).get(who, 1) > 1 else DECODES
@@ -138,7 +139,8 @@ def draw_speed_ups(
         ax.plot(counts, counts, "k--", linewidth=1.2, label="n GPUs, n times")
         for number, (name, values) in enumerate(ways.items()):
             draw_line(ax, values, number, name, partial(fits, work, name))
-        ax.set(title=work, ylim=(0, max(counts) + 0.6))
+        highest = max(max(values.values()) for values in ways.values())
+        ax.set(title=work, ylim=(0, 1.25 * max(highest, 1.6)))
         ax.set_xticks(counts)
     for ax in fig.axes[1:]:
         ax.set_ylabel("")
@@ -159,13 +161,13 @@ def draw_experts(found: Mapping[str, Sequence[int]]) -> None:
         mean = sum(rows) / len(rows)
         ax.bar(range(len(rows)), [each / mean for each in rows], 0.8, **bars(number))
         ax.axhline(1, color="black", linestyle="--", linewidth=1.2)
-        ax.set(title=name, ylim=(0, 1.75), xlim=(-0.5, len(rows) - 0.5))
+        ax.set(title=name, ylim=(0, 2), xlim=(-0.5, len(rows) - 0.5))
         ax.set_xticks(range(len(rows)))
-        said.append(f"{name}: {float(balance(rows)):.2f}")
+        said.append(f"{float(balance(rows)):.2f} with {name}")
     for ax in fig.axes[1:]:
         ax.set_ylabel("")
     show(
         fig,
-        f"How many rows of experts each rank computes in one layer of one simulated step; the "
-        f"dashed line is the mean. Mean divided by largest is {', '.join(said)}.",
+        f"The rows of experts of each rank in one layer of one simulated step, divided by their "
+        f"mean (dashed). The mean divided by the largest is {', '.join(said)}.",
     )
