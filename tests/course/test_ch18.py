@@ -163,9 +163,7 @@ def test_pictures(captions):
     ch18_pictures.draw_steps(models, H100, [1, 128, 4096])
     assert "with 128 tokens 9.8 times and with 4,096 tokens 1.0 times." in captions[-1]
     ch18_pictures.draw_balance({"even": {8: 0.5, 64: 0.75}}, 4)
-    assert (
-        captions[-1]
-        == "Simulated balance of 4 GPUs, the mean number of rows divided by the largest: at 64 tokens it is 0.75 for even."
-    )
+    said = "the mean number of rows divided by the largest: at 64 tokens it is 0.75 for even."
+    assert captions[-1] == f"Simulated balance of 4 GPUs, {said}"
     ch18_pictures.draw_loads({"in order": [3, 1], "packed": [2, 2]})
     assert captions[-1].endswith("3 rows for in order, 2 rows for packed.")

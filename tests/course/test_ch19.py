@@ -194,6 +194,20 @@ def test_the_formula_of_the_chapter_is_the_cost_model_s():
         assert all_reduce(LINKS["pcie"], ranks, num_bytes).seconds == pytest.approx(want)
 
 
+def test_a_prompt_over_pcie_is_the_engine_s_prediction():
+    for ranks in (1, 2, 8):
+        assert ch19.read_prompt(LLAMA, H100, ranks) == ch19.seconds(LLAMA, H100, "pcie", ranks)
+
+
+def test_short_prompts_and_faster_links_gain():
+    def gains(tokens: int, gigabytes: float = 25) -> bool:
+        one, two = (ch19.read_prompt(LLAMA, H100, n, tokens, gigabytes) for n in (1, 2))
+        return two < one
+
+    assert [gains(tokens) for tokens in (1, 64, 128, 256, 2048)] == [True] * 3 + [False] * 2
+    assert [gains(2048, rate) for rate in (25, 38, 39, 50)] == [False] * 2 + [True] * 2
+
+
 # Pictures ------------------------------------------------------------------------------------
 
 
@@ -202,7 +216,7 @@ def test_pictures(captions):
     ch19_pictures.draw_pair(x, up, torch.tensor([[1.0, 2.0], [0.0, -1.0]]), 2)
     assert captions[-1].endswith("[3, 0] + [2, -1] = [5, -1].")
     ch19_pictures.draw_ring(3, 2)
-    assert "3 chunks" in captions[-1]
+    assert "3 chunks. The number in a cell is the rank" in captions[-1]
     ch19_pictures.draw_law(P, ch19.law_of_local_noise(P, 2), 2)
     assert "4 of 8 tokens are never drawn" in captions[-1]
     ch19_pictures.draw_sums({"one": 2**14, "many": 2**20}, 2)
