@@ -1,6 +1,6 @@
 """e12.1: graphs for a few batch sizes. The task is in README.md."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -51,12 +51,6 @@ class Device:
                 self.cache[row.slot] = row.token
         texts = [[self.cache[slot] for slot in self.tables[r.table][: r.length]] for r in rows]
         return [sum((at + 1) * token for at, token in enumerate(text)) % 997 for text in texts]
-
-
-def choose(seen: Mapping[int, int], captures: int) -> list[int]:
-    """At most `captures` batch sizes, ascending, the largest of `seen` among them, for which the
-    fewest rows are padding when the steps of `seen` are run: seen[rows] steps had so many rows."""
-    raise NotImplementedError("TODO e12.1: the sizes that pad the fewest rows")
 
 
 class Decoder:
