@@ -215,7 +215,9 @@ class Laboratory:
     def padding(self, what: str, rows: list[Row]) -> None:
         """Compare what the rows of padding wrote and read: nothing is allowed."""
         missing = list((Counter(rows) - Counter(self.ran)).elements())
-        message = f"{missing and missing[0]} was in the batch and was not run; the step ran {self.ran}"
+        message = (
+            f"{missing and missing[0]} was in the batch and was not run; the step ran {self.ran}"
+        )
         self.seen(not missing, ("missing", len(missing)), message, what)
         extra = list((Counter(self.ran) - Counter(rows)).elements())
         wrote = [row for row in extra if row.slot >= 0]
@@ -236,9 +238,7 @@ class Laboratory:
         expect(condition, f"{what} ({self.case}): {message}.", (condition, observed))
 
 
-def laboratory(
-    impl: Any, sizes: Sequence[int], count: int, captures: bool = True
-) -> Laboratory:
+def laboratory(impl: Any, sizes: Sequence[int], count: int, captures: bool = True) -> Laboratory:
     """A laboratory in which texts a, b, c ... have begun, with prompts of 2 to 4 tokens."""
     lab = Laboratory(impl, sizes, 12 * (count + 4), captures)
     for at in range(count):

@@ -38,7 +38,7 @@ def bench(
     repeats: int,
     warmup: int,
 ) -> float:
-    """The median time of ``step(x)`` over `repeats` runs, after `warmup` runs that do not count."""
+    """Return the median time of ``step(x)`` of `repeats` runs, after `warmup` uncounted runs."""
     inputs = [setup() for _ in range(warmup + repeats)]
     posts = islice(readings(step, inputs, clock, sync), warmup, None)
     times = [after - before for before, after in pairwise(posts)]

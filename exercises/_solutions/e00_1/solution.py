@@ -19,7 +19,7 @@ def bench(
     repeats: int,
     warmup: int,
 ) -> float:
-    """The median time of ``step(x)`` over `repeats` runs, after `warmup` runs that do not count."""
+    """Return the median time of ``step(x)`` of `repeats` runs, after `warmup` uncounted runs."""
     times = []
     for _ in range(warmup + repeats):
         x = setup()

@@ -19,7 +19,7 @@ def timed(program: Callable[[], object], clock: Callable[[], float]) -> float:
 def compare(
     a: Callable[[], object], b: Callable[[], object], clock: Callable[[], float], blocks: int
 ) -> float:
-    """How many times as long as b does a take?"""
+    """Return how many times as long as b the program a takes."""
     times = [timed(program, clock) for program in islice(cycle((a, b)), 4 * blocks)]
     ratios = []
     for i in range(1, len(times) - 1):

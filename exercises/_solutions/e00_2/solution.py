@@ -17,7 +17,7 @@ from collections.abc import Callable
 def compare(
     a: Callable[[], object], b: Callable[[], object], clock: Callable[[], float], blocks: int
 ) -> float:
-    """How many times as long as b does a take?"""
+    """Return how many times as long as b the program a takes."""
 
     def seconds(program: Callable[[], object]) -> float:
         start = clock()

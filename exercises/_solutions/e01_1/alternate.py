@@ -23,7 +23,7 @@ class Shape:
 
 
 def forward_flops(shape: Shape, tokens: int, past: int = 0) -> int:
-    """Operations of one forward pass over `tokens` new tokens that follow `past` cached ones."""
+    """Count the operations of a forward pass over `tokens` new tokens after `past` cached ones."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     outputs = [query, key, key, query, *3 * [shape.intermediate]]  # q k v o, gate up down
 

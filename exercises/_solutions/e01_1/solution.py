@@ -30,7 +30,7 @@ class Shape:
 
 
 def forward_flops(shape: Shape, tokens: int, past: int = 0) -> int:
-    """Operations of one forward pass over `tokens` new tokens that follow `past` cached ones."""
+    """Count the operations of a forward pass over `tokens` new tokens after `past` cached ones."""
     query = shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
     projections = 2 * shape.hidden * query + 2 * shape.hidden * kv  # q, o and k, v

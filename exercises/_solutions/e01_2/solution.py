@@ -31,7 +31,7 @@ class Shape:
 
 
 def step_bytes(shape: Shape, lengths: Sequence[int], value_bytes: int = 2) -> int:
-    """Bytes read by one decoding step of a batch: weights once, cached positions per sequence."""
+    """Return the bytes that one decoding step of a batch reads."""
     query = shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
     layer = shape.hidden * (2 * query + 2 * kv + 3 * shape.intermediate)
@@ -50,7 +50,7 @@ def knee(
     bandwidth: int,
     most: int,
 ) -> int | None:
-    """The smallest number of tokens, 1 to `most`, whose operations take longer than its bytes."""
+    """Return the smallest t from 1 to `most` whose operations take longer than its bytes."""
     low, high = 1, most + 1  # the answer is in low .. high, and high stands for "none"
     while low < high:
         middle = (low + high) // 2

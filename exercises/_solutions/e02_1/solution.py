@@ -14,7 +14,7 @@ import math
 
 
 def keep(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[int]:
-    """Ids of the tokens that may be drawn, best first; of equal logits the smaller id first."""
+    """Return the ids that may be drawn, best first; of equal logits the smaller id."""
     ids = [token for token, logit in enumerate(logits) if logit > -math.inf]
     ids.sort(key=lambda token: -logits[token])  # stable: equal logits keep the order of their ids
     if temperature == 0:
@@ -32,7 +32,7 @@ def keep(logits: list[float], temperature: float, top_k: int, top_p: float) -> l
 
 
 def choose(logits: list[float], temperature: float, top_k: int, top_p: float, u: float) -> int:
-    """The kept token in whose share of the probability `u` (0 <= u < 1) lies, best first."""
+    """Return the first kept token at which the sum of probabilities exceeds `u`."""
     ids = keep(logits, temperature, top_k, top_p)
     reached = 0.0
     for token, share in zip(ids, shares(logits, ids, temperature), strict=True):

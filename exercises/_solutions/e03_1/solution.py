@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of several requests in one layer, each request in a row of its own."""
+    """The keys and values of several requests in one layer; each request has its own row."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Use this memory; nothing is in it yet."""
+        """Use this memory, in which no token is stored yet."""
         self.keys, self.values = keys, values  # [B, Hkv, S, D]
         self.lengths = [0] * keys.shape[0]
 
@@ -33,7 +33,7 @@ class KVCache:
         self.lengths[row] = end
 
     def attend(self, row: int, queries: Tensor) -> Tensor:
-        """Causal attention of the queries [T, H, D] of the last T stored tokens -> [T, H, D]."""
+        """Return causal attention for the queries [T, H, D] of the last T tokens -> [T, H, D]."""
         length = self.lengths[row]
         keys, values = self.keys[row, :, :length], self.values[row, :, :length]  # [Hkv, L, D]
         count, heads, dim = queries.shape

@@ -14,17 +14,17 @@ this batch and once in another, and its cached keys do not fit.
 
 
 class Batch:
-    """Texts of different lengths in rows of equal length, filled up with pads on the left."""
+    """Texts of different lengths in rows of equal length, with pads on the left."""
 
     def __init__(self, prompts: list[list[int]], pad: int) -> None:
-        """One row per prompt, as long as the longest of them."""
+        """Make one row per prompt, as long as the longest prompt."""
         self.pad = pad
         size = max(map(len, prompts))
         self.text = [[False] * (size - len(prompt)) + [True] * len(prompt) for prompt in prompts]
         self.ids = [[pad] * (size - len(prompt)) + prompt for prompt in prompts]
 
     def append(self, tokens: list[int | None]) -> None:
-        """One more slot: each row's next token, or a pad where the row has ended (None)."""
+        """Add one slot: the next token of each row, or a pad if the row has ended (None)."""
         for row, token in enumerate(tokens):
             self.text[row].append(token is not None)
             self.ids[row].append(self.pad if token is None else token)
@@ -44,6 +44,6 @@ class Batch:
         return [[key == query or (text[key] and key < query) for key in slots] for query in slots]
 
     def wasted(self) -> tuple[int, int]:
-        """How many slots hold a pad, and how many slots there are."""
+        """Return the number of slots that hold a pad, and the number of all slots."""
         flags = [flag for text in self.text for flag in text]
         return flags.count(False), len(flags)

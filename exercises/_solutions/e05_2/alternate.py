@@ -67,7 +67,7 @@ def throughput(costs: Costs, batch: int) -> int:
 
 
 def compute_bound_from(costs: Costs) -> int | None:
-    """The smallest batch whose operations take longer than its bytes; None if there is none."""
+    """Return the smallest batch whose operations take longer than its bytes, or None."""
     growth = transfer(costs, 2) - transfer(costs, 1)
     if compute(costs, 1) <= growth:
         return None  # each sequence adds as much to the bytes: what the weights take stays

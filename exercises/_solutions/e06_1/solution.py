@@ -13,20 +13,20 @@ from collections import deque
 
 
 class Scheduler:
-    """Gives the seats of a batch to requests, anew in every step."""
+    """Assigns the seats of a batch to requests in every step."""
 
     def __init__(self, seats: int) -> None:
-        """So many requests can run in one step; nobody is there yet."""
+        """Make `seats` empty seats and an empty queue."""
         self.seats: list[str | None] = [None] * seats
         self.left: dict[str, int] = {}  # tokens still to make
         self.queue: deque[tuple[str, int]] = deque()
 
     def add(self, requests: list[tuple[str, int]]) -> None:
-        """Requests arrive, as (name, tokens to make); they join the queue in this order."""
+        """Append requests (name, tokens to make) to the queue, in this order."""
         self.queue.extend(requests)
 
     def step(self) -> tuple[list[str | None], list[str]]:
-        """Who makes a token in each seat in this step, and who ended with it, by seat."""
+        """Return the name in each seat in this step, and the names that ended, by seat."""
         for seat, name in enumerate(self.seats):
             if name is None and self.queue:
                 first, tokens = self.queue.popleft()

@@ -9,7 +9,7 @@ import heapq
 
 
 class ShortFirst:
-    """A queue: the shortest predicted answer first, until the oldest was overtaken too often."""
+    """A queue that admits the shortest answer first, unless the oldest was overtaken too often."""
 
     def __init__(self, patience: int) -> None:
         """At most `patience` later arrivals may overtake a request."""
@@ -27,7 +27,7 @@ class ShortFirst:
         return waiting + self.patience
 
     def admit(self, free: int) -> list[str]:
-        """Admit up to `free` requests, one after the other; their names in this order."""
+        """Admit up to `free` requests, one after the other; return their names in this order."""
         waiting = len(self.names) - len(self.gone)
         return [self.names[self.next()] for _ in range(min(free, waiting))]
 

@@ -27,7 +27,7 @@ class Waiting:
 
 
 class ShortFirst:
-    """A queue: the shortest predicted answer first, until the oldest was overtaken too often."""
+    """A queue that admits the shortest answer first, unless the oldest was overtaken too often."""
 
     def __init__(self, patience: int) -> None:
         """At most `patience` later arrivals may overtake a request."""
@@ -35,13 +35,13 @@ class ShortFirst:
         self.queue: list[Waiting] = []  # oldest first
 
     def add(self, name: str, predicted: int) -> int:
-        """A request arrives; the largest number of requests that can be admitted before it."""
+        """Add a request; return how many requests may be admitted before it, at most."""
         promise = len(self.queue) + self.patience
         self.queue.append(Waiting(name, predicted))
         return promise
 
     def admit(self, free: int) -> list[str]:
-        """Admit up to `free` requests, one after the other; their names in this order."""
+        """Admit up to `free` requests, one after the other; return their names in this order."""
         admitted: list[str] = []
         while self.queue and len(admitted) < free:
             place = self._next()

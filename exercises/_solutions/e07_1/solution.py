@@ -13,7 +13,7 @@ with every question.
 
 
 class BlockManager:
-    """Which blocks hold which sequence: `num_blocks` blocks of `block_size` tokens each."""
+    """Manages the tables of sequences in `num_blocks` blocks of `block_size` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """All blocks are free."""
@@ -24,7 +24,7 @@ class BlockManager:
         self.lengths: dict[str, int] = {}  # tokens of each sequence
 
     def num_free(self) -> int:
-        """How many blocks nobody holds."""
+        """Return the number of free blocks."""
         return len(self.free_blocks)
 
     def table(self, name: str) -> list[int]:
@@ -32,7 +32,7 @@ class BlockManager:
         return list(self.tables[name])
 
     def allocate(self, name: str, num_tokens: int) -> bool:
-        """Begin a sequence with a prompt of `num_tokens`, at least 0; False if it does not fit."""
+        """Begin a sequence with `num_tokens` tokens; return False if they do not fit."""
         if name in self.tables:
             raise ValueError(f"{name!r} is in use")
         count = -(-num_tokens // self.block_size)
@@ -43,7 +43,7 @@ class BlockManager:
         return True
 
     def append(self, name: str) -> tuple[int, int, int | None] | None:
-        """Make room for one more token: (block, offset, the block to copy from or None)."""
+        """Make room for a token; return (block, offset, the block to copy from or None)."""
         if name not in self.tables:
             raise ValueError(f"there is no {name!r}")
         table, offset = self.tables[name], self.lengths[name] % self.block_size
@@ -70,7 +70,7 @@ class BlockManager:
             self.holders[block] += 1
 
     def free(self, name: str) -> None:
-        """End a sequence: what nobody else holds becomes free."""
+        """End a sequence; blocks without another holder become free."""
         if name not in self.tables:
             raise ValueError(f"there is no {name!r}")
         for block in self.tables.pop(name):

@@ -9,7 +9,7 @@ from collections import deque
 
 
 class WindowManager:
-    """`num_blocks` blocks of `block_size` tokens; nobody looks back over more than `window`."""
+    """Manages tables in `num_blocks` blocks of `block_size` tokens, for a window of `window`."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
         """All blocks are free."""
@@ -19,7 +19,7 @@ class WindowManager:
         self.lengths: dict[str, int] = {}
 
     def num_free(self) -> int:
-        """How many blocks nobody holds."""
+        """Return the number of free blocks."""
         return self.num_blocks - len(self.held)
 
     def span(self, length: int) -> tuple[int, int]:
@@ -57,19 +57,19 @@ class WindowManager:
         self.grow(name, num_tokens)
 
     def append(self, name: str) -> tuple[int, int]:
-        """Add one token: (block, offset) where it has to be written."""
+        """Add one token; return (block, offset), where the caller writes it."""
         length = self.lengths[name]
         self.grow(name, length + 1)
         return self.seen[name][-1], length % self.size
 
     def fork(self, parent: str, child: str) -> None:
-        """Begin `child` with the tokens of `parent`, whose last block is full, in its blocks."""
+        """Begin `child` in the blocks of `parent`, whose last block is full."""
         self.seen[child], self.lengths[child] = self.seen[parent].copy(), self.lengths[parent]
         for block in self.seen[child]:
             self.held[block].add(child)
 
     def free(self, name: str) -> None:
-        """End a sequence: what nobody else holds becomes free."""
+        """End a sequence; blocks without another holder become free."""
         for block in self.seen.pop(name):
             self.drop(name, block)
         del self.lengths[name]

@@ -15,7 +15,7 @@ step.
 
 
 class WindowManager:
-    """`num_blocks` blocks of `block_size` tokens; nobody looks back over more than `window`."""
+    """Manages tables in `num_blocks` blocks of `block_size` tokens, for a window of `window`."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
         """All blocks are free."""
@@ -26,7 +26,7 @@ class WindowManager:
         self.lengths: dict[str, int] = {}  # tokens of each sequence
 
     def num_free(self) -> int:
-        """How many blocks nobody holds."""
+        """Return the number of free blocks."""
         return len(self.free_blocks)
 
     def table(self, name: str) -> list[int | None]:
@@ -34,13 +34,13 @@ class WindowManager:
         return list(self.tables[name])
 
     def allocate(self, name: str, num_tokens: int) -> None:
-        """Begin a sequence with a prompt of `num_tokens`, at least 1, perhaps beyond the window."""
+        """Begin a sequence with `num_tokens` (at least 1) tokens, also more than the window."""
         places, unseen = -(-num_tokens // self.block_size), self._unseen(num_tokens)
         self.tables[name] = [None if i < unseen else self._take() for i in range(places)]
         self.lengths[name] = num_tokens
 
     def append(self, name: str) -> tuple[int, int]:
-        """Add one token: (block, offset) where it has to be written."""
+        """Add one token; return (block, offset), where the caller writes it."""
         table, offset = self.tables[name], self.lengths[name] % self.block_size
         self.lengths[name] += 1
         for place in range(self._unseen(self.lengths[name])):
@@ -52,7 +52,7 @@ class WindowManager:
         return block, offset
 
     def fork(self, parent: str, child: str) -> None:
-        """Begin `child` with the tokens of `parent`, whose last block is full, in its blocks."""
+        """Begin `child` in the blocks of `parent`, whose last block is full."""
         self.tables[child] = list(self.tables[parent])
         self.lengths[child] = self.lengths[parent]
         for block in self.tables[parent]:
@@ -60,7 +60,7 @@ class WindowManager:
                 self.holders[block] += 1
 
     def free(self, name: str) -> None:
-        """End a sequence: what nobody else holds becomes free."""
+        """End a sequence; blocks without another holder become free."""
         for block in self.tables.pop(name):
             self._give_up(block)
 

@@ -18,7 +18,7 @@ def plan(
     seats: int,
     limit: int | None = None,
 ) -> dict[str, int]:
-    """How many tokens each request computes in this step; who computes none is left out."""
+    """Return the number of tokens of each request that computes any in this step."""
     line = sorted(running, key=lambda request: request[1] > 1)  # stable: decoding first
     line += waiting[: seats - len(running)]
     wishes = [todo if limit is None else min(todo, limit) for _, todo in line]

@@ -13,7 +13,7 @@ one very long prompt from having the whole rest of every step to itself.
 
 from collections.abc import Sequence
 
-Request = tuple[str, int]  # its name, and how many tokens it has still to compute
+Request = tuple[str, int]  # its name, and the number of tokens it still has to compute
 
 
 def plan(
@@ -23,7 +23,7 @@ def plan(
     seats: int,
     limit: int | None = None,
 ) -> dict[str, int]:
-    """How many tokens each request computes in this step; who computes none is left out."""
+    """Return the number of tokens of each request that computes any in this step."""
     decoding = [request for request in running if request[1] == 1]
     prefills = [request for request in running if request[1] > 1]
     admitted = waiting[: seats - len(running)]

@@ -27,7 +27,9 @@ class Running:
     name: str
     arrival: int  # an earlier arrival has a smaller number; no two are equal
     computed: int  # the number of tokens in its cache
-    blocks: tuple[int, ...]  # the numbers of its blocks; a number in two sequences is a shared block
+    blocks: tuple[
+        int, ...
+    ]  # the numbers of its blocks; a number in two sequences is a shared block
 
 
 def preempt(

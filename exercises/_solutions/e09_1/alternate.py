@@ -27,7 +27,7 @@ class RadixTree:
         self.texts: dict[str, list[tuple[Text, Text]]] = {}
 
     def insert(self, tokens: list[int], slots: list[int], salt: str) -> int:
-        """Store a text; returns how many of its tokens were there already and keep their slots."""
+        """Store a text; return how many of its tokens were stored already and keep their slots."""
         known = self.match(tokens, salt, False)
         text, kept = tuple(tokens), self.texts.setdefault(salt, [])
         if len(known) < len(text):
@@ -50,7 +50,7 @@ class RadixTree:
         return list(best[: len(text) - sampling])
 
     def edges(self, salt: str) -> list[list[int]]:
-        """The tokens of every edge of this salt's tree, sorted."""
+        """Return the tokens of every edge of this salt's tree, sorted."""
         texts = [text for text, _ in self.texts.get(salt, [])]
         ends = {}  # an edge, by the whole text up to its end
         for text in texts:

@@ -26,10 +26,10 @@ class Node:
 
 
 class BlockTree:
-    """Cached blocks, each below the block before it in the text, and the order in which they go."""
+    """A tree of cached blocks, each below the block before it in the text."""
 
     def __init__(self) -> None:
-        """No blocks."""
+        """Make a tree without blocks."""
         self.nodes: dict[int, Node] = {}
 
     def path(self, block: int | None) -> Iterator[Node]:
@@ -40,7 +40,7 @@ class BlockTree:
             block = node.parent
 
     def add(self, block: int, parent: int | None, now: int) -> None:
-        """A new block below `parent`, or at the top; it and all above it are used now."""
+        """Add a block below `parent`, or at the top; it and all blocks above it are used now."""
         self.nodes[block] = Node(parent, now)
         for node in self.path(parent):
             node.used = now
@@ -48,20 +48,20 @@ class BlockTree:
             self.nodes[parent].children += 1
 
     def start(self, block: int, now: int) -> None:
-        """A request starts: it uses this block and all above it now, and pins them."""
+        """Start a request, which uses and pins this block and all blocks above it."""
         for node in self.path(block):
             node.used = now
             node.pins += 1
 
     def finish(self, block: int) -> None:
-        """A request that was started with this block has ended: its pins go."""
+        """End a request that started with this block, and remove its pins."""
         for node in self.path(block):
             node.pins -= 1
 
     def evict(self, count: int) -> list[int]:
-        """Remove `count` blocks, the leaf used longest ago first; their numbers, in this order.
+        """Remove `count` blocks, the leaf with the earliest last use first; return their numbers.
 
-        The smaller number goes first of equal ones. If so many cannot go, none does: [].
+        Of equal ones, remove the smaller number first. If too few can be removed, return [].
         """
         free = {block: node for block, node in self.nodes.items() if node.pins == 0}
         if count > len(free):

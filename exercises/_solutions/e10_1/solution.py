@@ -52,7 +52,7 @@ class OnlineSoftmax:
         return base
 
     def result(self) -> Tensor:
-        """The weighted mean of all values so far [dim]."""
+        """Return the weighted mean of all values so far [dim]."""
         return torch.zeros_like(self.mixed) if self.total == 0 else self.mixed / self.total
 
     def log_sum_exp(self) -> float:

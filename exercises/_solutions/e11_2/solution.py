@@ -22,7 +22,7 @@ def part_kernel(
     PAGE: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One part of a sequence, for the GROUP query heads of one KV head."""
+    """Compute one part of a sequence, for the GROUP query heads of one KV head."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     lane, token, dim = tl.arange(0, LANES), tl.arange(0, PAGE), tl.arange(0, DIM)
@@ -57,7 +57,7 @@ def part_kernel(
 def combine_kernel(
     largest, sums, values, out, SPLITS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr
 ):
-    """All parts of one query head."""
+    """Combine all parts of one query head."""
     head = tl.program_id(0)
     split, dim = tl.arange(0, PARTS), tl.arange(0, DIM)
     part = head * SPLITS + split
@@ -82,7 +82,7 @@ def paged_decode(
     splits: int,
     out: torch.Tensor,
 ) -> None:
-    """Write the attention of each sequence's newest token to its cached tokens into out."""
+    """Write the attention of each sequence's newest token over its cached tokens into out."""
     sequences, heads, dim = q.shape
     _, page, kv_heads, _ = k_cache.shape
     group = heads // kv_heads

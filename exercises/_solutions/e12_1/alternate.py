@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Decoder:
-    """Decode steps as graphs of a few sizes, which share one set of buffers."""
+    """Runs decode steps as graphs of a few sizes, which share one set of buffers."""
 
     def __init__(self, device: Any, sizes: Sequence[int]) -> None:
         """Make the buffers, all padding, and capture from the largest size to the smallest."""

@@ -26,10 +26,10 @@ def bucket(sizes: Sequence[int], rows: int) -> int:
 
 
 class Decoder:
-    """Decode steps as graphs of a few sizes, which share one set of buffers."""
+    """Runs decode steps as graphs of a few sizes, which share one set of buffers."""
 
     def __init__(self, device: Any, sizes: Sequence[int]) -> None:
-        """Make a buffer for each field of a row and one for the tokens; capture the largest first."""
+        """Make a buffer for each field and for the tokens; capture the largest graph first."""
         self.device, self.sizes = device, list(sizes)
         self.inputs = [device.buffer(sizes[-1]) for _ in PADDING]
         self.out = device.buffer(sizes[-1])

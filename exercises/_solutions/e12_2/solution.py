@@ -24,7 +24,7 @@ END = 0
 
 @dataclass(eq=False)
 class Request:
-    """A text that is to be continued."""
+    """A request with its text so far."""
 
     name: str
     prompt: list[int]
@@ -38,24 +38,24 @@ class Overlapped:
     """The next step is in the queue before the tokens of this one are known."""
 
     def __init__(self, device: Any, num_blocks: int) -> None:
-        """Blocks 0 to num_blocks - 1 are free."""
+        """Make blocks 0 to num_blocks - 1 free."""
         self.device, self.free = device, list(range(num_blocks))
         self.waiting: list[Request] = []
         self.flying: list[Request] = []  # row by row, who is in the step that was launched last
 
     def add(self, name: str, prompt: Sequence[int], most: int) -> None:
-        """A request for `most` tokens, or fewer if END is among them."""
+        """Add a request for `most` tokens, or fewer if END is among them."""
         self.waiting.append(Request(name, list(prompt), most))
 
     def abort(self, name: str) -> None:
-        """Nobody wants its tokens any more; no turn returns one from now on."""
+        """Abort a request: no later turn returns a token of it."""
         self.waiting = [request for request in self.waiting if request.name != name]
         for request in self.flying:
             if request.name == name:
                 request.over = True
 
     def turn(self) -> dict[str, int]:
-        """Admit, launch a step, then fetch the one of the turn before: its tokens, by name."""
+        """Admit, launch a step, fetch the step of the previous turn; return its tokens by name."""
         before = self.flying
         self.flying = [r for r in before if not r.over and r.rows < r.most]
         self.flying += self.admitted()
