@@ -47,7 +47,7 @@ def memory(rows: int, kv_heads: int, slots: int, dim: int) -> tuple[Tensor, Tens
 
 
 READ = (
-    "what a slot holds that nobody has written, and what a softmax over no slot at all gives. Each "
+    "a slot that was never written, and the softmax over no slot at all. Each "
     "query sees the slots in use up to its own, and its own too."
 )
 MISSED = "what it held at first. Write into the memory you were given, not into one of your own."

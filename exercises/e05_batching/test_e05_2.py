@@ -179,7 +179,7 @@ def test_knee(impl: Any) -> None:
 
 @check(1, "Numbers that a float cannot hold")
 def test_exact(impl: Any) -> None:
-    """Bytes above 2**53, and batches that nobody tries one by one."""
+    """Bytes above 2**53, and batches too large to be tried one by one."""
     huge = Costs(10**17 + 1, 3, 10**6, 1, 4 * 10**17, BIG, BIG, 0)
     batch_is(impl, 10**11 - 1, "One byte too little for 10**11 sequences", huge, 10**9)
     exact = replace(huge, memory=huge.memory + 1)

@@ -52,7 +52,7 @@ class Trial:
         return [name for name, table in self.tables.items() if block in table]
 
     def num_free(self) -> int:
-        """Blocks that are in nobody's table."""
+        """Blocks that are in no table."""
         held = {block for table in self.tables.values() for block in table} - {None}
         return self.num_blocks - len(held)
 
@@ -138,8 +138,8 @@ class Trial:
             expect(
                 read == text[positions.start :],
                 f"What the newest token of {name!r} sees through its table {self.tables[name]} "
-                f"({self.case}): expected {text[positions.start :]}, got {read}. Somebody has "
-                f"written into its blocks, or the table has moved.",
+                f"({self.case}): expected {text[positions.start :]}, got {read}. A wrong write has "
+                f"changed its blocks, or the table has moved.",
                 (name, [a == b for a, b in zip(read, text[positions.start :], strict=True)]),
             )
 

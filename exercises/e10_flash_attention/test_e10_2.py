@@ -239,7 +239,7 @@ def test_elements(impl: Any) -> None:
         )
 
 
-@check(3, "Only the tiles in which somebody sees something")
+@check(3, "Only the tiles in which a row sees a position")
 def test_tiles(impl: Any) -> None:
     """The operations of the tiles above the diagonal and behind the window are not there."""
     for lengths, blocks, window in (
@@ -267,13 +267,13 @@ def worked(got: tuple[Any, Any, Counts], case: Case) -> None:
         counts.flops <= most,
         f"{case}: your matrix products take {counts.flops:,} operations. {len(tiles)} tiles are "
         f"needed, with {most:,}; all tiles would take {whole:,}. Which of them do you visit "
-        f"although nobody in them sees anything, above the diagonal or behind the window?",
+        f"although no row in them sees a position, above the diagonal or before the window?",
         ("too many", counts.flops) if counts.flops > most else "not too many",
     )
     expect(
         counts.flops >= least,
         f"{case}: your matrix products take {counts.flops:,} operations, and what is seen takes "
-        f"{least:,}. Is a tile left out that somebody sees? Write products as matrix products (@, "
+        f"{least:,}. Is a needed tile skipped? Write products as matrix products (@, "
         f"einsum, matmul), so that they can be counted.",
         ("too few", counts.flops) if counts.flops < least else "enough",
     )

@@ -77,7 +77,7 @@ class Ideal:
         self.flying: list[Request] = []
 
     def abort(self, name: str) -> None:
-        """Nobody waits for it."""
+        """Return no later token of this request."""
         self.waiting = [request for request in self.waiting if request.name != name]
         for request in self.flying:
             request.over |= request.name == name
@@ -145,9 +145,7 @@ class Laboratory:
         self.need(type(block) is int, "block", f"load({block!r}, ...): a block is a number.")
         self.need(0 <= block < self.num_blocks, "block", f"load({block}, ...): no such block.")
         owner = [r for r in self.known if list(r.prompt[:-1]) == list(tokens)]
-        message = (
-            f"load({block}, {list(tokens)}): nobody's prompt without its last token is this one"
-        )
+        message = f"load({block}, {list(tokens)}): no waiting request has this prompt"
         self.need(owner, "prompt", f"{message}.")
         old = self.memory.get(block)
         if old and any(text is old for step in self.queue for text, *_ in step):
@@ -388,7 +386,7 @@ def test_aborted(impl: Any) -> None:
     lab.turns(4)
     lab.abort("a")
     lab.abort("d")
-    lab.abort("nobody")
+    lab.abort("unknown")
     lab.rest()
     lab.silent("a", 4)
     lab.silent("d", 4)
@@ -445,7 +443,7 @@ def test_bubbles(impl: Any) -> None:
 
 @check(2, "No bubbles when texts come and go")
 def test_bubbles_of_many(impl: Any) -> None:
-    """Several that come and go; blocks that are waited for; somebody aborted."""
+    """Several that come and go; blocks that are waited for; aborted requests."""
     lab = Laboratory(impl, 2)
     lab.add("long", 2, 0, 12)
     for name, tokens in (("b", 2), ("c", 1), ("d", 3)):

@@ -81,7 +81,7 @@ def test_a_table_that_others_change_is_noticed(graders, tmp_path: Path) -> None:
     own = "return list(self.tables[name])"
     same = ("list(self.tables[parent])", "self.tables[parent]")
     verdict = grade(graders, "e07.1", tmp_path, own, "return self.tables[name]", *same)
-    assert "which was not about 'a': does it share its list with somebody?" in said(verdict)
+    assert "which was not about 'a': does it share its list with another table?" in said(verdict)
     assert grade(graders, "e07.1", tmp_path, own, "return self.tables[name]").status == "pass"
     assert grade(graders, "e07.2", tmp_path, own, "return self.tables[name]").status == "pass"
 

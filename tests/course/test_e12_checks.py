@@ -253,7 +253,7 @@ def test_wrong_tokens_come_with_the_row_that_was_somebody_elses(graded: Graded) 
 def test_what_the_device_cannot_do_is_said(graded: Graded) -> None:
     for old, new, says in (
         ("        if rows:\n", "        if True:\n", "A step without rows was launched"),
-        ("[:-1])\n", ")\n", "nobody's prompt without its last token is this one"),
+        ("[:-1])\n", ")\n", "no waiting request has this prompt"),
         ("self.device.fetch() if old else []", "[]", "A third step was launched: two are in the"),
         ("self.device.launch(rows)", "self.device.launch(rows + rows)", "have the same block"),
     ):

@@ -1,4 +1,4 @@
-"""notebooks/conftest.py on planted notebooks: each kind of rot fails and says what to mend."""
+"""notebooks/conftest.py on planted notebooks: each kind of fault fails and says what to repair."""
 
 import os
 import re
