@@ -47,8 +47,8 @@ def memory(rows: int, kv_heads: int, slots: int, dim: int) -> tuple[Tensor, Tens
 
 
 READ = (
-    "a slot that was never written, and the softmax over no slot at all. Each "
-    "query sees the slots in use up to its own, and its own too."
+    "what a slot holds before it is written, or the result of a softmax over no slot. Each "
+    "query sees the slots in use up to its own, its own included."
 )
 MISSED = "what it held at first. Write into the memory you were given, not into one of your own."
 GROWN = "After a refused append the row no longer works: has its length changed?"

@@ -58,7 +58,7 @@ def memory(kv_heads: int, window: int, dim: int) -> tuple[Tensor, Tensor]:
     return keys, keys.clone()
 
 
-READ = "the contents of a slot that was never written. Attend to the slots in use only."
+READ = "what a slot holds before it is written. Attend to the slots in use only."
 MISSED = "what it held at first. Write into the memory you were given, not into one of your own."
 
 

@@ -74,6 +74,7 @@ def right(impl: Any, what: str, want: Result, running: Sequence[Running], need: 
     """Compare the whole decision."""
     got, case = ask(impl, running, need), said(running, need)
     some(got, want, what, case)
+    parts(got, case)
     equal(got, want, what, case)
 
 

@@ -1,7 +1,7 @@
-"""Another way: all inputs are made first, and the clock is read like fence posts.
+"""Another way: all inputs are made first, and there is one reading of the clock between two runs.
 
-With one reading between any two runs, a run's time is the difference of neighbours; the price is
-that all inputs are held at once. The median is found by counting who is smaller, without sorting.
+The time of a run is the difference of two neighbouring readings. The price is that all inputs are
+held at once. The median is found without sorting, by counting the smaller times.
 """
 
 from collections.abc import Callable, Iterator

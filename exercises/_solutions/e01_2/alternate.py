@@ -1,8 +1,8 @@
-"""Another way: the lengths are sorted once, and the knee is put together bit by bit.
+"""Another way: the lengths are sorted once, and the knee is found bit by bit.
 
-Sorted, the sequences shorter than the window are a prefix, so no layer and no sequence is looked
-at twice. The search keeps the largest number of tokens that is *not* longer and tries to add to it
-ever smaller powers of two; exact fractions compare the two times.
+After sorting, the sequences shorter than the window are a prefix of the list. The search keeps the
+largest number of tokens whose operations do *not* take longer, and tries to add smaller and smaller
+powers of two. Exact fractions compare the two times.
 """
 
 from bisect import bisect_left

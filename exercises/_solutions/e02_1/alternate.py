@@ -1,7 +1,7 @@
-"""Another way: a heap hands out the tokens best first, and nothing is ever normalised.
+"""Another way: a heap returns the tokens best first, and no probability is normalised.
 
-A token stays when the weights *before* it are less than `top_p` of the total, which is the same as
-keeping the fewest that reach it. The draw scales `u` up instead of the shares down and bisects.
+A token is kept if the weights *before* it are less than `top_p` of the total, which is the same as
+keeping the fewest that reach it. The draw multiplies `u` by the total and bisects.
 """
 
 import heapq

@@ -1,13 +1,13 @@
-"""The inverse of the running sum: one number `u` is a draw from any list of shares.
+"""The inverse of the running sum: one number `u` draws from any list of probabilities.
 
-This and the Gumbel trick of chapter 02 draw from the same law with different luck. Here one number
-decides, so the tokens need an order and a running sum; there every token has a number of its own
-and waits for no other, which suits a GPU and lets a kernel draw without sorting.
+This draw and the Gumbel trick of chapter 02 have the same law, but use random numbers differently.
+Here one number decides, so the tokens need an order and a running sum. There every token has its
+own number, which suits a GPU and lets a kernel draw without sorting.
 
-The order has a use too. With the best token first, a lower temperature moves each border to the
-right, so for the same `u` the choice can only move up the ranking: two settings can be compared
-with the same luck, and what differs is the setting. And the last line is needed: seven shares of
-1/7 sum to 0.9999999999999998, and `u` may be larger than that.
+The order has a use as well. The best token comes first, so a lower temperature moves each border to
+the right, and for the same `u` the choice can only move up the ranking. Two settings can therefore
+be compared with the same `u`. The last line is needed: seven probabilities of 1/7 sum to
+0.9999999999999998, and `u` may be larger than that.
 """
 
 import math

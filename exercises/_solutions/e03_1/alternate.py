@@ -1,7 +1,7 @@
 """e03.1 another way: no score matrix and no mask.
 
-`attend` walks over the stored tokens, oldest first, and keeps per query a running maximum, sum of
-weights and weighted sum of values (online softmax): a token is shown only to the queries behind it.
+`attend` goes through the stored tokens, oldest first, and keeps per query a running maximum, a sum
+of weights and a weighted sum of values (online softmax). A token is used only for later queries.
 """
 
 import torch

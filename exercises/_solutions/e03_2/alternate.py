@@ -1,7 +1,7 @@
-"""e03.2 another way: the slots pull, the tokens are not pushed.
+"""e03.2 another way: for each slot, find the token that belongs there.
 
 With n tokens so far, slot s has to hold position n - 1 - (n - 1 - s) % W, or nothing if that is
-negative. Whoever asks the slots needs no special case for short texts, long prompts or the seam.
+negative. This needs no special case for short texts, for long prompts, or for the end of the ring.
 """
 
 import torch

@@ -1,13 +1,13 @@
-"""The ring is out of order, and nothing has to be done about it.
+"""The keys in the ring are out of order, and this needs no correction.
 
-Attention is a sum over a *set* of keys: their order in memory changes nothing. What order there
-is, is inside the keys, as their rotation, and a dot product of two rotated vectors knows only how
-far apart their positions are. So a key is rotated once, by its position in the text, and never
-touched again; where it lives is of no importance to anybody. Rotating by the slot would work until
-the ring goes round, and then put the newest token before the oldest.
+Attention is a sum over a *set* of keys, so their order in memory does not matter. Their positions
+are contained in the keys, as a rotation, and a dot product of two rotated vectors depends only on
+the distance of their positions. So a key is rotated once, by its position in the text, and never
+changed again; its slot does not matter. Rotating by the slot works until the ring has gone round
+once, and then puts the newest token before the oldest.
 
-A prompt longer than the ring would write some slots twice in one assignment, and torch does not say
-which of the two writes wins: cut it first.
+A prompt longer than the ring would write some slots twice in one assignment, and torch does not
+define which of the two writes wins. So cut it first.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Another way: one grid of cells, id and whether it is text; the three tables are views of it.
+"""Another way: one grid of cells (id, is it text); the three tables are computed from it.
 
-A cell is never changed once it is there, and `append` adds one to each row. What the checks read
-is computed from the grid when they ask, so there is nothing that could fall behind. A pad sees
-itself alone, which is always one slot, and its position is the number of text tokens before it, as
-for a text: the first pads have 0, and those behind a text have less than the row has slots.
+A cell never changes, and `append` adds one to each row. The tables are properties, which are
+computed when they are read, so they cannot be out of date. A pad sees only itself, which is always
+one slot. Its position is the number of text tokens before it, as for text: 0 for the first pads,
+and less than the number of slots for the pads after a text.
 """
 
 from itertools import accumulate

@@ -1,15 +1,15 @@
-"""One flag per slot, text or pad; the rest is read off the flags.
+"""One bool per slot, text or pad; all tables follow from these bools.
 
-The flags cannot be recovered from the ids, for a text may contain the pad's id. Positions count
-flags, the mask asks for the flag of the key, and what is wasted is a count of False.
+The bools cannot be recovered from the ids, because a text may contain the pad's id. A position
+counts them, the mask asks for the bool of the key, and `wasted` counts those that are False.
 
-A slot always sees itself, pad or not, so no softmax is over nothing. That costs nothing: no text
-looks at a pad, so it does not matter what comes out of one.
+A slot always sees itself, pad or not, so every softmax is over at least one slot. This changes no
+text, because no text sees a pad.
 
-Positions matter here because the model of the checks has a table of them. In a model that rotates
-queries and keys only their differences count, and a row whose positions are all too large by its
-number of pads gives the same output. The mistake then stays unseen until a row is computed once in
-this batch and once in another, and its cached keys do not fit.
+Positions matter here because the model of the checks has a table of positions. In a model that
+rotates queries and keys, only differences of positions count. If all positions of a row are too
+large by its number of pads, the output is the same, and the mistake shows only when the cached keys
+of this batch are used in another batch.
 """
 
 

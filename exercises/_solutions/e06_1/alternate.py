@@ -1,7 +1,7 @@
-"""Another way: nobody counts down. Who sits down at step t with n tokens leaves after t + n - 1.
+"""Another way: no countdown. A request that starts at step t with n tokens ends after t + n - 1.
 
-Two heaps: the free seats, the lowest number first, and the appointments, by step and seat. A step
-looks only at who sits down and who has to leave now, in the order in which they are reported.
+There are two heaps: the free seats, lowest number first, and the ends, by step and seat. A step
+looks only at the requests that start or end now, in the order in which they are reported.
 """
 
 import heapq

@@ -1,12 +1,12 @@
-"""Three loops over the seats, in this order: sit down, make a token, stand up.
+"""Three loops over the seats, in this order: fill the free seats, make tokens, empty seats.
 
-The first result is a copy of the seats between the first loop and the last, which is when everybody
-who makes a token sits there. A seat that becomes empty in the last loop is taken in the first loop
-of the next step: that is all of iteration-level scheduling (Yu et al., "Orca", 2022), and the only
-difference from a static batch, which would sit down only when all seats are empty.
+The first result is a copy of the seats between the first and the last loop, when every request that
+makes a token is in its seat. A seat that becomes empty in the last loop is taken in the first loop
+of the next step. This is iteration-level scheduling (Yu et al., "Orca", 2022), and the only
+difference from a static batch, which fills its seats only when all of them are empty.
 
-No case leaves early. The published scheduler returned an empty list as soon as nobody was left
-running, and so forgot those who had ended in this very step.
+There is no early return. The published scheduler returned an empty list when no request was left,
+and so did not report the requests that had ended in this very step.
 """
 
 from collections import deque

@@ -1,8 +1,9 @@
-"""Another way: no request has a counter, for two numbers say how often the oldest was overtaken.
+"""Another way: without counters, because two numbers tell how often the oldest was overtaken.
 
-Number the requests as they come. All that came before the oldest one, number k, have been admitted,
-and they are k. If n have been admitted in all, the other n - k came later: they overtook it. The
-shortest comes from a heap, in which those who left as the oldest stay until they surface.
+Number the requests in the order of arrival. All k requests before the oldest one, number k, have
+been admitted. If n have been admitted in all, the other n - k arrived later and overtook it. The
+shortest comes from a heap; requests that were admitted as the oldest stay in it until they are on
+top.
 """
 
 import heapq

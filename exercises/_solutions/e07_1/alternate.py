@@ -1,7 +1,7 @@
-"""Another way: the tables are the only books. A block is free when it stands in none of them.
+"""Another way: only the tables are stored. A block is free if it is in none of them.
 
-So nothing can be counted wrongly: `free` forgets a table, `fork` writes a second one, and what is
-free or shared is read off all tables when somebody asks. A real pool has too many blocks for that.
+So no count can be wrong: `free` forgets a table, `fork` writes a second one, and free and shared
+blocks are found by looking at all tables. A real pool has too many blocks for that.
 """
 
 from collections import Counter

@@ -1,14 +1,14 @@
-"""A block is written by its only holder or by nobody: that is the whole of copy on write.
+"""Only the single holder of a block may write into it: this rule is copy-on-write.
 
-The number of holders decides it, and it decides for both sides. Of two sequences that share a
-partly filled block, the first one to write pays for the copy, whichever it is; by then the other
-is alone and writes where it always wrote. So a fork into n answers costs at most n - 1 copies of
-one block, however long the prompt is. A full block is never written again, so it is shared for
-ever and costs nothing: with a prompt that ends at a block's border there is no copy at all.
+The number of holders decides, for both sides. If two sequences share a partly filled block, the
+first one to write pays for the copy. The other one is then the only holder and writes in place. So
+a fork into n answers costs at most n - 1 copies of one block, however long the prompt is. A full
+block is never written again, so it is shared at no cost: if the prompt ends at the border of a
+block, there is no copy at all.
 
-All questions are asked before anything changes. A refusal after half of the work would leave
-blocks that belong to no table, and a scheduler asks again and again: the pool would leak one block
-with every question.
+All tests come before all changes. A refusal after half of the work would leave blocks that belong
+to no table, and a scheduler tries again and again: the pool would lose one block with every
+attempt.
 """
 
 

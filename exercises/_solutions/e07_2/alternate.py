@@ -1,8 +1,8 @@
-"""Another way: a sequence keeps a queue of the blocks it sees; all before them is None.
+"""Another way: a sequence keeps a queue of the blocks it sees; all entries before them are None.
 
-A table is a run of None and then the queue, so its length follows from the number of tokens, and
-letting go is popping at the left until the queue is as long as it has to be. A block with its
-holders' names is in one dictionary, from which it goes with the last of them.
+A table is a run of None followed by the queue, so the number of tokens gives its length. Giving up
+blocks means popping at the left until the queue has the right length. A dictionary stores each
+block with the names of its holders, and drops it with the last of them.
 """
 
 from collections import deque

@@ -1,16 +1,16 @@
 """A marker costs one entry and saves an offset.
 
-The first blocks of a long text are gone, and the table still begins with them. One could cut them
-off and remember how many there were; then everybody who turns a position into a slot (the writing
-of keys, the attention kernel, the fork) would have to subtract, and whoever forgets it reads a
-neighbour's block without any error. With markers the division p // block_size stays right for
-ever, and a wrong read meets None.
+The first blocks of a long text are gone, and the table still has entries for them. One could remove
+the entries and remember their number. But then all code that turns a position into a slot (writing
+keys, the attention kernel, the fork) has to subtract it, and code that does not would read the
+wrong block without any error. With markers, the division p // block_size stays correct, and a wrong
+read finds None.
 
-How many blocks does one sequence hold at most? The window's `window` tokens touch the most blocks
-when the oldest of them is alone in its block: that one, and as many as the other window - 1 tokens
-fill, rounded up. A pool of that size is enough for a text of any length, if the old block is given
-back before the new one is taken: the first and the last of these blocks come and go in the same
-step.
+How many blocks does one sequence hold at most? The `window` tokens overlap the most blocks when the
+oldest of them is alone in its block: that block, and those that the other window - 1 tokens fill,
+rounded up. A pool of that size is enough for a text of any length, if the old block is given up
+before the new one is taken: the first of these blocks leaves in the step in which the last one
+begins.
 """
 
 

@@ -1,9 +1,9 @@
-"""Without a tree: the longest texts in a sorted list, from which the edges can be read.
+"""Without a tree: the longest texts in a sorted list, from which the edges can be computed.
 
-In the order of a dictionary a new text has its longest common start with one of its two
-neighbours, so a binary search finds the match. A text that is a start of another is not kept; one
-that goes on behind a kept text takes its place. An edge ends where a text parts from some other
-one, and equal starts are counted once.
+In dictionary order, a new text has its longest common prefix with one of its two neighbours, so a
+binary search finds the match. A text that is a prefix of another is not stored; a text that
+continues a stored one replaces it. An edge ends where a text differs from another, and equal
+prefixes are counted once.
 """
 
 from bisect import bisect_left

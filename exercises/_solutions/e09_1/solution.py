@@ -1,14 +1,14 @@
-"""Only three things can happen to an edge, and a walk meets each of them at one place.
+"""Three things can happen at an edge, and each of them has one place in the walk.
 
-All of it agrees: go on below. The tokens end inside it: nothing to store. The texts part inside
-it: split it, and after that the walk stands at the end of an edge again, as in the first case. So
-what is stored is always hung below an edge that ends where one stands.
+The whole edge agrees: continue below it. The tokens end inside it: nothing is stored. The texts
+differ inside it: split it; after that, the walk is at the end of an edge, as in the first case. So
+new tokens are always stored below an edge that ends at the current place.
 
-The tree that results depends on the texts alone, not on the order in which they came: it has an
-edge for each text that is no start of another, and for each place where texts part, except at the
-root. Ten turns of one conversation are one edge, where a tree with a node per token has as many
-nodes as tokens. And each edge has the slots of its own tokens, no more and no fewer, so a match
-of any length brings its memory with it.
+The resulting tree depends only on the texts, not on the order in which they arrived. It has an edge
+for each text that is no prefix of another, and for each place where texts differ, except at the
+root. Ten turns of one conversation are one edge, while a tree with a node per token has as many
+nodes as tokens. And each edge has the slots of exactly its own tokens, so a match of any length
+returns its own memory.
 """
 
 from dataclasses import dataclass, field

@@ -1,9 +1,9 @@
-"""Nothing is written to the blocks above: `evict` works out what they inherit from below.
+"""The blocks above are not changed: `evict` computes what they inherit from the blocks below.
 
-A use and a running request are noted at the block that was named, and nowhere else. A parent is
-always older in the dict than its children, so one walk from the youngest block to the oldest hands
-both up, before anything goes. Whoever is not busy has nobody busy below it, so it can go in the
-end: the number of such blocks says at once whether `count` is too much.
+A use and a running request are stored only at the block that was named. A parent is always older in
+the dict than its children, so one walk from the youngest block to the oldest passes both up before
+any block is removed. A block without a pin has no pinned block below it, so it can be removed in
+the end: the number of such blocks shows whether `count` is possible.
 """
 
 import heapq

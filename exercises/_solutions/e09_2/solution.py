@@ -1,13 +1,13 @@
-"""A pin goes all the way up, so whether it can be done is one sum; a heap does the rest.
+"""A pin goes all the way up, so one sum tells whether an eviction is possible.
 
-Whoever pins a block pins what is above it. So below a block without a pin there is none with one,
-and all blocks without pins could go in the end, leaves first: their number says before anything
-is removed whether the request for room can be met.
+A request pins its block and all blocks above it. So no pinned block is below a block without a pin,
+and all blocks without pins can be evicted in the end, leaves first. Their number therefore tells
+before any removal whether `count` is possible.
 
-With the uses it is the same: a parent was last used no earlier than its children. So the order of
-last use alone would nearly do, were it not for equal times. But a request uses all of a path at
-one moment, so equal times are the rule, and only "leaves first" keeps the top of a text in place
-until nothing hangs below it.
+The same holds for uses: the last use of a parent is never before that of its children. So the order
+of last use alone would nearly be enough, except for equal times. But a request uses a whole path at
+one moment, so equal times are usual, and only "leaves first" keeps the beginning of a text in the
+cache until no block is left below it.
 """
 
 import heapq

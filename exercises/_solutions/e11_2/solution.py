@@ -1,14 +1,14 @@
-"""A page is read once for all heads that share it, and a long sequence is nobody's alone.
+"""A page is read once for all heads that share it, and several programs read a long sequence.
 
-What decoding costs is the bytes of the cache. So a program is not a query head: it is a KV head of
-one sequence, with all query heads that belong to it, and each key it loads meets all of them.
+Decoding costs the bytes of the cache. So a program is not a query head but a KV head of one
+sequence, with all query heads of its group, and each key that it loads is used by all of them.
 
-One long sequence would then be a handful of programs, on a chip that runs hundreds. So its pages
-are dealt out to `splits` programs, and each leaves three things behind that make a softmax of a
-part as good as one of the whole: the largest score m, the sum l of the weights relative to it, and
-the weighted values acc. To put parts together, each is brought to the largest m of all. It is the
-same rescaling that a program does from one page to the next, once more at the end. A part without
-pages leaves m = -inf, so its weight is 0, and a sequence without tokens is nothing but such parts.
+One long sequence would then be only a few programs, on a chip that runs hundreds. So its pages are
+divided among `splits` programs. Each stores three things about its part of the softmax: the largest
+score m, the sum l of the weights relative to it, and the sum acc of the weighted values. To combine
+the parts, each is rescaled to the largest m of all. A program does the same rescaling from one page
+to the next. A part without pages stores m = -inf, so its weight is 0, and a sequence without tokens
+consists of such parts only.
 """
 
 import torch

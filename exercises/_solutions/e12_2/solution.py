@@ -1,18 +1,18 @@
-"""An end is seen one step late, so nothing may depend on when it is seen: only rows count.
+"""An end is seen one step late, so the code must not depend on when it is seen: only rows count.
 
-Two lists say everything: who has a row in the step that is in the queue, and who had one in the
-step before. A request that is in the second and not in the first will never have a row again,
-whether it had all its tokens, wrote END or was aborted, and that is the moment when its block is
-free. Neither the end nor the abort needs a case of its own.
+Two lists are enough: the requests with a row in the step in the queue, and those with a row in the
+step before. A request that is in the second list but not in the first will never have a row again,
+whether it had all its tokens, wrote END or was aborted. At that moment its block becomes free.
+Neither the end nor the abort is a special case.
 
-Why wait for that moment at all? What goes through the queue goes in order, so a later step could
-have the block at once. But not everything does: a prompt that was computed elsewhere or a block
-that is swapped in comes by a queue of its own, and knows nothing of a row that is still to run.
+Why wait for that moment? The queue runs in order, so a later step could use the block at once. But
+some writes do not go through this queue: a prompt that was computed elsewhere, or a block that is
+swapped in, uses another queue, and does not wait for a row that is still to run.
 
-What is not known yet is only the value of a token. Its position is known, and where the device will
-have it: that is enough for a plan. So a number of tokens that is known beforehand costs no row too
-many, and an END costs exactly one. Whoever asks something else of a token before he plans, such as
-a grammar that allows only some tokens next, has to let the device wait or do that on the device.
+Only the value of a token is not known yet. Its position is known, and so is the row in which the
+device will have it, which is enough for a plan. So a number of tokens that is known in advance
+costs no extra row, and an END costs exactly one. A plan that needs more about a token, such as a
+grammar that allows only some tokens next, has to wait for it, or must run on the device.
 """
 
 from collections.abc import Sequence
