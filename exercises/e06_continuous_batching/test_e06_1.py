@@ -220,7 +220,7 @@ def test_no_idle_seat(impl: Any) -> None:
     judge(impl, 2, {0: [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 1)]})
 
 
-@check(2, "Those who end together are all reported, also the last ones")
+@check(2, "Requests that end together are all reported, also the last")
 def test_last_ones(impl: Any) -> None:
     """Three requests end in one step and none waits; then again, with the same scheduler."""
     judge(impl, 3, {0: [("a", 2), ("b", 2), ("c", 2)]}, more=3)

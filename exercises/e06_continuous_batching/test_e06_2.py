@@ -126,7 +126,7 @@ def test_few(impl: Any) -> None:
     judge(impl, 1, [2, ("a", 5), 0, 1, 1, ("b", 5), ("c", 5), 0, 9])
 
 
-@check(1, "Great patience: the shortest first")
+@check(1, "Large patience: the shortest first")
 def test_shortest(impl: Any) -> None:
     """No request is overtaken as often as its patience allows."""
     calls: list[Call] = [("a", 50), ("b", 20), ("c", 70), ("d", 30), 2, ("e", 10), ("f", 60), 9]
@@ -139,7 +139,7 @@ def test_no_patience(impl: Any) -> None:
     judge(impl, 0, [("a", 50), ("b", 20), ("c", 70), 1, ("d", 10), 1, 2])
 
 
-@check(1, "Equal lengths: who arrived first")
+@check(1, "Equal lengths: the earliest arrival first")
 def test_ties(impl: Any) -> None:
     """Neither the name nor the place in memory decides."""
     judge(impl, 9, [("z", 7), ("m", 3), ("k", 3), ("x", 3), ("a", 3), 2, ("b", 3), 4])
@@ -155,7 +155,7 @@ def test_stream(impl: Any) -> None:
         judge(impl, patience, calls)
 
 
-@check(2, "What is overtaking, and what is not")
+@check(2, "What counts as overtaking, and what does not")
 def test_what_counts(impl: Any) -> None:
     """Arrivals do not count, nor those who came before; nor who was overtaken and has gone."""
     judge(impl, 2, [("x", 9), ("a", 4), ("b", 5), ("c", 6), ("d", 7), ("e", 8), 1, 1, 1, 3])
@@ -174,7 +174,7 @@ def test_batches(impl: Any) -> None:
     judge(impl, 3, [("x", 90), ("y", 80), ("a", 4), ("b", 5), 2, ("c", 6), ("d", 7), ("e", 8), 5])
 
 
-@check(2, "Several have lost their patience")
+@check(2, "Several requests at their limit")
 def test_several(impl: Any) -> None:
     """The oldest goes first, whatever the lengths; then the next one."""
     calls: list[Call] = [("p", 90), ("q", 70), ("r", 80), ("a", 1), ("b", 2), ("c", 3), 2]

@@ -205,7 +205,7 @@ def test_by_hand(impl: Any) -> None:
     trial.free("a")
 
 
-@check(1, "Prompts: as many blocks as hold them")
+@check(1, "Prompts: just enough blocks")
 def test_prompts(impl: Any) -> None:
     """Nothing, one token, a block less one, exactly, and one more; a pool that is just full."""
     for size in (1, 4):
@@ -226,7 +226,7 @@ def test_grow(impl: Any) -> None:
             trial.append("a")
 
 
-@check(2, "A fork in the middle of a block: who writes first copies, the last one does not")
+@check(2, "A fork in the middle of a block: every writer copies, except the last holder")
 def test_fork(impl: Any) -> None:
     """The child first, the parent first, three holders, and a fork of a fork."""
     for order in ("baab", "abba"):
@@ -254,7 +254,7 @@ def test_border(impl: Any) -> None:
             trial.append(name)
 
 
-@check(2, "What becomes free when a sequence ends")
+@check(2, "The blocks that become free when a sequence ends")
 def test_free(impl: Any) -> None:
     """The parent first, the child first; who is left alone writes without a copy."""
     for first, second in ("ab", "ba"):

@@ -164,11 +164,11 @@ def test_decode(impl: Any) -> None:
         follow(impl, Case.random(40, (1, 50), (block_q, block_k)), "One query")
 
 
-@check(2, "Several queries behind others")
+@check(2, "Several queries after earlier positions")
 def test_behind(impl: Any) -> None:
     """T < S: the first row stands at S - T."""
     for lengths in ((3, 8), (4, 9), (7, 8)):
-        follow(impl, Case.random(50, lengths, (2, 3)), "Several queries behind others")
+        follow(impl, Case.random(50, lengths, (2, 3)), "Several queries after earlier positions")
 
 
 @check(2, "A sliding window")
