@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     version = metadata.version("nbval")
     if not version.startswith(TESTED):
         raise pytest.UsageError(
-            f"notebooks/conftest.py changes private parts of nbval {TESTED}*, and {version} is "
+            f"notebooks/conftest.py edits private parts of nbval {TESTED}*, and nbval {version} is "
             f"installed: pip install -c constraints.txt nbval, or port the file and change TESTED."
         )
 

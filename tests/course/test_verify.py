@@ -255,7 +255,7 @@ ROT = [
 
 
 @pytest.mark.parametrize(("damage", "says"), ROT, ids=lambda value: getattr(value, "__name__", ""))
-def test_rot_is_found_with_what_to_mend(
+def test_a_fault_is_found_with_what_to_repair(
     toy_root: ToyRoot,
     damage: Callable[[ToyRoot], None],
     says: str,
