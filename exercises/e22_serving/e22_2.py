@@ -1,4 +1,4 @@
-"""e22.2: goodput, the highest rate that holds, and the cheapest choice. The task is in README.md."""
+"""e22.2: goodput, rates that hold, and the cheapest choice. The task is in README.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
