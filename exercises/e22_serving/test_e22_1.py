@@ -75,7 +75,8 @@ def shown(request: Request) -> str:
 def same(got: Any, want: Values, what: str, case: str, only: Sequence[str] = ()) -> None:
     """A dictionary has these values, None where there is none."""
     found = accept(got, f"{what} is a dictionary", case)
-    expect(isinstance(found, dict), f"{what} ({case}): expected a dictionary, got {found!r}.")
+    is_map = isinstance(found, dict)
+    expect(is_map, f"{what} ({case}): expected a dictionary, got {found!r}.", found)
     equal(sorted(map(str, found)), sorted(want), f"{what}: its keys", case)
     for key in only or want:
         compare = equal if want[key] is None else close
