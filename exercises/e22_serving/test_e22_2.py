@@ -67,12 +67,23 @@ class Runs:
         self.wrong, self.near = wrong, near
         self.asked: Counter[int] = Counter()
 
+    def within_budget(self, rate: int) -> None:
+        """Fail as soon as more was run than may be."""
+        of = f"the {len(self.rates)} rates from {self.rates[0]} to {self.rates[-1]}"
+        expect(self.asked[rate] <= 3, f"highest_rate, {of}: a fourth run of the rate {rate}; "
+               "at most 3 are allowed.", "runs")  # fmt: skip
+        most = len(self.rates).bit_length()
+        expect(len(self.asked) <= most, f"highest_rate, {of}: {most + 1} different rates were run; "
+               f"at most {most} are allowed, because 2 to the power of {most} is above "
+               f"{len(self.rates)}.", "rates")  # fmt: skip
+
     def __call__(self, rate: int) -> float:
         """The attainment of one run."""
         if accept(rate, "The rate of a run") not in self.rates:
             raise CheckFailedError(f"run({rate!r}): ask only for rates of the list.")
         times = self.asked[rate]
         self.asked[rate] += 1
+        self.within_budget(rate)
         off = self.wrong(rate) == times
         if rate <= self.best:
             return 0.05 if off else min(self.share + self.near, 1.0)
@@ -90,14 +101,8 @@ def searched(
     want = max((rate for rate in rates if rate <= best), default=None)
     given = list(rates)
     got = accept(impl.highest_rate(run, given, share), "highest_rate returns a rate", case)
-    equal((got, len(run.asked)), (got, len(run.asked)), "What was asked", case)
     equal(got, want, what, case)
     equal(given, rates, "highest_rate may not change the rates", case)
-    often = max(run.asked.values(), default=0)
-    expect(often <= 3, f"{case}: {often} runs of one rate; at most 3 are allowed.", often > 3)
-    most, asked = len(rates).bit_length(), len(run.asked)
-    expect(asked <= most, f"{case}: {asked} different rates were run; at most {most} are allowed, "
-           f"because 2 to the power of {most} is above {len(rates)}.", asked > most)  # fmt: skip
 
 
 def chosen(
