@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Any
 
+KEYS = ("tpot_guidellm", "tpot_vllm", "ttft", "e2e")
+
 
 def row(request: Any) -> list[float]:
     """The time of every token of a complete reply."""
@@ -30,7 +32,7 @@ def measures(request: Any) -> dict[str, float | None]:
             found["tpot_guidellm"] = (last - request.due) / (1 + len(rest))
             if rest:
                 found["tpot_vllm"] = (last - first) / len(rest)
-    return {key: found[key] for key in ("tpot_guidellm", "tpot_vllm", "ttft", "e2e")}
+    return {key: found[key] for key in KEYS}
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -54,8 +56,7 @@ def summary(requests: Sequence[Any], percent: float) -> dict[str, float | None]:
             if count and before is not None:
                 pools["itl"].append(time - before)
             before = time if count else before
-    empty = measures(type("Nobody", (), {"outcome": "failed", "chunks": []})())
-    return {key: percentile(pools.get(key, []), percent) for key in ("itl", *empty)}
+    return {key: percentile(pools.get(key, []), percent) for key in ("itl", *KEYS)}
 
 
 def throughput(requests: Sequence[Any], start: float, end: float) -> tuple[float, float]:
