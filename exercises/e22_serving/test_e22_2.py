@@ -2,12 +2,13 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from minillm_exercises.checking import CheckFailedError, accept, check, close, equal, expect, seeds
 
+Attained = Callable[[int, int], float]
 LIMITS = {"ttft": 0.5, "tpot": 0.1}
 
 
@@ -56,26 +57,14 @@ def shown(requests: Sequence[Any]) -> str:
 
 
 class Runs:
-    """A server that is measured: rates up to `best` hold, and some runs are far off.
+    """A server that is measured: `attained(rate, times)` after so many earlier runs of a rate.
 
-    `wrong` says for a rate which of its runs, 0 to 2, is far off; others are none. `near` is how
-    far from the share the right runs are.
+    It counts the runs, and fails as soon as there are more than there may be.
     """
 
-    def __init__(self, rates: Sequence[int], best: int, share: float, wrong: Any, near: float):
-        self.rates, self.best, self.share = rates, best, share
-        self.wrong, self.near = wrong, near
+    def __init__(self, rates: Sequence[int], attained: Attained):
+        self.rates, self.attained = rates, attained
         self.asked: Counter[int] = Counter()
-
-    def within_budget(self, rate: int) -> None:
-        """Fail as soon as more was run than may be."""
-        of = f"the {len(self.rates)} rates from {self.rates[0]} to {self.rates[-1]}"
-        expect(self.asked[rate] <= 3, f"highest_rate, {of}: a fourth run of the rate {rate}; "
-               "at most 3 are allowed.", "runs")  # fmt: skip
-        most = len(self.rates).bit_length()
-        expect(len(self.asked) <= most, f"highest_rate, {of}: {most + 1} different rates were run; "
-               f"at most {most} are allowed, because 2 to the power of {most} is above "
-               f"{len(self.rates)}.", "rates")  # fmt: skip
 
     def __call__(self, rate: int) -> float:
         """The attainment of one run."""
@@ -83,11 +72,26 @@ class Runs:
             raise CheckFailedError(f"run({rate!r}): ask only for rates of the list.")
         times = self.asked[rate]
         self.asked[rate] += 1
-        self.within_budget(rate)
-        off = self.wrong(rate) == times
-        if rate <= self.best:
-            return 0.05 if off else min(self.share + self.near, 1.0)
-        return 1.0 if off else self.share - self.near - 0.01
+        of = f"highest_rate, {len(self.rates)} rates from {self.rates[0]} to {self.rates[-1]}"
+        expect(times < 3, f"{of}: a fourth run of the rate {rate}; at most 3 are allowed.", "runs")
+        most = len(self.rates).bit_length()
+        expect(len(self.asked) <= most, f"{of}: {most + 1} different rates were run; at most "
+               f"{most} are allowed, because 2 to the power of {most} is above "
+               f"{len(self.rates)}.", "rates")  # fmt: skip
+        return self.attained(rate, times)
+
+
+def server(best: int, share: float, wrong: Callable[[int], int | None], near: float) -> Attained:
+    """Rates up to `best` hold: their runs attain `near` more than the share, those of higher rates
+    less. `wrong(rate)` is the run of a rate, 0 to 2, that is far off; None if none is."""
+
+    def attained(rate: int, times: int) -> float:
+        off = wrong(rate) == times
+        if rate <= best:
+            return 0.05 if off else min(share + near, 1.0)
+        return 1.0 if off else share - near - 0.01
+
+    return attained
 
 
 def searched(
@@ -95,12 +99,11 @@ def searched(
     share: float = 0.9, near: float = 0.02,
 ) -> None:  # fmt: skip
     """The search finds the highest rate that holds, and runs no more than it may."""
-    run = Runs(rates, best, share, wrong, near)
     many = f"the {len(rates)} rates {rates[0]} to {rates[-1]}" if len(rates) > 8 else f"{rates}"
     case = f"highest_rate(run, {many}, {share})"
     want = max((rate for rate in rates if rate <= best), default=None)
     given = list(rates)
-    got = accept(impl.highest_rate(run, given, share), "highest_rate returns a rate", case)
+    got = impl.highest_rate(Runs(rates, server(best, share, wrong, near)), given, share)
     equal(got, want, what, case)
     equal(given, rates, "highest_rate may not change the rates", case)
 
@@ -121,14 +124,11 @@ def test_by_hand(impl: Any) -> None:
     """Four requests, a search with two wrong runs, four configurations."""
     rated(impl, "the example", EXAMPLE, (1.0, 0.5))
     given = {4: (0.96, 0.4, 0.95), 6: (0.7, 0.72, 1.0), 5: (0.91, 0.92, 0.9)}
-    asked: Counter[int] = Counter()
-
-    def run(rate: int) -> float:
-        found = given.get(rate, (1.0,) * 3 if rate < 4 else (0.2,) * 3)[asked[rate] % 3]
-        asked[rate] += 1
-        return found
-
-    got = impl.highest_rate(run, [1, 2, 3, 4, 5, 6, 7], 0.9)
+    attained = server(5, 0.9, lambda _: None, 0.02)
+    rates = [1, 2, 3, 4, 5, 6, 7]
+    run = Runs(rates, lambda rate, times: given[rate][times] if rate in given else
+               attained(rate, times))  # fmt: skip
+    got = impl.highest_rate(run, list(rates), 0.9)
     equal(got, 5, "The highest rate that holds, of the example")
     wants = (720_000.0, 1_080_000.0, 1_296_000.0, 0)
     for offer, want in zip(OFFERS, wants, strict=True):
