@@ -81,14 +81,12 @@ def test_ids_of_ordinary_text_are_those_of_transformers(
         assert ChatPrompt(ours, prompt.rendered, marked).ids(True) == expected
 
 
-@pytest.mark.parametrize("kind", ["llama2", "metaspace_first", "bpe_suffix", "wordpiece"])
+@pytest.mark.parametrize("kind", ["llama2", "metaspace_first"])
 def test_other_kinds_of_tokenizers_keep_the_rule(kind: str) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{{ eos_token }}{% endfor %}"
     ours = Tokenizer(getattr(build, kind)(), "it", NAMES, template)
-    special = sorted(ours._backend.token_to_id(each) or -1 for each in NAMES.values())
     for text in ("x", "x </s><s> y"):
-        ids = chat_prompt(ours, user(text)).ids()
-        assert sorted(each for each in ids if each in special) == [i for i in special if i >= 0]
+        assert specials(ours, chat_prompt(ours, user(text)).ids()) == ["<s>", "</s>"]
 
 
 def test_text_that_a_tokenizer_cannot_tell_from_a_token_is_refused() -> None:
