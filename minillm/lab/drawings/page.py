@@ -10,6 +10,7 @@ import hashlib
 import html
 import json
 import re
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -60,15 +61,23 @@ def embedded(data: Any) -> str:
 def write_page(
     data: dict[str, Any], path: str | Path, title: str = "trace", reload: float | None = None
 ) -> None:
-    """Write the page to a file; TraceFileError if the file exists and is not a trace page."""
+    """Write the page to a file; TraceFileError if the file exists and is not a trace page.
+
+    The file is replaced by a whole one: a browser that loads it again never finds a part, which
+    would lack the request to load it once more.
+    """
     path = Path(path)
+    part = path.with_name(f"{path.name}.part")
     try:
         if path.exists() and not is_page(path):
             raise TraceFileError(
                 f"{str(path)!r} exists and is not a trace page; give another name, or delete it."
             )
-        path.write_text(page(data, title, reload), "utf-8")
+        part.write_text(page(data, title, reload), "utf-8")
+        part.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise TraceFileError(f"{str(path)!r} cannot be written: {error.strerror}.") from error
 
 
