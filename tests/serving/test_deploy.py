@@ -289,6 +289,19 @@ def test_the_openapi_document_is_complete_and_its_references_exist(app):
     assert {"prompt", "max_tokens", "stream", "n", "logprobs"} <= set(fields)
 
 
+def test_the_document_says_what_each_route_replies(app):
+    made = app.openapi()
+    for path, _, operation in openapi.operations(made):
+        kinds, more = set(operation["responses"]["200"]["content"]), set()
+        if path in ("/v1/completions", "/v1/chat/completions"):
+            more = {"text/event-stream"}
+        expected = {"/metrics": {"text/plain"}, "/debug/trace": {"application/jsonl"}}
+        assert kinds == expected.get(path, {"application/json"}) | more, path
+        assert ("security" in operation) == (path == "/health"), path  # it needs no key
+        query = [one["name"] for one in operation.get("parameters", []) if one["in"] == "query"]
+        assert query == (["last"] if path == "/debug/trace" else []), path
+
+
 def test_every_schema_of_the_document_is_a_json_schema(app):
     jsonschema = pytest.importorskip("jsonschema")
     parts = app.openapi()["components"]["schemas"]
