@@ -7,6 +7,7 @@ running requests; a second one stops at once.
 import argparse
 import io
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
@@ -168,6 +169,6 @@ def import_server() -> Any:
             raise
         raise UnsupportedFeatureError(
             f"minillm serve needs the package {error.name}; install it with "
-            "pip install 'minillm-course[serve]'."
+            f"{sys.executable} -m pip install 'minillm-course[serve]'."
         ) from None
     return launch
