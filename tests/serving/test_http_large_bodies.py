@@ -31,8 +31,11 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
 # ---- the event loop ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path, body", [(C, {"prompt": LONG} | TAIL), (CHAT, chat(LONG, **TAIL)),
-                                        ("/tokenize", {"prompt": LONG})])  # fmt: skip
+@pytest.mark.parametrize(("path", "body"), [
+    (C, {"prompt": LONG} | TAIL),
+    (CHAT, chat(LONG, **TAIL)),
+    ("/tokenize", {"prompt": LONG}),
+])  # fmt: skip
 @pytest.mark.parametrize("place", ["parse", "encode"])
 def test_others_are_served_while_a_large_body_is_read(
     server: Served, monkeypatch: pytest.MonkeyPatch, place: str, path: str, body: Any
@@ -124,7 +127,7 @@ def test_truncation_keeps_the_last_tokens(server: Served) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"add_special_tokens": False}])
-@pytest.mark.parametrize("path, body", [
+@pytest.mark.parametrize(("path", "body"), [
     (C, {"prompt": "x" * (2**20 + 1)}),
     (C, {"prompt": ["x" * 2**19] * 3}),
     (CHAT, chat("x" * 2**20)),

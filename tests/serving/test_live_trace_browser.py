@@ -1,4 +1,4 @@
-"""The live trace page in a browser: it loads itself again, shows new steps, and ends with the server.
+"""The live trace page in a browser: it loads itself again and shows new steps.
 
 It needs Chromium with its driver, and selenium; where they are missing the tests are skipped.
 """

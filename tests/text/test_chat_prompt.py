@@ -102,7 +102,7 @@ def test_a_token_that_a_normalizer_makes_is_ordinary_text() -> None:
     backend.normalizer = normalizers.NFKC()
     backend.add_special_tokens([AddedToken("<turn>", special=True, normalized=True)])
     ours = Tokenizer(backend, chat_template="<turn>{{ messages[0].content }}")
-    prompt = chat_prompt(ours, user("＜turn＞"))  # noqa: RUF001
+    prompt = chat_prompt(ours, user("＜turn＞"))
     assert specials(ours, ours.encode(prompt.text)) == ["<turn>", "<turn>"]
     assert specials(ours, prompt.ids()) == ["<turn>"]
 

@@ -5,8 +5,6 @@ request ids. So the data is escaped and cannot end its element, the scripts show
 and a content security policy with the hashes of this style and this script blocks everything else.
 """
 
-import base64
-import hashlib
 import html
 import json
 import re
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import TraceFileError
+from minillm.serving.playground_page import digest, read
 
 MARKER = '<meta name="generator" content="minillm trace view">'
 SCRIPTS = ("model", "words", "raster", "scale", "header", "curves", "rows", "blocks", "ranks",
@@ -28,7 +27,7 @@ def page(data: dict[str, Any], title: str = "trace", reload: float | None = None
     folder = resources.files("minillm.lab.drawings")
     style = folder.joinpath("page.css").read_text("utf-8")
     parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in SCRIPTS]
-    script = "\n".join(parts)
+    script = "\n".join([read("numbers.js"), *parts])
     policy = (
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -44,11 +43,6 @@ def page(data: dict[str, Any], title: str = "trace", reload: float | None = None
     template = folder.joinpath("page.html").read_text("utf-8")
     # In one pass, so that placeholders in inserted text are not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: values[place[1]], template)
-
-
-def digest(text: str) -> str:
-    """The hash of an inline script or style in a content security policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def embedded(data: Any) -> str:
