@@ -8,6 +8,7 @@ and a content security policy with the hashes of this style and this script bloc
 import html
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -26,8 +27,7 @@ def page(data: dict[str, Any], title: str = "trace", reload: float | None = None
     `reload` seconds."""
     folder = resources.files("minillm.lab.drawings")
     style = folder.joinpath("page.css").read_text("utf-8")
-    parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in SCRIPTS]
-    script = "\n".join([read("numbers.js"), *parts])
+    script = scripts()
     policy = (
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -43,6 +43,13 @@ def page(data: dict[str, Any], title: str = "trace", reload: float | None = None
     template = folder.joinpath("page.html").read_text("utf-8")
     # In one pass, so that placeholders in inserted text are not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: values[place[1]], template)
+
+
+def scripts(names: Sequence[str] = SCRIPTS) -> str:
+    """These scripts of the page, after the one that it shares with the playground."""
+    folder = resources.files("minillm.lab.drawings")
+    parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in names]
+    return "\n".join([read("numbers.js"), *parts])
 
 
 def embedded(data: Any) -> str:
