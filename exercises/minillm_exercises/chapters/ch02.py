@@ -109,8 +109,8 @@ def draw_steps(logits: "Tensor", temperature: float, share: float, seed: int) ->
     show(
         fig,
         f"From {len(shares)} logits to one token: divide by the temperature, remove tokens "
-        f"(\u00d7: top-p keeps {sum(left)}), and add noise to the scores (a score is the logit minus the "
-        f"largest one, divided by {temperature:g}). The largest sum is drawn: token {token}.",
+        f"(\u00d7: top-p keeps {sum(left)}), and add noise to the scores (a score is the logit "
+        f"minus the largest, divided by {temperature:g}). The largest sum is drawn: token {token}.",
     )
 
 

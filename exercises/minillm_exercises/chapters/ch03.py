@@ -187,11 +187,12 @@ def draw_currencies(model: str, saved: Gains, clocks: Mapping[str, float]) -> No
     ax.xaxis.set_major_formatter("{x:g}")
     ax.axvline(1, color="black", linestyle="--", linewidth=1.2)
     ax.invert_yaxis()
+    gained = ", ".join(f"{ratio:.3g} times with {name}" for name, ratio in clocks.items())
     show(
         fig,
         f"What a cache saves, counted and on the clock; the dashed line is no gain. Positions fall "
-        f"{found['positions']:.3g} times and bytes {found['bytes']:.3g} times; the clock of {model} "
-        f"gains {clocks[model]:.3g} times.",
+        f"{found['positions']:.3g} times, bytes {found['bytes']:.3g} times. The clock gains "
+        f"{gained}.",
     )
 
 

@@ -148,7 +148,10 @@ def draw_sizes(
     entries = [sum(-(-length // size) for length in lengths) / len(lengths) for size in sizes]
     unused = [sum(-length % size for length in lengths) / len(lengths) for size in sizes]
     fig, (left, right) = figure(
-        "slots per block (logarithmic)", "slots, or entries (logarithmic above 1)", cols=2, size=(7.8, 3.6)
+        "slots per block (logarithmic)",
+        "slots, or entries (logarithmic above 1)",
+        cols=2,
+        size=(7.8, 3.6),
     )
     left.plot(sizes, unused, label="slots never used", **series(0))
     left.plot(sizes, entries, label="entries of the table", **series(1))
