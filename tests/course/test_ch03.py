@@ -161,7 +161,7 @@ def test_the_drawings_caption_what_they_draw(shown, tiny):
     assert "Positions fall 4.5 times" in captions[1]
     assert "The clock gains 2 times with tiny" in captions[1]
     assert captions[2].endswith("llama-2-7b.")
-    assert captions[4].endswith("(516,096 bytes per token) is so close that it covers it.")
+    assert captions[4].endswith("(516,096 bytes per token) lies on its broad line.")
     assert "32.5 times the positions, 1.0 times" in captions[3]
     assert captions[3].endswith("twice the time is not reached in 64 tokens.")
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)

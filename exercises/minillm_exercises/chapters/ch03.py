@@ -268,7 +268,7 @@ def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     near = [name for name in models if name != highest and prices[name] > 0.95 * prices[highest]]
     close = ", ".join(f"{name} ({prices[name]:,} bytes per token)" for name in near)
-    beside = f" The line of {close} is so close that it covers it." if near else ""
+    beside = f" The line of {close} lies on its broad line." if near else ""
     show(
         fig,
         f"Each line is a model in {dtype}; where its star is, the cache weighs as much as the "
