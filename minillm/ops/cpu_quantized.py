@@ -70,7 +70,7 @@ def pack_groups(values: Tensor) -> Tensor:
 def packed_matrix(
     codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, minima: Tensor | None
 ) -> MatrixParts:
-    """Arrange unsigned codes uint8 [out, in] with their scales, and zero points int8 or minima, each
+    """Arrange unsigned codes uint8 [out, in] with their scales, and zero points int8 or minima, all
     [out, groups]. Signed 8-bit codes have 128 added, their zero points have not."""
     if bits == 4 and zeros is not None and bool((zeros == 8).all()):
         zeros = None  # C knows this one

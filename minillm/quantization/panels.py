@@ -1,4 +1,4 @@
-"""Quantised matrices in panels, for products in C with activations of 8 bits (`ops/c/quantized.c`)."""
+"""Quantised matrices in panels: products in C with activations of 8 bits (`ops/c/quantized.c`)."""
 
 from dataclasses import replace
 

@@ -35,7 +35,6 @@
 #endif
 
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef int8_t bytes __attribute__((vector_size(4 * LANES)));
 
 /* sum + u q, four products per lane: u unsigned, q signed. Without an instruction that cannot
  * overflow, 8-bit codes are multiplied as |code| times q with the code's sign, at most 128 x 127: a
@@ -89,11 +88,13 @@ static inline ints load_ints(const void *p) {
 
 /* Four adjacent q in all lanes. */
 static inline ints four(const int8_t *q) {
-    int32_t word;
-    memcpy(&word, q, 4);
-    return (ints){0} + word;
+    int32_t together;
+    memcpy(&together, q, 4);
+    return (ints){0} + together;
 }
 
+#if !defined(WIDE) && !(defined(__AVX2__) && defined(__F16C__))
+/* float16 -> float32. */
 static inline float half_to_float(uint16_t h) {
     uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
     float f;
@@ -105,6 +106,7 @@ static inline float half_to_float(uint16_t h) {
     memcpy(&f, &magnitude, 4);
     return f;
 }
+#endif
 
 /* LANES scales at index `at`. */
 static inline vec scales_at(const void *scales, int64_t kind, int64_t at) {
