@@ -115,7 +115,10 @@ def page(chapters: list[tuple[Path, Notebook]]) -> str:
     lines = [TOP]
     if core:
         rest = f" (then {', '.join(later)}, not written yet)" if later else ""
-        lines += [f"**The core path**: {core}{rest}.", ""]
+        known = (book["metadata"].get("minillm", {}) for path, book in chapters
+                 if path.stem[:2] in CORE_PATH)  # fmt: skip
+        minutes = sum(about.get("minutes", 0) for about in known)
+        lines += [f"**The core path**: {core}{rest}, {minutes} minutes together.", ""]
     ends = [*(start for start, _ in PARTS[1:]), "99"]
     for (start, name), end in zip(PARTS, ends, strict=True):
         inside = [pair for pair in chapters if start <= pair[0].stem[:2] < end]

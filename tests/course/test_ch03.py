@@ -158,11 +158,10 @@ def test_the_drawings_caption_what_they_draw(shown, tiny):
     ch03.draw_prices(["llama-2-7b", "llama-3.1-405b"], 2**20, 80)
     captions = [caption for _, caption in shown]
     assert "needs 12 ms without a cache and 1 ms with one" in captions[0]
-    assert "positions 4.5 times" in captions[1]
-    assert "the clock, tiny 2 times" in captions[1]
-    assert "the bound, small " in captions[1]
+    assert "Positions fall 4.5 times" in captions[1]
+    assert "The clock gains 2 times with tiny" in captions[1]
     assert captions[2].endswith("llama-2-7b.")
-    assert captions[4].endswith("on the same line here: llama-3.1-405b.")
+    assert captions[4].endswith("(516,096 bytes per token) lies on its broad line.")
     assert "32.5 times the positions, 1.0 times" in captions[3]
     assert captions[3].endswith("twice the time is not reached in 64 tokens.")
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)

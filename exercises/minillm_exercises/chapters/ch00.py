@@ -148,8 +148,8 @@ def _three(value: float) -> str:
 
 
 def _plain_log(ax: "Axes", low: float, high: float) -> None:
-    """A logarithmic x axis with plain numbers at 1, 2, 4, 8, 10, ... between `low` and `high`."""
-    ticks = [m * 10.0**e for e in range(-4, 6) for m in (1, 2, 4, 8)]
+    """A logarithmic x axis with plain numbers at 1, 2, 5, 10, 20, ... between `low` and `high`."""
+    ticks = [m * 10.0**e for e in range(-4, 6) for m in (1, 2, 5)]
     inside = [tick for tick in ticks if low * 0.9 <= tick <= high * 1.1]
     ax.set_xscale("log")
     ax.set_xticks(inside, [f"{tick:,g}" for tick in inside])

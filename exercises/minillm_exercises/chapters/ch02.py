@@ -67,7 +67,8 @@ def candidates(logits: "Tensor", temperature: float, top_p: float) -> Candidates
 
 def draw_steps(logits: "Tensor", temperature: float, share: float, seed: int) -> None:
     """Draw how a few logits [V] become one token: logits, probabilities at a temperature, those
-    that top-p keeps, and these scores plus noise, of which the largest is the token."""
+    that top-p keeps, and their scores plus noise, of which the largest is the token. A score is
+    the logit minus the largest, divided by the temperature."""
     import torch
 
     from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
@@ -83,9 +84,12 @@ def draw_steps(logits: "Tensor", temperature: float, share: float, seed: int) ->
     token = int((kept + noise).argmax())
     fig, axes = figure("token", "logit", cols=4, size=(9.4, 2.6))
     values = (logits.tolist(), shares, shares, (scores + noise).tolist())
-    labels = ("logit", "probability (%)", "probability (%)", "score + noise")
+    labels = ("logit", "probability (%)", "before the filter (%)", "score + noise")
     titles = ("the model's logits", f"temperature {temperature:g}", f"top-p {share:g}", "the draw")
     for number, (ax, heights) in enumerate(zip(axes, values, strict=True)):
+        if number == 3:  # what the noise is added to
+            ax.plot(range(len(scores)), scores.tolist(), "k_", markersize=20, label="score")
+            ax.legend(loc="upper left", fontsize=8)
         for place, height in enumerate(heights):
             gone = number > 1 and not left[place]
             look = (
@@ -105,7 +109,8 @@ def draw_steps(logits: "Tensor", temperature: float, share: float, seed: int) ->
     show(
         fig,
         f"From {len(shares)} logits to one token: divide by the temperature, remove tokens "
-        f"(\u00d7: top-p keeps {sum(left)}), add noise, and take the largest: token {token}.",
+        f"(\u00d7: top-p keeps {sum(left)}), and add noise to the scores (a score is the logit "
+        f"minus the largest, divided by {temperature:g}). The largest sum is drawn: token {token}.",
     )
 
 

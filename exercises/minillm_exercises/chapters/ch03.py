@@ -187,11 +187,12 @@ def draw_currencies(model: str, saved: Gains, clocks: Mapping[str, float]) -> No
     ax.xaxis.set_major_formatter("{x:g}")
     ax.axvline(1, color="black", linestyle="--", linewidth=1.2)
     ax.invert_yaxis()
-    ratios = ", ".join(f"{name} {ratio:.3g} times" for name, ratio in found.items())
+    gained = ", ".join(f"{ratio:.3g} times with {name}" for name, ratio in clocks.items())
     show(
         fig,
-        f"What a cache saves of positions, operations, bytes and the bound (computed) and on the "
-        f"clock (measured); the dashed line is no gain: {ratios}.",
+        f"What a cache saves, counted and on the clock; the dashed line is no gain. Positions fall "
+        f"{found['positions']:.3g} times, bytes {found['bytes']:.3g} times. The clock gains "
+        f"{gained}.",
     )
 
 
@@ -245,10 +246,14 @@ def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "
     fig, ax = figure(
         "tokens in the cache, all requests together", "size of the cache (GiB)", size=(7.2, 3.4)
     )
+    prices = {name: kv_bytes_per_token(preset(name), dtype) for name in models}
+    highest = max(prices, key=prices.__getitem__)
     lengths = [2**power for power in range(12, tokens.bit_length())]
     for number, name in enumerate(models):
         config, look = preset(name), series(number)
         price = kv_bytes_per_token(config, dtype)
+        if name == highest:  # seen beside a line that lies on it
+            look |= {"linewidth": 5, "alpha": 0.5}
         ax.plot(lengths, [n * price / GIB for n in lengths], label=name, **look)
         meets = crossover(config, dtype)
         star = {"color": look["color"], "marker": "*", "markersize": 14, "linestyle": ""}
@@ -261,10 +266,9 @@ def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:,.0f} Ki"))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    prices = {name: kv_bytes_per_token(preset(name), dtype) for name in models}
-    highest = max(prices, key=prices.__getitem__)
     near = [name for name in models if name != highest and prices[name] > 0.95 * prices[highest]]
-    beside = f" Just below it, on the same line here: {', '.join(near)}." if near else ""
+    close = ", ".join(f"{name} ({prices[name]:,} bytes per token)" for name in near)
+    beside = f" The line of {close} lies on its broad line." if near else ""
     show(
         fig,
         f"Each line is a model in {dtype}; where its star is, the cache weighs as much as the "

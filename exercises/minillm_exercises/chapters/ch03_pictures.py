@@ -94,13 +94,14 @@ def draw_leads(right: Leads, bugs: Mapping[str, Leads]) -> None:
         ax.plot([0, top], [0, top], color="#888888", linewidth=0.8)
         bound(ax, [0, top], [0, 0], "below: another token is written")
         ax.set_title(bug, fontsize=10)
+        ax.set_xlim(None, 1.08 * top)  # room for the last label
         said.append(f"{sum(lead < 0 for lead in after)} of {len(after)} with {bug}")
     lowest = min(ax.get_ylim()[0] for ax in axes)
     for ax in axes:
         ax.set_ylim(lowest - 1, top + 1)
     show(
         fig,
-        f"Each point is one right token: by how much its logit exceeds all others, with the bug "
-        f"over without. On the grey line the bug changed nothing. Tokens that a bug "
-        f"changes: {', '.join(said)}.",
+        f"Each point is one right token. Its lead is its logit minus the largest of all others: "
+        f"without the bug (to the right) and with it (upwards). On the grey line the bug changed "
+        f"nothing. Tokens that a bug changes: {', '.join(said)}.",
     )

@@ -30,11 +30,10 @@ def draw_reservations(works: Sequence[Work], computed: int, cap: int = CAP) -> N
     ax.set(ylim=(len(works) + 0.7, 0.3), xlim=(0, cap), yticks=range(1, len(works) + 1, 3))
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     used = sum(work.total for work in works)
-    show(fig, f"A row is the {cap:,} slots that one request has reserved, at a time when it has "
-              f"written {computed} tokens, its whole prompt if that is longer, or all it will "
-              f"ever write if that is less; "
-              f"{100 * used / (cap * len(works)):.0f} percent of all these slots will ever be "
-              f"written.")  # fmt: skip
+    show(fig, f"Each row shows the {cap:,} slots that one request has reserved, when it has "
+              f"written {computed} tokens (a longer prompt is written in full, and a shorter "
+              f"request has ended). {100 * used / (cap * len(works)):.0f} percent of all these "
+              f"slots will ever be written.")  # fmt: skip
 
 
 def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -> None:
@@ -64,9 +63,7 @@ def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -
     show(
         fig,
         f"Simulated: the same requests and the same memory in each row. While requests waited, "
-        f"{first} of the slots were written with {columns[0]}, and {last} with {columns[-1]}. The "
-        "steps of the rows end at different numbers; a curve falls at the right end because no "
-        "request waits any more.",
+        f"{first} of the slots were written with {columns[0]}, and {last} with {columns[-1]}.",
     )
 
 
@@ -151,7 +148,10 @@ def draw_sizes(
     entries = [sum(-(-length // size) for length in lengths) / len(lengths) for size in sizes]
     unused = [sum(-length % size for length in lengths) / len(lengths) for size in sizes]
     fig, (left, right) = figure(
-        "slots per block (logarithmic)", "number (logarithmic above 1)", cols=2, size=(7.8, 3.6)
+        "slots per block (logarithmic)",
+        "slots, or entries (logarithmic above 1)",
+        cols=2,
+        size=(7.8, 3.6),
     )
     left.plot(sizes, unused, label="slots never used", **series(0))
     left.plot(sizes, entries, label="entries of the table", **series(1))
