@@ -47,5 +47,7 @@ def serve(
         settings.shutdown_timeout,
         lambda: say(f"Listening on http://{shown}:{port} (Ctrl-C to stop)"),
     )
+    import os, sys
+    if os.environ.get("FE_SWITCH"): sys.setswitchinterval(float(os.environ["FE_SWITCH"]))
     server.run(sockets=[listening])
     return 1 if server.failed else 0

@@ -196,6 +196,8 @@ class StepThread:
     # ---- the step loop -------------------------------------------------------------------
 
     def _run(self, make_engine: Callable[[], Engine], made: "Future[None]") -> None:
+        with suppress(OSError):
+            open("/proc/thread-self/comm", "w").write(self._thread.name)
         try:
             self.engine = make_engine()
         except BaseException as error:

@@ -26,7 +26,7 @@ from minillm.lab.benchmarks.serving.server_process import (
     server_process,
 )
 from minillm.lab.benchmarks.streams_client import run_streams
-from minillm.lab.benchmarks.thread_times import Times, thread_times
+from minillm.lab.benchmarks.thread_times import STEPS, Times, thread_times
 from minillm.plan.machine import cpu_count
 
 EXAMPLES = """examples:
@@ -37,6 +37,7 @@ EXAMPLES = """examples:
 """
 FIRST_ID = 10  # the ids before it may be special tokens
 LAST_ID = 4_000
+LOOP = "event loop"
 
 
 @dataclass
@@ -90,9 +91,9 @@ def offline_run(
     engine: EngineProcess, work: Work, prompts: list[list[int]]
 ) -> tuple[Run, list[str]]:
     """`LLM.generate` with all requests."""
-    before = thread_times(engine.group)
+    before = thread_times(engine.group, STEPS)
     answer = engine.ask({"prompts": prompts, "new_tokens": work.new_tokens})
-    times = thread_times(engine.group) - before
+    times = thread_times(engine.group, STEPS) - before
     return Run(work.tokens / answer["seconds"], times), answer["texts"]
 
 
@@ -100,9 +101,9 @@ def served_run(
     port: int, server: int, work: Work, prompts: list[list[int]]
 ) -> tuple[Run, list[str]]:
     """All requests as streams over HTTP."""
-    before, start = thread_times(server), time.process_time()
+    before, start = thread_times(server, LOOP), time.process_time()
     got = run_streams(port, prompts, work.new_tokens, work.parse)
-    client, times = time.process_time() - start, thread_times(server) - before
+    client, times = time.process_time() - start, thread_times(server, LOOP) - before
     first = 1000 * sum(got.first) / len(got.first)
     run = Run(work.tokens / got.seconds, times, client, got.events, got.num_bytes / 1024, first)
     return run, got.texts()
@@ -139,6 +140,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         return round(median(map(of, runs)), 4)
 
     return {name: middle(attrgetter(name)) for name in rates} | {
+        "rates": [round(run.tokens_per_second, 1) for run in runs],
         "processors": {x: middle(lambda run, x=x: run.times.processors.get(x, 0)) for x in names},
         "waits": {x: middle(lambda run, x=x: run.times.waits.get(x, 0)) for x in names},
     }
@@ -158,6 +160,12 @@ def rows(offline: Mapping[str, Any], served: Mapping[str, Any], tokens: int) -> 
             made.append(shown(title.format(name), *micro))
     totals = [1e6 * sum(each["processors"].values()) / tokens for each in (offline, served)]
     made.append(shown("us/token, process", *totals))
+    blocked = [
+        1e6 / each["tokens_per_second"]
+        - 1e6 * (each["processors"].get(STEPS, 0) + each["waits"].get(STEPS, 0)) / tokens
+        for each in (offline, served)
+    ]
+    made.append(shown("blocked, step thread", *blocked))
     made.append(shown("us/token, client", None, 1e6 * served["client"] / tokens))
     made.append(shown("tokens per event", None, tokens / max(served["events"], 1)))
     made.append(shown("bytes per token", None, 1024 * served["kib"] / tokens))

@@ -7,16 +7,19 @@ uses no processor time, and the time of its waiting is counted separately.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 PROC = Path("/proc")
-MAIN = "main"
-OTHERS = "others"  # threads without a name of their own
-OWN_NAMES = ("minillm-steps", "minillm-worker")
+STEPS = "step thread"
+NAMES: Mapping[str, str] = MappingProxyType(
+    {"minillm-steps": STEPS, "minillm-worker": "C worker"}
+)
+OTHERS = "other threads"
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds by thread name: on a processor, and ready without one."""
+    """Seconds by thread: on a processor, and ready without one."""
 
     processors: dict[str, float]
     waits: dict[str, float]
@@ -32,9 +35,9 @@ def subtract(after: Mapping[str, float], before: Mapping[str, float]) -> dict[st
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
-def thread_times(pid: int, proc: Path = PROC) -> Times:
-    """The times of a process by thread name, since the start of each thread; empty where the system
-    does not report them."""
+def thread_times(pid: int, main: str, proc: Path = PROC) -> Times:
+    """The times of a process since the start of each thread, by what the threads do; `main` is what
+    the main thread does. Empty where the system does not report them."""
     processors: dict[str, float] = {}
     waits: dict[str, float] = {}
     for folder in (proc / str(pid) / "task").glob("[0-9]*"):
@@ -43,10 +46,7 @@ def thread_times(pid: int, proc: Path = PROC) -> Times:
             on, waited, _ = (folder / "schedstat").read_text().split()
         except (OSError, ValueError):  # the thread has ended, or the kernel does not count
             continue
-        if folder.name == str(pid):
-            name = MAIN
-        elif name not in OWN_NAMES:
-            name = OTHERS
+        name = main if folder.name == str(pid) else NAMES.get(name, OTHERS)
         processors[name] = processors.get(name, 0.0) + int(on) / 1e9
         waits[name] = waits.get(name, 0.0) + int(waited) / 1e9
     return Times(processors, waits)
