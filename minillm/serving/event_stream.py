@@ -61,7 +61,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """A reply of events: `first`, then `events`. A comment is sent after `PING_SECONDS` without one.
+    """A reply of events, `first` before the others. A comment is sent after `PING_SECONDS` without
+    an event.
 
     At the end, or when the client leaves, `close` is called, even if no event was sent."""
 

@@ -146,6 +146,11 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def process_seconds(figures: Mapping[str, Any]) -> float:
+    """Processor seconds of all threads; those of the client are not in it."""
+    return float(sum(figures["processors"].values()))
+
+
 def rows(offline: Mapping[str, Any], served: Mapping[str, Any], tokens: int) -> list[list[str]]:
     """A row per figure; times in microseconds of a processor per token."""
 
@@ -158,7 +163,7 @@ def rows(offline: Mapping[str, Any], served: Mapping[str, Any], tokens: int) -> 
             values = [each[kind].get(name) for each in (offline, served)]
             micro = [None if each is None else 1e6 * each / tokens for each in values]
             made.append(shown(title.format(name), *micro))
-    totals = [1e6 * sum(each["processors"].values()) / tokens for each in (offline, served)]
+    totals = [1e6 * process_seconds(each) / tokens for each in (offline, served)]
     made.append(shown("us/token, process", *totals))
     blocked = [
         1e6 / each["tokens_per_second"]
@@ -194,18 +199,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = Work(chosen.streams, chosen.prompt_tokens, chosen.new_tokens, chosen.parse)
     options = ["--disable-log-stats", "--max-num-seqs", str(max(chosen.streams, 256))]
     options += ["--max-event-rate", chosen.event_rate] if chosen.event_rate else []
-    pairs = measure(
-        folder_of(chosen.model), work, chosen.threads, chosen.repeats, options
-    )
+    pairs = measure(folder_of(chosen.model), work, chosen.threads, chosen.repeats, options)
     offline = summary([pair.offline for pair in pairs])
     served = summary([pair.served for pair in pairs])
     ratio = median(pair.ratio for pair in pairs)
+    processors = process_seconds(offline) / process_seconds(served)
     equal = min(pair.equal_texts for pair in pairs)
-    terminal.heading(f"{chosen.model}: {ratio:.2f} of LLM.generate's tokens per second")
+    terminal.heading(f"{chosen.model}: {ratio:.2f} of LLM.generate's tokens per second, "
+                     f"{processors:.2f} of its tokens per processor second")  # fmt: skip
     terminal.table(["", "LLM.generate", "server"], rows(offline, served, work.tokens))
     terminal.paragraph(f"{equal} of {work.streams} texts are equal in every repeat.")
     result = {"benchmark": "serving_streams", "model": chosen.model, **asdict(work)}
-    result |= {"ratio": ratio, "ratios": [round(pair.ratio, 4) for pair in pairs]}
+    result |= {
+        "ratio": ratio,
+        "processor_ratio": round(processors, 4),
+        "ratios": [round(pair.ratio, 4) for pair in pairs],
+    }
     result |= {"equal_texts": equal, "offline": offline, "served": served}
     write_result(result, chosen.json, terminal)
     return 0

@@ -11,9 +11,7 @@ from types import MappingProxyType
 
 PROC = Path("/proc")
 STEPS = "step thread"
-NAMES: Mapping[str, str] = MappingProxyType(
-    {"minillm-steps": STEPS, "minillm-worker": "C worker"}
-)
+NAMES: Mapping[str, str] = MappingProxyType({"minillm-steps": STEPS, "minillm-worker": "C worker"})
 OTHERS = "other threads"
 
 
