@@ -1,11 +1,19 @@
 """Many concurrent streams over HTTP against `LLM.generate` with the same requests.
 
 The server, the engine of `LLM.generate` and the client are three processes, and
-the first two run in turn. Per run: tokens per second, and processor seconds of
-each thread, which other programs disturb less. The client only counts what it
-receives; with --parse it parses every event, as a typical client does.
+the first two run in turn. Rows of the table:
+
+  tokens/s     new tokens per second, median of the runs
+  us/token     time of a thread on a processor, in microseconds per token
+  waiting      time in which the thread was ready and had no processor
+  blocked      other time: the step thread waited for the interpreter or for
+               the C workers
+
+Other programs disturb tokens/s much and us/token little. The client only counts
+what it receives; with --parse it parses every event, as a typical client does.
 """
 
+import math
 import os
 import random
 import sys
@@ -136,13 +144,13 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     names = sorted({name for run in runs for name in run.times.processors})
     rates = ("tokens_per_second", "client", "events", "kib", "first_token_ms")
 
-    def middle(of: Callable[[Run], float]) -> float:
-        return round(median(map(of, runs)), 4)
+    def times(of: Callable[[Run], Mapping[str, float]]) -> dict[str, float]:
+        return {name: round(median(of(run).get(name, 0.0) for run in runs), 4) for name in names}
 
-    return {name: middle(attrgetter(name)) for name in rates} | {
+    return {name: round(median(map(attrgetter(name), runs)), 4) for name in rates} | {
         "rates": [round(run.tokens_per_second, 1) for run in runs],
-        "processors": {x: middle(lambda run, x=x: run.times.processors.get(x, 0)) for x in names},
-        "waits": {x: middle(lambda run, x=x: run.times.waits.get(x, 0)) for x in names},
+        "processors": times(attrgetter("times.processors")),
+        "waits": times(attrgetter("times.waits")),
     }
 
 
@@ -152,7 +160,7 @@ def process_seconds(figures: Mapping[str, Any]) -> float:
 
 
 def rows(offline: Mapping[str, Any], served: Mapping[str, Any], tokens: int) -> list[list[str]]:
-    """A row per figure; times in microseconds of a processor per token."""
+    """A row per figure, as the module describes them."""
 
     def shown(title: str, *values: float | None) -> list[str]:
         return [title, *("" if each is None else f"{each:,.1f}" for each in values)]
@@ -203,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     offline = summary([pair.offline for pair in pairs])
     served = summary([pair.served for pair in pairs])
     ratio = median(pair.ratio for pair in pairs)
-    processors = process_seconds(offline) / process_seconds(served)
+    processors = process_seconds(offline) / (process_seconds(served) or math.nan)
     equal = min(pair.equal_texts for pair in pairs)
     terminal.heading(f"{chosen.model}: {ratio:.2f} of LLM.generate's tokens per second, "
                      f"{processors:.2f} of its tokens per processor second")  # fmt: skip
