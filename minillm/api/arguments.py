@@ -14,7 +14,8 @@ from minillm.api.speculative_config import SpeculativeConfig
 from minillm.config import DTYPE_BYTES
 from minillm.errors import ConfigError, UnsupportedFeatureError
 
-NOT_BUILT_YET = ("quantization", "kv_cache_dtype")  # known options that accept only their default
+QUANTIZATIONS = ("int8", "int4")  # of a 16-bit checkpoint while it is loaded
+NOT_BUILT_YET = ("kv_cache_dtype",)  # known options that accept only their default
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
 REMOTE_BACKENDS = ("external", "ray")  # ranks are started outside this process
 # vLLM's arguments without effect here: the accepted values, and the reason why others are not.
@@ -271,6 +272,12 @@ class EngineArgs(CheckedArguments):
 
     def _check_supported(self) -> None:
         """Refuse options and combinations that this version does not support."""
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise UnsupportedFeatureError(
+                f"quantization={shown(self.quantization)} is not one of "
+                f"{', '.join(QUANTIZATIONS)}; a checkpoint that is already quantised needs no "
+                "quantization, because its config.json names the format."
+            )
         for name in NOT_BUILT_YET:
             if getattr(self, name) not in (None, getattr(EngineArgs, name)):
                 raise UnsupportedFeatureError(

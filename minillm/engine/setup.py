@@ -18,6 +18,7 @@ from minillm.models.deterministic import PASS_ROWS
 from minillm.models.forward_pass import ForwardPass
 from minillm.models.loader import DTYPES, load_model
 from minillm.models.packing import copied_weight_bytes
+from minillm.models.quantize import quantize_weights
 from minillm.ops import cpu
 from minillm.parallel.split import largest_part
 from minillm.plan import machine
@@ -277,6 +278,8 @@ def open_executor(
         return open_ranks(args, source, plan, device, draft), None
     dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
     model = load_model(source, dtype, device, limit, args.load_format, args.seed)
+    if args.quantization:
+        quantize_weights(model, args.quantization)
     return build_executor(args, model, plan, limit, draft), ForwardPass(model)
 
 

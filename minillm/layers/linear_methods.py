@@ -31,6 +31,11 @@ class TensorSlice:
     shape: tuple[int, ...]
     index: Index
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(each.stop - each.start for each in self.index)
+
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "TensorSlice":
         """The whole of a tensor of this shape."""
@@ -175,6 +180,9 @@ class LinearMethod:
     def load(self, place: CheckpointTensor, found: Tensor) -> None:
         """Store the part of a tensor that `place.slice` selects."""
         load_plain(place, found)
+
+    def finish(self, matrix: Matrix) -> None:
+        """Called once, when all tensors of the layer are loaded."""
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """[N, in], [out] -> [N, out]"""

@@ -23,6 +23,8 @@ from minillm.ops.batch import Batch
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
+from minillm.ops.cpu_quantized import MatrixParts
+from minillm.quantization.panels import PanelQuantizedMethod
 
 
 class AllLayers:
@@ -99,8 +101,10 @@ def fits(layer: nn.Module) -> bool:
     if isinstance(mlp, MoE) and not isinstance(mlp.experts.gate_up.method, PanelExpertsMethod):
         return False
     absorbed = [attention.kv_b_proj] if isinstance(attention, MLAttention) else []
+    dense = isinstance(attention, Attention) and isinstance(mlp, MLP)
+    kinds = PanelLinearMethod | PanelQuantizedMethod if dense else PanelLinearMethod
     return all(isinstance(each.method, PanelHeadsMethod) for each in absorbed) and all(
-        isinstance(each.method, PanelLinearMethod) for each in matrices(attention, mlp)
+        isinstance(each.method, kinds) for each in matrices(attention, mlp)
     )
 
 
@@ -130,20 +134,30 @@ def layer_weights(layer: Any) -> LayerWeights:
     return LayerWeights(
         input_norm=layer.input_norm.weight,
         mlp_norm=layer.mlp_norm.weight,
-        qkv=weight_of(qkv),
+        qkv=parts_of(qkv),
         qkv_bias=bias_of(qkv),
         q_norm=attention.q_norm.weight if normed else None,
         k_norm=attention.k_norm.weight if normed else None,
-        o=attention.o_proj.weight,
+        o=parts_of(attention.o_proj),
         o_bias=attention.o_proj.bias,
-        gate_up=weight_of(gate_up),
+        gate_up=parts_of(gate_up),
         gate_up_bias=bias_of(gate_up),
-        down=weight_of(down),
+        down=parts_of(down),
         down_bias=bias_of(down),
         window=attention.window,
         latent=latent_weights(attention) if absorbed else None,
         experts=expert_weights(mlp) if mixed else None,
     )
+
+
+def parts_of(matrix: Matrix | None) -> Any:
+    """A matrix as C reads it, if the layer has it."""
+    if matrix is None:
+        return None
+    method = matrix.method
+    if isinstance(method, PanelQuantizedMethod):
+        return method.parts(matrix)
+    return MatrixParts(matrix.weight)
 
 
 def weight_of(module: Matrix | RMSNorm | None) -> Tensor | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,8 +26,9 @@ from minillm.errors import (
     did_you_mean,
 )
 from minillm.layers.linear_methods import TensorSlice
-from minillm.models.families import integer, parse_config
+from minillm.models.families import integer, parse_config, section
 from minillm.models.presets import PRESETS, preset
+from minillm.quantization.formats import Header
 
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -41,6 +43,19 @@ SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
         "min_p": "min_p",
         "repetition_penalty": "repetition_penalty",
         "max_new_tokens": "max_tokens",
+    }
+)
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(  # names in safetensors' headers
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I8": torch.int8,
+        "U8": torch.uint8,
     }
 )
 WEIGHTS = "model.safetensors"
@@ -58,6 +73,7 @@ class ModelSource:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     hub_id: str | None = None  # if set, the weights may not have been fetched yet
     ignored_layers: int = 0  # multi-token prediction layers at the end of the checkpoint
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # of config.json; empty: none
 
 
 def open_model(model: str | Path) -> ModelSource:
@@ -83,7 +99,18 @@ def open_model(model: str | Path) -> ModelSource:
         sampling_defaults(generation, generation_file),
         None if local else name,
         integer(config_data, "num_nextn_predict_layers", 0),
+        quantization_settings(config_data, folder),
     )
+
+
+def quantization_settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """How a checkpoint's weights are quantised: `quantization_config` of config.json, or the
+    separate file of old GPTQ checkpoints. Empty if they are not."""
+    found = section(config, "quantization_config") or section(config, "compression_config")
+    old = folder / "quantize_config.json"
+    if not found and old.is_file():
+        return {"quant_method": "gptq", **read_json(old)}
+    return found
 
 
 def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -248,10 +275,19 @@ def open_shard(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def shard_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in a file. Reads only the header."""
+def shard_headers(path: Path) -> dict[str, Header]:
+    """Shape and dtype of every tensor in a file, by name. Reads only the file's header."""
     with open_shard(path) as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: Header(tuple(each.get_shape()), DTYPES.get(each.get_dtype()))
+            for name, each in slices.items()
+        }
+
+
+def shard_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in a file, by name."""
+    return {name: header.shape for name, header in shard_headers(path).items()}
 
 
 def read_tensors(path: Path, slices: Mapping[str, TensorSlice]) -> Iterator[tuple[str, Tensor]]:

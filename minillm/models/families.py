@@ -38,12 +38,6 @@ def parse_config(data: Fields) -> ModelConfig:
         raise ConfigError(
             f"config.json says model_type {family!r}; minillm knows {', '.join(FAMILIES)}.{hint}"
         )
-    if data.get("quantization_config"):
-        method = section(data, "quantization_config").get("quant_method", "unknown")
-        raise UnsupportedFeatureError(
-            f"This checkpoint is quantised ({method}), which this version cannot load; "
-            "use the model's unquantised checkpoint."
-        )
     only(data, "hidden_act", "silu")
     return FAMILIES[family](data)
 

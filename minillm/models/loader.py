@@ -4,6 +4,7 @@ The names and shapes of all tensors in the files' headers must match the model e
 checked before weights are read.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,9 +16,14 @@ from tqdm import tqdm
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
-from minillm.layers.linear_methods import CheckpointTensor
-from minillm.models.checkpoint import ModelSource, read_tensors, shard_shapes, weight_files
+from minillm.layers.linear_methods import CheckpointTensor, Matrix
+from minillm.models.checkpoint import ModelSource, read_tensors, shard_headers, weight_files
 from minillm.models.decoder import Decoder, MethodOf
+from minillm.quantization.formats import Headers, format_of
+from minillm.quantization.methods import LoadingMethod
+from minillm.quantization.readers import READERS
+
+logger = logging.getLogger(__name__)
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,13 +61,27 @@ def load_model(
             f"{source.name} is a shape without weights; add load_format='dummy' for random ones."
         )
     files = weight_files(source)
-    shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
+    headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
+    shapes = [(path, name, header.shape) for path, name, header in headers]
+    method_of = method_of or stored_method_of(source, {name: header for _, name, header in headers})
     # Check before allocating memory: config.json may give sizes that the files do not have.
     expected = Decoder(source.config, dtype, "meta", None, method_of).checkpoint_tensors()
     check_tensors(source, expected, shapes)
     model = Decoder(config or source.config, dtype, device, max_model_len, method_of, shard)
     fill(model.checkpoint_tensors(), files, source.config.tie_word_embeddings)
+    for matrix in model.modules():
+        if isinstance(matrix, Matrix):
+            matrix.method.finish(matrix)
     return model.eval()
+
+
+def stored_method_of(source: ModelSource, headers: Headers) -> MethodOf | None:
+    """How the matrices of a quantised checkpoint are read; None if it is not quantised."""
+    if not source.quantization:
+        return None
+    format = format_of(source.quantization, headers, READERS)
+    logger.info("%s is quantised: %s.", source.name, format.describe())
+    return lambda matrix: LoadingMethod(format)
 
 
 def check_tensors(

@@ -28,6 +28,7 @@ from minillm.layers.panel_methods import PanelExpertsMethod, pack_heads
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu
+from minillm.quantization.panels import pack_quantized
 from minillm_kernels import reference
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,12 @@ def pack_weights(model: Decoder) -> str:
     if chosen:
         into_panels(chosen)
     pack_parts(model)
+    num_quantized = sum(pack_quantized(each) for each in list_matrices(model))
     model.all_layers = AllLayers.of(model)
     count = sum(into_onednn(model, each) for each in matrices if each not in chosen)
     c_library.return_freed_memory()
-    parts = [(len(chosen), "in panels"), (count, "packed by oneDNN")]
+    parts = [(len(chosen), "in panels"), (num_quantized, "quantised in panels")]
+    parts.append((count, "packed by oneDNN"))
     plain = len(matrices) - len(chosen) - count
     parts.append((plain, "as in the checkpoint"))
     return ", ".join(f"{number} matrices {how}" for number, how in parts if number)
@@ -85,6 +88,11 @@ def packable(model: Decoder) -> list[Linear | Embedding]:
         and id(each) not in absorbed
     ]
     return sorted(found, key=lambda each: isinstance(each, Embedding))
+
+
+def list_matrices(model: Decoder) -> list[Matrix]:
+    """All matrices of a model."""
+    return [each for each in model.modules() if isinstance(each, Matrix)]
 
 
 def pack_parts(model: Decoder) -> None:

@@ -49,6 +49,7 @@ class Functions:
     panel_product: Callable[..., None]
     panel_sums: Callable[..., None]
     panel_rows: Callable[..., int]
+    quantized_product: Callable[..., int]
     head_linear: Callable[..., None]
     latent_memory: Callable[..., int]
     expert_memory: Callable[..., int]
@@ -84,6 +85,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("panel_product", None, P, P, P, P, N, N, N, N),
         bind("panel_sums", None, P, P, P, N, N, N, N),
         bind("panel_rows", N, P, P, P, N, N, N),
+        bind("quantized_product", N, P, P, P, P, N, N, N, N),
         bind("head_linear", None, P, N, N, P, P, N, N, N, N),
         bind("latent_memory", N, P, N),
         bind("expert_memory", N, P, N),

@@ -5,9 +5,9 @@ Addresses of weights and KV cache are stored once. Each step adds the addresses 
 uses one allocation for all intermediate results.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import Structure, byref, c_float, c_int64, c_void_p, memmove
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,7 @@ from minillm.ops import cpu
 from minillm.ops.cpu_checks import check_batch, check_rope
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
+from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_structures import address, filled
 
 ALIGNMENT = 64  # bytes, a cache line
@@ -26,7 +27,7 @@ ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one layer: matrices in panels, norms and biases unpacked.
+    """The weights of one layer: matrices in panels, plain or quantised; norms and biases unpacked.
 
     With MLA, `latent` takes the place of qkv and the norms of heads; in a mixture of experts,
     `experts` that of gate_up and down.
@@ -34,15 +35,15 @@ class LayerWeights:
 
     input_norm: Tensor
     mlp_norm: Tensor
-    qkv: Tensor | None
+    qkv: MatrixParts | None
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: MatrixParts
     o_bias: Tensor | None
-    gate_up: Tensor | None
+    gate_up: MatrixParts | None
     gate_up_bias: Tensor | None
-    down: Tensor | None
+    down: MatrixParts | None
     down_bias: Tensor | None
     window: int | None
     latent: LatentWeights | None = None
@@ -132,7 +133,7 @@ class Layers:
             raise ValueError(f"{shape} is not supported in C; check `fits` first.")
         self.weights, self.shape = weights, shape  # keeps the weights alive
         self.keys, self.values = keys, values
-        self.dtype = weights[0].o.dtype
+        self.dtype = weights[0].input_norm.dtype
         self._parts = [_parts(each) for each in weights]  # structures that a layer points to
         self._layers = (_Layer * len(weights))(
             *(_layer(each, keys[i], values[i], self._parts[i]) for i, each in enumerate(weights))
@@ -259,41 +260,25 @@ def _copied(x: Tensor) -> Tensor:
     return out
 
 
-def _parts(weights: LayerWeights) -> tuple[Structure | None, Structure | None]:
-    """The structures of a layer's MLA and experts."""
-    return _filled(weights.latent), _filled(weights.experts)
+Parts = Mapping[str, Structure | None]
+
+
+def _parts(weights: LayerWeights) -> Parts:
+    """The structures that a layer points to, by field: matrices, MLA and experts."""
+    names = ("qkv", "o", "gate_up", "down", "latent", "experts")
+    return {name: _filled(getattr(weights, name)) for name in names}
 
 
 def _filled(values: Any) -> Structure | None:
     return None if values is None else filled(values)
 
 
-def _layer(
-    weights: LayerWeights,
-    keys: Tensor,
-    values: Tensor,
-    parts: tuple[Structure | None, Structure | None],
-) -> _Layer:
+def _layer(weights: LayerWeights, keys: Tensor, values: Tensor, parts: Parts) -> _Layer:
     """The addresses of one layer."""
-    w = weights
-    tensors = (
-        w.input_norm,
-        w.mlp_norm,
-        w.qkv,
-        w.qkv_bias,
-        w.q_norm,
-        w.k_norm,
-        w.o,
-        w.o_bias,
-        w.gate_up,
-        w.gate_up_bias,
-        w.down,
-        w.down_bias,
-        keys,
-        values,
-    )
-    return _Layer(
-        *(None if each is None else each.data_ptr() for each in tensors),
-        w.window or 0,
-        *map(address, parts),
-    )
+    tensors = {each.name: getattr(weights, each.name) for each in fields(weights)}
+    tensors |= {"k_cache": keys, "v_cache": values}
+    addresses = {
+        name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, Tensor)
+    }
+    structures = {name: address(part) for name, part in parts.items()}
+    return _Layer(**addresses, **structures, window=weights.window or 0)

@@ -25,14 +25,14 @@ class InstructionSet:
 V3 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"])
 V4 = V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")  # the default is 256 bits
-BF16 = (*WIDE, "-mavx512bf16")
+BF16 = (*WIDE, "-mavx512bf16", "-mavx512vnni")
 X86 = (  # best first
     InstructionSet(
         "amx",
-        V4 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        V4 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
         (*BF16, "-mamx-tile", "-mamx-bf16"),
     ),
-    InstructionSet("avx512_bf16", V4 | {"avx512_bf16"}, BF16),
+    InstructionSet("avx512_bf16", V4 | {"avx512_bf16", "avx512_vnni"}, BF16),
     InstructionSet("avx512", V4, WIDE),
     InstructionSet("avx2", V3, ("-march=x86-64-v3",)),
 )

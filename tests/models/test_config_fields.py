@@ -84,7 +84,6 @@ def build_or_refuse(data: dict[str, Any], name: str, value: Any) -> None:
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "layer types"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ("llama", {"dtype": "float64"}, "float64"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "noaux_tc"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),

@@ -113,7 +113,7 @@ int64_t latent_half(const layer *l, const shape *s, const step *now) {
     int64_t status = attend(l, s, now, b.query, b.sums, 1, row, m->rank);
     if (status) return status;
     expand(w, m, n, &b);
-    panel_product(b.values, l->o, l->o_bias, now->x, n, m->heads * m->v, hidden, 0);
+    if (product_of(b.values, l->o, l->o_bias, now->x, n, m->heads * m->v, hidden, 0)) return 1;
     return 0;
 }
 

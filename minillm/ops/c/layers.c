@@ -39,7 +39,7 @@ static int64_t attention_half(const layer *l, const shape *s, const step *now, i
                      s->eps);
     }
     if (l->latent) return latent_half(l, s, now);
-    panel_product(now->normed, l->qkv, l->qkv_bias, now->wide, n, hidden, qkv, 0);
+    if (product_of(now->normed, l->qkv, l->qkv_bias, now->wide, n, hidden, qkv, 0)) return 1;
     if (norm_rope_write(now->wide, l->q_norm, l->k_norm, s->qk_eps, now->cos, now->sin,
                         s->interleaved, l->k_cache, l->v_cache, s->cache_strides[0],
                         s->cache_strides[1], s->block_size, now->slots, now->num_slots, now->narrow,
@@ -48,21 +48,21 @@ static int64_t attention_half(const layer *l, const shape *s, const step *now, i
     int64_t status = attend(l, s, now, now->narrow, now->attended, s->kv_heads, s->head_dim,
                             s->head_dim);
     if (status) return status;
-    panel_product(now->attended, l->o, l->o_bias, now->x, n, s->heads * s->head_dim, hidden, 0);
-    return 0;
+    return product_of(now->attended, l->o, l->o_bias, now->x, n, s->heads * s->head_dim, hidden, 0);
 }
 
 /* residual += x; x = MLP(norm(residual)). */
-static void mlp_half(const layer *l, const shape *s, const step *now) {
+static int64_t mlp_half(const layer *l, const shape *s, const step *now) {
     int64_t n = now->n, hidden = s->hidden;
     add_rms_norm(now->x, now->residual, l->mlp_norm, now->normed, now->residual, n, hidden, s->eps);
     if (l->experts) {
         moe_half(l->experts, s->experts, now->normed, now->x, n, now->memory);
-        return;
+        return 0;
     }
-    panel_product(now->normed, l->gate_up, l->gate_up_bias, now->narrow, n, hidden, s->intermediate,
-                  1);
-    panel_product(now->narrow, l->down, l->down_bias, now->x, n, s->intermediate, hidden, 0);
+    int64_t inner = s->intermediate;
+    if (product_of(now->normed, l->gate_up, l->gate_up_bias, now->narrow, n, hidden, inner, 1))
+        return 1;
+    return product_of(now->narrow, l->down, l->down_bias, now->x, n, inner, hidden, 0);
 }
 
 /* Run `halves` of layers `first` to `last` - 1 on x [n, hidden]. Afterwards `x` is the output of
@@ -75,7 +75,7 @@ int64_t run_layers(const layer *layers, int64_t first, int64_t last, int64_t hal
             int64_t status = attention_half(&layers[i], s, now, i == 0);
             if (status) return status;
         }
-        if (halves & MLP) mlp_half(&layers[i], s, now);
+        if (halves & MLP && mlp_half(&layers[i], s, now)) return 1;
     }
     return 0;
 }

@@ -2,16 +2,21 @@
 #pragma once
 #include "experts.h"
 #include "latent.h"
+#include "matrix.h"
 
 /* Weights and KV cache of one layer; pointers that may be NULL are marked. Python fills it in, with
  * the same order of fields (`minillm/ops/cpu_layers.py`). */
 typedef struct {
     const element *input_norm, *mlp_norm;
-    const element *qkv, *qkv_bias;       /* panels [.., hidden]; bias: NULL */
+    const matrix *qkv;                   /* [.., hidden]; NULL with MLA */
+    const element *qkv_bias;             /* NULL */
     const element *q_norm, *k_norm;      /* NULL */
-    const element *o, *o_bias;           /* bias: NULL; only one rank has it */
-    const element *gate_up, *gate_up_bias;
-    const element *down, *down_bias;
+    const matrix *o;
+    const element *o_bias;               /* NULL; only one rank has it */
+    const matrix *gate_up;
+    const element *gate_up_bias;
+    const matrix *down;
+    const element *down_bias;
     element *k_cache, *v_cache;          /* [blocks, kv_heads, block_size, head_dim] */
     int64_t window;                      /* sliding window; 0: none */
     const latent_weights *latent;        /* MLA in place of qkv, q_norm, k_norm; NULL */

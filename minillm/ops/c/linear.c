@@ -345,43 +345,11 @@ static inline void sum_rows(const product *p, const word *x, const element *pane
     }
 }
 
-/* The biases of a panel's outputs, or 0. This is separate from the addition, where GCC would read
- * NULL under an empty mask: legal, but hundreds of cycles. */
-static inline void read_bias(const element *bias, int64_t columns, float *floats) {
-    memset(floats, 0, PANEL * sizeof(float));
-    if (bias)
-        for (int64_t j = 0; j < columns; j++) floats[j] = load(bias[j]);
-}
-
-/* sums [rows, 32] + bias -> `columns` of y, whose rows are `out` apart. */
-static inline void write_rows(const float *sums, const float *bias, element *y, int64_t rows,
-                              int64_t columns, int64_t out) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t j = 0; j < columns; j++) y[r * out + j] = store(sums[r * PANEL + j] + bias[j]);
-}
-
 /* sums [rows, 32] -> totals, without rounding. */
 static inline void write_totals(const float *sums, float *totals, int64_t rows, int64_t columns,
                                 int64_t out) {
     for (int64_t r = 0; r < rows; r++)
         memcpy(totals + r * out, sums + r * PANEL, (size_t)columns * sizeof(float));
-}
-
-/* silu(gate) * up for one panel of each, both rounded to the element type first, as in silu_mul of
- * rows.c. */
-static inline void write_gated(const float *gate, const float *up, const float *gate_bias,
-                               const float *up_bias, element *y, int64_t rows, int64_t out) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t j = 0; j < PANEL; j++) {
-            float g = rounded(gate[r * PANEL + j] + gate_bias[j]);
-            float u = rounded(up[r * PANEL + j] + up_bias[j]);
-            y[r * out + j] = store(rounded(silu(g)) * u);
-        }
-}
-
-/* Number of valid outputs of a panel. */
-static inline int64_t columns_of(int64_t first, int64_t out, int64_t gated) {
-    return gated || out - first > PANEL ? PANEL : out - first;
 }
 
 /* Up to 16 rows by panels `begin` to `end` - 1, in pairs, or if `gated`, pairs of gate and up. An

@@ -1,0 +1,115 @@
+"""Quantised matrices in panels, and products with them in C (`c/quantized.c`).
+
+Activations are rounded to 8 bits, with a scale for each row: "W8A8" and "W4A8".
+"""
+
+from collections.abc import Mapping
+from ctypes import byref
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from minillm.ops import cpu
+from minillm.ops.cpu_checks import check, check_vector
+from minillm.ops.cpu_structures import filled
+
+PANEL = 32  # outputs of a panel, as in linear.c
+MOST_INPUTS = 1 << 16  # integer sums of longer rows could overflow
+SCALE_KINDS: Mapping[torch.dtype, int] = MappingProxyType(
+    {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+)
+EXACT, ZEROS, MINIMA = 0, 1, 2  # kinds of offsets, as in matrix.h; EXACT is 8 for 4-bit codes
+
+
+@dataclass(frozen=True)
+class MatrixParts:
+    """A matrix as C reads it: elements in panels (without scales), or codes with scales. The fields
+    are those of `matrix` in matrix.h."""
+
+    panels: Tensor
+    scales: Tensor | None = None
+    offsets: Tensor | None = None
+    bits: int = 0
+    group: int = 0
+    scale_kind: int = 0
+    offset_kind: int = EXACT
+
+
+def fits(out_features: int, in_features: int, group: int, bits: int) -> bool:
+    """Whether C supports a matrix with these groups: of 32 inputs for 4 bits, of 4 for 8."""
+    step = 32 if bits == 4 else 4
+    return group % step == 0 and in_features % 32 == 0 and 0 < in_features <= MOST_INPUTS
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes uint8 [out, in] -> panels [ceil(out / 32), in / 4, 32, 4], or for 4 bits
+    [ceil(out / 32), in / 32, 4, 32, 4] with two codes to a byte. Missing rows are 0."""
+    out, size = codes.shape
+    missing = -out % PANEL
+    if missing:
+        codes = torch.cat((codes, codes.new_zeros(missing, size)))
+    by_panel = codes.view(-1, PANEL, size)
+    if bits == 8:
+        return by_panel.unflatten(2, (-1, 4)).transpose(1, 2).contiguous()
+    halves = by_panel.unflatten(2, (-1, 2, 4, 4)).permute(
+        0, 2, 3, 4, 1, 5
+    )  # [P, k, half, j, 32, 4]
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).contiguous()
+
+
+def pack_groups(values: Tensor) -> Tensor:
+    """A value per output and group [out, groups] -> [ceil(out / 32), groups, 32]."""
+    missing = -len(values) % PANEL
+    if missing:
+        values = torch.cat((values, values.new_zeros(missing, values.shape[1])))
+    return values.view(-1, PANEL, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def packed_matrix(
+    codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, minima: Tensor | None
+) -> MatrixParts:
+    """Arrange unsigned codes uint8 [out, in] with their scales, and zero points int8 or minima, all
+    [out, groups]. Signed 8-bit codes have 128 added, their zero points have not."""
+    if bits == 4 and zeros is not None and bool((zeros == 8).all()):
+        zeros = None  # C knows this one
+    given = zeros if minima is None else minima
+    return MatrixParts(
+        panels=pack_codes(codes, bits),
+        scales=pack_groups(scales),
+        offsets=None if given is None else pack_groups(given),
+        bits=bits,
+        group=codes.shape[1] // scales.shape[1],
+        scale_kind=SCALE_KINDS[scales.dtype],
+        offset_kind=EXACT if given is None else ZEROS if minima is None else MINIMA,
+    )
+
+
+def quantized_linear(x: Tensor, matrix: MatrixParts, bias: Tensor | None, out: int) -> Tensor:
+    """x [N, in], which is rounded to 8 bits per row -> [N, out]"""
+    x = x.contiguous()
+    count, size = x.shape
+    inputs = matrix.panels[0].numel() * 8 // (matrix.bits * PANEL)
+    check(size == inputs and -(-out // PANEL) == len(matrix.panels), "x", x, f"[N, {inputs}]")
+    if bias is not None:
+        check_vector("bias", bias, out, x.dtype)
+    y = x.new_empty(count, out)
+    address = None if bias is None else bias.data_ptr()
+    run = cpu.ready(x.dtype).quantized_product
+    if run(x.data_ptr(), byref(filled(matrix)), address, y.data_ptr(), count, size, out, 0):
+        raise MemoryError("Out of memory for rounded activations.")
+    return y
+
+
+def rows_of_codes(panels: Tensor, ids: Tensor, bits: int) -> Tensor:
+    """Unsigned codes [N, in] of rows `ids` of `pack_codes`' panels."""
+    if bits == 8:
+        return panels[ids // PANEL, :, ids % PANEL].flatten(1)
+    found = panels[ids // PANEL, :, :, ids % PANEL]  # [N, in / 32, 4, 4]
+    return torch.stack((found & 15, found >> 4), dim=2).flatten(1)
+
+
+def rows_of_groups(values: Tensor, ids: Tensor) -> Tensor:
+    """Scales or offsets [N, groups] of rows `ids`."""
+    return values[ids // PANEL, :, ids % PANEL]

@@ -1,0 +1,133 @@
+"""Checkpoint formats of quantised matrices.
+
+`quantization_config` of config.json names a format. The headers of the weight files decide for each
+matrix whether it is quantised: a matrix with `name.weight` in a floating-point type is not.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.errors import CheckpointError, UnsupportedFeatureError, did_you_mean
+from minillm.layers.linear_methods import PLAIN, TensorSlice, WeightSlice
+from minillm.quantization.quantized import Quantized
+
+
+@dataclass(frozen=True)
+class Header:
+    """A tensor of a weight file, before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None: a type that no format uses
+
+
+Headers = Mapping[str, Header]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that a format stores for a part: the held slice, and its type in memory (None: the
+    model's dtype)."""
+
+    slice: TensorSlice
+    dtype: torch.dtype | None
+
+
+class Format(ABC):
+    """How a checkpoint stores quantised matrices. One instance describes one checkpoint."""
+
+    def __init__(self, settings: Mapping[str, Any], headers: Headers):
+        self.settings, self.headers = settings, headers
+
+    def tensors(self, part: WeightSlice) -> dict[str, Stored]:
+        """The tensors of a part, by their suffix after `part.name`. Raises CheckpointError if the
+        held rows and columns cannot be cut out of the packed tensors."""
+        if self.is_plain(part):
+            return {"weight": Stored(part.slice, None)}
+        return self.packed(part)
+
+    def decode(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
+        """The part from its tensors: quantised, or dense if it is not quantised in the file or this
+        engine has no resident form for it."""
+        if self.is_plain(part):
+            return found["weight"]
+        return self.decode_packed(part, found)
+
+    def is_plain(self, part: WeightSlice) -> bool:
+        """Whether the file holds this part in 16 or 32 bits."""
+        header = self.headers.get(f"{part.name}.weight")
+        return header is not None and header.dtype in PLAIN
+
+    def header(self, part: WeightSlice, suffix: str) -> Header:
+        """The header of a tensor. Raises CheckpointError if the file does not have it."""
+        found = self.headers.get(f"{part.name}.{suffix}")
+        if found is None:
+            raise CheckpointError(
+                f"{part.name} is quantised ({self.describe()}), but the files have no tensor "
+                f"{part.name}.{suffix}."
+            )
+        return found
+
+    def has(self, part: WeightSlice, suffix: str) -> bool:
+        """Whether the files have a tensor."""
+        return f"{part.name}.{suffix}" in self.headers
+
+    @abstractmethod
+    def packed(self, part: WeightSlice) -> dict[str, Stored]:
+        """`tensors` of a quantised part."""
+
+    @abstractmethod
+    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
+        """`decode` of a quantised part."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The format in a few words, such as "GPTQ, 4 bits, groups of 128"."""
+
+
+def cut(
+    part: WeightSlice, row_unit: int, column_unit: int, transposed: bool = False
+) -> TensorSlice:
+    """The slice of a packed tensor that belongs to a part: an entry stands for `row_unit` rows and
+    `column_unit` columns, [out / row_unit, in / column_unit], or `transposed`.
+
+    Raises:
+        CheckpointError: the held rows or columns begin or end within an entry.
+    """
+    sides = (part.rows, part.shape[0], row_unit), (part.columns, part.shape[1], column_unit)
+    found = [(-(-total // unit), units(part, held, total, unit)) for held, total, unit in sides]
+    if transposed:
+        found.reverse()
+    (rows, row_slice), (columns, column_slice) = found
+    return TensorSlice((rows, columns), (row_slice, column_slice))
+
+
+def units(part: WeightSlice, held: range, total: int, unit: int) -> slice:
+    """`held` of `total` rows or columns, in units; the last unit of all may be incomplete."""
+    if held.start % unit or (held.stop % unit and held.stop != total):
+        raise CheckpointError(
+            f"{part.name} is quantised in groups of {unit}, which ranks cannot share: one would "
+            f"hold {held.start} to {held.stop - 1} of {total}; use a smaller tensor_parallel_size."
+        )
+    return slice(held.start // unit, -(-held.stop // unit))
+
+
+def format_of(
+    settings: Mapping[str, Any], headers: Headers, known: Mapping[str, Callable[..., Format]]
+) -> Format:
+    """The format that `quantization_config` names.
+
+    Raises:
+        UnsupportedFeatureError: the method is not one of `known`.
+    """
+    method = str(settings.get("quant_method", "unknown"))
+    if method not in known:
+        raise UnsupportedFeatureError(
+            f"config.json says quant_method {method!r}; this version reads {', '.join(known)}."
+            f"{did_you_mean(method, known)}"
+        )
+    return known[method](settings, headers)

@@ -1,0 +1,141 @@
+"""The `LinearMethod`s of quantised matrices: while a checkpoint is read, and afterwards."""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from minillm import ops
+from minillm.errors import CheckpointError
+from minillm.layers.linear_methods import (
+    CheckpointTensor,
+    LinearMethod,
+    Matrix,
+    PlainLinearMethod,
+    WeightSlice,
+    frozen,
+)
+from minillm.quantization.formats import Format
+from minillm.quantization.quantized import Quantized, stacked
+
+logger = logging.getLogger(__name__)
+
+
+class QuantizedMethod(LinearMethod):
+    """A quantised matrix, made dense for each product. The base of faster methods.
+
+    Its tensors are buffers of the layer. `dtype` is that of activations.
+    """
+
+    def __init__(self, dtype: torch.dtype, names: tuple[str, ...]):
+        self.dtype, self.names = dtype, names
+
+    def quantized(self, matrix: Matrix) -> Quantized:
+        """The stored tensors; of a stack the rows of all copies."""
+        return Quantized(**{name: matrix.get_buffer(name) for name in self.names})
+
+    def values(self, matrix: Matrix) -> Tensor:
+        """The dense matrix in `matrix.shape`, made for this call."""
+        return self.quantized(matrix).dense(self.dtype).view(matrix.shape)
+
+    def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
+        """Rows at `ids` [N] -> [N, in]"""
+        return self.quantized(matrix).rows(ids).dense(self.dtype)
+
+    def experts(
+        self, gate_up: Matrix, down: Matrix, x: Tensor, weights: Tensor, ids: Tensor, tiled: bool
+    ) -> Tensor:
+        """MoE layer as `LinearMethod.experts`; only the chosen experts are made dense."""
+        chosen, places = torch.unique(ids, return_inverse=True)
+        run = ops.tiled_moe_experts if tiled else ops.moe_experts
+        parts = some_copies(gate_up, chosen), some_copies(down, chosen)
+        return run(x, *parts, weights, places.to(ids.dtype))
+
+
+def some_copies(matrix: Matrix, chosen: Tensor) -> Tensor:
+    """The dense matrices of some copies of a stack, [len(chosen), out, in]."""
+    method = matrix.method
+    if not isinstance(method, QuantizedMethod):
+        return matrix.values()[chosen]
+    _, out, width = matrix.shape
+    rows = (chosen[:, None] * out + torch.arange(out, device=chosen.device)).flatten()
+    return method.quantized(matrix).rows(rows).dense(method.dtype).view(len(chosen), out, width)
+
+
+def install(matrix: Matrix, found: Quantized, dtype: torch.dtype) -> None:
+    """Store a quantised matrix in a layer."""
+    matrix.weight = None  # type: ignore[assignment]
+    for name, tensor in found.parts().items():
+        matrix.register_buffer(name, tensor)
+    matrix.method = QuantizedMethod(dtype, tuple(found.parts()))
+
+
+class LoadingMethod(LinearMethod):
+    """A matrix that is being read from a quantised checkpoint.
+
+    It holds the tensors of the file as they are. `finish` turns them into a `Quantized`, or into
+    a dense weight if the parts of the matrix have different formats, and replaces this method.
+    """
+
+    def __init__(self, format: Format):
+        self.format = format
+        self.found: dict[str, Tensor] = {}
+        self.dtype = torch.float32
+        self.device: torch.device | str = "cpu"
+
+    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Allocate the tensors of the file."""
+        self.dtype, self.device = dtype, device
+        for part in matrix.parts:
+            for suffix, stored in self.format.tensors(part).items():
+                shape = stored.slice.held
+                memory = torch.empty(shape, dtype=stored.dtype or dtype, device=device)
+                self.found[f"{part.name}.{suffix}"] = memory
+
+    def checkpoint_tensors(
+        self, matrix: Matrix, part: WeightSlice, start: int
+    ) -> Iterator[CheckpointTensor]:
+        """The tensors that the format stores for `part`."""
+        for suffix, stored in self.format.tensors(part).items():
+            name = f"{part.name}.{suffix}"
+            yield CheckpointTensor(name, self.found[name], stored.slice, load_same)
+
+    def finish(self, matrix: Matrix) -> None:
+        """Decode all parts; afterwards the layer computes."""
+        decoded = [self._decode(part) for part in matrix.parts]
+        quantized = [each for each in decoded if isinstance(each, Quantized)]
+        whole = stacked(quantized) if len(quantized) == len(decoded) else None
+        if whole is not None:
+            install(matrix, whole, self.dtype)
+            return
+        if quantized:
+            names = ", ".join(part.name for part in matrix.parts)
+            logger.info("%s have different formats and are stored dense.", names)
+        dense = [
+            each.dense(self.dtype) if isinstance(each, Quantized) else each for each in decoded
+        ]
+        matrix.method = PlainLinearMethod()
+        matrix.weight = frozen(torch.cat(dense).to(self.dtype).view(matrix.shape))
+
+    def _decode(self, part: WeightSlice) -> Quantized | Tensor:
+        names = {suffix: f"{part.name}.{suffix}" for suffix in self.format.tensors(part)}
+        return self.format.decode(part, {k: self.found.pop(name) for k, name in names.items()})
+
+    def num_bytes(self, matrix: Matrix) -> int:
+        """Memory of the tensors of the file."""
+        return sum(each.nbytes for each in self.found.values())
+
+
+def load_same(place: CheckpointTensor, found: Tensor) -> None:
+    """Copy a tensor of the same shape and kind of number."""
+    if found.shape != place.target.shape:  # `copy_` would broadcast
+        raise CheckpointError(
+            f"{place.name} has shape {list(found.shape)}; {list(place.target.shape)} is expected."
+        )
+    both_float = found.is_floating_point() and place.target.is_floating_point()
+    small = {found.dtype, place.target.dtype} & {torch.float8_e4m3fn}
+    if found.dtype != place.target.dtype and (small or not both_float):
+        kinds = (str(each.dtype).removeprefix("torch.") for each in (found, place.target))
+        raise CheckpointError("{} is stored as {}; {} is expected.".format(place.name, *kinds))
+    place.target.copy_(found)
