@@ -16,6 +16,7 @@ what it receives; with --parse it parses every event, as a typical client does.
 import math
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -195,12 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table and JSON."""
     parser = benchmark_parser("serving_streams", __doc__, EXAMPLES)
     option = parser.add_argument
-    option("--model", default="tiny", help="tiny, 135m, or a folder (tiny)")
-    option("--streams", type=int, default=64, help="concurrent requests (64)")
-    option("--prompt-tokens", type=int, default=64, help="tokens of a prompt (64)")
-    option("--new-tokens", type=int, default=256, help="new tokens of a request (256)")
-    option("--repeats", type=int, default=5, help="pairs of runs (5)")
-    option("--threads", type=int, default=cpu_count(), help="threads (all cores)")
+    option("--model", metavar="NAME", default="tiny", help="tiny, 135m, or a folder (tiny)")
+    option("--streams", metavar="N", type=int, default=64, help="concurrent requests (64)")
+    option("--prompt-tokens", metavar="N", type=int, default=64, help="tokens of a prompt (64)")
+    option("--new-tokens", metavar="N", type=int, default=256, help="new tokens of a request (256)")
+    option("--repeats", metavar="N", type=int, default=5, help="pairs of runs (5)")
+    option("--threads", metavar="N", type=int, default=cpu_count(), help="threads (all cores)")
     option("--parse", action="store_true", help="the client parses each event")
     option("--event-rate", metavar="N", help="the server's --max-event-rate")
     chosen, terminal = parser.parse_args(arguments), Terminal()
@@ -229,4 +230,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server, too
     sys.exit(main())
