@@ -19,6 +19,7 @@ from minillm.errors import InvalidRequestError, UnknownArgumentError
 from minillm.plan.cost import MemoryPlan
 from minillm.scheduling.data_parallel import reset_prefix_cache
 from minillm.scheduling.request import Request
+from minillm.text.chat_prompt import chat_prompt
 from minillm.text.tokenizer import Tokenizer
 from minillm.trace.recorder import Trace
 
@@ -128,8 +129,8 @@ class LLM:
                 f"{self.engine.source.name} has no tokenizer and no chat template; "
                 "use generate with token ids."
             )
-        text = self.tokenizer.render_chat(messages, add_generation_prompt)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, False)}
+        prompt = chat_prompt(self.tokenizer, messages, add_generation_prompt)
+        return {"prompt": prompt.text, "prompt_token_ids": prompt.ids()}
 
     def score(self, texts: str | Sequence[str]) -> list[ScoreOutput]:
         """Log-likelihood, perplexity and bits per byte of each text, without generating."""

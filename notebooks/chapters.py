@@ -26,7 +26,7 @@ Notebook = dict[str, Any]
 
 
 class ChapterError(Exception):
-    """A chapter that cannot be used as it is; the message says which one and what to mend."""
+    """A chapter that cannot be used as it is; the message says which one and what to repair."""
 
 
 def chapter_paths(folder: Path = NOTEBOOKS, wanted: tuple[str, ...] = ()) -> list[Path]:

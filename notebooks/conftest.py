@@ -30,7 +30,7 @@ TESTED = "0.11."
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 UNCHANGED = """\
 If the change is right: python notebooks/execute.py {number}, then read the sentences that quote it.
-If it is not, the code changed its behaviour: mend the code, the committed fact stays."""
+If it is not, the code changed its behaviour: repair the code and keep the committed fact."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     version = metadata.version("nbval")
     if not version.startswith(TESTED):
         raise pytest.UsageError(
-            f"notebooks/conftest.py mends private parts of nbval {TESTED}*, and nbval {version} is "
+            f"notebooks/conftest.py edits private parts of nbval {TESTED}*, and nbval {version} is "
             f"installed: pip install -c constraints.txt nbval, or port the file and change TESTED."
         )
 
@@ -195,7 +195,7 @@ class ChapterCell(nbval.plugin.IPyNbCell):
         if reply.get("status") == "ok" and expected:
             self.raise_cell_error(
                 "This cell is tagged raises-exception, and it raised nothing: remove the tag, or "
-                "mend what should have raised."
+                "repair the code that should have raised."
             )
 
     @property
@@ -213,7 +213,7 @@ class ChapterCell(nbval.plugin.IPyNbCell):
         return str(error) == "Cell outputs differ"
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> str:
-        """What to mend, first; nbval's own report only where there is nothing better."""
+        """What to repair; nbval's own report only if there is nothing better."""
         error = excinfo.value
         where = f"{self.path.name} {self.title()}"
         if not isinstance(error, nbval.plugin.NbCellError):

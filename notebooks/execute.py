@@ -88,7 +88,7 @@ def normalise(notebook: Notebook) -> list[str]:
             cell["metadata"]["jupyter"] = {"source_hidden": True}  # a reader opens it with a click
         warned = "".join(o["text"] for o in cell["outputs"] if o.get("name") == "stderr")
         if warned.strip():
-            problems.append(f"cell {position} wrote to stderr, mend the cause: {warned.strip()}")
+            problems.append(f"cell {position} wrote to stderr, remove the cause: {warned.strip()}")
         cell["outputs"] = merged([o for o in cell["outputs"] if worth_keeping(o)])
     return problems
 

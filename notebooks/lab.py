@@ -115,7 +115,7 @@ class Desk:
             return False
         try:
             return digest(read_notebook(path)) != self.copied.get(name)
-        except ChapterError:  # half-written or broken by hand: theirs to mend, not ours to lose
+        except ChapterError:  # the learner changed it: keep the file
             return True
 
     def put(self, name: str, notebook: Notebook) -> None:

@@ -11,14 +11,14 @@ def bench(
     repeats: int,
     warmup: int,
 ) -> float:
-    """The median time of ``step(x)`` over `repeats` runs, after `warmup` runs that do not count.
+    """Return the median time of ``step(x)`` of `repeats` runs, after `warmup` uncounted runs.
 
     Args:
-        step: what to time; it may return before the device has done its work.
-        setup: makes one fresh input; not part of the time.
+        step: launches the work to be timed; it may return before the device has finished.
+        setup: makes one new input; this is not part of the time.
         clock: returns the time, in the unit of the result.
-        sync: returns when the device has nothing left to do.
-        repeats: runs that count, at least 1.
-        warmup: runs before them, 0 or more.
+        sync: returns when the device has finished all its work.
+        repeats: the number of runs that count, at least 1.
+        warmup: the number of runs before them, at least 0.
     """
     raise NotImplementedError("TODO e00.1: run, wait, read the clock, repeat, take the median")

@@ -6,12 +6,12 @@ from collections.abc import Callable
 def compare(
     a: Callable[[], object], b: Callable[[], object], clock: Callable[[], float], blocks: int
 ) -> float:
-    """How many times as long as b does a take?
+    """Return how many times as long as b the program a takes.
 
     Args:
         a: runs the first program once and returns when its work is done.
         b: runs the second program once and returns when its work is done.
         clock: returns the time.
-        blocks: a and b may run ``4 * blocks`` times together, and no more.
+        blocks: a and b may run at most ``4 * blocks`` times in total.
     """
-    raise NotImplementedError("TODO e00.2: in which order, and what do you divide by what?")
+    raise NotImplementedError("TODO e00.2: choose an order of runs, and the quotients to compute")

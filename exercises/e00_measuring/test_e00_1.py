@@ -93,7 +93,7 @@ def test_waits_at_the_end(impl: Any) -> None:
     equal(run(impl, device, 3, 1), 405, what, "repeats=3, warmup=1")
 
 
-@check(2, "What the device still does for the input is not timed")
+@check(2, "The device's work for the input is not timed")
 def test_waits_at_the_start(impl: Any) -> None:
     """The input's copy is still running when setup() returns."""
     device = Device([50], launch=2, make=7, copy=1000)
@@ -124,7 +124,7 @@ def test_warm_up(impl: Any) -> None:
         equal(run(impl, device, 3, 3), 41, what, "repeats=3, warmup=3")
 
 
-@check(1, "Every run has an input of its own")
+@check(1, "Every run gets a new input")
 def test_fresh_inputs(impl: Any) -> None:
     """An input that was seen before costs one tick."""
     device = Device([60], blocking=True, remembers=True)

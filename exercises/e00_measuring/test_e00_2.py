@@ -1,4 +1,4 @@
-"""The public checks of e00.2, on a machine that slows down, changes gear and is interrupted."""
+"""The public checks of e00.2, on a machine that slows down, jumps and is interrupted."""
 
 import random
 from collections.abc import Collection
@@ -93,7 +93,7 @@ def test_budget(impl: Any) -> None:
     )
 
 
-@check(2, "A machine that changes gear on the way")
+@check(2, "A machine with one jump in its speed")
 def test_jump(impl: Any) -> None:
     """The processor's boost ends: from run 9 on everything takes three times as long. Run 10 would
     be the middle of a block a b b a, where a jump cancels."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of config.json that matter here; the checks pass an object with these fields."""
+    """The numbers of config.json that are needed; the checks pass an object with these fields."""
 
     layers: int
     hidden: int
@@ -18,9 +18,9 @@ class Shape:
 
 
 def forward_flops(shape: Shape, tokens: int, past: int = 0) -> int:
-    """Operations of one forward pass over `tokens` new tokens that follow `past` cached ones.
+    """Count the operations of a forward pass over `tokens` new tokens after `past` cached ones.
 
-    A multiply-add is two operations. Counted are the matrix products of the layers, attention
-    over the causal pairs, and the logits of the last token; exact, so an int.
+    A multiply-add is two operations. Count the matrix products of the layers, attention over the
+    causal pairs, and the logits of the last token. The count is exact, so it is an int.
     """
     raise NotImplementedError("TODO e01.1: the products per token, the pairs, a row of logits")

@@ -1,4 +1,4 @@
-"""e01.2: the bytes of a step, and where they stop mattering. The task is in README.md."""
+"""e01.2: the bytes of a step, and the knee. The task is in README.md."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of config.json that matter here; the checks pass an object with these fields.
+    """The numbers of config.json that are needed; the checks pass an object with these fields.
 
-    Layer i (from 0) sees everything when i + 1 is a multiple of `global_every`; the other layers
-    see the last `window` positions only.
+    Layer i (from 0) reads all positions if i + 1 is a multiple of `global_every`. Every other
+    layer reads only the last `window` positions.
     """
 
     layers: int
@@ -24,9 +24,9 @@ class Shape:
 
 
 def step_bytes(shape: Shape, lengths: Sequence[int], value_bytes: int = 2) -> int:
-    """Bytes read by one decoding step of a batch: weights once, cached positions per sequence.
+    """Return the bytes that one decoding step of a batch reads.
 
-    `lengths` has one entry per sequence: the positions to attend to, the new token's included.
+    `lengths` has one entry per sequence: the number of its positions, including the new token.
     """
     raise NotImplementedError("TODO e01.2: weights once, then the positions that each layer reads")
 
@@ -38,9 +38,9 @@ def knee(
     bandwidth: int,
     most: int,
 ) -> int | None:
-    """The smallest number of tokens, 1 to `most`, whose operations take longer than its bytes.
+    """Return the smallest t from 1 to `most` whose operations take longer than its bytes.
 
-    ``flops(t)`` operations at `peak` per second against ``num_bytes(t)`` bytes at `bandwidth` per
-    second; None when there is no such number. Equal times are not longer.
+    The machine computes ``flops(t)`` operations at `peak` per second, and reads ``num_bytes(t)``
+    bytes at `bandwidth` per second. Return None if there is no such t.
     """
     raise NotImplementedError("TODO e01.2: compare two quotients without dividing, then search")

@@ -93,7 +93,7 @@ def test_logits(impl: Any) -> None:
     equal(tied, untied, "The same model, tied or not", "tokens=7")
 
 
-@check(1, "A prompt in chunks is as much work as the prompt at once")
+@check(1, "A prompt in chunks needs as much work as the whole prompt")
 def test_chunks(impl: Any) -> None:
     """Cutting once adds one row of logits and nothing else, wherever the cut is."""
     whole, past = 24, 6

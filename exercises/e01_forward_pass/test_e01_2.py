@@ -66,7 +66,7 @@ def test_by_hand(impl: Any) -> None:
     equal(impl.step_bytes(shape, [3], 4), 2380, what, f"lengths=[3], value_bytes=4, {shape}")
 
 
-@check(2, "Another sequence reads its own cache, but no weights again")
+@check(2, "Another sequence adds its own cache, but no weights")
 def test_batch(impl: Any) -> None:
     """A second sequence of four tokens, inside the window."""
     longer(impl, "What a second sequence of 4 tokens adds", [9], [9, 4])

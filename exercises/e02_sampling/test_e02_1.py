@@ -72,7 +72,7 @@ def test_top_k(impl: Any) -> None:
     kept(impl, "A vocabulary of one token", [0], [-7.0], 2.0, 5, 0.5)
 
 
-@check(2, "Top-p alone, at its edges")
+@check(2, "Top-p alone, also where a sum meets it exactly")
 def test_top_p(impl: Any) -> None:
     """The token that crosses is kept; equal is enough; 1 keeps what no float can hold."""
     kept(impl, "Top-p 0.3, when the best token has 0.64", [0], STEPS, 1.0, 0, 0.3)
@@ -84,7 +84,7 @@ def test_top_p(impl: Any) -> None:
     kept(impl, "Top-p 1 with a token of exp(-2000)", [1, 0], [-2000.0, 0.0], 1.0, 0, 1.0)
 
 
-@check(2, "Top-k, then top-p among what it kept")
+@check(2, "Top-k, then top-p over the tokens that it kept")
 def test_together(impl: Any) -> None:
     """The share is of the tokens that top-k kept: 0.73 and 0.27 instead of 0.64 and 0.24."""
     kept(impl, "Top-k 2, then top-p 0.7", [0], STEPS, 1.0, 2, 0.7)

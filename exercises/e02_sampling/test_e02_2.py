@@ -62,7 +62,7 @@ def test_table(impl: Any) -> None:
         kept(impl, f"The table with a mass of {mass}", want, TABLE, mass)
 
 
-@check(2, "Who is rejected: the too predictable and the too surprising")
+@check(2, "Rejected tokens: too predictable and too surprising ones")
 def test_rejected(impl: Any) -> None:
     """Among thirty equal tokens the one that stands out is the odd one."""
     crowd = list(range(1, 31))
@@ -73,7 +73,7 @@ def test_rejected(impl: Any) -> None:
     kept(impl, "Nearest first: 0.31, then 0.51", [0, 2], outlier, 0.6)
 
 
-@check(1, "The edge of the mass")
+@check(1, "Sums that meet the mass exactly")
 def test_edge(impl: Any) -> None:
     """The token that reaches it is kept, equal is enough; 1 keeps what no float can hold."""
     quarters = [0.0] * 4  # 1 / 4, and exp(-ln 4), are exactly 0.25 in floats

@@ -4,24 +4,24 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of several requests in one layer, each request in a row of its own.
+    """The keys and values of several requests in one layer; each request has its own row.
 
-    The memory is given, filled with NaN: `keys` and `values` are [B, Hkv, S, D], and slot p of
-    row b belongs to position p of request b.
+    The caller provides the memory, filled with NaN: `keys` and `values` are [B, Hkv, S, D].
+    Slot p of row b belongs to position p of request b.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Use this memory; nothing is in it yet."""
-        raise NotImplementedError("TODO e03.1: keep the memory, and how far each row is filled")
+        """Use this memory, in which no token is stored yet."""
+        raise NotImplementedError("TODO e03.1: store the memory and the length of each row")
 
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
         """Store the next T tokens of a request: keys and values [T, Hkv, D], T at least 1.
 
         Raises:
-            ValueError: they do not fit; then nothing has changed.
+            ValueError: the tokens do not fit; nothing is changed.
         """
-        raise NotImplementedError("TODO e03.1: write the tokens behind what the row holds")
+        raise NotImplementedError("TODO e03.1: write the tokens after those of the row")
 
     def attend(self, row: int, queries: Tensor) -> Tensor:
-        """Causal attention of the queries [T, H, D] of the last T stored tokens -> [T, H, D]."""
-        raise NotImplementedError("TODO e03.1: attend to what the row holds, and no further")
+        """Return causal attention for the queries [T, H, D] of the last T tokens -> [T, H, D]."""
+        raise NotImplementedError("TODO e03.1: attend to the tokens of the row only")

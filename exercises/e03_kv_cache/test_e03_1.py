@@ -47,8 +47,8 @@ def memory(rows: int, kv_heads: int, slots: int, dim: int) -> tuple[Tensor, Tens
 
 
 READ = (
-    "what a slot holds that nobody has written, and what a softmax over no slot at all gives. Each "
-    "query sees the slots in use up to its own, and its own too."
+    "what a slot holds before it is written, or the result of a softmax over no slot. Each "
+    "query sees the slots in use up to its own, its own included."
 )
 MISSED = "what it held at first. Write into the memory you were given, not into one of your own."
 GROWN = "After a refused append the row no longer works: has its length changed?"
@@ -143,7 +143,7 @@ def test_one_by_one(impl: Any) -> None:
     follow(impl, Text.random(20, 7, 4, 4, 3), [1] * 7, 9, "One token at a time")
 
 
-@check(2, "Pieces of several tokens behind others")
+@check(2, "Pieces of several tokens after others")
 def test_pieces(impl: Any) -> None:
     """The first query of a piece stands behind everything stored before it."""
     follow(impl, Text.random(30, 11, 6, 3, 4), [3, 1, 5, 2], 13, "Pieces of 3, 1, 5 and 2")
@@ -163,7 +163,7 @@ def test_requests(impl: Any) -> None:
         done[row] = end
 
 
-@check(2, "A row that is full")
+@check(2, "A full row")
 def test_full(impl: Any) -> None:
     """What does not fit raises and leaves the row as it was; what fits still fits."""
     text, given = Text.random(70, 9, 4, 2, 4), memory(2, 2, 7, 4)
@@ -247,13 +247,13 @@ def same(got: Any, want: Tensor) -> bool:
     return torch.allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@check(1, "The keys in the memory that was given")
+@check(1, "The keys in the caller's memory")
 def test_memory_keys(impl: Any) -> None:
     """Slot p holds position p; the other slots are still NaN."""
     stored(impl, 0)
 
 
-@check(1, "The values in the memory that was given")
+@check(1, "The values in the caller's memory")
 def test_memory_values(impl: Any) -> None:
     """Slot p holds position p; the other slots are still NaN."""
     stored(impl, 1)

@@ -58,7 +58,7 @@ def memory(kv_heads: int, window: int, dim: int) -> tuple[Tensor, Tensor]:
     return keys, keys.clone()
 
 
-READ = "what a slot holds that nobody has written. Attend to the slots in use only."
+READ = "what a slot holds before it is written. Attend to the slots in use only."
 MISSED = "what it held at first. Write into the memory you were given, not into one of your own."
 
 
@@ -149,7 +149,7 @@ def test_pieces(impl: Any) -> None:
     follow(impl, Text.random(50, sum(sizes), 6, 3, 4), sizes, 5, "Pieces of every size")
 
 
-@check(2, "The memory that was given")
+@check(2, "The caller's memory")
 def test_memory(impl: Any) -> None:
     """Position p in slot p % W: rotated keys, and values as they came."""
     text = Text.random(60, 15, 4, 2, 4)

@@ -4,9 +4,11 @@ from torch import Tensor
 
 
 def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of the last T of S positions, in float64, no copy of keys or values.
+    """Return causal attention for the last T of S positions, without copies of keys or values.
 
-    queries [T, H, Dk], keys [S, Hkv, Dk], values [S, Hkv, Dv] -> [T, H, Dv]; query head h reads
-    key-value head h // (H / Hkv).
+    queries [T, H, Dk], keys [S, Hkv, Dk], values [S, Hkv, Dv] -> [T, H, Dv], all float64; query
+    head h reads key-value head h // (H / Hkv).
     """
-    raise NotImplementedError("TODO e04.1: let each group of query heads meet its one key head")
+    raise NotImplementedError(
+        "TODO e04.1: multiply each group of query heads with its one key head"
+    )

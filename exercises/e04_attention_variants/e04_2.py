@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def absorb(w_q: Tensor, w_uk: Tensor, w_uv: Tensor, w_o: Tensor) -> tuple[Tensor, Tensor]:
-    """What leads from a hidden vector into the space of latents, and back: made once.
+    """Return the two matrices of each head that replace the four weight matrices.
 
     w_q [H, Dn, E], w_uk [H, Dn, R], w_uv [H, Dv, R], w_o [E, H * Dv]
     -> to_latent [H, R, E], from_latent [H, E, R]
@@ -21,9 +21,9 @@ def attend(
     shared: Tensor,
     nope_dim: int,
 ) -> Tensor:
-    """Causal attention of the last T of S tokens over latents alone, output projection included.
+    """Return causal attention over latents for the last T of S tokens, with output projection.
 
     hidden [T, E], rotated [T, H, Dr], latents [S, R], shared [S, Dr]; an explicit key has
-    nope_dim + Dr numbers -> [T, E]
+    nope_dim + Dr values -> [T, E]
     """
     raise NotImplementedError("TODO e04.2: compare queries with latents, and mix latents")

@@ -134,12 +134,12 @@ def test_prompt(impl: Any) -> None:
     follow(impl, Case.random(50, 6, 6, (6, 2), (4, 4)), "A prompt")
 
 
-@check(2, "Several queries behind others")
+@check(2, "Several queries after earlier positions")
 def test_behind(impl: Any) -> None:
     """T < S: the first query sees all that was there before it."""
     for tokens, length in ((2, 5), (3, 11), (7, 8)):
         case = Case.random(60 + tokens, tokens, length, (4, 2), (4, 4))
-        follow(impl, case, "Several queries behind others")
+        follow(impl, case, "Several queries after earlier positions")
 
 
 @check(2, "Values wider or narrower than keys")

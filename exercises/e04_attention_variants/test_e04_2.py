@@ -207,13 +207,13 @@ def test_decode(impl: Any) -> None:
     follow(impl, Layer.random(40, PLAIN), Step.random(45, 1, 1, PLAIN), "A first token")
 
 
-@check(2, "A whole prompt, and several queries behind others")
+@check(2, "A whole prompt, and several queries after others")
 def test_several(impl: Any) -> None:
     """T = S, and T < S."""
     follow(impl, Layer.random(50, PLAIN), Step.random(55, 5, 5, PLAIN), "A prompt")
     for tokens, length in ((2, 5), (4, 9)):
         step = Step.random(60 + tokens, tokens, length, PLAIN)
-        follow(impl, Layer.random(65, PLAIN), step, "Several queries behind others")
+        follow(impl, Layer.random(65, PLAIN), step, "Several queries after earlier positions")
 
 
 @check(2, "Only the latents, only the rotated parts")
@@ -239,7 +239,7 @@ def test_width(impl: Any) -> None:
 LONG = Sizes(heads=4, hidden=16, nope=10, rope=4, value=10, latent=12)
 
 
-@check(3, "Nothing is made of a cached latent")
+@check(3, "No key or value is made of a cached latent")
 def test_lean(impl: Any) -> None:
     """One query and 128 cached tokens: elements and operations."""
     layer, step = Layer.random(100, LONG), Step.random(105, 1, 128, LONG)

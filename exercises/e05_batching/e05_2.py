@@ -1,4 +1,4 @@
-"""e05.2: how many sequences a machine can carry. The task is in README.md."""
+"""e05.2: the largest batch of a machine. The task is in README.md."""
 
 from dataclasses import dataclass
 
@@ -18,18 +18,20 @@ class Costs:
 
 
 def largest_batch(costs: Costs, target: int) -> int:
-    """The largest batch that fits into memory and whose step takes at most `target` microseconds.
+    """Return the largest batch that fits into memory with a step of at most `target` us.
 
-    0 when not even one sequence can be served.
+    Return 0 if not even one sequence is possible.
     """
-    raise NotImplementedError("TODO e05.2: what memory allows, what bytes and operations allow")
+    raise NotImplementedError("TODO e05.2: the limits of memory, of bytes and of operations")
 
 
 def throughput(costs: Costs, batch: int) -> int:
-    """Tokens per second of all `batch` sequences together, rounded down."""
+    """Return the tokens per second of all `batch` sequences together, rounded down."""
     raise NotImplementedError("TODO e05.2: one token per sequence and step")
 
 
 def compute_bound_from(costs: Costs) -> int | None:
-    """The smallest batch whose operations take longer than its bytes; None if there is none."""
-    raise NotImplementedError("TODO e05.2: where does one ramp cross the other, if it does?")
+    """Return the smallest batch whose operations take longer than its bytes, or None."""
+    raise NotImplementedError(
+        "TODO e05.2: find where the operations begin to take longer, if they do"
+    )

@@ -206,7 +206,7 @@ def test_positions(impl: Any) -> None:
     follow(impl, THREE, right_positions)
 
 
-@check(2, "The mask: text up to itself, no pad, nothing ahead")
+@check(2, "The mask: earlier text and itself, no other pad")
 def test_mask(impl: Any) -> None:
     """The same three rows, and one without pads."""
     follow(impl, Story([[11, 12, 13]], 0, [[14]]), right_mask)
@@ -225,14 +225,14 @@ def test_pad_as_text(impl: Any) -> None:
     follow(impl, PAD_AS_TEXT, right_ids, right_positions, right_mask, right_count)
 
 
-@check(1, "What is wasted")
+@check(1, "The number of wasted slots")
 def test_wasted(impl: Any) -> None:
     """At the beginning, and when rows end."""
     for story in (Story([[11, 12]], 0, [[13]]), THREE, ENDING):
         follow(impl, story, right_count)
 
 
-@check(1, "The lists that were given stay as they are")
+@check(1, "The caller's lists do not change")
 def test_lists(impl: Any) -> None:
     """Prompts and tokens after a whole story, of which the result is looked at as well."""
     prompts, tokens = [[11, 12], [21]], [13, None]

@@ -97,7 +97,7 @@ def test_rates_by_hand(impl: Any) -> None:
     knee_is(impl, 16, "The first batch whose operations take longer", HAND)
 
 
-@check(2, "What memory allows, when there is time enough")
+@check(2, "The limit of memory, with a large target")
 def test_memory(impl: Any) -> None:
     """Full to the last byte, one byte short, room for the weights alone, and less than that."""
     what = "5000 bytes of weights, 77 per sequence and {} bytes of memory"
@@ -106,7 +106,7 @@ def test_memory(impl: Any) -> None:
         batch_is(impl, want, what.format(memory), replace(WIDE, memory=memory), 10**6)
 
 
-@check(2, "What the bytes of a step allow")
+@check(2, "The limit of the bytes of a step")
 def test_reading(impl: Any) -> None:
     """A target that is met exactly, one that is missed by a microsecond, one for the weights."""
     costs = replace(WIDE, bandwidth=MICRO)
@@ -117,7 +117,7 @@ def test_reading(impl: Any) -> None:
     batch_is(impl, 1, "The same at 1.5 bytes per microsecond", slow, 3400)
 
 
-@check(1, "What the operations of a step allow")
+@check(1, "The limit of the operations of a step")
 def test_computing(impl: Any) -> None:
     """The same for operations, of which none are shared."""
     costs = replace(WIDE, peak=MICRO)
@@ -126,7 +126,7 @@ def test_computing(impl: Any) -> None:
         batch_is(impl, want, what.format(target), costs, target)
 
 
-@check(1, "The overhead comes on top")
+@check(1, "The overhead is added to every step")
 def test_overhead(impl: Any) -> None:
     """It is taken from the target, also when it is all of it, or more."""
     costs = replace(WIDE, peak=MICRO, overhead=50)
@@ -160,7 +160,7 @@ def test_throughput(impl: Any) -> None:
     rate_is(impl, 999, "7000 microseconds of overhead, and almost nothing else", waits, 7)
 
 
-@check(2, "From which batch on the operations take longer")
+@check(2, "The batch from which the operations take longer")
 def test_knee(impl: Any) -> None:
     """A tie, no tie, at once, far away, and never; overhead and memory have no say."""
     what = "The first batch whose operations take longer"
@@ -179,7 +179,7 @@ def test_knee(impl: Any) -> None:
 
 @check(1, "Numbers that a float cannot hold")
 def test_exact(impl: Any) -> None:
-    """Bytes above 2**53, and batches that nobody tries one by one."""
+    """Bytes above 2**53, and batches too large to be tried one by one."""
     huge = Costs(10**17 + 1, 3, 10**6, 1, 4 * 10**17, BIG, BIG, 0)
     batch_is(impl, 10**11 - 1, "One byte too little for 10**11 sequences", huge, 10**9)
     exact = replace(huge, memory=huge.memory + 1)

@@ -2,16 +2,18 @@
 
 
 class Scheduler:
-    """Gives the seats of a batch to requests, anew in every step."""
+    """Assigns the seats of a batch to requests in every step."""
 
     def __init__(self, seats: int) -> None:
-        """So many requests can run in one step; nobody is there yet."""
+        """Make `seats` empty seats and an empty queue."""
         raise NotImplementedError("TODO e06.1: empty seats and an empty queue")
 
     def add(self, requests: list[tuple[str, int]]) -> None:
-        """Requests arrive, as (name, tokens to make); they join the queue in this order."""
-        raise NotImplementedError("TODO e06.1: they queue behind those who wait already")
+        """Append requests (name, tokens to make) to the queue, in this order."""
+        raise NotImplementedError("TODO e06.1: append the requests to the queue")
 
     def step(self) -> tuple[list[str | None], list[str]]:
-        """Who makes a token in each seat in this step, and who ended with it, by seat."""
-        raise NotImplementedError("TODO e06.1: fill the free seats, make tokens, see who ends")
+        """Return the name in each seat in this step, and the names that ended, by seat."""
+        raise NotImplementedError(
+            "TODO e06.1: fill the free seats, make tokens, find the ended requests"
+        )

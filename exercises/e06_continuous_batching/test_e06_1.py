@@ -67,7 +67,7 @@ class Truth:
         return row, [name for name in row if name is not None and self.end(name) == step]
 
     def waiting(self, step: int) -> list[str]:
-        """Who is in the queue when this step begins, first come first; nobody has sat down yet."""
+        """The queue when this step begins, in the order of arrival."""
         return [name for name in self.start if self.arrived[name] <= step <= self.start[name]]
 
 
@@ -134,7 +134,9 @@ def broken(truth: Truth, step: int, row: list[str | None]) -> str:
         if name is not None and names.count(name) > 1:
             return f"{name} sits in two seats at once"
         if name is not None and name not in truth.arrived:
-            return f"seat {seat} shows {name!r}, which is nobody's name; an empty seat is None"
+            return (
+                f"seat {seat} shows {name!r}, which is no name of a request; an empty seat is None"
+            )
         if name is not None and truth.arrived[name] > step:
             return f"{name} sits in seat {seat} and has not even arrived"
         if name is not None and truth.end(name) < step:
@@ -146,7 +148,7 @@ def broken(truth: Truth, step: int, row: list[str | None]) -> str:
 
 
 def moved(truth: Truth, step: int, row: list[str | None]) -> str:
-    """Somebody who has a seat and is not done must sit in it."""
+    """A request that has a seat and tokens left must stay in it."""
     for name in truth.start:
         if truth.runs(name, step) and truth.start[name] < step:
             seat = truth.seat[name]
@@ -189,13 +191,13 @@ def misreported(truth: Truth, step: int, ended: list[str]) -> str:
 
 @check(1, "The worked example of the README")
 def test_by_hand(impl: Any) -> None:
-    """Two seats, three requests, a late one, and a step for nobody."""
+    """Two seats, three requests, a late one, and a step without requests."""
     judge(impl, 2, BATCH)
 
 
-@check(1, "Nobody is there")
+@check(1, "Steps without requests")
 def test_nobody(impl: Any) -> None:
-    """Steps of an empty batch, also after nobody was added."""
+    """Steps of an empty batch, also after an empty list was added."""
     judge(impl, 3, {0: [], 1: []}, more=3)
 
 
@@ -218,16 +220,16 @@ def test_no_idle_seat(impl: Any) -> None:
     judge(impl, 2, {0: [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 1)]})
 
 
-@check(2, "Those who end together are all reported, also the last ones")
+@check(2, "Requests that end together are all reported, also the last")
 def test_last_ones(impl: Any) -> None:
-    """Three who end in one step with nobody behind them; then again, with the same scheduler."""
+    """Three requests end in one step and none waits; then again, with the same scheduler."""
     judge(impl, 3, {0: [("a", 2), ("b", 2), ("c", 2)]}, more=3)
     judge(impl, 2, {0: [("a", 1), ("b", 1)], 2: [("c", 2), ("d", 2)]})
 
 
 @check(2, "Requests that arrive later")
 def test_arrivals(impl: Any) -> None:
-    """While all seats are taken, while one is free, and after a pause; also nobody at all."""
+    """While all seats are taken, while one is free, and after a pause; also an empty list."""
     story = {1: [("a", 3), ("b", 5)], 2: [("c", 2)], 3: [], 4: [("d", 1), ("e", 2)], 12: [("f", 1)]}
     judge(impl, 2, story)
     judge(impl, 3, {0: [("a", 6)], 1: [("b", 2)], 2: [("c", 1)], 3: [("d", 2)]})

@@ -106,7 +106,7 @@ def right_order(truth: Truth, got: list[Any], free: int, case: str) -> None:
     expect(
         len(got) == room,
         f"{case}: {len(got)} admitted, where {room} can be: {free} seats are free, and "
-        f"there is still somebody waiting.",
+        f"a request still waits.",
         (got, "too few"),
     )
 
@@ -120,15 +120,15 @@ def test_by_hand(impl: Any) -> None:
     judge(impl, 2, HAND, promises=True)
 
 
-@check(1, "A queue of nobody, and of one")
+@check(1, "An empty queue, and a queue of one")
 def test_few(impl: Any) -> None:
     """Nothing to admit, no seat to admit to, more seats than requests."""
     judge(impl, 1, [2, ("a", 5), 0, 1, 1, ("b", 5), ("c", 5), 0, 9])
 
 
-@check(1, "Great patience: the shortest first")
+@check(1, "Large patience: the shortest first")
 def test_shortest(impl: Any) -> None:
-    """Nobody is overtaken often enough to matter."""
+    """No request is overtaken as often as its patience allows."""
     calls: list[Call] = [("a", 50), ("b", 20), ("c", 70), ("d", 30), 2, ("e", 10), ("f", 60), 9]
     judge(impl, 100, calls)
 
@@ -139,13 +139,13 @@ def test_no_patience(impl: Any) -> None:
     judge(impl, 0, [("a", 50), ("b", 20), ("c", 70), 1, ("d", 10), 1, 2])
 
 
-@check(1, "Equal lengths: who arrived first")
+@check(1, "Equal lengths: the earliest arrival first")
 def test_ties(impl: Any) -> None:
     """Neither the name nor the place in memory decides."""
     judge(impl, 9, [("z", 7), ("m", 3), ("k", 3), ("x", 3), ("a", 3), 2, ("b", 3), 4])
 
 
-@check(2, "Somebody shorter keeps coming")
+@check(2, "Shorter requests keep arriving")
 def test_stream(impl: Any) -> None:
     """One long request, and a new short one before every admission."""
     for patience in (1, 3):
@@ -155,12 +155,14 @@ def test_stream(impl: Any) -> None:
         judge(impl, patience, calls)
 
 
-@check(2, "What is overtaking, and what is not")
+@check(2, "What counts as overtaking, and what does not")
 def test_what_counts(impl: Any) -> None:
     """Arrivals do not count, nor those who came before; nor who was overtaken and has gone."""
     judge(impl, 2, [("x", 9), ("a", 4), ("b", 5), ("c", 6), ("d", 7), ("e", 8), 1, 1, 1, 3])
     calls: list[Call] = [("p", 90), ("a", 1), 1, ("b", 1), 1, ("q", 50), ("c", 2), 1, 1]
-    judge(impl, 3, [*calls, ("d", 3), 1, ("e", 4), 1, 1])  # p came before q: it overtakes nobody
+    judge(
+        impl, 3, [*calls, ("d", 3), 1, ("e", 4), 1, 1]
+    )  # p came before q: it overtakes no request
     judge(impl, 2, [("a", 1), ("b", 2), ("long", 90), 2, ("c", 5), 1, ("d", 6), 1, ("e", 7), 1, 1])
     judge(impl, 3, [("p", 50), ("q", 60), ("a", 1), 1, ("b", 2), 1, ("c", 3), 1, 1, ("d", 4), 1, 2])
 
@@ -172,7 +174,7 @@ def test_batches(impl: Any) -> None:
     judge(impl, 3, [("x", 90), ("y", 80), ("a", 4), ("b", 5), 2, ("c", 6), ("d", 7), ("e", 8), 5])
 
 
-@check(2, "Several have lost their patience")
+@check(2, "Several requests at their limit")
 def test_several(impl: Any) -> None:
     """The oldest goes first, whatever the lengths; then the next one."""
     calls: list[Call] = [("p", 90), ("q", 70), ("r", 80), ("a", 1), ("b", 2), ("c", 3), 2]
@@ -215,7 +217,7 @@ def test_everything(impl: Any) -> None:
 
 @check(1, "Every promise is kept")
 def test_kept(impl: Any) -> None:
-    """The learner's own promises and order: nobody is overtaken too often, nobody waits longer."""
+    """The learner's promises and order: no request is overtaken too often."""
     for seed in seeds(6):
         draw = random.Random(seed)
         patience = draw.randint(0, 4)
@@ -239,7 +241,7 @@ def test_kept(impl: Any) -> None:
 
 
 def kept(truth: Truth, name: str, case: str) -> None:
-    """What is promised to somebody who has just been admitted, and to those who still wait."""
+    """The promises to a request that was just admitted, and to waiting ones."""
     waited = len(truth.admitted) - 1 - truth.before[name]
     expect(
         waited <= truth.promised[name],

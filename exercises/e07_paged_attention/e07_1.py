@@ -1,11 +1,11 @@
-"""e07.1: block tables with copy on write. The task is in README.md."""
+"""e07.1: block tables with copy-on-write. The task is in README.md."""
 
 
 class BlockManager:
-    """Which blocks hold which sequence: `num_blocks` blocks of `block_size` tokens each."""
+    """Manages the tables of sequences in `num_blocks` blocks of `block_size` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """All blocks are free. Given: keep it, or keep your books in another way."""
+        """Make all blocks free. Given: keep it, or store the tables in another way."""
         self.block_size = block_size
         self.free_blocks = list(range(num_blocks))
         self.holders = [0] * num_blocks  # of each block
@@ -13,25 +13,25 @@ class BlockManager:
         self.lengths: dict[str, int] = {}  # tokens of each sequence
 
     def num_free(self) -> int:
-        """How many blocks nobody holds. Given."""
+        """Return the number of free blocks. Given."""
         return len(self.free_blocks)
 
     def table(self, name: str) -> list[int]:
-        """The blocks of a sequence, in the order of its text. Given."""
+        """Return the blocks of a sequence, in the order of its text. Given."""
         return list(self.tables[name])
 
     def allocate(self, name: str, num_tokens: int) -> bool:
-        """Begin a sequence with a prompt of `num_tokens`, at least 0; False if it does not fit.
+        """Begin a sequence with `num_tokens` (at least 0) tokens; return False if they do not fit.
 
         Raises:
             ValueError: the name is in use.
         """
-        raise NotImplementedError("TODO e07.1: take as many blocks as hold the prompt, or none")
+        raise NotImplementedError("TODO e07.1: take the blocks that the prompt needs, or none")
 
     def append(self, name: str) -> tuple[int, int, int | None] | None:
-        """Make room for one more token: (block, offset, the block to copy from or None).
+        """Make room for a token; return (block, offset, the block to copy from or None).
 
-        None if a block has to be taken and there is none; then nothing has changed.
+        Return None, and change nothing, if a block is needed and none is free.
 
         Raises:
             ValueError: there is no sequence of this name.
@@ -47,7 +47,7 @@ class BlockManager:
         raise NotImplementedError("TODO e07.1: let both hold the same blocks")
 
     def free(self, name: str) -> None:
-        """End a sequence: what nobody else holds becomes free.
+        """End a sequence; blocks without another holder become free.
 
         Raises:
             ValueError: there is no sequence of this name.

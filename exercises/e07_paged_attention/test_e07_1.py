@@ -30,7 +30,7 @@ class Trial:
         return [name for name, table in self.tables.items() if block in table]
 
     def num_free(self) -> int:
-        """Blocks that are in nobody's table."""
+        """Blocks that are in no table."""
         return self.num_blocks - len({b for table in self.tables.values() for b in table})
 
     def blocks(self, name: str) -> int:
@@ -38,7 +38,7 @@ class Trial:
         return -(-len(self.texts[name]) // self.size)
 
     def tokens(self, count: int) -> list[int]:
-        """The next tokens of somebody's text."""
+        """The next tokens of a text."""
         self.newest += count
         return list(range(self.newest - count + 1, self.newest + 1))
 
@@ -139,7 +139,7 @@ class Trial:
             expect(
                 not wrong,
                 f"The text of {name!r}, read through its table {self.tables[name]} "
-                f"({self.case}): expected {text}, got {read}. Somebody has written into its "
+                f"({self.case}): expected {text}, got {read}. A wrong write has changed its "
                 f"blocks, or it holds others than were written.",
                 (name, wrong),
             )
@@ -166,7 +166,7 @@ class Trial:
             expect(
                 table == known or name == growing,
                 f"{what} was {known} and is {table} after the last call ({self.case}), which "
-                f"was not about {name!r}: does it share its list with somebody?",
+                f"was not about {name!r}: does it share its list with another table?",
             )
             self.tables[name] = list(table)  # not theirs, if it is no list of its own
 
@@ -205,7 +205,7 @@ def test_by_hand(impl: Any) -> None:
     trial.free("a")
 
 
-@check(1, "Prompts: as many blocks as hold them")
+@check(1, "Prompts: just enough blocks")
 def test_prompts(impl: Any) -> None:
     """Nothing, one token, a block less one, exactly, and one more; a pool that is just full."""
     for size in (1, 4):
@@ -226,7 +226,7 @@ def test_grow(impl: Any) -> None:
             trial.append("a")
 
 
-@check(2, "A fork in the middle of a block: who writes first copies, the last one does not")
+@check(2, "A fork in the middle of a block: every writer copies, except the last holder")
 def test_fork(impl: Any) -> None:
     """The child first, the parent first, three holders, and a fork of a fork."""
     for order in ("baab", "abba"):
@@ -254,7 +254,7 @@ def test_border(impl: Any) -> None:
             trial.append(name)
 
 
-@check(2, "What becomes free when a sequence ends")
+@check(2, "The blocks that become free when a sequence ends")
 def test_free(impl: Any) -> None:
     """The parent first, the child first; who is left alone writes without a copy."""
     for first, second in ("ab", "ba"):

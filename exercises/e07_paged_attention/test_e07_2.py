@@ -52,7 +52,7 @@ class Trial:
         return [name for name, table in self.tables.items() if block in table]
 
     def num_free(self) -> int:
-        """Blocks that are in nobody's table."""
+        """Blocks that are in no table."""
         held = {block for table in self.tables.values() for block in table} - {None}
         return self.num_blocks - len(held)
 
@@ -138,8 +138,8 @@ class Trial:
             expect(
                 read == text[positions.start :],
                 f"What the newest token of {name!r} sees through its table {self.tables[name]} "
-                f"({self.case}): expected {text[positions.start :]}, got {read}. Somebody has "
-                f"written into its blocks, or the table has moved.",
+                f"({self.case}): expected {text[positions.start :]}, got {read}. A wrong write has "
+                f"changed its blocks, or the table has moved.",
                 (name, [a == b for a, b in zip(read, text[positions.start :], strict=True)]),
             )
 
@@ -189,7 +189,7 @@ def test_by_hand(impl: Any) -> None:
     trial.append("a", 4)
 
 
-@check(2, "At which length each entry becomes None")
+@check(2, "The length at which each entry becomes None")
 def test_lengths(impl: Any) -> None:
     """Windows of some blocks, and of some blocks and a bit; of less than a block, and of one."""
     for size, window in ((2, 3), (4, 8), (4, 9), (4, 6), (3, 2), (4, 1), (1, 3)):
@@ -219,7 +219,7 @@ def test_short(impl: Any) -> None:
     trial.append("a", 15)
 
 
-@check(1, "A text of any length: tables, free blocks, and what is read")
+@check(1, "A text of any length: tables, free blocks and tokens")
 def test_steps(impl: Any) -> None:
     """The same windows, with everything looked at after every step."""
     for size, window in ((4, 8), (4, 7), (4, 9), (4, 6), (3, 2), (4, 1), (1, 3), (1, 1)):
@@ -250,7 +250,7 @@ def test_tight(impl: Any) -> None:
         trial.append("a", 2 * size)
 
 
-@check(2, "Forks: a block goes back when the last window has left it")
+@check(2, "Forks: a block becomes free when the last window has left it")
 def test_forks(impl: Any) -> None:
     """One goes ahead, then the other follows; and both in turn; also with entries of None."""
     for start in (4, 8, 16):

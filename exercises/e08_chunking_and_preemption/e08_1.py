@@ -1,8 +1,8 @@
-"""e08.1: one step's tokens, shared out. The task is in README.md."""
+"""e08.1: the tokens of one step. The task is in README.md."""
 
 from collections.abc import Sequence
 
-Request = tuple[str, int]  # its name, and how many tokens it has still to compute
+Request = tuple[str, int]  # its name, and the number of tokens it still has to compute
 
 
 def plan(
@@ -12,10 +12,10 @@ def plan(
     seats: int,
     limit: int | None = None,
 ) -> dict[str, int]:
-    """How many tokens each request computes in this step; who computes none is left out.
+    """Return the number of tokens of each request that computes any in this step.
 
     `running` and `waiting` are in the order of arrival, and a running request with one token to
-    compute is decoding. `budget` bounds the step, `seats` the running requests, `limit` one
-    request's tokens.
+    compute is decoding. `budget` limits the tokens of the step, `seats` the running requests,
+    and `limit` the tokens of one request.
     """
     raise NotImplementedError("TODO e08.1: decoding first, then running prompts, then admissions")

@@ -1,4 +1,4 @@
-"""e08.2: who gives up memory, and in which way. The task is in README.md."""
+"""e08.2: which sequences are preempted, and how. The task is in README.md."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,23 +10,24 @@ class Running:
     """A running sequence, for your own trials; the checks pass objects with these fields."""
 
     name: str
-    arrival: int  # smaller for who came earlier; no two are equal
-    computed: int  # tokens in its cache
-    blocks: tuple[int, ...]  # their numbers; who has the same number shares that block
+    arrival: int  # an earlier arrival has a smaller number; no two are equal
+    computed: int  # the number of tokens in its cache
+    blocks: tuple[
+        int, ...
+    ]  # the numbers of its blocks; a number in two sequences is a shared block
 
 
 def preempt(
     running: Sequence[Running],
     needy: str,
     missing: int,
-    host_free: int,
     token_price: int | Fraction,
     block_price: int | Fraction,
-) -> tuple[list[tuple[str, str]], int] | None:
-    """Who has to go so that `missing` blocks become free: [(name, "swap" or "recompute"), ...] in
-    the order of their preemption, and the number of tokens lost. None if it would be in vain.
+) -> list[tuple[str, str]] | None:
+    """Return the victims, whose blocks make at least `missing` blocks free, in the order of their
+    preemption: [(name, "swap" or "recompute"), ...].
 
-    `host_free` blocks of the host are free. Recomputing costs `token_price` per computed token,
-    swapping `block_price` per block and way.
+    Return None if all later arrivals together do not make enough blocks free. Recomputing costs
+    `token_price` per computed token; swapping costs `block_price` per block and direction.
     """
-    raise NotImplementedError("TODO e08.2: victims from the latest on, each in the cheaper way")
+    raise NotImplementedError("TODO e08.2: victims from the latest arrival on, and each one's way")

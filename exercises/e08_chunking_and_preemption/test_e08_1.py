@@ -54,16 +54,16 @@ def test_by_hand(impl: Any) -> None:
     right(impl, "The worked example", want, running, waiting, 512, 4, 100)
 
 
-@check(1, "Steps in which nobody waits, or nobody is there")
+@check(1, "Steps without waiting requests, or without any")
 def test_running_only(impl: Any) -> None:
     """Decoding only, a prompt that fits exactly, and one that is longer than the budget."""
-    right(impl, "Nobody is there", {}, [], [], 8, 4)
+    right(impl, "No requests", {}, [], [], 8, 4)
     right(impl, "Two decode", {"a": 1, "b": 1}, [("a", 1), ("b", 1)], [], 8, 4)
     right(impl, "A prompt that fits", {"a": 8}, [("a", 8)], [], 8, 4)
     right(impl, "A prompt that does not", {"a": 8}, [("a", 9)], [], 8, 4)
 
 
-@check(1, "Steps in which nobody runs yet")
+@check(1, "Steps without running requests")
 def test_waiting_only(impl: Any) -> None:
     """One prompt, two, and a prompt of a single token."""
     right(impl, "One prompt waits", {"a": 5}, [], [("a", 5)], 8, 4)
@@ -85,7 +85,7 @@ def test_decoding_first(impl: Any) -> None:
 
 @check(2, "Prompts in chunks: running ones, then waiting ones, in their order")
 def test_chunks(impl: Any) -> None:
-    """Whoever meets the end of the budget gets what is left; who comes after it gets nothing."""
+    """The request at the end of the budget gets what is left; later ones get nothing."""
     running, waiting = [("a", 4), ("b", 6)], [("c", 5), ("d", 3)]
     for budget, want in (
         (3, {"a": 3}),
@@ -189,7 +189,7 @@ def look(
 def promise(
     plan: dict[str, int], everybody: dict[str, int], budget: int, limit: int | None, case: str
 ) -> None:
-    """Nobody computes more than he has, than the limit, or nothing; all together the budget."""
+    """Each request keeps to its todo and the limit, and all together keep to the budget."""
     for name, count in plan.items():
         most = min(everybody[name], limit or budget)
         message = f"{name!r} computes {count} tokens; it should be 1 to {most}, or not be there."

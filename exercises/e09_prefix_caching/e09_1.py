@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Edge:
-    """A run of tokens, the slots of their keys and values, and what may follow, by first token."""
+    """A run of tokens, the slots of their keys and values, and its children by first token."""
 
     tokens: list[int]
     slots: list[int]
@@ -13,7 +13,7 @@ class Edge:
 
 
 def common_length(one: list[int], other: list[int]) -> int:
-    """How many of the first tokens of two lists are equal."""
+    """Return the length of the common prefix of two lists."""
     length = 0
     while length < min(len(one), len(other)) and one[length] == other[length]:
         length += 1
@@ -21,25 +21,27 @@ def common_length(one: list[int], other: list[int]) -> int:
 
 
 class RadixTree:
-    """Texts and the slots of their keys and values: per salt a tree whose edges are long."""
+    """Texts and the slots of their keys and values: one tree per salt."""
 
     def __init__(self) -> None:
-        """No texts. A root is an edge without tokens."""
+        """Make a tree without texts. A root is an edge without tokens."""
         self.roots: dict[str, Edge] = {}
 
     def insert(self, tokens: list[int], slots: list[int], salt: str) -> int:
-        """Store a text; returns how many of its tokens were there already and keep their slots."""
-        raise NotImplementedError("TODO e09.1: follow what is there, split where texts part")
+        """Store a text; return how many of its tokens were stored already and keep their slots."""
+        raise NotImplementedError(
+            "TODO e09.1: follow the tree, and split the edge where texts differ"
+        )
 
     def match(self, tokens: list[int], salt: str, sampling: bool) -> list[int]:
-        """The slots of the longest start of `tokens` that is in the tree, one per token.
+        """Return the slots of the longest prefix of `tokens` in the tree, one per token.
 
-        With `sampling`, the last of `tokens` is left out, for it has to be computed.
+        With `sampling`, leave out the last of `tokens`, which has to be computed.
         """
-        raise NotImplementedError("TODO e09.1: collect the slots of the longest start")
+        raise NotImplementedError("TODO e09.1: collect the slots of the longest prefix")
 
     def edges(self, salt: str) -> list[list[int]]:
-        """The tokens of every edge of this salt's tree, sorted."""
+        """Return the tokens of every edge of this salt's tree, sorted."""
         found, waiting = [], [self.roots.get(salt, Edge([], []))]
         while waiting:
             edge = waiting.pop()

@@ -2,27 +2,27 @@
 
 
 class BlockTree:
-    """Cached blocks, each below the block before it in the text, and the order in which they go."""
+    """A tree of cached blocks, each below the block before it in the text."""
 
     def __init__(self) -> None:
-        """No blocks."""
-        raise NotImplementedError("TODO e09.2: what has to be known about a block?")
+        """Make a tree without blocks."""
+        raise NotImplementedError("TODO e09.2: decide what to store about a block")
 
     def add(self, block: int, parent: int | None, now: int) -> None:
-        """A new block below `parent`, or at the top; it and all above it are used now."""
-        raise NotImplementedError("TODO e09.2: hang the block into the tree")
+        """Add a block below `parent`, or at the top; it and all blocks above it are used now."""
+        raise NotImplementedError("TODO e09.2: add the block to the tree")
 
     def start(self, block: int, now: int) -> None:
-        """A request starts: it uses this block and all above it now, and pins them."""
-        raise NotImplementedError("TODO e09.2: pin and use the block and all above it")
+        """Start a request, which uses and pins this block and all blocks above it."""
+        raise NotImplementedError("TODO e09.2: pin and use the block and all blocks above it")
 
     def finish(self, block: int) -> None:
-        """A request that was started with this block has ended: its pins go."""
-        raise NotImplementedError("TODO e09.2: take the pins of one request away")
+        """End a request that started with this block, and remove its pins."""
+        raise NotImplementedError("TODO e09.2: remove the pins of one request")
 
     def evict(self, count: int) -> list[int]:
-        """Remove `count` blocks, the leaf used longest ago first; their numbers, in this order.
+        """Remove `count` blocks, the leaf with the earliest last use first; return their numbers.
 
-        The smaller number goes first of equal ones. If so many cannot go, none does: [].
+        Of equal ones, remove the smaller number first. If too few can be removed, return [].
         """
-        raise NotImplementedError("TODO e09.2: leaf by leaf, the longest unused first")
+        raise NotImplementedError("TODO e09.2: remove leaf by leaf, the earliest last use first")

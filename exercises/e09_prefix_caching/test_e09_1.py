@@ -105,7 +105,7 @@ def test_by_hand(impl: Any) -> None:
     equal(tree.edges("s"), [[1, 2], [3, 4], [5, 6]], "The worked example: the edges", "edges('s')")
 
 
-@check(2, "All of a text, a part of it, more than it, nothing")
+@check(2, "Matches of a whole text, a part of it, more than it, and none")
 def test_match(impl: Any) -> None:
     """One edge, walked to its end, into its middle, and beyond."""
     told = Told(impl)
@@ -133,7 +133,7 @@ def test_split(impl: Any) -> None:
     told.match("A text that changes from one branch to another", [1, 2, 8, 4, 5])
 
 
-@check(2, "Edges are as long as they can be: texts that part")
+@check(2, "Edges are as long as possible: texts that differ")
 def test_edges(impl: Any) -> None:
     """An edge is cut where texts part, and nowhere else."""
     told = Told(impl)
@@ -142,7 +142,7 @@ def test_edges(impl: Any) -> None:
         told.edges("Texts that part")
 
 
-@check(2, "Edges are as long as they can be: a conversation that grows")
+@check(2, "Edges are as long as possible: a conversation that grows")
 def test_conversation(impl: Any) -> None:
     """A text that goes on makes its edge longer; a start of a text leaves no trace."""
     told = Told(impl)
@@ -162,7 +162,7 @@ def test_conversation(impl: Any) -> None:
     told.edges("Two answers to one beginning")
 
 
-@check(2, "Tokens that are there keep their slots")
+@check(2, "Tokens in the tree keep their slots")
 def test_slots(impl: Any) -> None:
     """The same text again, with other slots, whole and in part."""
     told = Told(impl)
@@ -210,7 +210,7 @@ def test_salts(impl: Any) -> None:
     told.edges("The edges of salt 'b'", "b")
 
 
-@check(1, "Looking changes nothing")
+@check(1, "A match changes nothing")
 def test_looking(impl: Any) -> None:
     """The edges are the same after a match as before."""
     told = Told(impl)

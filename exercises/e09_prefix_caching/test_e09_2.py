@@ -100,7 +100,7 @@ def test_by_hand(impl: Any) -> None:
     equal(example(impl).evict(3), [4, 7, 1], "The worked example", "evict(3)")
 
 
-@check(1, "The worked example, with a request that runs")
+@check(1, "The worked example, with a running request")
 def test_by_hand_pinned(impl: Any) -> None:
     """Blocks 4 and 1 are pinned."""
     tree = example(impl)
@@ -154,7 +154,7 @@ def test_parents(impl: Any) -> None:
     told.evict("Block 1 is left", 1)
 
 
-@check(2, "Who uses a block uses all above it: start")
+@check(2, "A use of a block uses all blocks above it: start")
 def test_start_uses(impl: Any) -> None:
     """With equal times, and with a leaf that was pinned while its turn came."""
     told = Told(impl)
@@ -171,7 +171,7 @@ def test_start_uses(impl: Any) -> None:
     told.evict("Block 2 was used before 3, which was used with 4", 1)
 
 
-@check(2, "Who uses a block uses all above it: add")
+@check(2, "A use of a block uses all blocks above it: add")
 def test_add_uses(impl: Any) -> None:
     """With equal times, and with a leaf that was pinned while its turn came."""
     told = Told(impl)
@@ -186,7 +186,7 @@ def test_add_uses(impl: Any) -> None:
     told.evict("Block 2 was used before 3, which was used when 4 was added", 1)
 
 
-@check(2, "Pins: a request that runs")
+@check(2, "Pins: one running request")
 def test_pins(impl: Any) -> None:
     """Not the block, not those above it; those below it may go; and all when it has ended."""
     told = Told(impl)
@@ -205,7 +205,7 @@ def test_pins(impl: Any) -> None:
     told.evict("Block 1 is pinned, block 2 below it is not", 2)
 
 
-@check(2, "Pins: several requests")
+@check(2, "Pins: several running requests")
 def test_shared_pins(impl: Any) -> None:
     """Each has a finish of its own."""
     told = Told(impl)
@@ -223,7 +223,7 @@ def test_shared_pins(impl: Any) -> None:
     told.evict("No request runs any more", 2)
 
 
-@check(2, "Counts: none, just enough, one more than there is")
+@check(2, "Counts: none, all possible blocks, and one more")
 def test_counts(impl: Any) -> None:
     """More than the leaves is possible, more than all is not, and then nothing is lost."""
     told = Told(impl)
@@ -237,7 +237,7 @@ def test_counts(impl: Any) -> None:
     told.evict("One of no blocks", 1)
 
 
-@check(1, "The number of an evicted block, once more")
+@check(1, "The number of an evicted block is used again")
 def test_numbers(impl: Any) -> None:
     """Another place, another parent, another time; no pins and no children."""
     told = Told(impl)

@@ -4,28 +4,28 @@ from torch import Tensor
 
 
 class OnlineSoftmax:
-    """The mean of values, weighted by the softmax of scores that come in pieces.
+    """The mean of values, weighted by the softmax of scores that arrive in pieces.
 
-    A score of minus infinity is masked. Before any other score: result 0, log-sum-exp minus
-    infinity.
+    A score of minus infinity is masked. Before any other score, the result is 0 and the
+    log-sum-exp is minus infinity.
     """
 
     def __init__(self, dim: int) -> None:
-        """Nothing was fed yet; values will have `dim` numbers, in float64."""
+        """Begin without positions; a value has `dim` numbers in float64."""
         raise NotImplementedError("TODO e10.1: begin with a maximum, a sum and a sum of values")
 
     def update(self, scores: Tensor, values: Tensor) -> None:
-        """Take n more positions, n at least 0: scores [n], values [n, dim]."""
-        raise NotImplementedError("TODO e10.1: bring the old sums to the new maximum, then add")
+        """Add n more positions, n at least 0: scores [n], values [n, dim]."""
+        raise NotImplementedError("TODO e10.1: rescale the old sums to the new maximum, then add")
 
     def merge(self, other: "OnlineSoftmax") -> None:
-        """Take everything that `other` was fed, and leave `other` as it is."""
-        raise NotImplementedError("TODO e10.1: bring both sides to one maximum, then add")
+        """Add all positions of `other`, and do not change `other`."""
+        raise NotImplementedError("TODO e10.1: rescale both objects to one maximum, then add")
 
     def result(self) -> Tensor:
-        """The weighted mean of all values so far [dim]."""
-        raise NotImplementedError("TODO e10.1: divide, if there is anything to divide")
+        """Return the weighted mean of all values so far [dim]."""
+        raise NotImplementedError("TODO e10.1: divide, if the sum is not 0")
 
     def log_sum_exp(self) -> float:
-        """The logarithm of the sum of exp(score) over all positions so far."""
-        raise NotImplementedError("TODO e10.1: put the maximum back")
+        """Return the logarithm of the sum of exp(score) over all positions so far."""
+        raise NotImplementedError("TODO e10.1: add the maximum again")

@@ -11,9 +11,9 @@ def tiled_attention(
     block_k: int,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last T of S positions, one tile of scores at a time.
+    """Return causal attention for the last T of S positions, one tile of scores at a time.
 
     queries [T, D], keys [S, D], values [S, Dv] -> outputs [T, Dv], log-sum-exp [T]; a row sees
-    `window` positions up to its own, all if None, and none of those before position 0.
+    `window` positions up to its own, or all of them if `window` is None.
     """
-    raise NotImplementedError("TODO e10.2: visit the tiles in which somebody sees something")
+    raise NotImplementedError("TODO e10.2: compute the tiles in which a row sees a position")

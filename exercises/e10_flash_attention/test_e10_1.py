@@ -200,7 +200,7 @@ def test_nothing_real(impl: Any) -> None:
     fed.summed("Masked positions only")
 
 
-@check(1, "Nothing at all, and empty chunks")
+@check(1, "No positions, and empty chunks")
 def test_empty(impl: Any) -> None:
     """An empty chunk changes nothing, wherever it comes."""
     fed = Fed(impl, 60)
@@ -233,7 +233,7 @@ def test_merge(impl: Any) -> None:
         one.summed("Two parts merged")
 
 
-@check(2, "Merged with a part in which nothing is real")
+@check(2, "Merged with a part without unmasked positions")
 def test_merge_empty(impl: Any) -> None:
     """Nothing fed, or only masked positions, on either side and on both."""
     parts: tuple[list[list[float]], ...] = ([], [[MASKED, MASKED]], [[1.0, -2.0], [MASKED]])
@@ -244,10 +244,10 @@ def test_merge_empty(impl: Any) -> None:
                 for chunk in chunks:
                     fed.update(*chunk)
             one.merge(other)
-            one.seen("Merged with a part in which nothing is real")
+            one.seen("Merged with a part without unmasked positions")
 
 
-@check(2, "What was merged, afterwards")
+@check(2, "Both objects after a merge")
 def test_merge_apart(impl: Any) -> None:
     """The other one is as it was, and each goes on by itself."""
     one, other = Fed(impl, 100), Fed(impl, 105)
@@ -263,7 +263,7 @@ def test_merge_apart(impl: Any) -> None:
     one.seen("The same one taken over twice")
 
 
-@check(2, "Nothing is hoarded")
+@check(2, "The object does not grow")
 def test_state(impl: Any) -> None:
     """What the object holds after 300 positions is what it holds after 6."""
     fed = Fed(impl, 110)

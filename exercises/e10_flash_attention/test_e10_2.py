@@ -164,11 +164,11 @@ def test_decode(impl: Any) -> None:
         follow(impl, Case.random(40, (1, 50), (block_q, block_k)), "One query")
 
 
-@check(2, "Several queries behind others")
+@check(2, "Several queries after earlier positions")
 def test_behind(impl: Any) -> None:
     """T < S: the first row stands at S - T."""
     for lengths in ((3, 8), (4, 9), (7, 8)):
-        follow(impl, Case.random(50, lengths, (2, 3)), "Several queries behind others")
+        follow(impl, Case.random(50, lengths, (2, 3)), "Several queries after earlier positions")
 
 
 @check(2, "A sliding window")
@@ -239,7 +239,7 @@ def test_elements(impl: Any) -> None:
         )
 
 
-@check(3, "Only the tiles in which somebody sees something")
+@check(3, "Only the tiles in which a row sees a position")
 def test_tiles(impl: Any) -> None:
     """The operations of the tiles above the diagonal and behind the window are not there."""
     for lengths, blocks, window in (
@@ -267,13 +267,13 @@ def worked(got: tuple[Any, Any, Counts], case: Case) -> None:
         counts.flops <= most,
         f"{case}: your matrix products take {counts.flops:,} operations. {len(tiles)} tiles are "
         f"needed, with {most:,}; all tiles would take {whole:,}. Which of them do you visit "
-        f"although nobody in them sees anything, above the diagonal or behind the window?",
+        f"although no row in them sees a position, above the diagonal or before the window?",
         ("too many", counts.flops) if counts.flops > most else "not too many",
     )
     expect(
         counts.flops >= least,
         f"{case}: your matrix products take {counts.flops:,} operations, and what is seen takes "
-        f"{least:,}. Is a tile left out that somebody sees? Write products as matrix products (@, "
+        f"{least:,}. Is a needed tile skipped? Write products as matrix products (@, "
         f"einsum, matmul), so that they can be counted.",
         ("too few", counts.flops) if counts.flops < least else "enough",
     )

@@ -1,6 +1,6 @@
 """e11.1: softmax over rows of different lengths, in one kernel.
 
-Two things are to be written: the kernel, which does one row, and its launch.
+Write two things: the kernel, which computes one row, and its launch.
 """
 
 import torch
@@ -12,8 +12,8 @@ import triton.language as tl
 def softmax_kernel(
     x, lengths, out, x_stride, out_stride, columns, temperature, BLOCK: tl.constexpr
 ):
-    """One row. `x`, `lengths` and `out` are pointers here; change the parameters as you like."""
-    # TODO e11.1: which row is this program's, where does it lie, which of its columns count?
+    """Compute one row. `x`, `lengths` and `out` are pointers. You may change the parameters."""
+    # TODO e11.1: find the row of this program, its address, and the columns that count
     tl.static_assert(BLOCK > 0)
 
 
@@ -21,10 +21,10 @@ def softmax(x: torch.Tensor, lengths: torch.Tensor, temperature: float, out: tor
     """Write softmax(x / temperature) of the first lengths[r] numbers of each row r into out.
 
     Args:
-        x: [rows, columns], float32 or bfloat16; a row's numbers lie side by side, rows need not.
+        x: [rows, columns], float32 or bfloat16; the numbers of a row are contiguous.
         lengths: [rows], int32, from 0 to columns.
         temperature: greater than 0.
-        out: [rows, columns], float32, to be filled; 0 behind a row's length, and all of a row in
-            which nothing counts.
+        out: [rows, columns], float32, the result; 0 after the length of a row, and everywhere in
+            a row in which no number counts.
     """
     raise NotImplementedError("TODO e11.1: launch the kernel")

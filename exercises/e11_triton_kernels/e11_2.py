@@ -1,7 +1,6 @@
 """e11.2: decode attention over pages, one program per sequence, KV head and part.
 
-Three things are to be written: the kernel of a part, the kernel that puts parts together, and the
-two launches.
+Write three things: the kernel of a part, the kernel that combines parts, and the two launches.
 """
 
 import torch
@@ -15,12 +14,12 @@ def part_kernel(
     PAGE: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One part of a sequence, for the GROUP query heads of one KV head.
+    """Compute one part of a sequence, for the GROUP query heads of one KV head.
 
-    It leaves behind, for each of its query heads, the largest score, the sum of weights relative
-    to it, and the weighted values. The parameters are a proposal.
+    For each of its query heads it stores the largest score, the sum of weights relative to it,
+    and the sum of weighted values. You may change the parameters.
     """
-    # TODO e11.2: which pages are this part's? What may be read of each?
+    # TODO e11.2: find the pages of this part, and the slots to read of each
     tl.static_assert(PAGE > 0)
 
 
@@ -28,8 +27,8 @@ def part_kernel(
 def combine_kernel(
     largest, sums, values, out, SPLITS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr
 ):
-    """All parts of one query head."""
-    # TODO e11.2: how much does each part count?
+    """Combine all parts of one query head."""
+    # TODO e11.2: compute the weight of each part
     tl.static_assert(PARTS > 0)
 
 
@@ -43,17 +42,17 @@ def paged_decode(
     splits: int,
     out: torch.Tensor,
 ) -> None:
-    """Write the attention of each sequence's newest token to its cached tokens into out.
+    """Write the attention of each sequence's newest token over its cached tokens into out.
 
     Args:
         q: [sequences, heads, dim], float32.
         k_cache: [pages, page, kv_heads, dim], float32; page and dim are powers of two, dim >= 16.
         v_cache: like k_cache.
-        block_tables: [sequences, any], int32: which pages a sequence has, in order. Behind those
-            that its length needs stands what was there before.
-        seq_lens: [sequences], int32: cached tokens, 0 and more.
+        block_tables: [sequences, any], int32: the pages of each sequence, in order. The entries
+            after those that its length needs belong to other sequences.
+        seq_lens: [sequences], int32: the number of cached tokens, at least 0.
         scale: multiplies the scores.
-        splits: into how many parts a sequence is cut; some may be empty.
-        out: [sequences, heads, dim], float32, to be filled; 0 for a sequence without tokens.
+        splits: the number of parts of a sequence; some may be empty.
+        out: [sequences, heads, dim], float32, the result; 0 for a sequence without tokens.
     """
     raise NotImplementedError("TODO e11.2: launch the kernels")

@@ -1,5 +1,5 @@
 """The checks of e11.2. Memory that no sequence may read is NaN: slots behind a length, pages that
-are nobody's, and what lies around every tensor."""
+belong to no sequence, and what lies around every tensor."""
 
 import math
 import random
@@ -19,7 +19,7 @@ from minillm_exercises.triton_checks import (
     watching,
 )
 
-STALE = 1  # the page that stands in tables behind what a sequence needs; nobody's
+STALE = 1  # the page in the unused entries of the tables; it belongs to no sequence
 
 
 class Case:

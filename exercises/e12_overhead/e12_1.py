@@ -1,20 +1,20 @@
 """e12.1: graphs for a few batch sizes. The task is in README.md."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """What one request brings into a step."""
+    """The row of one request in a step."""
 
-    token: int  # which is computed, and read by whoever comes later in this text
-    slot: int  # of the cache, where it is written; -1: nowhere
-    table: int  # the number of the list of slots in which this text lies
-    length: int  # how many of these slots are read, its own included; 0: none
+    token: int  # the token to compute; later tokens of this text read it
+    slot: int  # the slot of the cache to write to; -1 for none
+    table: int  # the number of the list of slots of this text
+    length: int  # how many of these slots are read, its own included; 0 for none
 
 
 class Device:
-    """A device for your own trials. That of the checks has the same four methods, and counts."""
+    """A device for your own tests. The device of the checks has the same methods, and counts."""
 
     def __init__(self, num_slots: int, tables: list[list[int]]) -> None:
         self.cache = [0] * num_slots
@@ -22,7 +22,7 @@ class Device:
         self.graphs: list[tuple[int, list[list[int]]]] = []
 
     def buffer(self, rows: int) -> list[int]:
-        """Memory for `rows` numbers that stays where it is; anything may be in it at first."""
+        """Return memory for `rows` numbers, whose first contents are arbitrary."""
         return [1] * rows
 
     def capture(
@@ -34,18 +34,18 @@ class Device:
         lengths: list[int],
         out: list[int],
     ) -> int:
-        """Run the step once over the first `size` rows of these buffers, record it; its number."""
+        """Run and record the step over the first `size` rows; return the number of the graph."""
         self.graphs.append((size, [tokens, slots, tables, lengths, out]))
         self.replay(len(self.graphs) - 1)
         return len(self.graphs) - 1
 
     def replay(self, graph: int) -> None:
-        """One launch: the recorded step, over what is in its buffers now."""
+        """Run the recorded step over the current contents of its buffers, with one launch."""
         size, (*inputs, out) = self.graphs[graph]
         out[:size] = self.eager([Row(*row) for row in zip(*inputs, strict=True)][:size])
 
     def eager(self, rows: Sequence[Row]) -> list[int]:
-        """The step without a graph, some hundred launches: one token for each row."""
+        """Run the step without a graph; return one token for each row."""
         for row in rows:
             if row.slot >= 0:
                 self.cache[row.slot] = row.token
@@ -53,19 +53,13 @@ class Device:
         return [sum((at + 1) * token for at, token in enumerate(text)) % 997 for text in texts]
 
 
-def choose(seen: Mapping[int, int], captures: int) -> list[int]:
-    """At most `captures` batch sizes, ascending, the largest of `seen` among them, for which the
-    fewest rows are padding when the steps of `seen` are run: seen[rows] steps had so many rows."""
-    raise NotImplementedError("TODO e12.1: the sizes that pad the fewest rows")
-
-
 class Decoder:
-    """Decode steps as graphs of a few sizes, which share one set of buffers."""
+    """Runs decode steps as graphs of a few sizes, which share one set of buffers."""
 
     def __init__(self, device: Device, sizes: Sequence[int]) -> None:
-        """Make the buffers and capture a graph for each of `sizes`, which ascend."""
-        raise NotImplementedError("TODO e12.1: buffers first, then the graphs")
+        """Make the buffers and capture a graph for each of `sizes`, which are ascending."""
+        raise NotImplementedError("TODO e12.1: make the buffers, then capture the graphs")
 
     def step(self, rows: Sequence[Row]) -> list[int]:
-        """The tokens of one step, one for each of `rows`, by as few launches as can be."""
+        """Return one token for each of `rows`, with as few launches as possible."""
         raise NotImplementedError("TODO e12.1: fill the buffers, replay a graph, take the tokens")

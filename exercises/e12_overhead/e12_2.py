@@ -2,21 +2,21 @@
 
 from collections.abc import Sequence
 
-END = 0  # the token with which a text ends
+END = 0  # the token that ends a text
 
-Row = tuple[int, int, int]  # block, position, token; -1 - i: what row i of the step before draws
+Row = tuple[int, int, int]  # block, position, token; -1 - i: the draw of row i before
 
 
 class Device:
-    """A device for your own trials. That of the checks has the same three methods, and watches."""
+    """A device for your own tests. The device of the checks has the same methods, and counts."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, dict[int, int]] = {}  # of each block its tokens, by position
-        self.queue: list[list[Row]] = []  # steps that were launched and not fetched, two at most
-        self.drawn: list[int] = []  # by the step that was fetched last
+        self.blocks: dict[int, dict[int, int]] = {}  # the tokens of each block by position
+        self.queue: list[list[Row]] = []  # launched steps that were not fetched, at most two
+        self.drawn: list[int] = []  # the tokens of the step that was fetched last
 
     def load(self, block: int, tokens: Sequence[int]) -> None:
-        """Copy a prompt into a block, from position 0 on, at once: it passes by the queue."""
+        """Copy a prompt into a block, from position 0 on, at once and not through the queue."""
         self.blocks[block] = dict(enumerate(tokens))
 
     def launch(self, rows: Sequence[Row]) -> None:
@@ -24,7 +24,7 @@ class Device:
         self.queue.append(list(rows))
 
     def fetch(self) -> list[int]:
-        """Wait for the oldest step in the queue; the tokens that its rows drew."""
+        """Wait for the oldest step in the queue; return the tokens of its rows."""
         drawn = []
         for block, position, token in self.queue.pop(0):
             text = self.blocks[block]
@@ -35,7 +35,7 @@ class Device:
 
 
 class Request:
-    """A text that is to be continued."""
+    """A request with its text so far."""
 
     def __init__(self, name: str, prompt: Sequence[int], most: int) -> None:
         self.name, self.text, self.left = name, list(prompt), most
@@ -43,7 +43,7 @@ class Request:
 
 
 class Synchronous:
-    """Given, and right: but the device waits for each plan, and the plan for each token."""
+    """Given and correct, but the device waits for each plan, and each plan waits for tokens."""
 
     def __init__(self, device: Device, num_blocks: int) -> None:
         self.device, self.free = device, list(range(num_blocks))
@@ -51,22 +51,22 @@ class Synchronous:
         self.running: list[Request] = []
 
     def add(self, name: str, prompt: Sequence[int], most: int) -> None:
-        """A request for `most` tokens, or fewer if END is among them."""
+        """Add a request for `most` tokens, or fewer if END is among them."""
         self.waiting.append(Request(name, prompt, most))
 
     def abort(self, name: str) -> None:
-        """Nobody wants its tokens any more."""
+        """Abort a request."""
         self.waiting = [request for request in self.waiting if request.name != name]
         for request in [request for request in self.running if request.name == name]:
             self.end(request)
 
     def end(self, request: Request) -> None:
-        """Its block is free."""
+        """End a request and free its block."""
         self.running.remove(request)
         self.free.append(request.block)
 
     def turn(self) -> dict[str, int]:
-        """One step: the token of each request that runs."""
+        """Run one step; return the token of each running request."""
         while self.waiting and self.free:
             request = self.waiting.pop(0)
             request.block = self.free.pop()
@@ -87,20 +87,20 @@ class Synchronous:
 
 
 class Overlapped:
-    """The same texts, and the next step is in the queue before the tokens of this one are known."""
+    """Returns the same texts, but launches a step before the tokens of the last are known."""
 
     def __init__(self, device: Device, num_blocks: int) -> None:
-        """Blocks 0 to num_blocks - 1 are free."""
-        raise NotImplementedError("TODO e12.2: what has to be known beside what is known above?")
+        """Make blocks 0 to num_blocks - 1 free."""
+        raise NotImplementedError("TODO e12.2: decide what to store in addition to the loop above")
 
     def add(self, name: str, prompt: Sequence[int], most: int) -> None:
-        """A request for `most` tokens, or fewer if END is among them."""
-        raise NotImplementedError("TODO e12.2: let it wait for a block")
+        """Add a request for `most` tokens, or fewer if END is among them."""
+        raise NotImplementedError("TODO e12.2: append the request to the waiting ones")
 
     def abort(self, name: str) -> None:
-        """Nobody wants its tokens any more; no turn returns one from now on."""
-        raise NotImplementedError("TODO e12.2: it may wait, or have a row in the queue")
+        """Abort a request: no later turn returns a token of it."""
+        raise NotImplementedError("TODO e12.2: the request may wait, or have a row in the queue")
 
     def turn(self) -> dict[str, int]:
-        """Admit, launch a step, then fetch the one of the turn before: its tokens, by name."""
-        raise NotImplementedError("TODO e12.2: launch first, and fetch what was launched before")
+        """Admit, launch a step, fetch the step of the previous turn; return its tokens by name."""
+        raise NotImplementedError("TODO e12.2: launch a step, then fetch the previous one")

@@ -77,7 +77,7 @@ class Ideal:
         self.flying: list[Request] = []
 
     def abort(self, name: str) -> None:
-        """Nobody waits for it."""
+        """Return no later token of this request."""
         self.waiting = [request for request in self.waiting if request.name != name]
         for request in self.flying:
             request.over |= request.name == name
@@ -145,9 +145,7 @@ class Laboratory:
         self.need(type(block) is int, "block", f"load({block!r}, ...): a block is a number.")
         self.need(0 <= block < self.num_blocks, "block", f"load({block}, ...): no such block.")
         owner = [r for r in self.known if list(r.prompt[:-1]) == list(tokens)]
-        message = (
-            f"load({block}, {list(tokens)}): nobody's prompt without its last token is this one"
-        )
+        message = f"load({block}, {list(tokens)}): no waiting request has this prompt"
         self.need(owner, "prompt", f"{message}.")
         old = self.memory.get(block)
         if old and any(text is old for step in self.queue for text, *_ in step):
@@ -332,7 +330,7 @@ class Laboratory:
 # ---- the checks -------------------------------------------------------------------------------
 
 
-@check(1, "One text at a time: the right tokens")
+@check(1, "One request at a time: the right tokens")
 def test_alone(impl: Any) -> None:
     """END as the first, second and fifth token; or as many as were asked for."""
     for length, tokens, most in (
@@ -349,7 +347,7 @@ def test_alone(impl: Any) -> None:
         lab.tokens()
 
 
-@check(1, "Texts that come and go, each with a block of its own: the right tokens")
+@check(1, "Requests that come and go, each in a new block: the right tokens")
 def test_together(impl: Any) -> None:
     """Those before them in the step end, so rows move up; new ones come while a step is running."""
     lab = Laboratory(impl, 8)
@@ -364,7 +362,7 @@ def test_together(impl: Any) -> None:
     lab.tokens()
 
 
-@check(2, "A text that wrote END: its block, and the row that it has in the queue")
+@check(2, "A request that wrote END: its block, and its row in the queue")
 def test_ended(impl: Any) -> None:
     """A long prompt waits for the block; the tokens tell whether it was left alone."""
     for blocks in (1, 2, 3):
@@ -377,7 +375,7 @@ def test_ended(impl: Any) -> None:
         lab.tokens()
 
 
-@check(2, "A text that was aborted: its tokens, its block, and its row in the queue")
+@check(2, "An aborted request: its tokens, its block, and its row in the queue")
 def test_aborted(impl: Any) -> None:
     """While it runs, while it waits, and when it has ended already."""
     lab = Laboratory(impl, 2)
@@ -388,7 +386,7 @@ def test_aborted(impl: Any) -> None:
     lab.turns(4)
     lab.abort("a")
     lab.abort("d")
-    lab.abort("nobody")
+    lab.abort("unknown")
     lab.rest()
     lab.silent("a", 4)
     lab.silent("d", 4)
@@ -443,9 +441,9 @@ def test_bubbles(impl: Any) -> None:
     lab.busy()
 
 
-@check(2, "No bubbles when texts come and go")
+@check(2, "No bubbles when requests come and go")
 def test_bubbles_of_many(impl: Any) -> None:
-    """Several that come and go; blocks that are waited for; somebody aborted."""
+    """Several that come and go; blocks that are waited for; aborted requests."""
     lab = Laboratory(impl, 2)
     lab.add("long", 2, 0, 12)
     for name, tokens in (("b", 2), ("c", 1), ("d", 3)):
@@ -476,7 +474,7 @@ def test_by_hand(impl: Any) -> None:
     lab.everything()
 
 
-@check(2, "Rows: none too many for a length that is known, one for an END")
+@check(2, "Rows: no extra row for a known length, one for an END")
 def test_rows(impl: Any) -> None:
     """Lengths of one, two and five; END; both at the same token; an abort; nothing left to do."""
     for tokens, most in ((0, 1), (0, 2), (0, 5), (1, 5), (3, 9), (3, 3), (1, 1)):
@@ -493,7 +491,7 @@ def test_rows(impl: Any) -> None:
     lab.rows()
 
 
-@check(2, "Blocks: admitted as soon as the last step with its old text was fetched")
+@check(2, "Blocks: given away when the last step of their request is fetched")
 def test_blocks(impl: Any) -> None:
     """After a known length, after END and after an abort; who waited longest comes first."""
     for tokens, most in ((0, 3), (3, 9), (1, 4), (0, 1)):

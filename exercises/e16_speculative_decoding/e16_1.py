@@ -2,15 +2,15 @@
 
 
 def accept_probability(p: list[float], q: list[float], token: int) -> float:
-    """With which probability a draft is kept that the small model drew from the law `q`, where the
-    law of the large model is `p`; `q[token]` is above 0."""
+    """Return the probability of keeping a draft from the law `q` of the small model, where the
+    large model has the law `p`; `q[token]` is above 0."""
     raise NotImplementedError("TODO e16.1: the smaller of 1 and the quotient")
 
 
 def residual(p: list[float], q: list[float]) -> list[float]:
-    """The law from which the token is drawn after a rejection: what `p` has more than `q`, as
-    shares of their sum. Where nothing is left, `p` itself."""
-    raise NotImplementedError("TODO e16.1: what p has more, divided by its sum")
+    """Return the law of the token after a rejection: the part of `p` that exceeds `q`, divided by
+    its sum. If that sum is 0, return `p`."""
+    raise NotImplementedError("TODO e16.1: the part of p that exceeds q, divided by its sum")
 
 
 def verify(
@@ -20,10 +20,10 @@ def verify(
     coins: list[float],
     u: float,
 ) -> list[int]:
-    """The tokens that one step yields: the drafts before the first rejected one, and one more
+    """Return the tokens of one step: the drafts before the first rejected one, and one more
     token, which is drawn with `u`.
 
     `targets` are k + 1 laws of the large model, `laws` the k laws that the k `drafts` were drawn
-    from, `coins` k numbers that decide about them.
+    from, and `coins` k numbers that decide whether they are kept.
     """
     raise NotImplementedError("TODO e16.1: coins decide, then one draw with u")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 def pick(law: list[float], noise: list[float]) -> int:
-    """The token with the largest ln(law) + noise; a token of probability 0 is never chosen."""
+    """Return the token with the largest ln(law) + noise; never one of probability 0."""
     raise NotImplementedError("TODO e16.2: the largest sum; of equal ones the smaller token")
 
 
@@ -14,8 +14,8 @@ def draft(
     tokens: list[int],
     k: int,
 ) -> list[int]:
-    """The next `k` tokens that the small model writes after `tokens`, with the noise of their
-    positions."""
+    """Return the next `k` tokens that the small model writes after `tokens`, with the noise of
+    their positions."""
     raise NotImplementedError("TODO e16.2: one token after the other")
 
 
@@ -27,11 +27,11 @@ def generate(
     count: int,
     k: int,
 ) -> list[int]:
-    """`count` new tokens after `tokens`: those that the large model writes alone, in fewer steps
-    where the proposer is right."""
-    raise NotImplementedError("TODO e16.2: drafts, one pass, and what is kept of them")
+    """Return the `count` tokens that the large model writes after `tokens`, in fewer steps where
+    the proposer is right."""
+    raise NotImplementedError("TODO e16.2: drafts, one pass, and the tokens that are kept")
 
 
 def agreement(p: list[float], q: list[float]) -> float:
-    """The probability that `pick` chooses the same token from both laws with the same noise."""
-    raise NotImplementedError("TODO e16.2: a sum over the tokens that both laws have")
+    """Return the probability that `pick` chooses the same token from both laws."""
+    raise NotImplementedError("TODO e16.2: a sum over the tokens that are possible in both laws")

@@ -76,7 +76,7 @@ def test_residual(impl: Any) -> None:
     close(impl.residual([0.25, 0.75], [0.25, 0.75]), [0.25, 0.75], "Nothing is left of equal laws")
 
 
-@check(2, "Where a chain of drafts ends")
+@check(2, "The end of a chain of drafts")
 def test_chain(impl: Any) -> None:
     """Rejected at each place, or nowhere; no draft behind a rejected one comes back."""
     sure = [[0.5, 0.5, 0.0]] * 3

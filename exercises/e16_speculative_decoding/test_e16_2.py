@@ -160,7 +160,7 @@ def test_texts(impl: Any) -> None:
         text_of(impl, "The text with dice", rolled(seed), seed=seed % 1000)
 
 
-@check(2, "Steps, and what is asked of the proposer")
+@check(2, "Steps, and the calls of the proposer")
 def test_steps(impl: Any) -> None:
     """k + 1 tokens per step where drafts are right, one where they are wrong; never too many."""
     large, asked = text_of(impl, "A text of 12 tokens", told(1, 12))

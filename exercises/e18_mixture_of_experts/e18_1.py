@@ -7,18 +7,18 @@ Pairs = list[tuple[int, float]]
 
 
 def route(scores: list[float], bias: list[float], k: int) -> Pairs:
-    """The k experts of a token and their weights, best first."""
+    """Return the k experts of a token and their weights, best first."""
     raise NotImplementedError("TODO e18.1: choose by score + bias, weigh by score")
 
 
 def dispatch(routes: list[Pairs], num_experts: int) -> list[Pairs]:
-    """For each expert its tokens, with their weights."""
+    """Return for each expert its tokens with their weights."""
     raise NotImplementedError("TODO e18.1: from experts per token to tokens per expert")
 
 
 def combine(x: Rows, batches: list[Pairs], run: Callable[[int, Rows], Rows]) -> Rows:
-    """The weighted sum of what its experts give, for each token.
+    """Return for each token the weighted sum of the outputs of its experts.
 
-    `run(expert, rows)` takes rows through an expert and returns as many.
+    `run(expert, rows)` applies an expert to rows and returns as many rows.
     """
     raise NotImplementedError("TODO e18.1: run every expert once, add up per token")

@@ -130,7 +130,7 @@ def test_by_hand(impl: Any) -> None:
     same_output(impl, X, BATCHES, "The output of the example")
 
 
-@check(2, "Who is chosen, and with which weight")
+@check(2, "The chosen experts and their weights")
 def test_route(impl: Any) -> None:
     """One expert to all of them; ties; scores that do not add up to 1."""
     dice = random.Random(1)
@@ -140,7 +140,7 @@ def test_route(impl: Any) -> None:
         same_route(impl, scores, [0.0] * 4, 2, "The chosen experts, equal scores")
 
 
-@check(2, "A bias that only helps to choose")
+@check(2, "A bias that changes only the choice")
 def test_bias(impl: Any) -> None:
     """A bias that changes the choice, one that changes nothing, and a negative one."""
     for bias in ([0.5, 0.0, 0.0, 0.0], [0.01] * 4, [0.0, -0.6, 0.0, 0.0], [0.1, -0.4, 0.3, 0.0]):

@@ -93,7 +93,7 @@ def test_by_hand(impl: Any) -> None:
     close(impl.balance(rows, 2), 0.75, "The balance of the example")
 
 
-@check(2, "Who gets the spares")
+@check(2, "The experts that get the spares")
 def test_copies(impl: Any) -> None:
     """No spares, equal loads, one expert that has nearly all, loads by Zipf's law."""
     same_copies(impl, [3, 1, 2], 0, "The copies without spares")

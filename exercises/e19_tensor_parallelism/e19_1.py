@@ -6,21 +6,23 @@ Matrix = list[list[int]]
 
 
 def heads(rank: int, size: int, num_heads: int, num_kv_heads: int) -> tuple[list[int], list[int]]:
-    """The query heads and the KV heads that a rank holds."""
-    raise NotImplementedError("TODO e19.1: a share of the query heads, and what they read")
+    """Return the query heads and the KV heads of a rank."""
+    raise NotImplementedError("TODO e19.1: a share of the query heads, and the KV heads they read")
 
 
 def shard(layer: dict[str, list], rank: int, size: int) -> dict[str, list]:
-    """What a rank holds of a layer: the same four names, smaller."""
+    """Return the part of a layer that a rank holds, under the same four names."""
     raise NotImplementedError("TODO e19.1: rows of gate and of up, columns of down")
 
 
 def forward(
     mine: dict[str, list], x: Matrix, rank: int, add_up: Callable[[Matrix], Matrix]
 ) -> Matrix:
-    """The layer's output for the rows of `x`, on every rank, with one sum.
+    """Return the output of the whole layer for the rows of `x`, with one sum.
 
-    `mine` is what `shard` returned for this rank. `add_up(part)` takes a matrix of each rank and
-    returns their sum to all of them.
+    `mine` is the result of `shard` for this rank. `add_up(part)` takes a matrix of each rank and
+    returns their sum to all ranks.
     """
-    raise NotImplementedError("TODO e19.1: own units, own part of the output, the sum, the bias")
+    raise NotImplementedError(
+        "TODO e19.1: this rank's units and part of the output, the sum, the bias"
+    )

@@ -2,21 +2,21 @@
 
 from collections.abc import Callable
 
-Pair = tuple[float, int]  # a value, and the token that it belongs to
+Pair = tuple[float, int]  # a value and its token
 
 
 def share(vocab_size: int, rank: int, size: int) -> range:
-    """The tokens of a rank."""
-    raise NotImplementedError("TODO e19.2: a range that ends at vocab_size at the latest")
+    """Return the tokens of a rank."""
+    raise NotImplementedError("TODO e19.2: a range that ends at vocab_size or before")
 
 
 def best(values: list[float], tokens: range) -> Pair:
-    """The largest of the values that belong to `tokens`, and its token."""
+    """Return the largest of the values that belong to `tokens`, and its token."""
     raise NotImplementedError("TODO e19.2: of equal ones the lowest token")
 
 
 def winner(pairs: list[Pair]) -> Pair:
-    """Of the pairs of all ranks the one with the largest value."""
+    """Return the pair with the largest value."""
     raise NotImplementedError("TODO e19.2: of equal ones the lowest token")
 
 
@@ -27,9 +27,9 @@ def choose(
     noise: Callable[[int], float],
     gather: Callable[[Pair], list[Pair]],
 ) -> int:
-    """The token that one rank with all logits would choose; every rank returns the same.
+    """Return the token that one rank with all logits would choose, on every rank.
 
-    `logits` are those of this rank's `tokens`, and after them perhaps some that belong to none.
+    `logits` are those of this rank's `tokens`, possibly followed by padding.
     `gather(pair)` returns the pairs of all ranks, in rank order.
     """
     raise NotImplementedError("TODO e19.2: the best logit of all ranks, then the best score")

@@ -114,7 +114,7 @@ def same_heads(impl: Any, num_heads: int, num_kv: int, size: int, which: str) ->
         )
 
 
-@check(2, "What a rank holds of a layer")
+@check(2, "The part of a layer on each rank")
 def test_shard(impl: Any) -> None:
     """The rows and columns of its units, and no more; also where ranks do not divide the units."""
     dice = random.Random(1)

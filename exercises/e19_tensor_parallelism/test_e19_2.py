@@ -150,7 +150,7 @@ def test_large(impl: Any) -> None:
     same(impl, "Six equal logits of 1e17: the noise decides", logits, luck, 1.0, 2)
 
 
-@check(2, "What is gathered, and whose noise is drawn")
+@check(2, "The arguments of gather, and the tokens whose noise is drawn")
 def test_counts(impl: Any) -> None:
     """One pair per rank, once or twice; the noise of own tokens, each once."""
     logits, luck = [float(token % 7) for token in range(24)], gumbel(3, 24)

@@ -4,20 +4,22 @@ Plan = dict[str, int]  # tokens of each request
 
 
 def bubble(stages: int, chunks: int) -> float:
-    """The share of the time in which stages wait, for equal chunks through empty stages."""
+    """Return the share of the time in which the stages wait, for chunks of equal cost."""
     raise NotImplementedError("TODO e20.1: the last stage begins when the first chunk arrives")
 
 
 def ends(stages: int, costs: list[int]) -> list[int]:
-    """When each plan has left the last stage."""
-    raise NotImplementedError("TODO e20.1: a plan waits for itself and for the plan before it")
+    """Return the time at which each plan leaves the last stage."""
+    raise NotImplementedError(
+        "TODO e20.1: a plan waits for its previous stage and for the previous plan"
+    )
 
 
 def next_plan(
     requests: list[tuple[str, int]], in_flight: list[Plan], stages: int, budget: int
 ) -> Plan:
-    """One more plan.
+    """Return one more plan.
 
-    `requests` are names and how much of each prompt is in no plan yet, 0 for those that decode.
+    `requests` are names and how many tokens of each prompt are in no plan yet (0: decoding).
     """
-    raise NotImplementedError("TODO e20.1: first those that decode, then chunks")
+    raise NotImplementedError("TODO e20.1: decoding requests first, then chunks")

@@ -2,17 +2,15 @@
 
 
 def times(counts: list[int], layers: list[int], embedding: int, head: int) -> list[int]:
-    """What each stage costs, where it has so many layers."""
-    raise NotImplementedError(
-        "TODO e20.2: the ends of the model belong to the ends of the pipeline"
-    )
+    """Return the cost of each stage with these numbers of layers."""
+    raise NotImplementedError("TODO e20.2: add embedding and head to the right stages")
 
 
 def cut(layers: list[int], embedding: int, head: int, stages: int) -> list[int]:
-    """How many layers each stage gets, so that the slowest is as cheap as possible."""
-    raise NotImplementedError("TODO e20.2: each stage has a layer at least")
+    """Return the number of layers of each stage, so that the slowest is as cheap as possible."""
+    raise NotImplementedError("TODO e20.2: each stage has at least one layer")
 
 
 def tables(stages: int, table: int, tied: bool) -> list[int]:
-    """Bytes of vocabulary tables on each stage."""
-    raise NotImplementedError("TODO e20.2: what do the first and the last stage need?")
+    """Return the bytes of vocabulary tables on each stage."""
+    raise NotImplementedError("TODO e20.2: find what the first and the last stage need")

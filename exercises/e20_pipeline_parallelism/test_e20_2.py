@@ -69,7 +69,7 @@ def test_by_hand(impl: Any) -> None:
     equal(impl.tables(1, 100, True), [100], "tables(1, 100, tied=True)")
 
 
-@check(1, "What each stage costs")
+@check(1, "The cost of each stage")
 def test_times(impl: Any) -> None:
     """Layers of different costs, both ends, one stage."""
     layers = [3, 1, 4, 1, 5, 9]

@@ -55,7 +55,7 @@ class Job:
 
     @property
     def file(self) -> Path:
-        """The copy that is run: what the submission does to it harms nobody."""
+        """The copy that is run; the submission may change it without harm."""
         return self.folder / self.name
 
     @property

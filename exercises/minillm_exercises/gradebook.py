@@ -99,8 +99,8 @@ def grade_class(
     seed: int = 0,
     told: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> list[Grades]:
-    """Grade every student's file of every exercise that can be graded here. One bad submission
-    costs nobody else anything. `told` gets the number done, how many there are, and the next.
+    """Grade every student's file of every exercise that can be graded here. A bad submission
+    does not affect the others. `told` gets the number done, how many there are, and the next.
 
     Raises:
         ExerciseError: the folders are not as described in `students` and `hidden_checks`.

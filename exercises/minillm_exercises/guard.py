@@ -32,8 +32,8 @@ FORBIDDEN_NAMES: Mapping[str, str] = MappingProxyType(
         "__builtins__": _HIDDEN,
         "__loader__": _HIDDEN,
         "__spec__": _HIDDEN,
-        "input": "nobody is at the keyboard when the checks call your code",
-        "breakpoint": "nobody is at the keyboard when the checks call your code; print instead",
+        "input": "the checks call your code without a keyboard",
+        "breakpoint": "the checks call your code without a keyboard; print instead",
     }
 )
 FORBIDDEN_ATTRIBUTES = frozenset(
@@ -200,7 +200,7 @@ def _uses(tree: ast.Module, exercise: Exercise) -> Forbidden:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Names that the file defines itself: a variable called `input` is nobody's keyboard."""
+    """Names that the file defines itself: a variable called `input` is allowed."""
     bound = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -1,4 +1,4 @@
-"""Three questions at the end of a chapter; the answers wait in `exercises/quiz/NN.toml`."""
+"""Three questions at the end of a chapter; the answers are in `exercises/quiz/NN.toml`."""
 
 import tomllib
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Question:
         return "\n".join(asked)
 
     def answered(self, number: int, choice: str) -> str:
-        """What to tell somebody who chose `choice`, right or wrong.
+        """The sentence about the answer `choice`, right or wrong.
 
         Raises:
             ExerciseError: the choice is none of the options.

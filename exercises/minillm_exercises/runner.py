@@ -128,7 +128,7 @@ class Runner:
         ready = self._answer(self._server, START_SECONDS)
         if "error" in ready:
             raise ExerciseError(
-                f"The checks of {self._exercise.id} cannot be imported ({ready['error']}): mend "
+                f"The checks of {self._exercise.id} cannot be imported ({ready['error']}): repair "
                 f"{self._exercise.checks.name}, or run `python -m minillm_exercises doctor`."
             )
         return self._server

@@ -58,7 +58,7 @@ def unavailable(exercise: Exercise) -> str:
 def _has_gpu() -> bool:
     if importlib.util.find_spec("torch") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
-    from minillm_exercises.doctor import torch_facts  # imports torch: only if somebody asks
+    from minillm_exercises.doctor import torch_facts  # imports torch, so only if needed
 
     return bool(torch_facts().get("cuda"))
 

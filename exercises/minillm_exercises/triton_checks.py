@@ -304,7 +304,7 @@ def bytes_read(
     seen: Seen, name: str, want: int, why: str, case: str = "", least: int | None = None
 ) -> None:
     """The kernels must load `want` bytes of a tensor, or between `least` and so many; `why` says
-    where they come from. On a GPU nobody counts: there this passes."""
+    where they come from. On a GPU bytes are not counted, and this passes."""
     if INTERPRETED:
         got = seen.loaded.get(name, 0)
         _bytes(got, want, f"bytes loaded of {name}", why, case, least)

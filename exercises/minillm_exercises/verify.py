@@ -1,8 +1,8 @@
-"""Do the graders tell right from wrong? `verify` says what to mend wherever they do not.
+"""Test the graders: `verify` reports every wrong verdict and what to repair.
 
-A grader rots quietly: it goes on saying "pass". So each is tried on submissions whose outcome is
-known: the starter, two correct solutions, known-wrong ones, mechanical mutants, nothing at all, and
-objects that claim to be equal to whatever they are compared with.
+A broken grader may go on to say "pass" unnoticed. So each grader runs on submissions with a known
+outcome: the starter, two correct solutions, wrong ones, mechanical mutants, functions that return
+nothing, and objects that claim to be equal to everything.
 """
 
 import ast
@@ -63,7 +63,7 @@ agreeable = Agreeable()
 
 @dataclass(frozen=True)
 class Problem:
-    """Something about an exercise that has to be mended; `message` is a sentence that says how."""
+    """A fault of an exercise; `message` is a sentence that says how to repair it."""
 
     exercise_id: str
     message: str
@@ -95,7 +95,7 @@ def verify(
         found, summary = _verify(exercise, repeat)
         problems += found
         if progress is not None:
-            progress(f"{exercise.id}: {summary}, {len(found)} to mend")
+            progress(f"{exercise.id}: {summary}, {len(found)} to repair")
     return problems
 
 
@@ -171,7 +171,7 @@ class _Trial:
         self.summary = "no solution"
 
     def messages(self) -> Iterator[str]:
-        """What has to be mended."""
+        """The faults of the exercise."""
         if not sum(check.points for check in self._grader.checks) > 0:
             yield "the checks give no points."
         yield from self._starter()
@@ -262,7 +262,7 @@ class _Trial:
             verdict = self._grader.run(path.read_text(encoding="utf-8"), seed=seed)
             if verdict.status != "pass":
                 yield (
-                    f"{path.name} does not pass with seed {seed}: {_said(verdict)}. Mend it, or "
+                    f"{path.name} does not pass with seed {seed}: {_said(verdict)}. Repair it, or "
                     f"the check that asks for more than the README."
                 )
 
@@ -301,7 +301,7 @@ class _Trial:
         """A mutant may be handed in, passes something, fails something, and is recognised."""
         if finding := inspect_source(mutant.source.encode(), self._exercise):
             why = finding.message.splitlines()[0]
-            yield f"mutant {mutant.name} is refused, so that nobody can make this mistake: {why}"
+            yield f"mutant {mutant.name} is refused, so no learner can make this mistake: {why}"
             return
         if self._repeat:
             self._grader.forget(mutant)  # a second run of itself must do the same

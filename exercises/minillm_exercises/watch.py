@@ -79,7 +79,7 @@ def _windows_key(seconds: float) -> str:
 
 @dataclass
 class Watcher:
-    """Watches one file after the other until somebody stops it.
+    """Watches one file after the other until it is stopped.
 
     `grade` draws the verdict of an exercise, `hint` its next hint, `board` the list of all; `path`
     says where an exercise's file is and begins it if need be; `following` is the exercise to do

@@ -7,6 +7,7 @@ running requests; a second one stops at once.
 import argparse
 import io
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from minillm.cli.options import add_engine_options, engine_arguments
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.serving.address import bound_socket
 from minillm.serving.settings import Settings
 
 USAGE = "[MODEL] [options]"
@@ -78,11 +80,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
         chat_template=template,
     )
     terminal.err = Lossy(terminal.err)  # type: ignore[assignment]
-    begin = perf_counter()
-    with terminal.progress("Importing"):
-        launch = import_server()
-    terminal.remark(phase("Imported the engine and the server", perf_counter() - begin))
-    with launch.listener(args.host, args.port) as listener:
+    with bound_socket(args.host, args.port) as listener:
+        begin = perf_counter()
+        with terminal.progress("Importing"):
+            launch = import_server()
+        terminal.remark(phase("Imported the engine and the server", perf_counter() - begin))
         begin = perf_counter()
         with terminal.progress(f"Loading {args.model}"):
             engine = launch.load(arguments, bool(args.disable_log_stats))
@@ -168,6 +170,6 @@ def import_server() -> Any:
             raise
         raise UnsupportedFeatureError(
             f"minillm serve needs the package {error.name}; install it with "
-            "pip install 'minillm-course[serve]'."
+            f"{sys.executable} -m pip install 'minillm-course[serve]'."
         ) from None
     return launch

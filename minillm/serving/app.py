@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from minillm.errors import InvalidRequestError, MinillmError
 from minillm.serving import playground_page
-from minillm.serving.api_errors import TOO_LONG, ApiError, api_error
+from minillm.serving.api_errors import ApiError, api_error
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
 from minillm.serving.gate import Gate
@@ -24,23 +24,25 @@ from minillm.serving.generation import Generation
 from minillm.serving.guard import Guard
 from minillm.serving.metrics import Metrics, ResponseCounter
 from minillm.serving.openapi import document
-from minillm.serving.params import Job, chat_job, chat_text, completion_job, listed
+from minillm.serving.params import Job, Limits, chat_job, completion_job, conversation, listed
 from minillm.serving.protocol import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    T,
     TokenizeRequest,
     parse,
 )
 from minillm.serving.replies import Header
 from minillm.serving.request_trace import RequestTrace
 from minillm.serving.settings import VERSION, Settings
-from minillm.text.tokenizer import Tokenizer
+from minillm.text.tokenizer import LONG_TEXT, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+LARGE_BODY = 2**16  # bytes; parsing fewer takes less than a millisecond
 IGNORED_HEADER = "x-minillm-ignored"
 
 
@@ -64,7 +66,8 @@ class Server:
         if self.tokenizer is not None and self.settings.chat_template is not None:
             self.tokenizer = self.tokenizer.with_chat_template(self.settings.chat_template)
         longest = 1 if self.tokenizer is None else self.tokenizer.longest_token
-        self.longest_text = self.engine.max_model_len * longest  # characters
+        context = self.engine.max_model_len
+        self.limits = Limits(context, context * longest)
 
     def check_model(self, name: str | None) -> str:
         """The name for the reply; a name that is not served is a 404."""
@@ -83,20 +86,21 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = parse(CompletionRequest, await request.body())
+        body = await read(CompletionRequest, request)
         header = self._header("cmpl", self.check_model(body.model), body, request)
         count = len(listed(body.prompt)) * (body.n or 1)
-        making = partial(off_loop, body.prompt, completion_job, body, self.defaults)
+        making = partial(off_loop, body.prompt, completion_job, body, self.defaults,
+                         self.limits)  # fmt: skip
         return await self._generate(request, body, header, count, making)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = parse(ChatRequest, await request.body())
+        body = await read(ChatRequest, request)
         header = self._header("chatcmpl", self.check_model(body.model), body, request)
 
         async def making(tokenizer: Tokenizer | None) -> Job:
             # The model's template may take long; it runs in a sandbox without a time limit.
-            arguments = body, self.defaults, self.check_length, tokenizer
+            arguments = body, self.defaults, self.limits, tokenizer
             return await asyncio.to_thread(chat_job, *arguments)
 
         return await self._generate(request, body, header, body.n or 1, making)
@@ -126,8 +130,6 @@ class Server:
         self.gate.enter(count)  # before its prompts are rendered and tokenised
         try:
             job = await making(self.tokenizer)
-            for each in job.prompts:
-                self.check_length(each)
         except BaseException:
             self.gate.leave(count)
             raise
@@ -151,21 +153,6 @@ class Server:
             raise
         return JSONResponse(reply, headers=headers | generation.headers())
 
-    def check_length(self, prompt: Mapping[str, Any]) -> None:
-        """Refuse a prompt that is far too long, before its tokens are computed or checked."""
-        context, ids = self.engine.max_model_len, prompt.get("prompt_token_ids")
-        length, what, most = len(prompt.get("prompt", "")), "characters", self.longest_text
-        if ids is not None:
-            length, what, most = len(ids), "token ids", context
-        if length > most:
-            raise ApiError(
-                400,
-                f"The prompt has {length:,} {what}, and this model's {TOO_LONG} of {context} "
-                f"tokens has at most {most:,}; shorten it.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-
     def _start(self, header: Header, job: Job, priority: int) -> Generation:
         several = len(job.prompts) > 1
         streams = [
@@ -180,7 +167,7 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        body = parse(TokenizeRequest, await request.body())
+        body = await read(TokenizeRequest, request)
         self.check_model(body.model)
         return json_reply(await asyncio.to_thread(self._tokenized, body), body)
 
@@ -189,8 +176,8 @@ class Server:
         special = body.add_special_tokens
         if body.messages is not None:
             chat = {"messages": body.messages, "add_generation_prompt": body.add_generation_prompt}
-            text = chat_text(ChatRequest.model_validate(chat), tokenizer)
-            ids = tokenizer.encode(text, bool(special))
+            made = conversation(ChatRequest.model_validate(chat), tokenizer)
+            ids = made.ids(bool(special))
         else:
             ids = tokenizer.encode(body.prompt or "", special is not False)
         texts = [tokenizer.piece(each) for each in ids] if body.return_token_strs else None
@@ -203,7 +190,7 @@ class Server:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        body = parse(DetokenizeRequest, await request.body())
+        body = await read(DetokenizeRequest, request)
         self.check_model(body.model)
         tokenizer, ids = self._needed_tokenizer(), body.tokens
         wrong = next((each for each in ids if not 0 <= each < self.engine.vocab_size), None)
@@ -279,9 +266,17 @@ class Server:
         }
 
 
+async def read(kind: type[T], request: Request) -> T:
+    """The body of a request. A large one is parsed in a thread, so that streams go on."""
+    body = await request.body()
+    if len(body) > LARGE_BODY:
+        return await asyncio.to_thread(parse, kind, body)
+    return parse(kind, body)
+
+
 def off_loop(size_of: Any, function: Callable[..., Job], *arguments: Any) -> Any:
     """Run `function` in a thread if its input is large; it would block all streams otherwise."""
-    large = isinstance(size_of, list) or len(size_of) > 10_000
+    large = isinstance(size_of, list) or len(size_of) > LONG_TEXT
 
     async def here() -> Job:
         return function(*arguments)

@@ -7,16 +7,11 @@ from typing import Any
 from minillm.api.arguments import AsyncEngineArgs
 from minillm.serving.app import build_app
 from minillm.serving.async_engine import AsyncLLMEngine
-from minillm.serving.server import HttpServer, bound_socket
+from minillm.serving.server import HttpServer
 from minillm.serving.settings import Settings
 from minillm.serving.threads import quick_switches
 
 GIB = 2**30
-
-
-def listener(host: str, port: int) -> socket.socket:
-    """A socket for the server, which does not listen yet."""
-    return bound_socket(host, port)
 
 
 def load(arguments: Mapping[str, Any], disable_log_stats: bool) -> AsyncLLMEngine:

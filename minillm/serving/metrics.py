@@ -9,7 +9,9 @@ engine does not know: how requests ended, their times, and the gaps between deli
 
 A request with several prompts counts as one request per prompt, a prompt with n=3 as three ends.
 Latencies of whole requests are of requests whose completions ended with "stop" or "length"; queue
-time and time to first token are of all requests that got a token.
+time and time to first token are of all requests whose client got a token, as in vLLM. The others
+are in `requests_without_first_token`, which vLLM lacks: without it a server would seem fast whose
+clients give up before their first token.
 """
 
 from collections import Counter
@@ -90,6 +92,7 @@ class Metrics(Collector):
             for name, (bounds, _) in HISTOGRAMS.items()
         }
         self.ends: Counter[str] = Counter()  # completions by finish reason
+        self.tokenless: Counter[str] = Counter()  # requests without a first token, by their end
         self.num_corrupted = 0
         self.responses: Counter[tuple[str, str, str]] = Counter()  # handler, method, status
         self._latest: dict[tuple[str, ...], float] = {}  # counters at the latest scrape
@@ -185,6 +188,11 @@ class Metrics(Collector):
         labels = (*LABELS, "finished_reason")
         yield self._counter("request_success", "Completions by how they ended.", labels, ends)
         yield self._counter(
+            "requests_without_first_token",
+            "Requests that ended before a token was delivered; time_to_first_token_seconds lacks "
+            "them.", labels, {(reason,): self.tokenless[reason] for reason in ("abort", "error")},
+        )  # fmt: skip
+        yield self._counter(
             "corrupted_requests", "Completions that ended because logits were not finite.",
             LABELS, {(): self.num_corrupted},
         )  # fmt: skip
@@ -247,12 +255,27 @@ class RequestObserver:
         """The request has ended; `outputs` has the latest output of each stream."""
         for index, (stream, output) in enumerate(zip(streams, outputs, strict=True)):
             if stream.error is not None:
-                if is_failure(stream.error):
-                    self._metrics.ends["error"] += self._params.n
+                if not is_failure(stream.error):
+                    continue
+                self._first(output, "error")
+                self._metrics.ends["error"] += self._params.n
             elif output is not None:
                 self._end(index, output)
             elif stream.begun:
+                self._first(output, "abort")
                 self._metrics.ends["abort"] += self._params.n
+
+    def _first(self, output: RequestOutput | None, reason: str) -> None:
+        """Observe the first token, or count a request that ended by `reason` without one."""
+        times = None if output is None else output.metrics
+        if times is None or times.ttft is None:
+            self._metrics.tokenless[reason] += 1
+            return
+        self._observe(
+            time_to_first_token_seconds=times.ttft,
+            request_queue_time_seconds=times.queue_time,
+            request_prefill_time_seconds=times.ttft - times.queue_time,
+        )
 
     def _end(self, index: int, output: RequestOutput) -> None:
         metrics, times = self._metrics, output.metrics
@@ -266,12 +289,7 @@ class RequestObserver:
             numbers.append(len(each.token_ids) if streamed is None else streamed)
             if streamed is None and times.tpot is not None and len(each.token_ids) > 1:
                 self._gaps.observe(times.tpot, len(each.token_ids) - 1)
-        if times.ttft is not None:
-            self._observe(
-                time_to_first_token_seconds=times.ttft,
-                request_queue_time_seconds=times.queue_time,
-                request_prefill_time_seconds=times.ttft - times.queue_time,
-            )
+        self._first(output, reasons[0])
         if times.ttft is None or not WHOLE.issuperset(reasons):
             return
         num_prompt = len(output.prompt_token_ids)

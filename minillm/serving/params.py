@@ -1,17 +1,20 @@
 """Prompts and sampling parameters of a request to the HTTP API."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from minillm.api.sampling_params import RequestOutputKind, SamplingParams, shown
 from minillm.errors import InvalidRequestError
+from minillm.serving.api_errors import TOO_LONG, ApiError
 from minillm.serving.protocol import (
+    MAX_CHARACTERS,
     MAX_PROMPTS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
 )
+from minillm.text.chat_prompt import ChatPrompt, chat_prompt
 from minillm.text.tokenizer import Tokenizer
 
 # Fields that SamplingParams has under the same name.
@@ -38,8 +41,51 @@ class Job:
     shows_prompt: bool = False
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Lengths above which a prompt is refused before it is tokenised or checked.
+
+    Attributes:
+        context: tokens of a prompt and its completion together.
+        characters: characters that `context` tokens may have.
+    """
+
+    context: int
+    characters: int
+
+    def check(self, prompts: Sequence[Mapping[str, Any]], keep: int | None) -> None:
+        """Raise ApiError for a prompt that is far too long. With `keep` (truncate_prompt_tokens) a
+        text may be longer than the context, but all of it is tokenised, because its last tokens may
+        depend on its beginning; so the texts of a request have at most `MAX_CHARACTERS`."""
+        texts = [len(each["prompt"]) for each in prompts if "prompt" in each]
+        if keep is not None:
+            most = max(MAX_CHARACTERS, self.characters)
+            if sum(texts) > most:
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens is for texts of at most {most:,} characters per "
+                    f"request, and the prompt has {sum(texts):,}; send the end of the text only."
+                )
+            return
+        ids = [len(each["prompt_token_ids"]) for each in prompts if "prompt_token_ids" in each]
+        for lengths, what, most in (
+            (texts, "characters", self.characters),
+            (ids, "token ids", self.context),
+        ):
+            if max(lengths, default=0) > most:
+                raise ApiError(
+                    400,
+                    f"The prompt has {max(lengths):,} {what}, and this model's {TOO_LONG} of "
+                    f"{self.context} tokens has at most {most:,}; shorten it.",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+
+
 def completion_job(
-    request: CompletionRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None
+    request: CompletionRequest,
+    defaults: Mapping[str, Any],
+    limits: Limits,
+    tokenizer: Tokenizer | None,
 ) -> Job:
     """The job of POST /v1/completions. `defaults` are the model's sampling parameters."""
     echo = bool(request.echo)
@@ -57,7 +103,9 @@ def completion_job(
         given["logprobs"] = request.logprobs
         if echo:
             given.setdefault("prompt_logprobs", request.logprobs)
-    prompts = [complete(each, request, tokenizer) for each in listed(request.prompt)]
+    given_prompts = listed(request.prompt)
+    limits.check(given_prompts, request.truncate_prompt_tokens)
+    prompts = [complete(each, request, tokenizer) for each in given_prompts]
     shows = request.prompt_logprobs is not None
     return Job(prompts, params_of(given, defaults, request), echo, hidden, shows)
 
@@ -65,11 +113,10 @@ def completion_job(
 def chat_job(
     request: ChatRequest,
     defaults: Mapping[str, Any],
-    check_length: Callable[[Mapping[str, Any]], None],
+    limits: Limits,
     tokenizer: Tokenizer | None,
 ) -> Job:
-    """The job of POST /v1/chat/completions: the conversation as one prompt. `check_length` refuses
-    a text that is far too long, before it is tokenised.
+    """The job of POST /v1/chat/completions: the conversation as one prompt.
 
     Raises:
         InvalidRequestError: the model has no chat template, or the messages do not fit it.
@@ -85,16 +132,15 @@ def chat_job(
     given["max_tokens"] = limit  # None: up to the context length
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
-    text = chat_text(request, tokenizer)
-    if request.truncate_prompt_tokens is None:
-        check_length({"prompt": text})
-    ids = tokenizer.encode(text, bool(request.add_special_tokens))
-    prompt = complete({"prompt": text, "prompt_token_ids": ids}, request, tokenizer)
+    chat = conversation(request, tokenizer)
+    limits.check([{"prompt": chat.text}], request.truncate_prompt_tokens)
+    ids = chat.ids(bool(request.add_special_tokens))
+    prompt = complete({"prompt": chat.text, "prompt_token_ids": ids}, request, tokenizer)
     shows = request.prompt_logprobs is not None
     return Job([prompt], params_of(given, defaults, request), shows_prompt=shows)
 
 
-def chat_text(request: ChatRequest, tokenizer: Tokenizer) -> str:
+def conversation(request: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
     """The conversation in the model's format."""
     if not tokenizer.has_chat_template:
         raise InvalidRequestError(
@@ -108,20 +154,21 @@ def chat_text(request: ChatRequest, tokenizer: Tokenizer) -> str:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt exclude each other; leave one out."
         )
-    text = rendered(tokenizer, request, False)
+    chat = rendered(tokenizer, request, False)
     last = request.messages[-1].get("content") if request.messages else None
     final = last.strip() if isinstance(last, str) else ""
-    if not final or final not in text:
+    found = chat.until(final) if final else None  # without the end of the turn
+    if found is None:
         raise InvalidRequestError(
             "continue_final_message needs a last message with text that the chat template keeps."
         )
-    return text[: text.rindex(final) + len(final)]  # without the end of the turn
+    return found
 
 
-def rendered(tokenizer: Tokenizer, request: ChatRequest, generates: bool) -> str:
+def rendered(tokenizer: Tokenizer, request: ChatRequest, generates: bool) -> ChatPrompt:
     """The conversation; an error does not name the folder of the model."""
     try:
-        return tokenizer.render_chat(request.messages, generates)
+        return chat_prompt(tokenizer, request.messages, generates)
     except InvalidRequestError as error:
         raise InvalidRequestError(str(error).replace(tokenizer.origin, "this model")) from None
 

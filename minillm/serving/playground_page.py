@@ -10,8 +10,8 @@ import re
 from functools import cache
 from importlib import resources
 
-SCRIPTS = ("words", "api", "generation", "tokens", "trace", "prefix", "load", "chat", "app",
-           "main")  # fmt: skip
+SCRIPTS = ("numbers", "words", "api", "generation", "tokens", "trace", "prefix", "load", "chat",
+           "app", "main")  # fmt: skip
 
 
 def page() -> str:

@@ -26,6 +26,9 @@ MAX_SEQUENCES = 16  # n: completions of one prompt
 MAX_NAMES = 10  # unknown fields and errors that a reply lists
 MAX_SHOWN = 80  # characters of a client's value in a reply
 MAX_FIELDS = 256  # of a body
+MAX_VALUES = 2**19  # commas, colons and opening brackets of a body
+MARKS = (b",", b":", b"[", b"{")
+CHUNK = 2**18  # bytes that are searched at a time
 MAX_TOKENS = 2**18  # of POST /detokenize
 MAX_CHARACTERS = 2**20  # of POST /tokenize
 
@@ -250,6 +253,11 @@ def parse(kind: type[T], body: bytes) -> T:
             most `MAX_NAMES` errors, and at most `MAX_SHOWN` characters of each value.
         UnsupportedFeatureError: a field that should constrain the output and is not supported.
     """
+    if has_too_many_values(body):
+        raise InvalidRequestError(
+            f"The body has more than {MAX_VALUES:,} JSON values; send fewer token ids or messages "
+            "per request."
+        )
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -264,6 +272,23 @@ def parse(kind: type[T], body: bytes) -> T:
         raise InvalidRequestError(explained(error, kind)) from None
     request.refuse_constraints()
     return request
+
+
+def has_too_many_values(body: bytes) -> bool:
+    """Whether a body has more than `MAX_VALUES` commas, colons and opening brackets outside of
+    strings. The JSON parser makes all objects in one call, while no other thread can run."""
+    if sum(map(body.count, MARKS)) <= MAX_VALUES:
+        return False
+    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that quotes only enclose strings
+    number = num_quotes = 0
+    for begin in range(0, len(body), CHUNK):
+        pieces = body[begin : begin + CHUNK].split(b'"')
+        outside = b"".join(pieces[num_quotes % 2 :: 2])
+        number += sum(map(outside.count, MARKS))
+        num_quotes += len(pieces) - 1
+        if number > MAX_VALUES:
+            return True
+    return False
 
 
 def explained(error: ValidationError, kind: type[BaseModel]) -> str:

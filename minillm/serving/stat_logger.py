@@ -4,10 +4,10 @@ import logging
 from dataclasses import replace
 from time import perf_counter
 
+from minillm.engine.loop import Engine
 from minillm.scheduling.acceptance import Acceptance
-from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.record import Counters
-from minillm.scheduling.scheduler import Scheduler
+from minillm.serving.engine_state import EngineState
 
 logger = logging.getLogger(__name__)
 
@@ -22,29 +22,28 @@ class StatLogger:
         self._since = perf_counter()
         self._before, self._accepted = replace(counters), Acceptance.of(counters)
 
-    def after_step(self, scheduler: Scheduler | DataParallelScheduler) -> None:
+    def after_step(self, engine: Engine) -> None:
         """Log the statistics since the last line if `INTERVAL` seconds have passed."""
         now = perf_counter()
         seconds = now - self._since
         if seconds < INTERVAL:
             return
-        after, before = scheduler.counters, self._before
-        pools = [each.blocks.pool for each in schedulers_of(scheduler)]
-        num_free = sum(each.num_free for each in pools)
+        state = EngineState.of(engine)
+        after, before = state.counters, self._before
         total = Acceptance.of(after)
         drafts = total.since(self._accepted)
-        self._since, self._before, self._accepted = now, replace(after), total
+        self._since, self._before, self._accepted = now, after, total
         num_prompt = after.num_prompt_tokens - before.num_prompt_tokens
         num_cached = after.num_cached_tokens - before.num_cached_tokens
         num_new = after.num_decode_tokens - before.num_decode_tokens + drafts.num_accepted_tokens
         logger.info(
             "%d sequences running, %d waiting; %.0f prompt and %.0f new tokens/s; %.1f%% of the KV "
             "cache in use; %.1f%% of the prompt tokens were cached; %d preemptions",
-            len(scheduler.running),
-            len(scheduler.waiting),
+            state.num_running,
+            state.num_waiting,
             (after.num_prefill_tokens - before.num_prefill_tokens) / seconds,
             num_new / seconds,
-            100 * (1 - num_free / sum(each.num_blocks for each in pools)),
+            100 * state.kv_cache_usage,
             100 * num_cached / max(num_prompt, 1),
             num_preemptions(after) - num_preemptions(before),
         )

@@ -244,7 +244,7 @@ class StepThread:
                 self.engine.step()
                 self._publish()
                 if self._stats is not None:
-                    self._stats.after_step(self.engine.scheduler)
+                    self._stats.after_step(self.engine)
             if self._drains and not self._tickets:
                 for future in self._drains:
                     self._settle(future, None)

@@ -12,7 +12,7 @@ and (unless ``legacy``) after special tokens. This module uses the file's, as Se
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import tokenizers
 
 from minillm.api.sampling_params import shown
 from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
+from minillm.text.chat_prompt import ControlTokens
 from minillm.text.chat_template import ChatTemplate, Message
 
 
@@ -244,6 +245,11 @@ class Tokenizer:
         """Characters of the longest token; a text of n tokens has at most n times as many."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The special tokens, as `chat_prompt` needs them."""
+        return ControlTokens(self._backend, partial(Tokenizer, origin=self.origin))
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the folder has a (default) chat template."""
@@ -367,12 +373,8 @@ def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
     found = config.get("chat_template")
     if found is None:
         found = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(
-        found, list
-    ):  # [{"name": "default", "template": "..."}, {"name": "tool_use", ...}]
-        found = {
-            entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)
-        }
+    if isinstance(found, list):  # [{"name": "default", "template": "..."}, ...]
+        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
     if isinstance(found, dict):
         found = found.get("default")
     return found if isinstance(found, str) else None

@@ -294,10 +294,10 @@ def test_a_line_is_logged_when_it_is_time(
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
         llm.generate([[9] * 20], params, use_tqdm=False)
         now[0] += 9.9
-        log.after_step(llm.engine.scheduler)
+        log.after_step(llm.engine)
         assert caplog.messages == []
         now[0] += 0.1
-        log.after_step(llm.engine.scheduler)
+        log.after_step(llm.engine)
     (line,) = caplog.messages
     assert line.startswith("0 sequences running, 0 waiting; 2 prompt and 0 new tokens/s; 0.0% of")
 
@@ -317,7 +317,7 @@ def test_drafts_have_a_line_of_their_own_in_the_words_of_vllm(
             params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
             llm.generate([[9] * 20], params, use_tqdm=False)
             now[0] += 10
-            log.after_step(llm.engine.scheduler)
+            log.after_step(llm.engine)
     plain, drafts = caplog.messages[::2], caplog.messages[1::2]
     assert ["1 new tokens/s" in line for line in plain] == [True, False]  # 10 in 10 s, then 5
     assert drafts == [

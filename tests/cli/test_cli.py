@@ -782,9 +782,17 @@ def test_the_demonstration_writes_and_says_how_fast(base: Path, cli: Any) -> Non
         assert row(shown.out, "operations") == cpu.describe(getattr(torch, llm.engine.dtype))
     assert "Other programs used up to 31% of the processors meanwhile" in shown.out
     named = re.findall(r"\n  \S*minillm (\w+) ", shown.out)
-    assert named == ["generate", "info", "plan", "trace", "bench"]
+    assert named == ["generate", "serve", "info", "plan", "trace", "bench"]
     assert "make lab" in shown.out
     assert max(map(len, shown.out.partition("How fast")[2].splitlines())) <= 80
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_demonstration_says_if_serving_needs_packages(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: name if installed else None)
+    assert demo.serving_needs() == ("" if installed else "; it says what to install first")
 
 
 @pytest.mark.usefixtures("small_demo")

@@ -18,7 +18,7 @@ import lab  # noqa: E402, F401
 import prose  # noqa: E402
 import stale  # noqa: E402, F401
 
-Violations = Iterator[tuple[int, str]]  # position of the cell or -1, what to mend
+Violations = Iterator[tuple[int, str]]  # position of the cell or -1, what to repair
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def rerun(chapter: Chapter) -> str:
 
 
 def report(chapter: Chapter, rule: Callable[[Chapter], Violations]) -> list[str]:
-    """One line per violation: the cell as the reader of the failure finds it, what to mend."""
+    """One line per violation: the cell as the reader of the failure finds it, what to repair."""
     lines = []
     for position, wrong in rule(chapter):
         if position < 0:

@@ -1,6 +1,6 @@
 """Rules about what a chapter says: its facts, its numbers, its predictions, nothing private.
 
-Each is a function from a chapter to (cell, what to mend); `notebook_rules` lists them all.
+Each is a function from a chapter to (cell, what to repair); `notebook_rules` lists them all.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""What a chapter must keep to, as functions from a chapter to (cell, what to mend).
+"""What a chapter must keep to, as functions from a chapter to (cell, what to repair).
 
 `test_notebooks.py` applies every rule to every notebook, `test_notebook_rules.py` shows each rule
 planted violations. A cell is its position in the notebook's list, -1 is the notebook as a whole.

@@ -122,14 +122,14 @@ def tables():
 
 
 def test_the_guide_has_every_plan_and_the_errors_are_complete():
-    made, mend = tables(), "run: python exercises/instructor_tables.py --write"
+    made, remedy = tables(), "run: python exercises/instructor_tables.py --write"
     page = text_of(made.ERRORS)
     messages = [m.teaches for e in MANIFEST.values() for m in e.mutants]
     assert messages
     assert all(messages)
-    assert not [message for message in messages if message not in page], mend
-    assert made.error_page() == page, mend
-    assert made.filled(text_of(GUIDE)) == text_of(GUIDE), mend
+    assert not [message for message in messages if message not in page], remedy
+    assert made.error_page() == page, remedy
+    assert made.filled(text_of(GUIDE)) == text_of(GUIDE), remedy
 
 
 def test_a_stale_guide_is_noticed():

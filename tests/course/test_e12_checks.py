@@ -12,21 +12,7 @@ EXERCISES = ("e12.1", "e12.2")  # for the fixture `graded`
 
 # ---- e12.1 ------------------------------------------------------------------------------------
 
-CHOOSE = """
-def choose(seen, captures):
-    rows = sorted(seen)
-    best = {0: (0, [])}
-    for _ in range(captures):
-        for end in range(len(rows), 0, -1):
-            for start in range(end):
-                if start in best:
-                    pad = sum(seen[n] * (rows[end - 1] - n) for n in rows[start:end])
-                    new = (best[start][0] + pad, best[start][1] + [rows[end - 1]])
-                    best[end] = min(best.get(end, new), new)
-    return best[len(rows)][1]
-"""
-DECODER = """
-
+MINE = """
 class Decoder:
     def __init__(self, device, sizes):
         self.device, self.top = device, sizes[-1]
@@ -56,7 +42,6 @@ class Decoder:
         self.device.replay(self.graphs[size])
         return [self.out[i] for i in range(n)]
 """
-MINE = CHOOSE + DECODER
 
 
 def changed(source: str, *swap: str) -> str:
@@ -67,7 +52,7 @@ def changed(source: str, *swap: str) -> str:
     return source
 
 
-def test_whoever_cleans_only_what_the_last_batch_left_is_right(graded: Graded) -> None:
+def test_a_decoder_that_cleans_only_what_the_last_batch_left_is_right(graded: Graded) -> None:
     assert graded("e12.1", source=MINE).status == "pass"
 
 
@@ -97,8 +82,6 @@ BUCKETS_1 = [
     (("        for i in range(self.top):\n"
       "            self.tokens[i], self.slots[i], self.lengths[i] = 0, -1, 0\n", ""),
      "captures_garbage"),
-    (("pad = sum(seen[n] * (", "pad = sum(1 * ("), "frequencies_forgotten"),
-    (("range(captures)", "range(captures - 1 or 1)"), "one_capture_unused"),
 ]  # fmt: skip
 
 
@@ -135,11 +118,12 @@ def test_who_avoids_the_graphs_is_caught(graded: Graded, old: str, new: str, say
     assert any(says in check.message for check in verdict.checks)
 
 
-def test_sizes_may_be_a_tuple_and_no_list_of_ones_own(graded: Graded) -> None:
+def test_tokens_may_be_a_tuple_and_no_list_of_ones_own(graded: Graded) -> None:
+    end = "return [self.out[i] for i in range(n)]"
     own = "class Yes(list):\n    def __eq__(self, other): return True\n\n" + MINE
-    refused = changed(own, "return best[len(rows)][1]", "return Yes(best[len(rows)][1])")
+    refused = changed(own, end, "return Yes(self.out[i] for i in range(n))")
     assert "which is a kind of list of your own" in said(graded("e12.1", source=refused))
-    plain = changed(MINE, "return best[len(rows)][1]", "return tuple(best[len(rows)][1])")
+    plain = changed(MINE, end, "return tuple(self.out[i] for i in range(n))")
     assert graded("e12.1", source=plain).status == "pass"
 
 
@@ -269,7 +253,7 @@ def test_wrong_tokens_come_with_the_row_that_was_somebody_elses(graded: Graded) 
 def test_what_the_device_cannot_do_is_said(graded: Graded) -> None:
     for old, new, says in (
         ("        if rows:\n", "        if True:\n", "A step without rows was launched"),
-        ("[:-1])\n", ")\n", "nobody's prompt without its last token is this one"),
+        ("[:-1])\n", ")\n", "no waiting request has this prompt"),
         ("self.device.fetch() if old else []", "[]", "A third step was launched: two are in the"),
         ("self.device.launch(rows)", "self.device.launch(rows + rows)", "have the same block"),
     ):

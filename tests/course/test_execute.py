@@ -121,7 +121,7 @@ def test_normalising_drops_what_is_chance_and_reports_warnings():
     made["cells"][0]["metadata"]["execution"] = {"iopub.execute_input": "2026"}
     made["metadata"] |= {"widgets": {}, "language_info": {"name": "python", "version": "3.11.7"}}
     (problem,) = execute.normalise(made)
-    assert problem == "cell 0 wrote to stderr, mend the cause: UserWarning: old"
+    assert problem == "cell 0 wrote to stderr, remove the cause: UserWarning: old"
     assert made["cells"][0]["outputs"] == [outputs[0] | {"text": "ab\n"}]
     assert made["cells"][0]["metadata"] == {"tags": ["plot"]}
     assert made["metadata"].keys() == {"kernelspec", "language_info", "minillm"}

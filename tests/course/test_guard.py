@@ -38,7 +38,7 @@ REFUSED = [  # source, what the first line of the message says
     ("eval('1')", "'eval' is not"),
     ("exec('1')", "'exec' is not"),
     ("open('x')", "reads and writes no files"),
-    ("input()", "nobody is at the keyboard"),
+    ("input()", "without a keyboard"),
     ("breakpoint()", "print instead"),
     ("globals()", "'globals' is not"),
     ("print.__globals__", "'__globals__' is not"),

@@ -1,4 +1,4 @@
-"""notebooks/conftest.py on planted notebooks: each kind of rot fails and says what to mend."""
+"""notebooks/conftest.py on planted notebooks: each kind of fault fails and says what to repair."""
 
 import os
 import re
@@ -125,7 +125,7 @@ EXPECTED = {
 }
 
 
-def test_each_kind_of_rot_fails_and_says_what_to_mend(tmp_path):
+def test_each_kind_of_fault_fails_and_says_what_to_repair(tmp_path):
     """All planted notebooks in one run on two workers, as `make test` does it: a test of its own
     for each would start pytest seven times."""
     for stem, cells in PLANTED.items():

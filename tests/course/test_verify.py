@@ -44,7 +44,7 @@ def test_sound_exercises_have_no_problem(toys: dict[str, Exercise]) -> None:
     assert verify(toys, progress=lines.append) == []
     assert len(lines) == 2
     assert lines[0].startswith("e90.1: ")
-    assert lines[0].endswith(" mechanical mutants noticed, 0 to mend")
+    assert lines[0].endswith(" mechanical mutants noticed, 0 to repair")
 
 
 def test_an_unknown_id_is_an_error(toys: dict[str, Exercise]) -> None:
@@ -223,7 +223,7 @@ ROT = [
     (mutant_fails_everything, "mutant starts_at_zero fails every check: add a check that its"),
     (mutant_far_away, "mutant starts_at_zero differs from the solution in 7 lines; at most 5"),
     (mutant_crashes, "mutant starts_at_zero should fail a check, but its verdict is crashed ("),
-    (mutant_is_refused, "mutant starts_at_zero is refused, so that nobody can make this mistake"),
+    (mutant_is_refused, "mutant starts_at_zero is refused, so no learner can make this mistake"),
     (same_message, "mutants last_window_lost and starts_at_zero teach the same sentence"),
     (same_behaviour, "mutants copy and starts_at_zero look the same to every check: add a case"),
     (no_sentence, "mutant starts_at_zero: write teaches = the sentence to its author, and change"),
@@ -255,7 +255,7 @@ ROT = [
 
 
 @pytest.mark.parametrize(("damage", "says"), ROT, ids=lambda value: getattr(value, "__name__", ""))
-def test_rot_is_found_with_what_to_mend(
+def test_a_fault_is_found_with_what_to_repair(
     toy_root: ToyRoot,
     damage: Callable[[ToyRoot], None],
     says: str,

@@ -323,7 +323,7 @@ MUTANTS = {
 def mutated(mutant: Mutant, folder: Path) -> Path:
     """A library of the one file that matters, with the mistake."""
     options = [*c_variants.PRODUCT_PATHS[mutant.path], f"-DELEMENT_{mutant.element}"]
-    names = mutant.file, "common.h", "lanes.h"
+    names = mutant.file, "common.h", "lanes.h", "panels.h"
     return build_with(names, mutant.pattern, mutant.mistake, options, folder)
 
 
@@ -404,7 +404,7 @@ LAYER_MUTANTS = {  # pattern, mistake, and who notices
     "no rotation": (r"now->cos, now->sin", "now->cos, now->cos", one_call),
     "decoding sees everything": (r"stride, s->scale, l->window", "stride, s->scale, 0", windowed),
     "the last layer is left out": (r"i < last; i\+\+", "i + 1 < last; i++", one_call),
-    "the first layer again": (r"&layers\[i\], s, now\);", "&layers[0], s, now);", one_call),
+    "the first layer again": (r"mlp_half\(&layers\[i\]", "mlp_half(&layers[0]", one_call),
     "every layer is the first": (r"now, i == 0", "now, i == first", by_halves),
     "attention in both halves": (r"halves & ATTENTION", "halves", by_halves),
     "the MLP in both halves": (r"halves & MLP", "halves", by_halves),

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,7 +230,6 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
     seen = []
 
     class Launch:
-        listener = staticmethod(lambda host, port: nullcontext())
         load = staticmethod(lambda arguments, quiet: SimpleNamespace(shutdown=lambda: None))
         memory_line = staticmethod(lambda engine: "")
         serve = staticmethod(lambda engine, settings, listener, say: seen.append(settings) or 0)
@@ -243,7 +241,7 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
         ("", [], ()),
     ):
         monkeypatch.setenv("MINILLM_API_KEY", key)
-        assert main(["serve", *arguments]) == 0
+        assert main(["serve", "--port", "0", *arguments]) == 0
         assert seen.pop().api_keys == keys
 
 
@@ -287,6 +285,19 @@ def test_the_openapi_document_is_complete_and_its_references_exist(app):
     assert "$defs" not in json.dumps(made)
     fields = made["components"]["schemas"]["CompletionRequest"]["properties"]
     assert {"prompt", "max_tokens", "stream", "n", "logprobs"} <= set(fields)
+
+
+def test_the_document_says_what_each_route_replies(app):
+    made = app.openapi()
+    for path, _, operation in openapi.operations(made):
+        kinds, more = set(operation["responses"]["200"]["content"]), set()
+        if path in ("/v1/completions", "/v1/chat/completions"):
+            more = {"text/event-stream"}
+        expected = {"/metrics": {"text/plain"}, "/debug/trace": {"application/jsonl"}}
+        assert kinds == expected.get(path, {"application/json"}) | more, path
+        assert ("security" in operation) == (path == "/health"), path  # it needs no key
+        query = [one["name"] for one in operation.get("parameters", []) if one["in"] == "query"]
+        assert query == (["last"] if path == "/debug/trace" else []), path
 
 
 def test_every_schema_of_the_document_is_a_json_schema(app):

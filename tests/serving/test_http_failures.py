@@ -64,7 +64,8 @@ def test_a_package_that_is_missing(folder: Path) -> None:
         "sys.exit(main(['serve', *sys.argv[1:]]))"
     )
     line = failed([str(folder), "--port", "0"], code)
-    assert "needs the package fastapi; install it with pip install" in line
+    command = f"{sys.executable} -m pip install 'minillm-course[serve]'"
+    assert f"needs the package fastapi; install it with {command}." in line
 
 
 class Child:

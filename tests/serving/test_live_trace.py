@@ -1,5 +1,6 @@
 """`minillm trace URL`: the trace page of a running server."""
 
+import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from minillm.cli import main
 from minillm.errors import TraceFileError
 from minillm.lab.commands import trace as command
 from minillm.lab.drawings import live
-from minillm.lab.drawings.page import MARKER
+from minillm.lab.drawings.page import MARKER, write_page
+from minillm.lab.drawings.timeline import timeline
 from minillm.serving.app import build_app
 from minillm.serving.settings import Settings
 from tests.engine.small import write_model
@@ -112,6 +114,23 @@ def test_a_page_is_not_written_over_another_file(engine, tmp_path):
     with Served(engine, Settings(("m",), request_trace=True)) as url:
         assert main(["trace", url, "-o", str(path)]) == 2
     assert path.read_text() == "my notes"
+
+
+def test_a_page_that_cannot_be_written_leaves_the_previous_one(engine, tmp_path, monkeypatch):
+    """A browser may load it at any time."""
+    path, data = tmp_path / "page.html", timeline(engine.trace)
+    write_page(data, path, reload=1)
+    before, works = path.read_text(), Path.write_text
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        works(self, text[: len(text) // 2], encoding)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(TraceFileError, match=r"page.html' cannot be written: No space left"):
+        write_page(data, path, reload=1)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ gauge num_requests_running num_requests_waiting num_requests_waiting_by_reason k
 gauge cache_config_info
 counter prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens prompt_tokens_cached
 counter generation_tokens request_success admission_rejections corrupted_requests
+counter requests_without_first_token
 histogram time_to_first_token_seconds inter_token_latency_seconds
 histogram request_time_per_output_token_seconds e2e_request_latency_seconds
 histogram request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds
@@ -267,6 +268,8 @@ def check_histograms(
     whole = [one for one in summaries if set(one.ends) <= {"stop", "length"}]
     begun = [one for one in summaries if one.ttft is not None]
     assert len(summaries) > len(begun) > len(whole) > 0
+    tokenless = [found["requests_without_first_token_total", end] for end in ("abort", "error")]
+    assert tokenless == [0, len(summaries) - len(begun)]  # every request is in one of the two
     for name, times, values in (
         ("time_to_first_token_seconds", begun, [one.ttft for one in begun]),
         ("request_queue_time_seconds", begun, [one.queue_time for one in begun]),
@@ -392,7 +395,31 @@ def test_a_client_that_leaves_before_the_reply_is_an_abort(engine):
         await asyncio.gather(task, return_exceptions=True)
         found = await scrape(app)
         assert found["request_success_total", "abort"] == 2
+        assert found["requests_without_first_token_total", "abort"] == 1
+        assert found[("time_to_first_token_seconds_count",)] == 0
         assert found[("e2e_request_latency_seconds_count",)] == 0
+
+    run(main())
+
+
+def test_a_stream_that_fails_after_its_first_token_has_its_time(engine, monkeypatch):
+    """The requests of the histogram and those of the counter are all requests."""
+    app, step = build_app(engine, Settings(("m",))), engine._engine.step
+
+    def broken() -> list[Any]:
+        if len(engine.trace) > 3:
+            raise SystemExit
+        return step()
+
+    async def main() -> None:
+        monkeypatch.setattr(engine._engine, "step", broken)
+        events = (await complete(app, "a", stream=True)).events()
+        assert "error" in events[-1]
+        assert len(events) > 1
+        found = await scrape(app)
+        assert found[("time_to_first_token_seconds_count",)] == 1
+        assert found["requests_without_first_token_total", "error"] == 0
+        assert found["request_success_total", "error"] == 1
 
     run(main())
 
@@ -414,6 +441,7 @@ def test_requests_of_a_dead_engine_are_errors_and_invalid_ones_no_ends(engine, m
         found = await scrape(app)
         assert found["request_success_total", "error"] == 2
         assert found["request_success_total", "abort"] == 0
+        assert found["requests_without_first_token_total", "error"] == 1
         assert found["http_requests_total", "/v1/completions", "POST", "503"] == 1
 
     run(main())

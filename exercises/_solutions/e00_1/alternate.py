@@ -1,7 +1,7 @@
-"""Another way: all inputs are made first, and the clock is read like fence posts.
+"""Another way: all inputs are made first, and there is one reading of the clock between two runs.
 
-With one reading between any two runs, a run's time is the difference of neighbours; the price is
-that all inputs are held at once. The median is found by counting who is smaller, without sorting.
+The time of a run is the difference of two neighbouring readings. The price is that all inputs are
+held at once. The median is found without sorting, by counting the smaller times.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ def bench(
     repeats: int,
     warmup: int,
 ) -> float:
-    """The median time of ``step(x)`` over `repeats` runs, after `warmup` runs that do not count."""
+    """Return the median time of ``step(x)`` of `repeats` runs, after `warmup` uncounted runs."""
     inputs = [setup() for _ in range(warmup + repeats)]
     posts = islice(readings(step, inputs, clock, sync), warmup, None)
     times = [after - before for before, after in pairwise(posts)]

@@ -1,10 +1,12 @@
-"""Six lines, and each of them has been forgotten in a published benchmark.
+"""Wait for the device, read the clock, run, wait again, read again; then take the median.
 
-Why the median and not the fastest run? They answer different questions. Whatever disturbs a run
-makes it slower, so the *minimum* comes nearest to what the machine can do (that is how the ceilings
-of the roofline are measured), while the *median* is what somebody will wait. A mean answers
-neither: one interrupted run of nine moves it as far as it likes. And a clock has a grain: where a
-step is not far longer than one tick of the real clock, time a loop of many and divide.
+Each of these steps has been forgotten in a published benchmark.
+
+Why the median and not the fastest run? They answer different questions. Every disturbance makes a
+run slower, so the *minimum* is nearest to what the machine can do (the ceilings of the roofline are
+measured in this way), while the *median* is the time that a user usually waits. A mean answers
+neither question: one interrupted run of nine can change it by any amount. A real clock has a
+resolution. If a step is not much longer than one tick, time a loop of many steps and divide.
 """
 
 import statistics
@@ -19,7 +21,7 @@ def bench(
     repeats: int,
     warmup: int,
 ) -> float:
-    """The median time of ``step(x)`` over `repeats` runs, after `warmup` runs that do not count."""
+    """Return the median time of ``step(x)`` of `repeats` runs, after `warmup` uncounted runs."""
     times = []
     for _ in range(warmup + repeats):
         x = setup()

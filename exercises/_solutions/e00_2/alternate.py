@@ -1,8 +1,8 @@
 """Another way: strict alternation a b a b, the order the task warns of, and interpolation.
 
-On a slope, what the other program would have taken in between is the mean of its two neighbours,
-so every three runs in a row give the ratio exactly. These windows overlap: an interruption spoils
-three of them, the jump two, of ``4 * blocks - 2``, and the middle one is still among the good.
+On a slope, the time of the other program at the middle run is the mean of its two neighbours, so
+every three consecutive runs give the exact ratio. These groups of three overlap: an interruption
+spoils three of them and the jump two, of ``4 * blocks - 2``, so the median is still a good one.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def timed(program: Callable[[], object], clock: Callable[[], float]) -> float:
 def compare(
     a: Callable[[], object], b: Callable[[], object], clock: Callable[[], float], blocks: int
 ) -> float:
-    """How many times as long as b does a take?"""
+    """Return how many times as long as b the program a takes."""
     times = [timed(program, clock) for program in islice(cycle((a, b)), 4 * blocks)]
     ratios = []
     for i in range(1, len(times) - 1):

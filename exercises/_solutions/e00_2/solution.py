@@ -1,13 +1,12 @@
-"""The order a b b a, and the quotient taken inside each block, before anything is averaged.
+"""The order a b b a, with one quotient per block, and the median of these quotients.
 
-If run i takes 1 + i * d times as long, a has the runs i and i + 3 of a block and b the runs i + 1
-and i + 2: both pairs of numbers have the same sum, so d cancels *exactly*, not on average.
-Laboratories compare weights on drifting scales in this order. The next longer one is a b b a b a
-a b, the Thue-Morse sequence: it cancels a quadratic drift as well.
+If run i takes 1 + i * d times as long, a has the runs i and i + 3 of a block, and b the runs i + 1
+and i + 2. Both pairs have the same sum, so d cancels *exactly*, not only on average. Laboratories
+compare weights on drifting scales in this order. The next longer order is a b b a b a a b, the
+Thue-Morse sequence, which also cancels a quadratic drift.
 
-What is left, one block with a jump in it and some with interruptions, are outliers, and a median
-of quotients does not move far as long as they are fewer than half. Among exact quotients it does
-not move at all.
+A block with a jump and blocks with interruptions are outliers. As long as they are fewer than half,
+the median of exact quotients does not change at all.
 """
 
 import statistics
@@ -17,7 +16,7 @@ from collections.abc import Callable
 def compare(
     a: Callable[[], object], b: Callable[[], object], clock: Callable[[], float], blocks: int
 ) -> float:
-    """How many times as long as b does a take?"""
+    """Return how many times as long as b the program a takes."""
 
     def seconds(program: Callable[[], object]) -> float:
         start = clock()

@@ -1,7 +1,7 @@
-"""Another way: one function for a whole prompt from nothing, and a difference of two of them.
+"""Another way: count a whole prompt without a cache, and take a difference of two such counts.
 
-What follows a cache costs what the whole would, less what is cached already; `past` then needs no
-formula of its own. The layer is written down as a list of its matrices.
+The work after a cache is the work of the whole text minus that of the cached part, so `past` needs
+no formula of its own. The matrices of a layer are written as a list.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Shape:
 
 
 def forward_flops(shape: Shape, tokens: int, past: int = 0) -> int:
-    """Operations of one forward pass over `tokens` new tokens that follow `past` cached ones."""
+    """Count the operations of a forward pass over `tokens` new tokens after `past` cached ones."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     outputs = [query, key, key, query, *3 * [shape.intermediate]]  # q k v o, gate up down
 

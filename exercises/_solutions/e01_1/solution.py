@@ -1,15 +1,15 @@
-"""Two habits make such a count checkable: one term per matrix, and one *derivative* per term.
+"""Write one term per matrix; then each term can be tested by its *derivative*.
 
-The count is a polynomial in the shape. Its slope in `intermediate` is the MLP and nothing else, its
-slope in `vocab` the logits, so two calls isolate a term in anybody's formula, also in a library
-whose source you cannot read: that is how the checks know which factor is missing.
+The count is a polynomial in the shape. Its slope in `intermediate` is the MLP alone, and its slope
+in `vocab` is the logits alone. So two calls isolate a term in any formula, also in a library whose
+source you cannot read. The checks use this to name a missing factor.
 
-And three readings of the result. Per token the products cost 2 operations per weight, whence the
-rule "2N per token"; the rule leaves out attention, which overtakes the products where the mean
-context reaches weights per layer / (2 * heads * head_dim): 26,624 tokens for the shape of
-Llama-3.1-8B. GQA makes the cache smaller, not attention: kv_heads is not in the pair term. And a
-prompt of T tokens has T * (T + 1) / 2 pairs, which is why doubling a long prompt nearly
-quadruples that term.
+Three consequences of the result. Per token the products cost 2 operations per weight, which is the
+rule "2N per token". The rule leaves out attention, which exceeds the products when the mean context
+reaches weights per layer / (2 * heads * head_dim): 26,624 tokens for the shape of Llama-3.1-8B. GQA
+makes the cache smaller but not attention, because kv_heads is not in the term of the pairs. And a
+prompt of T tokens has T * (T + 1) / 2 pairs, so doubling a long prompt nearly quadruples that
+term.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Shape:
 
 
 def forward_flops(shape: Shape, tokens: int, past: int = 0) -> int:
-    """Operations of one forward pass over `tokens` new tokens that follow `past` cached ones."""
+    """Count the operations of a forward pass over `tokens` new tokens after `past` cached ones."""
     query = shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
     projections = 2 * shape.hidden * query + 2 * shape.hidden * kv  # q, o and k, v

@@ -1,8 +1,8 @@
-"""Another way: the lengths are sorted once, and the knee is put together bit by bit.
+"""Another way: the lengths are sorted once, and the knee is found bit by bit.
 
-Sorted, the sequences shorter than the window are a prefix, so no layer and no sequence is looked
-at twice. The search keeps the largest number of tokens that is *not* longer and tries to add to it
-ever smaller powers of two; exact fractions compare the two times.
+After sorting, the sequences shorter than the window are a prefix of the list. The search keeps the
+largest number of tokens whose operations do *not* take longer, and tries to add smaller and smaller
+powers of two. Exact fractions compare the two times.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ class Shape:
 
 
 def step_bytes(shape: Shape, lengths: Sequence[int], value_bytes: int = 2) -> int:
-    """Bytes read by one decoding step of a batch: weights once, cached positions per sequence."""
+    """Return the bytes that one decoding step of a batch reads."""
     projections = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     layer = shape.hidden * (projections + 3 * shape.intermediate)
     ordered = sorted(lengths)
@@ -50,7 +50,7 @@ def knee(
     bandwidth: int,
     most: int,
 ) -> int | None:
-    """The smallest number of tokens, 1 to `most`, whose operations take longer than its bytes."""
+    """Return the smallest t from 1 to `most` whose operations take longer than its bytes."""
     waits = 0  # so many tokens still wait for bytes
     for bit in reversed(range(most.bit_length())):
         more = waits + (1 << bit)

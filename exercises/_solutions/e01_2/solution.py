@@ -1,14 +1,14 @@
 """Weights once per step, cache once per sequence; and a comparison of quotients without dividing.
 
-f / peak > b / bandwidth is f * bandwidth > b * peak: in Python's integers this is exact, where two
-rounded quotients can agree although the numbers differ (the checks have such a pair). The search
-is also one call of the standard library: bisect_left(range(1, most + 1), True, key=...).
+f / peak > b / bandwidth is the same as f * bandwidth > b * peak. In Python's integers this is
+exact, while two rounded quotients can be equal although the numbers differ (the checks have such a
+pair). The search can also be written as bisect_left(range(1, most + 1), True, key=...).
 
-The result is worth reading as well. A model with one global layer in six keeps reading almost the
-same: beyond the window a longer sequence costs only its global layers. And the knee of a prompt of
-t tokens lies near the machine's ridge, peak / bandwidth, because its bytes hardly depend on t and
-each 16-bit weight gives 2 * t operations for 2 bytes: on an H100 at about 300 tokens. A shorter
-prompt takes as long as one of 300, which is why it is worth computing several in one pass.
+What the result shows: a model with one global layer in six reads little more for longer texts,
+because beyond the window a longer sequence costs only its global layers. And the knee of a prompt
+is near the machine's ridge, peak / bandwidth: its bytes hardly depend on t, and each 16-bit weight
+gives 2 * t operations for 2 bytes. On an H100 this is about 300 tokens. A shorter prompt takes as
+long as one of 300, so it is worth computing several of them in one pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Shape:
 
 
 def step_bytes(shape: Shape, lengths: Sequence[int], value_bytes: int = 2) -> int:
-    """Bytes read by one decoding step of a batch: weights once, cached positions per sequence."""
+    """Return the bytes that one decoding step of a batch reads."""
     query = shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
     layer = shape.hidden * (2 * query + 2 * kv + 3 * shape.intermediate)
@@ -50,7 +50,7 @@ def knee(
     bandwidth: int,
     most: int,
 ) -> int | None:
-    """The smallest number of tokens, 1 to `most`, whose operations take longer than its bytes."""
+    """Return the smallest t from 1 to `most` whose operations take longer than its bytes."""
     low, high = 1, most + 1  # the answer is in low .. high, and high stands for "none"
     while low < high:
         middle = (low + high) // 2

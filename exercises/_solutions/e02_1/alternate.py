@@ -1,7 +1,7 @@
-"""Another way: a heap hands out the tokens best first, and nothing is ever normalised.
+"""Another way: a heap returns the tokens best first, and no probability is normalised.
 
-A token stays when the weights *before* it are less than `top_p` of the total, which is the same as
-keeping the fewest that reach it. The draw scales `u` up instead of the shares down and bisects.
+A token is kept if the weights *before* it are less than `top_p` of the total, which is the same as
+keeping the fewest that reach it. The draw multiplies `u` by the total and bisects.
 """
 
 import heapq
@@ -25,7 +25,7 @@ def weights(logits: list[float], ids: list[int], temperature: float) -> list[flo
 
 
 def keep(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[int]:
-    """Ids of the tokens that may be drawn, best first; of equal logits the smaller id first."""
+    """Return the ids that may be drawn, best first; of equal logits the smaller id."""
     limit = 1 if temperature == 0 else top_k or None
     ids = list(islice(best_first(logits), limit))
     if top_p == 1 or temperature == 0:
@@ -36,7 +36,7 @@ def keep(logits: list[float], temperature: float, top_k: int, top_p: float) -> l
 
 
 def choose(logits: list[float], temperature: float, top_k: int, top_p: float, u: float) -> int:
-    """The kept token in whose share of the probability `u` (0 <= u < 1) lies, best first."""
+    """Return the first kept token at which the sum of probabilities exceeds `u`."""
     ids = keep(logits, temperature, top_k, top_p)
     if len(ids) == 1:
         return ids[0]

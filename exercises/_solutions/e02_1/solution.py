@@ -1,20 +1,20 @@
-"""The inverse of the running sum: one number `u` is a draw from any list of shares.
+"""The inverse of the running sum: one number `u` draws from any list of probabilities.
 
-This and the Gumbel trick of chapter 02 draw from the same law with different luck. Here one number
-decides, so the tokens need an order and a running sum; there every token has a number of its own
-and waits for no other, which suits a GPU and lets a kernel draw without sorting.
+This draw and the Gumbel trick of chapter 02 have the same law, but use random numbers differently.
+Here one number decides, so the tokens need an order and a running sum. There every token has its
+own number, which suits a GPU and lets a kernel draw without sorting.
 
-The order has a use too. With the best token first, a lower temperature moves each border to the
-right, so for the same `u` the choice can only move up the ranking: two settings can be compared
-with the same luck, and what differs is the setting. And the last line is needed: seven shares of
-1/7 sum to 0.9999999999999998, and `u` may be larger than that.
+The order has a use as well. The best token comes first, so a lower temperature moves each border to
+the right, and for the same `u` the choice can only move up the ranking. Two settings can therefore
+be compared with the same `u`. The last line is needed: seven probabilities of 1/7 sum to
+0.9999999999999998, and `u` may be larger than that.
 """
 
 import math
 
 
 def keep(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[int]:
-    """Ids of the tokens that may be drawn, best first; of equal logits the smaller id first."""
+    """Return the ids that may be drawn, best first; of equal logits the smaller id."""
     ids = [token for token, logit in enumerate(logits) if logit > -math.inf]
     ids.sort(key=lambda token: -logits[token])  # stable: equal logits keep the order of their ids
     if temperature == 0:
@@ -32,7 +32,7 @@ def keep(logits: list[float], temperature: float, top_k: int, top_p: float) -> l
 
 
 def choose(logits: list[float], temperature: float, top_k: int, top_p: float, u: float) -> int:
-    """The kept token in whose share of the probability `u` (0 <= u < 1) lies, best first."""
+    """Return the first kept token at which the sum of probabilities exceeds `u`."""
     ids = keep(logits, temperature, top_k, top_p)
     reached = 0.0
     for token, share in zip(ids, shares(logits, ids, temperature), strict=True):

@@ -1,8 +1,8 @@
-"""Another way: the entropy in one pass, and two queues that walk away from it.
+"""Another way: the entropy in one pass, and two queues that lead away from it.
 
-The pass keeps the largest logit so far and rescales when a larger one comes, so no list of
-probabilities is needed for it. Ranked by logit, the tokens above and below the entropy are two
-queues that are each in order already; merging their heads gives the order of the distances.
+The pass keeps the largest logit so far and rescales when a larger one is found, so it needs no list
+of probabilities. Ranked by logit, the tokens above and below the entropy form two sorted queues;
+merging them gives the order of the distances.
 """
 
 import heapq

@@ -15,7 +15,7 @@ import math
 
 
 def entropy(logits: list[float]) -> float:
-    """The expected surprise of the next token, in nats: the sum of p * (-ln p)."""
+    """Return the expected surprise of the next token, in nats: the sum of p * (-ln p)."""
     return sum(math.exp(-s) * s for s in surprises(logits) if s < math.inf)
 
 

@@ -1,7 +1,7 @@
 """e03.1 another way: no score matrix and no mask.
 
-`attend` walks over the stored tokens, oldest first, and keeps per query a running maximum, sum of
-weights and weighted sum of values (online softmax): a token is shown only to the queries behind it.
+`attend` goes through the stored tokens, oldest first, and keeps per query a running maximum, a sum
+of weights and a weighted sum of values (online softmax). A token is used only for later queries.
 """
 
 import torch
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of several requests in one layer, each request in a row of its own.
+    """The keys and values of several requests in one layer; each request has its own row.
 
-    The memory is given, filled with NaN: `keys` and `values` are [B, Hkv, S, D], and slot p of
-    row b belongs to position p of request b.
+    The caller provides the memory, filled with NaN: `keys` and `values` are [B, Hkv, S, D].
+    Slot p of row b belongs to position p of request b.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Use this memory; nothing is in it yet."""
+        """Use this memory, in which no token is stored yet."""
         self.keys, self.values = keys, values
         self.filled = [0] * keys.shape[0]
 
@@ -24,7 +24,7 @@ class KVCache:
         """Store the next T tokens of a request: keys and values [T, Hkv, D], T at least 1.
 
         Raises:
-            ValueError: they do not fit; then nothing has changed.
+            ValueError: the tokens do not fit; nothing is changed.
         """
         slots = torch.arange(self.filled[row], self.filled[row] + len(keys))
         if slots[-1] >= self.keys.shape[2]:
@@ -34,7 +34,7 @@ class KVCache:
         self.filled[row] += len(keys)
 
     def attend(self, row: int, queries: Tensor) -> Tensor:
-        """Causal attention of the queries [T, H, D] of the last T stored tokens -> [T, H, D]."""
+        """Return causal attention for the queries [T, H, D] of the last T tokens -> [T, H, D]."""
         tokens, heads, width = queries.shape
         group = heads // self.keys.shape[1]
         first = self.filled[row] - tokens  # the position of queries[0]

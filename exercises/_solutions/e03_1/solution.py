@@ -1,13 +1,13 @@
-"""The cache is four lines; the mask is what people get wrong.
+"""The cache needs four lines; the mask is where most mistakes are made.
 
 The queries of a piece are the *last* T of L positions. So the mask is a triangle whose corner is at
-the lower right, and `is_causal=True` of torch's attention, whose corner is at the upper left, fits
-only when nothing was cached before. With one query there is nothing to hide, which is why a cache
-without any mask writes good text, token by token, until somebody gives it a prompt.
+the lower right. `is_causal=True` of torch's attention has its corner at the upper left, and is
+right only if no token was cached before. For one query nothing has to be hidden. So a cache without
+any mask writes correct text token by token, until it gets a prompt or a piece of several tokens.
 
-Two more things to take away. Positions of a head lie side by side in memory ([.., S, D], not
-[S, .., D]), so that a step reads one stretch per head. And the query heads that share a key-value
-head become one more dimension of the queries: keys and values are never repeated.
+Two more points. The positions of a head are contiguous in memory ([.., S, D], not [S, .., D]), so a
+step reads one stretch per head. And the query heads that share a key-value head become one more
+dimension of the queries, so keys and values are never repeated.
 """
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of several requests in one layer, each request in a row of its own."""
+    """The keys and values of several requests in one layer; each request has its own row."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Use this memory; nothing is in it yet."""
+        """Use this memory, in which no token is stored yet."""
         self.keys, self.values = keys, values  # [B, Hkv, S, D]
         self.lengths = [0] * keys.shape[0]
 
@@ -33,7 +33,7 @@ class KVCache:
         self.lengths[row] = end
 
     def attend(self, row: int, queries: Tensor) -> Tensor:
-        """Causal attention of the queries [T, H, D] of the last T stored tokens -> [T, H, D]."""
+        """Return causal attention for the queries [T, H, D] of the last T tokens -> [T, H, D]."""
         length = self.lengths[row]
         keys, values = self.keys[row, :, :length], self.values[row, :, :length]  # [Hkv, L, D]
         count, heads, dim = queries.shape

@@ -1,7 +1,7 @@
-"""e03.2 another way: the slots pull, the tokens are not pushed.
+"""e03.2 another way: for each slot, find the token that belongs there.
 
 With n tokens so far, slot s has to hold position n - 1 - (n - 1 - s) % W, or nothing if that is
-negative. Whoever asks the slots needs no special case for short texts, long prompts or the seam.
+negative. This needs no special case for short texts, for long prompts, or for the end of the ring.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of x [T, heads, D] whose tokens stand at `positions` [T]. Given: use it."""
+    """Apply the rotary embedding to x [T, heads, D] of tokens at `positions` [T]. Given: use it."""
     half = x.shape[-1] // 2
     speed = 100.0 ** (-torch.arange(half) / half)  # [D / 2], radians per position
     angle = positions[:, None, None] * speed  # [T, 1, D / 2]
@@ -21,14 +21,14 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class RingCache:
-    """Keys and values of the latest W tokens of one request in one layer.
+    """The keys and values of the latest W tokens of one request in one layer.
 
-    The memory is given, filled with NaN: `keys` and `values` are [Hkv, W, D], and position p
-    lives in slot p % W.
+    The caller provides the memory, filled with NaN: `keys` and `values` are [Hkv, W, D].
+    Position p is stored in slot p % W.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Use this memory; nothing is in it yet."""
+        """Use this memory, in which no token is stored yet."""
         self.keys, self.values = keys, values
         self.count = 0
 
@@ -49,7 +49,7 @@ class RingCache:
         self.values[:, asks] = values[token].movedim(0, 1)
 
     def attend(self, query: Tensor) -> Tensor:
-        """Attention of the newest token's query [H, D], not yet rotated, over what is kept."""
+        """Return attention for the query [H, D] (not yet rotated) of the newest token."""
         used = self.positions() >= 0
         keys, values = self.keys[:, used], self.values[:, used]  # [Hkv, n, D], in slot order
         query = rotate(query[None], torch.tensor([self.count - 1]))[0]

@@ -1,13 +1,13 @@
-"""The ring is out of order, and nothing has to be done about it.
+"""The keys in the ring are out of order, and this needs no correction.
 
-Attention is a sum over a *set* of keys: their order in memory changes nothing. What order there
-is, is inside the keys, as their rotation, and a dot product of two rotated vectors knows only how
-far apart their positions are. So a key is rotated once, by its position in the text, and never
-touched again; where it lives is of no importance to anybody. Rotating by the slot would work until
-the ring goes round, and then put the newest token before the oldest.
+Attention is a sum over a *set* of keys, so their order in memory does not matter. Their positions
+are contained in the keys, as a rotation, and a dot product of two rotated vectors depends only on
+the distance of their positions. So a key is rotated once, by its position in the text, and never
+changed again; its slot does not matter. Rotating by the slot works until the ring has gone round
+once, and then puts the newest token before the oldest.
 
-A prompt longer than the ring would write some slots twice in one assignment, and torch does not say
-which of the two writes wins: cut it first.
+A prompt longer than the ring would write some slots twice in one assignment, and torch does not
+define which of the two writes wins. So cut it first.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of x [T, heads, D] whose tokens stand at `positions` [T]. Given: use it."""
+    """Apply the rotary embedding to x [T, heads, D] of tokens at `positions` [T]. Given: use it."""
     half = x.shape[-1] // 2
     speed = 100.0 ** (-torch.arange(half) / half)  # [D / 2], radians per position
     angle = positions[:, None, None] * speed  # [T, 1, D / 2]
@@ -27,10 +27,10 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class RingCache:
-    """Keys and values of the latest W tokens of one request in one layer."""
+    """The keys and values of the latest W tokens of one request in one layer."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Use this memory; nothing is in it yet."""
+        """Use this memory, in which no token is stored yet."""
         self.keys, self.values = keys, values  # [Hkv, W, D]
         self.seen = 0
 
@@ -44,7 +44,7 @@ class RingCache:
         self.seen += keys.shape[0]
 
     def attend(self, query: Tensor) -> Tensor:
-        """Attention of the newest token's query [H, D], not yet rotated, over what is kept."""
+        """Return attention for the query [H, D] (not yet rotated) of the newest token."""
         held = min(self.seen, self.keys.shape[1])
         keys, values = self.keys[:, :held], self.values[:, :held]  # [Hkv, L, D]
         newest = torch.tensor([self.seen - 1])

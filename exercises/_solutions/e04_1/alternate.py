@@ -1,7 +1,7 @@
-"""e04.1 another way: one key-value head after the other, two plain matrix products each.
+"""e04.1 another way: one key-value head after the other, with two matrix products each.
 
-The group's queries are the rows of one matrix [T * G, Dk], so the keys of a head are a view
-[S, Dk], and the mask is a lower triangle that begins as far right as there are older positions.
+The queries of a group are the rows of one matrix [T * G, Dk], so the keys of a head are a view
+[S, Dk]. The mask is a lower triangle, shifted right by the number of older positions.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """e04.2 another way: one head of keys for a tall matrix of queries, and no einsum.
 
-All heads of all tokens are rows, [T * H, R + Dr], and meet one matrix of keys, the latents with
-their rotated parts. On the way back the heads stand side by side, as w_o has them.
+All heads of all tokens are rows, [T * H, R + Dr], and are multiplied with one matrix of keys: the
+latents with their rotated parts. Afterwards the heads are put next to each other, as in w_o.
 """
 
 import torch

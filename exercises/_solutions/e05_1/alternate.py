@@ -1,9 +1,9 @@
-"""Another way: one grid of cells, id and whether it is text; the three tables are views of it.
+"""Another way: one grid of cells (id, is it text); the three tables are computed from it.
 
-A cell is never changed once it is there, and `append` adds one to each row. What the checks read
-is computed from the grid when they ask, so there is nothing that could fall behind. A pad sees
-itself alone, which is always one slot, and its position is the number of text tokens before it, as
-for a text: the first pads have 0, and those behind a text have less than the row has slots.
+A cell never changes, and `append` adds one to each row. The tables are properties, which are
+computed when they are read, so they cannot be out of date. A pad sees only itself, which is always
+one slot. Its position is the number of text tokens before it, as for text: 0 for the first pads,
+and less than the number of slots for the pads after a text.
 """
 
 from itertools import accumulate
@@ -15,7 +15,7 @@ class Batch:
     """Texts in rows of equal length, pads on the left."""
 
     def __init__(self, prompts: list[list[int]], pad: int) -> None:
-        """One row per prompt, as long as the longest of them."""
+        """Make one row per prompt, as long as the longest prompt."""
         self.blank: Cell = (pad, False)
         self.grid: list[list[Cell]] = [[(token, True) for token in prompt] for prompt in prompts]
         longest = max(map(len, prompts), default=0)
@@ -23,12 +23,12 @@ class Batch:
             row[:0] = [self.blank] * (longest - len(row))
 
     def append(self, tokens: list[int | None]) -> None:
-        """One more slot: each row's next token, or a pad where the row has ended (None)."""
+        """Add one slot: the next token of each row, or a pad if the row has ended (None)."""
         for row, token in zip(self.grid, tokens, strict=True):
             row.append(self.blank if token is None else (token, True))
 
     def wasted(self) -> tuple[int, int]:
-        """How many slots hold a pad, and how many slots there are."""
+        """Return the number of slots that hold a pad, and the number of all slots."""
         text = [is_text for row in self.grid for _, is_text in row]
         return text.count(False), len(text)
 

@@ -1,30 +1,30 @@
-"""One flag per slot, text or pad; the rest is read off the flags.
+"""One bool per slot, text or pad; all tables follow from these bools.
 
-The flags cannot be recovered from the ids, for a text may contain the pad's id. Positions count
-flags, the mask asks for the flag of the key, and what is wasted is a count of False.
+The bools cannot be recovered from the ids, because a text may contain the pad's id. A position
+counts them, the mask asks for the bool of the key, and `wasted` counts those that are False.
 
-A slot always sees itself, pad or not, so no softmax is over nothing. That costs nothing: no text
-looks at a pad, so it does not matter what comes out of one.
+A slot always sees itself, pad or not, so every softmax is over at least one slot. This changes no
+text, because no text sees a pad.
 
-Positions matter here because the model of the checks has a table of them. In a model that rotates
-queries and keys only their differences count, and a row whose positions are all too large by its
-number of pads gives the same output. The mistake then stays unseen until a row is computed once in
-this batch and once in another, and its cached keys do not fit.
+Positions matter here because the model of the checks has a table of positions. In a model that
+rotates queries and keys, only differences of positions count. If all positions of a row are too
+large by its number of pads, the output is the same, and the mistake shows only when the cached keys
+of this batch are used in another batch.
 """
 
 
 class Batch:
-    """Texts of different lengths in rows of equal length, filled up with pads on the left."""
+    """Texts of different lengths in rows of equal length, with pads on the left."""
 
     def __init__(self, prompts: list[list[int]], pad: int) -> None:
-        """One row per prompt, as long as the longest of them."""
+        """Make one row per prompt, as long as the longest prompt."""
         self.pad = pad
         size = max(map(len, prompts))
         self.text = [[False] * (size - len(prompt)) + [True] * len(prompt) for prompt in prompts]
         self.ids = [[pad] * (size - len(prompt)) + prompt for prompt in prompts]
 
     def append(self, tokens: list[int | None]) -> None:
-        """One more slot: each row's next token, or a pad where the row has ended (None)."""
+        """Add one slot: the next token of each row, or a pad if the row has ended (None)."""
         for row, token in enumerate(tokens):
             self.text[row].append(token is not None)
             self.ids[row].append(self.pad if token is None else token)
@@ -44,6 +44,6 @@ class Batch:
         return [[key == query or (text[key] and key < query) for key in slots] for query in slots]
 
     def wasted(self) -> tuple[int, int]:
-        """How many slots hold a pad, and how many slots there are."""
+        """Return the number of slots that hold a pad, and the number of all slots."""
         flags = [flag for text in self.text for flag in text]
         return flags.count(False), len(flags)

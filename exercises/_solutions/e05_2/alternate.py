@@ -1,8 +1,8 @@
-"""Another way: write the step time down once, as a fraction, and search for the edges.
+"""Another way: write the time of a step as a fraction, and search for the borders.
 
-More sequences never make a step shorter nor the memory emptier, and whoever is bound by operations
-stays so. So each answer is the place where a row of no and yes changes, and a search that doubles
-until it has passed it, and then halves, needs some thirty questions for a batch of a billion.
+A larger batch never makes a step shorter, and it never needs less memory. A batch that is bound by
+operations stays so when it grows. So each answer is the place where a sequence of no and yes
+changes. Doubling until it is passed, and then halving, takes some thirty tests for a billion.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def throughput(costs: Costs, batch: int) -> int:
 
 
 def compute_bound_from(costs: Costs) -> int | None:
-    """The smallest batch whose operations take longer than its bytes; None if there is none."""
+    """Return the smallest batch whose operations take longer than its bytes, or None."""
     growth = transfer(costs, 2) - transfer(costs, 1)
     if compute(costs, 1) <= growth:
         return None  # each sequence adds as much to the bytes: what the weights take stays

@@ -44,7 +44,7 @@ def largest_batch(costs: Costs, target: int) -> int:
 
 
 def throughput(costs: Costs, batch: int) -> int:
-    """Tokens per second of all `batch` sequences together, rounded down."""
+    """Return the tokens per second of all `batch` sequences together, rounded down."""
     num_bytes = costs.weight_bytes + batch * costs.context * costs.token_bytes
     reading = Fraction(num_bytes, costs.bandwidth)
     computing = Fraction(batch * costs.flops, costs.peak)
@@ -52,7 +52,7 @@ def throughput(costs: Costs, batch: int) -> int:
 
 
 def compute_bound_from(costs: Costs) -> int | None:
-    """The smallest batch whose operations take longer than its bytes; None if there is none."""
+    """Return the smallest batch whose operations take longer than its bytes, or None."""
     cache = costs.context * costs.token_bytes
     gain = costs.flops * costs.bandwidth - cache * costs.peak  # of operations, per sequence
     if gain <= 0:

@@ -1,7 +1,7 @@
-"""Another way: nobody counts down. Who sits down at step t with n tokens leaves after t + n - 1.
+"""Another way: no countdown. A request that starts at step t with n tokens ends after t + n - 1.
 
-Two heaps: the free seats, the lowest number first, and the appointments, by step and seat. A step
-looks only at who sits down and who has to leave now, in the order in which they are reported.
+There are two heaps: the free seats, lowest number first, and the ends, by step and seat. A step
+looks only at the requests that start or end now, in the order in which they are reported.
 """
 
 import heapq
@@ -9,10 +9,10 @@ from collections import deque
 
 
 class Scheduler:
-    """Gives the seats of a batch to requests, anew in every step."""
+    """Assigns the seats of a batch to requests in every step."""
 
     def __init__(self, seats: int) -> None:
-        """So many requests can run in one step; nobody is there yet."""
+        """Make `seats` empty seats and an empty queue."""
         self.sitting: list[str | None] = [None] * seats
         self.free = list(range(seats))  # sorted, so it is a heap
         self.leaving: list[tuple[int, int]] = []  # (last step, seat)
@@ -24,7 +24,7 @@ class Scheduler:
         self.queue.extend((name, tokens) for name, tokens in requests)
 
     def step(self) -> tuple[list[str | None], list[str]]:
-        """Who makes a token in each seat in this step, and who ended with it, by seat."""
+        """Return the name in each seat in this step, and the names that ended, by seat."""
         self.now += 1
         while self.free and self.queue:
             seat = heapq.heappop(self.free)

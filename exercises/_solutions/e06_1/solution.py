@@ -1,32 +1,32 @@
-"""Three loops over the seats, in this order: sit down, make a token, stand up.
+"""Three loops over the seats, in this order: fill the free seats, make tokens, empty seats.
 
-The first result is a copy of the seats between the first loop and the last, which is when everybody
-who makes a token sits there. A seat that becomes empty in the last loop is taken in the first loop
-of the next step: that is all of iteration-level scheduling (Yu et al., "Orca", 2022), and the only
-difference from a static batch, which would sit down only when all seats are empty.
+The first result is a copy of the seats between the first and the last loop, when every request that
+makes a token is in its seat. A seat that becomes empty in the last loop is taken in the first loop
+of the next step. This is iteration-level scheduling (Yu et al., "Orca", 2022), and the only
+difference from a static batch, which fills its seats only when all of them are empty.
 
-No case leaves early. The published scheduler returned an empty list as soon as nobody was left
-running, and so forgot those who had ended in this very step.
+There is no early return. The published scheduler returned an empty list when no request was left,
+and so did not report the requests that had ended in this very step.
 """
 
 from collections import deque
 
 
 class Scheduler:
-    """Gives the seats of a batch to requests, anew in every step."""
+    """Assigns the seats of a batch to requests in every step."""
 
     def __init__(self, seats: int) -> None:
-        """So many requests can run in one step; nobody is there yet."""
+        """Make `seats` empty seats and an empty queue."""
         self.seats: list[str | None] = [None] * seats
         self.left: dict[str, int] = {}  # tokens still to make
         self.queue: deque[tuple[str, int]] = deque()
 
     def add(self, requests: list[tuple[str, int]]) -> None:
-        """Requests arrive, as (name, tokens to make); they join the queue in this order."""
+        """Append requests (name, tokens to make) to the queue, in this order."""
         self.queue.extend(requests)
 
     def step(self) -> tuple[list[str | None], list[str]]:
-        """Who makes a token in each seat in this step, and who ended with it, by seat."""
+        """Return the name in each seat in this step, and the names that ended, by seat."""
         for seat, name in enumerate(self.seats):
             if name is None and self.queue:
                 first, tokens = self.queue.popleft()

@@ -1,15 +1,16 @@
-"""Another way: no request has a counter, for two numbers say how often the oldest was overtaken.
+"""Another way: without counters, because two numbers tell how often the oldest was overtaken.
 
-Number the requests as they come. All that came before the oldest one, number k, have been admitted,
-and they are k. If n have been admitted in all, the other n - k came later: they overtook it. The
-shortest comes from a heap, in which those who left as the oldest stay until they surface.
+Number the requests in the order of arrival. All k requests before the oldest one, number k, have
+been admitted. If n have been admitted in all, the other n - k arrived later and overtook it. The
+shortest comes from a heap; requests that were admitted as the oldest stay in it until they are on
+top.
 """
 
 import heapq
 
 
 class ShortFirst:
-    """A queue: the shortest predicted answer first, until the oldest was overtaken too often."""
+    """A queue that admits the shortest answer first, unless the oldest was overtaken too often."""
 
     def __init__(self, patience: int) -> None:
         """At most `patience` later arrivals may overtake a request."""
@@ -27,7 +28,7 @@ class ShortFirst:
         return waiting + self.patience
 
     def admit(self, free: int) -> list[str]:
-        """Admit up to `free` requests, one after the other; their names in this order."""
+        """Admit up to `free` requests, one after the other; return their names in this order."""
         waiting = len(self.names) - len(self.gone)
         return [self.names[self.next()] for _ in range(min(free, waiting))]
 

@@ -1,17 +1,17 @@
 """A list in the order of arrival, and a counter per request.
 
-When the request at some place of the list is admitted, those before that place came earlier and
-still wait: exactly they have been overtaken. So the counters never grow from the front of the list
-to its end, and whether anybody is out of patience can be read off the first.
+When the request at some place of the list is admitted, exactly the requests before that place are
+overtaken: they arrived earlier and still wait. So the counters never increase from the front of the
+list to its end, and the first one shows whether any request has reached its limit.
 
-The promise holds for the same reason. Those who wait already can be admitted once each, and of the
-later ones at most `patience` overtake this request: before one more could, either this request is
-the oldest and goes first, or an older one is out of patience and goes first. Shortest first alone
-promises nothing, first come first served promises the number of those who wait: `patience` is the
-price, in places, that a long request pays at most so that the short ones wait less.
+The promise holds for the same reason. The waiting requests can be admitted once each, and at most
+`patience` of the later ones overtake this request: before one more could, either this request is
+the oldest and is next, or an older one is at its limit and is next. Shortest first alone promises
+nothing. First come, first served promises the number of waiting requests. So `patience` is the
+number of places that a long request loses at most, so that the short ones wait less.
 
-Lengths have to be guessed in real serving; a guess of the order is enough (Fu et al., "Efficient
-LLM Scheduling by Learning to Rank", 2024), and the promise holds for the worst guesses as well.
+In real serving, lengths have to be predicted. Predicting their order is enough (Fu et al.,
+"Efficient LLM Scheduling by Learning to Rank", 2024), and the promise holds for any prediction.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Waiting:
 
 
 class ShortFirst:
-    """A queue: the shortest predicted answer first, until the oldest was overtaken too often."""
+    """A queue that admits the shortest answer first, unless the oldest was overtaken too often."""
 
     def __init__(self, patience: int) -> None:
         """At most `patience` later arrivals may overtake a request."""
@@ -35,13 +35,13 @@ class ShortFirst:
         self.queue: list[Waiting] = []  # oldest first
 
     def add(self, name: str, predicted: int) -> int:
-        """A request arrives; the largest number of requests that can be admitted before it."""
+        """Add a request; return how many requests may be admitted before it, at most."""
         promise = len(self.queue) + self.patience
         self.queue.append(Waiting(name, predicted))
         return promise
 
     def admit(self, free: int) -> list[str]:
-        """Admit up to `free` requests, one after the other; their names in this order."""
+        """Admit up to `free` requests, one after the other; return their names in this order."""
         admitted: list[str] = []
         while self.queue and len(admitted) < free:
             place = self._next()

@@ -1,14 +1,14 @@
-"""Another way: the tables are the only books. A block is free when it stands in none of them.
+"""Another way: only the tables are stored. A block is free if it is in none of them.
 
-So nothing can be counted wrongly: `free` forgets a table, `fork` writes a second one, and what is
-free or shared is read off all tables when somebody asks. A real pool has too many blocks for that.
+So no count can be wrong: `free` forgets a table, `fork` writes a second one, and free and shared
+blocks are found by looking at all tables. A real pool has too many blocks for that.
 """
 
 from collections import Counter
 
 
 class BlockManager:
-    """Which blocks hold which sequence: `num_blocks` blocks of `block_size` tokens each."""
+    """Manages the tables of sequences in `num_blocks` blocks of `block_size` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """No sequences, so all blocks are free."""
@@ -25,7 +25,7 @@ class BlockManager:
         return [block for block in reversed(range(self.num_blocks)) if block not in held]
 
     def num_free(self) -> int:
-        """How many blocks nobody holds."""
+        """Return the number of free blocks."""
         return len(self.spare())
 
     def table(self, name: str) -> list[int]:
@@ -42,7 +42,7 @@ class BlockManager:
         return True
 
     def append(self, name: str) -> tuple[int, int, int | None] | None:
-        """Make room for one more token: (block, offset, the block to copy from or None)."""
+        """Make room for a token; return (block, offset, the block to copy from or None)."""
         self.check(used=name)
         length, table = self.books[name]
         offset = length % self.block_size
@@ -62,7 +62,7 @@ class BlockManager:
         self.books[child] = self.books[parent]
 
     def free(self, name: str) -> None:
-        """End a sequence: what nobody else holds becomes free."""
+        """End a sequence; blocks without another holder become free."""
         self.check(used=name)
         del self.books[name]
 

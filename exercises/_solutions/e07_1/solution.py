@@ -1,19 +1,19 @@
-"""A block is written by its only holder or by nobody: that is the whole of copy on write.
+"""Only the single holder of a block may write into it: this rule is copy-on-write.
 
-The number of holders decides it, and it decides for both sides. Of two sequences that share a
-partly filled block, the first one to write pays for the copy, whichever it is; by then the other
-is alone and writes where it always wrote. So a fork into n answers costs at most n - 1 copies of
-one block, however long the prompt is. A full block is never written again, so it is shared for
-ever and costs nothing: with a prompt that ends at a block's border there is no copy at all.
+The number of holders decides, for both sides. If two sequences share a partly filled block, the
+first one to write pays for the copy. The other one is then the only holder and writes in place. So
+a fork into n answers costs at most n - 1 copies of one block, however long the prompt is. A full
+block is never written again, so it is shared at no cost: if the prompt ends at the border of a
+block, there is no copy at all.
 
-All questions are asked before anything changes. A refusal after half of the work would leave
-blocks that belong to no table, and a scheduler asks again and again: the pool would leak one block
-with every question.
+All tests come before all changes. A refusal after half of the work would leave blocks that belong
+to no table, and a scheduler tries again and again: the pool would lose one block with every
+attempt.
 """
 
 
 class BlockManager:
-    """Which blocks hold which sequence: `num_blocks` blocks of `block_size` tokens each."""
+    """Manages the tables of sequences in `num_blocks` blocks of `block_size` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """All blocks are free."""
@@ -24,7 +24,7 @@ class BlockManager:
         self.lengths: dict[str, int] = {}  # tokens of each sequence
 
     def num_free(self) -> int:
-        """How many blocks nobody holds."""
+        """Return the number of free blocks."""
         return len(self.free_blocks)
 
     def table(self, name: str) -> list[int]:
@@ -32,7 +32,7 @@ class BlockManager:
         return list(self.tables[name])
 
     def allocate(self, name: str, num_tokens: int) -> bool:
-        """Begin a sequence with a prompt of `num_tokens`, at least 0; False if it does not fit."""
+        """Begin a sequence with `num_tokens` tokens; return False if they do not fit."""
         if name in self.tables:
             raise ValueError(f"{name!r} is in use")
         count = -(-num_tokens // self.block_size)
@@ -43,7 +43,7 @@ class BlockManager:
         return True
 
     def append(self, name: str) -> tuple[int, int, int | None] | None:
-        """Make room for one more token: (block, offset, the block to copy from or None)."""
+        """Make room for a token; return (block, offset, the block to copy from or None)."""
         if name not in self.tables:
             raise ValueError(f"there is no {name!r}")
         table, offset = self.tables[name], self.lengths[name] % self.block_size
@@ -70,7 +70,7 @@ class BlockManager:
             self.holders[block] += 1
 
     def free(self, name: str) -> None:
-        """End a sequence: what nobody else holds becomes free."""
+        """End a sequence; blocks without another holder become free."""
         if name not in self.tables:
             raise ValueError(f"there is no {name!r}")
         for block in self.tables.pop(name):

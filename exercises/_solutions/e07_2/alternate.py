@@ -1,15 +1,15 @@
-"""Another way: a sequence keeps a queue of the blocks it sees; all before them is None.
+"""Another way: a sequence keeps a queue of the blocks it sees; all entries before them are None.
 
-A table is a run of None and then the queue, so its length follows from the number of tokens, and
-letting go is popping at the left until the queue is as long as it has to be. A block with its
-holders' names is in one dictionary, from which it goes with the last of them.
+A table is a run of None followed by the queue, so the number of tokens gives its length. Giving up
+blocks means popping at the left until the queue has the right length. A dictionary stores each
+block with the names of its holders, and drops it with the last of them.
 """
 
 from collections import deque
 
 
 class WindowManager:
-    """`num_blocks` blocks of `block_size` tokens; nobody looks back over more than `window`."""
+    """Manages tables in `num_blocks` blocks of `block_size` tokens, for a window of `window`."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
         """All blocks are free."""
@@ -19,7 +19,7 @@ class WindowManager:
         self.lengths: dict[str, int] = {}
 
     def num_free(self) -> int:
-        """How many blocks nobody holds."""
+        """Return the number of free blocks."""
         return self.num_blocks - len(self.held)
 
     def span(self, length: int) -> tuple[int, int]:
@@ -57,19 +57,19 @@ class WindowManager:
         self.grow(name, num_tokens)
 
     def append(self, name: str) -> tuple[int, int]:
-        """Add one token: (block, offset) where it has to be written."""
+        """Add one token; return (block, offset), where the caller writes it."""
         length = self.lengths[name]
         self.grow(name, length + 1)
         return self.seen[name][-1], length % self.size
 
     def fork(self, parent: str, child: str) -> None:
-        """Begin `child` with the tokens of `parent`, whose last block is full, in its blocks."""
+        """Begin `child` in the blocks of `parent`, whose last block is full."""
         self.seen[child], self.lengths[child] = self.seen[parent].copy(), self.lengths[parent]
         for block in self.seen[child]:
             self.held[block].add(child)
 
     def free(self, name: str) -> None:
-        """End a sequence: what nobody else holds becomes free."""
+        """End a sequence; blocks without another holder become free."""
         for block in self.seen.pop(name):
             self.drop(name, block)
         del self.lengths[name]

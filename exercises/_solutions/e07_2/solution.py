@@ -1,21 +1,21 @@
 """A marker costs one entry and saves an offset.
 
-The first blocks of a long text are gone, and the table still begins with them. One could cut them
-off and remember how many there were; then everybody who turns a position into a slot (the writing
-of keys, the attention kernel, the fork) would have to subtract, and whoever forgets it reads a
-neighbour's block without any error. With markers the division p // block_size stays right for
-ever, and a wrong read meets None.
+The first blocks of a long text are gone, and the table still has entries for them. One could remove
+the entries and remember their number. But then all code that turns a position into a slot (writing
+keys, the attention kernel, the fork) has to subtract it, and code that does not would read the
+wrong block without any error. With markers, the division p // block_size stays correct, and a wrong
+read finds None.
 
-How many blocks does one sequence hold at most? The window's `window` tokens touch the most blocks
-when the oldest of them is alone in its block: that one, and as many as the other window - 1 tokens
-fill, rounded up. A pool of that size is enough for a text of any length, if the old block is given
-back before the new one is taken: the first and the last of these blocks come and go in the same
-step.
+How many blocks does one sequence hold at most? The `window` tokens overlap the most blocks when the
+oldest of them is alone in its block: that block, and those that the other window - 1 tokens fill,
+rounded up. A pool of that size is enough for a text of any length, if the old block is given up
+before the new one is taken: the first of these blocks leaves in the step in which the last one
+begins.
 """
 
 
 class WindowManager:
-    """`num_blocks` blocks of `block_size` tokens; nobody looks back over more than `window`."""
+    """Manages tables in `num_blocks` blocks of `block_size` tokens, for a window of `window`."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
         """All blocks are free."""
@@ -26,7 +26,7 @@ class WindowManager:
         self.lengths: dict[str, int] = {}  # tokens of each sequence
 
     def num_free(self) -> int:
-        """How many blocks nobody holds."""
+        """Return the number of free blocks."""
         return len(self.free_blocks)
 
     def table(self, name: str) -> list[int | None]:
@@ -34,13 +34,13 @@ class WindowManager:
         return list(self.tables[name])
 
     def allocate(self, name: str, num_tokens: int) -> None:
-        """Begin a sequence with a prompt of `num_tokens`, at least 1, perhaps beyond the window."""
+        """Begin a sequence with `num_tokens` (at least 1) tokens, also more than the window."""
         places, unseen = -(-num_tokens // self.block_size), self._unseen(num_tokens)
         self.tables[name] = [None if i < unseen else self._take() for i in range(places)]
         self.lengths[name] = num_tokens
 
     def append(self, name: str) -> tuple[int, int]:
-        """Add one token: (block, offset) where it has to be written."""
+        """Add one token; return (block, offset), where the caller writes it."""
         table, offset = self.tables[name], self.lengths[name] % self.block_size
         self.lengths[name] += 1
         for place in range(self._unseen(self.lengths[name])):
@@ -52,7 +52,7 @@ class WindowManager:
         return block, offset
 
     def fork(self, parent: str, child: str) -> None:
-        """Begin `child` with the tokens of `parent`, whose last block is full, in its blocks."""
+        """Begin `child` in the blocks of `parent`, whose last block is full."""
         self.tables[child] = list(self.tables[parent])
         self.lengths[child] = self.lengths[parent]
         for block in self.tables[parent]:
@@ -60,7 +60,7 @@ class WindowManager:
                 self.holders[block] += 1
 
     def free(self, name: str) -> None:
-        """End a sequence: what nobody else holds becomes free."""
+        """End a sequence; blocks without another holder become free."""
         for block in self.tables.pop(name):
             self._give_up(block)
 

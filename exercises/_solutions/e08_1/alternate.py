@@ -1,8 +1,8 @@
-"""Another way: lay all wishes in one line, and cut the line at the budget.
+"""Another way: put the tokens of all requests in one line, and cut the line at the budget.
 
-Nobody is passed over, so a wish that ends before the cut is granted, one that begins behind it is
-not, and one across it gets what lies before it: the difference of two running sums, each of them
-cut at the budget.
+No request is skipped. So a request that ends before the cut gets all its tokens, one that begins
+after the cut gets none, and one across the cut gets those before it. This is the difference of two
+running sums, each of them limited to the budget.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def plan(
     seats: int,
     limit: int | None = None,
 ) -> dict[str, int]:
-    """How many tokens each request computes in this step; who computes none is left out."""
+    """Return the number of tokens of each request that computes any in this step."""
     line = sorted(running, key=lambda request: request[1] > 1)  # stable: decoding first
     line += waiting[: seats - len(running)]
     wishes = [todo if limit is None else min(todo, limit) for _, todo in line]

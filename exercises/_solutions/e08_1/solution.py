@@ -1,19 +1,19 @@
-"""One queue, three groups: the order in which requests are asked is the whole policy.
+"""One queue of three groups: the order in which requests get tokens is the whole policy.
 
-Decoding comes first because its price is small and its delay is seen: one token of the budget each,
-against a gap in somebody's text. Prompts take what is left, and the step is always as long as the
-budget allows, so a long prompt slows everybody down by the same known amount instead of stopping
-them for as long as it is.
+Decoding requests come first, because they cost one token of the budget each, and a user sees the
+delay if they wait. Prompts take what is left. A step is never longer than the budget allows, so a
+long prompt slows down the other requests by the same known amount in each step, instead of stopping
+them until it is finished.
 
-A request is given less than it needs only where the budget ends (or its limit): so at most one
-chunk per step is cut by the budget, and whoever comes after it gets nothing. That is why nobody
-overtakes although nobody waits for anybody by name. The limit breaks this on purpose: it keeps
-one very long prompt from having the whole rest of every step to itself.
+A request gets less than it needs only at the end of the budget or at its limit. So at most one
+chunk per step is cut by the budget, and later requests get nothing. Therefore no request is
+overtaken. The limit breaks this rule on purpose: it keeps one very long prompt from using the whole
+rest of every step.
 """
 
 from collections.abc import Sequence
 
-Request = tuple[str, int]  # its name, and how many tokens it has still to compute
+Request = tuple[str, int]  # its name, and the number of tokens it still has to compute
 
 
 def plan(
@@ -23,7 +23,7 @@ def plan(
     seats: int,
     limit: int | None = None,
 ) -> dict[str, int]:
-    """How many tokens each request computes in this step; who computes none is left out."""
+    """Return the number of tokens of each request that computes any in this step."""
     decoding = [request for request in running if request[1] == 1]
     prefills = [request for request in running if request[1] > 1]
     admitted = waiting[: seats - len(running)]

@@ -1,8 +1,8 @@
 """Another way: ask the blocks instead of the sequences.
 
-Victims go from the latest arrival on, so a block becomes free with the earliest of its holders.
-Sort the blocks by that arrival, the latest first: the last victim is the one with whom the block
-at place `missing` becomes free, and all who came after it go, too.
+Victims are preempted from the latest arrival on, so a block becomes free when the earliest of its
+holders is preempted. Sort the blocks by that arrival, the latest first. The last victim is the one
+whose preemption frees block number `missing` of this order, and all later arrivals go as well.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,12 @@ def preempt(
     running: Sequence[Any],
     needy: str,
     missing: int,
-    host_free: int,
     token_price: int | Fraction,
     block_price: int | Fraction,
-) -> tuple[list[tuple[str, str]], int] | None:
-    """Who has to go, in which way, and the tokens lost; None if it would be in vain."""
+) -> list[tuple[str, str]] | None:
+    """Return the victims with their ways; None if all later arrivals together are too few."""
     if missing == 0:
-        return [], 0
+        return []
     freed_with: dict[int, int] = {}  # block: the arrival of its earliest holder
     for one in sorted(running, key=lambda one: -one.arrival):
         freed_with |= dict.fromkeys(one.blocks, one.arrival)
@@ -30,23 +29,15 @@ def preempt(
         return None
     victims = [one for one in running if one.arrival >= chances[missing - 1]]
     victims.sort(key=lambda one: one.arrival, reverse=True)
-    return ways(victims, host_free, token_price, block_price)
+    return ways(victims, token_price, block_price)
 
 
 def ways(
-    victims: Sequence[Any],
-    host_free: int,
-    token_price: int | Fraction,
-    block_price: int | Fraction,
-) -> tuple[list[tuple[str, str]], int]:
-    """The cheaper way for each victim, while the host has room, and the tokens lost."""
-    chosen, lost = [], 0
+    victims: Sequence[Any], token_price: int | Fraction, block_price: int | Fraction
+) -> list[tuple[str, str]]:
+    """Return each victim's name with the cheaper of the two ways."""
+    chosen = []
     for one in victims:
-        count = len(one.blocks)
-        if count <= host_free and 2 * count * block_price < one.computed * token_price:
-            host_free -= count
-            chosen.append((one.name, "swap"))
-        else:
-            lost += one.computed
-            chosen.append((one.name, "recompute"))
-    return chosen, lost
+        gain = one.computed * token_price - 2 * len(one.blocks) * block_price
+        chosen.append((one.name, "swap" if gain > 0 else "recompute"))
+    return chosen

@@ -1,17 +1,17 @@
-"""What a victim frees is not what it holds.
+"""The blocks that a victim frees are not the blocks that it holds.
 
-Sequences that share a prompt hold most of their blocks together. To preempt one of them loses its
-work and frees next to nothing; only the last holder gives the shared part back. So the holders
-have to be counted down, victim by victim, and a scheduler that believes it has freed what a table
-is long runs out of memory in the next line.
+Sequences that share a prompt hold most of their blocks together. Preempting one of them loses its
+work and frees few blocks: only the last holder frees a shared block. So the solution counts the
+holders of each block, and lowers these counts victim by victim. A scheduler that takes the length
+of a victim's table for the number of freed blocks runs out of memory in the next step.
 
-The order is by arrival, and neither by size nor by gain, because preemption must come to an end:
-the first to arrive is never preempted, so it finishes, then the second is the first. Somebody who
-chose the cheapest victim could choose the same one for ever.
+Victims are chosen by arrival, not by size and not by cost, because preemption must come to an end.
+The request that arrived first is never preempted, so it finishes; then the second one is the
+first. A scheduler that always preempts the cheapest victim could preempt the same one for ever.
 
-Both prices grow with the length, the swap by the block, the recomputation by the token, so with
-fixed prices most victims go the same way. What turns the choice is a last block that is nearly
-empty, or a host that is full.
+Both costs grow with the length of a sequence: swapping by the block, recomputing by the token. With
+fixed prices most victims therefore take the same way. A last block that is nearly empty can change
+the choice, and so can a full host, which this exercise leaves out.
 """
 
 from collections import Counter
@@ -25,40 +25,36 @@ class Running:
     """A running sequence, for your own trials; the checks pass objects with these fields."""
 
     name: str
-    arrival: int  # smaller for who came earlier; no two are equal
-    computed: int  # tokens in its cache
-    blocks: tuple[int, ...]  # their numbers; who has the same number shares that block
+    arrival: int  # an earlier arrival has a smaller number; no two are equal
+    computed: int  # the number of tokens in its cache
+    blocks: tuple[
+        int, ...
+    ]  # the numbers of its blocks; a number in two sequences is a shared block
 
 
 def preempt(
     running: Sequence[Running],
     needy: str,
     missing: int,
-    host_free: int,
     token_price: int | Fraction,
     block_price: int | Fraction,
-) -> tuple[list[tuple[str, str]], int] | None:
-    """Who has to go so that `missing` blocks become free, in which way, and the tokens lost."""
+) -> list[tuple[str, str]] | None:
+    """Return the victims that make `missing` blocks free, each with "swap" or "recompute"."""
     since = next(sequence.arrival for sequence in running if sequence.name == needy)
     later = sorted((s for s in running if s.arrival > since), key=lambda s: s.arrival)
     victims = enough(later, Counter(b for s in running for b in s.blocks), missing)
     if victims is None:
         return None
-    ways, lost = [], 0
+    ways = []
     for victim in victims:
         size = len(victim.blocks)
         cheaper = 2 * size * block_price < victim.computed * token_price
-        if cheaper and size <= host_free:
-            ways.append((victim.name, "swap"))
-            host_free -= size
-        else:
-            ways.append((victim.name, "recompute"))
-            lost += victim.computed
-    return ways, lost
+        ways.append((victim.name, "swap" if cheaper else "recompute"))
+    return ways
 
 
 def enough(later: list[Running], holders: Counter[int], missing: int) -> list[Running] | None:
-    """The latest of `later` whose leaving frees `missing` blocks; None if all are too few."""
+    """Return the latest arrivals that free `missing` blocks; None if all together are too few."""
     victims, freed = [], 0
     while freed < missing:
         if not later:

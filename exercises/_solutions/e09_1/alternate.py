@@ -1,9 +1,9 @@
-"""Without a tree: the longest texts in a sorted list, from which the edges can be read.
+"""Without a tree: the longest texts in a sorted list, from which the edges can be computed.
 
-In the order of a dictionary a new text has its longest common start with one of its two
-neighbours, so a binary search finds the match. A text that is a start of another is not kept; one
-that goes on behind a kept text takes its place. An edge ends where a text parts from some other
-one, and equal starts are counted once.
+In dictionary order, a new text has its longest common prefix with one of its two neighbours, so a
+binary search finds the match. A text that is a prefix of another is not stored; a text that
+continues a stored one replaces it. An edge ends where a text differs from another, and equal
+prefixes are counted once.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ class RadixTree:
         self.texts: dict[str, list[tuple[Text, Text]]] = {}
 
     def insert(self, tokens: list[int], slots: list[int], salt: str) -> int:
-        """Store a text; returns how many of its tokens were there already and keep their slots."""
+        """Store a text; return how many of its tokens were stored already and keep their slots."""
         known = self.match(tokens, salt, False)
         text, kept = tuple(tokens), self.texts.setdefault(salt, [])
         if len(known) < len(text):
@@ -50,7 +50,7 @@ class RadixTree:
         return list(best[: len(text) - sampling])
 
     def edges(self, salt: str) -> list[list[int]]:
-        """The tokens of every edge of this salt's tree, sorted."""
+        """Return the tokens of every edge of this salt's tree, sorted."""
         texts = [text for text, _ in self.texts.get(salt, [])]
         ends = {}  # an edge, by the whole text up to its end
         for text in texts:

@@ -1,14 +1,14 @@
-"""Only three things can happen to an edge, and a walk meets each of them at one place.
+"""Three things can happen at an edge, and each of them has one place in the walk.
 
-All of it agrees: go on below. The tokens end inside it: nothing to store. The texts part inside
-it: split it, and after that the walk stands at the end of an edge again, as in the first case. So
-what is stored is always hung below an edge that ends where one stands.
+The whole edge agrees: continue below it. The tokens end inside it: nothing is stored. The texts
+differ inside it: split it; after that, the walk is at the end of an edge, as in the first case. So
+new tokens are always stored below an edge that ends at the current place.
 
-The tree that results depends on the texts alone, not on the order in which they came: it has an
-edge for each text that is no start of another, and for each place where texts part, except at the
-root. Ten turns of one conversation are one edge, where a tree with a node per token has as many
-nodes as tokens. And each edge has the slots of its own tokens, no more and no fewer, so a match
-of any length brings its memory with it.
+The resulting tree depends only on the texts, not on the order in which they arrived. It has an edge
+for each text that is no prefix of another, and for each place where texts differ, except at the
+root. Ten turns of one conversation are one edge, while a tree with a node per token has as many
+nodes as tokens. And each edge has the slots of exactly its own tokens, so a match of any length
+returns its own memory.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Edge:
-    """A run of tokens, the slots of their keys and values, and what may follow, by first token."""
+    """A run of tokens, the slots of their keys and values, and its children by first token."""
 
     tokens: list[int]
     slots: list[int]
@@ -24,7 +24,7 @@ class Edge:
 
 
 def common_length(one: list[int], other: list[int]) -> int:
-    """How many of the first tokens of two lists are equal."""
+    """Return the length of the common prefix of two lists."""
     length = 0
     while length < min(len(one), len(other)) and one[length] == other[length]:
         length += 1
@@ -32,14 +32,14 @@ def common_length(one: list[int], other: list[int]) -> int:
 
 
 class RadixTree:
-    """Texts and the slots of their keys and values: per salt a tree whose edges are long."""
+    """Texts and the slots of their keys and values: one tree per salt."""
 
     def __init__(self) -> None:
-        """No texts. A root is an edge without tokens."""
+        """Make a tree without texts. A root is an edge without tokens."""
         self.roots: dict[str, Edge] = {}
 
     def insert(self, tokens: list[int], slots: list[int], salt: str) -> int:
-        """Store a text; returns how many of its tokens were there already and keep their slots."""
+        """Store a text; return how many of its tokens were stored already and keep their slots."""
         root = edge = self.roots.setdefault(salt, Edge([], []))
         at = 0
         while at < len(tokens) and tokens[at] in edge.children:
@@ -65,9 +65,9 @@ class RadixTree:
         edge.children = {tail.tokens[0]: tail}
 
     def match(self, tokens: list[int], salt: str, sampling: bool) -> list[int]:
-        """The slots of the longest start of `tokens` that is in the tree, one per token.
+        """Return the slots of the longest prefix of `tokens` in the tree, one per token.
 
-        With `sampling`, the last of `tokens` is left out, for it has to be computed.
+        With `sampling`, leave out the last of `tokens`, which has to be computed.
         """
         found: list[int] = []
         wanted = tokens[:-1] if sampling else tokens
@@ -81,7 +81,7 @@ class RadixTree:
         return found
 
     def edges(self, salt: str) -> list[list[int]]:
-        """The tokens of every edge of this salt's tree, sorted."""
+        """Return the tokens of every edge of this salt's tree, sorted."""
         found, waiting = [], [self.roots.get(salt, Edge([], []))]
         while waiting:
             edge = waiting.pop()

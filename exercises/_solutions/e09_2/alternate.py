@@ -1,9 +1,9 @@
-"""Nothing is written to the blocks above: `evict` works out what they inherit from below.
+"""The blocks above are not changed: `evict` computes what they inherit from the blocks below.
 
-A use and a running request are noted at the block that was named, and nowhere else. A parent is
-always older in the dict than its children, so one walk from the youngest block to the oldest hands
-both up, before anything goes. Whoever is not busy has nobody busy below it, so it can go in the
-end: the number of such blocks says at once whether `count` is too much.
+A use and a running request are stored only at the block that was named. A parent is always older in
+the dict than its children, so one walk from the youngest block to the oldest passes both up before
+any block is removed. A block without a pin has no pinned block below it, so it can be removed in
+the end: the number of such blocks shows whether `count` is possible.
 """
 
 import heapq
@@ -11,30 +11,30 @@ from collections import Counter
 
 
 class BlockTree:
-    """Cached blocks, each below the block before it in the text, and the order in which they go."""
+    """A tree of cached blocks, each below the block before it in the text."""
 
     def __init__(self) -> None:
-        """No blocks."""
+        """Make a tree without blocks."""
         self.above: dict[int, int | None] = {}  # oldest first
         self.used: dict[int, int] = {}  # when it, or one below it, was named last
         self.running: Counter[int] = Counter()  # requests, by the block they were started with
 
     def add(self, block: int, parent: int | None, now: int) -> None:
-        """A new block below `parent`, or at the top; it and all above it are used now."""
+        """Add a block below `parent`, or at the top; it and all blocks above it are used now."""
         self.above[block] = parent
         self.used[block] = now
 
     def start(self, block: int, now: int) -> None:
-        """A request starts: it uses this block and all above it now, and pins them."""
+        """Start a request, which uses and pins this block and all blocks above it."""
         self.used[block] = now
         self.running[block] += 1
 
     def finish(self, block: int) -> None:
-        """A request that was started with this block has ended: its pins go."""
+        """End a request that started with this block, and remove its pins."""
         self.running[block] -= 1
 
     def evict(self, count: int) -> list[int]:
-        """Remove `count` blocks, the leaf used longest ago first; their numbers, in this order."""
+        """Remove `count` blocks, the earliest last use first; return their numbers."""
         busy = {block for block, requests in self.running.items() if requests}
         below: Counter[int | None] = Counter()
         for block, parent in reversed(self.above.items()):

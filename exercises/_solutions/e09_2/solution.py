@@ -1,13 +1,13 @@
-"""A pin goes all the way up, so whether it can be done is one sum; a heap does the rest.
+"""A pin goes all the way up, so one sum tells whether an eviction is possible.
 
-Whoever pins a block pins what is above it. So below a block without a pin there is none with one,
-and all blocks without pins could go in the end, leaves first: their number says before anything
-is removed whether the request for room can be met.
+A request pins its block and all blocks above it. So no pinned block is below a block without a pin,
+and all blocks without pins can be evicted in the end, leaves first. Their number therefore tells
+before any removal whether `count` is possible.
 
-With the uses it is the same: a parent was last used no earlier than its children. So the order of
-last use alone would nearly do, were it not for equal times. But a request uses all of a path at
-one moment, so equal times are the rule, and only "leaves first" keeps the top of a text in place
-until nothing hangs below it.
+The same holds for uses: the last use of a parent is never before that of its children. So the order
+of last use alone would nearly be enough, except for equal times. But a request uses a whole path at
+one moment, so equal times are usual, and only "leaves first" keeps the beginning of a text in the
+cache until no block is left below it.
 """
 
 import heapq
@@ -26,10 +26,10 @@ class Node:
 
 
 class BlockTree:
-    """Cached blocks, each below the block before it in the text, and the order in which they go."""
+    """A tree of cached blocks, each below the block before it in the text."""
 
     def __init__(self) -> None:
-        """No blocks."""
+        """Make a tree without blocks."""
         self.nodes: dict[int, Node] = {}
 
     def path(self, block: int | None) -> Iterator[Node]:
@@ -40,7 +40,7 @@ class BlockTree:
             block = node.parent
 
     def add(self, block: int, parent: int | None, now: int) -> None:
-        """A new block below `parent`, or at the top; it and all above it are used now."""
+        """Add a block below `parent`, or at the top; it and all blocks above it are used now."""
         self.nodes[block] = Node(parent, now)
         for node in self.path(parent):
             node.used = now
@@ -48,20 +48,20 @@ class BlockTree:
             self.nodes[parent].children += 1
 
     def start(self, block: int, now: int) -> None:
-        """A request starts: it uses this block and all above it now, and pins them."""
+        """Start a request, which uses and pins this block and all blocks above it."""
         for node in self.path(block):
             node.used = now
             node.pins += 1
 
     def finish(self, block: int) -> None:
-        """A request that was started with this block has ended: its pins go."""
+        """End a request that started with this block, and remove its pins."""
         for node in self.path(block):
             node.pins -= 1
 
     def evict(self, count: int) -> list[int]:
-        """Remove `count` blocks, the leaf used longest ago first; their numbers, in this order.
+        """Remove `count` blocks, the leaf with the earliest last use first; return their numbers.
 
-        The smaller number goes first of equal ones. If so many cannot go, none does: [].
+        Of equal ones, remove the smaller number first. If too few can be removed, return [].
         """
         free = {block: node for block, node in self.nodes.items() if node.pins == 0}
         if count > len(free):

@@ -1,8 +1,8 @@
-"""e10.1 another way: a finished mean and its log-sum-exp, mixed by a share.
+"""e10.1 another way: keep a finished mean and its log-sum-exp, and mix them.
 
-There is no unfinished sum. What was seen so far weighs exp(lse), a new position exp(score), and the
-new mean lies between the old one and the new value, at the share of the new. One position at a
-time, and merging is the same step with a mean in the place of a value.
+The positions so far have the weight exp(lse), a new position has exp(score), and the new mean is
+the mix of the old mean and the new value with these weights. One position at a time; merging is the
+same step with a mean in the place of a value.
 """
 
 import torch

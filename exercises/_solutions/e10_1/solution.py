@@ -1,13 +1,13 @@
-"""Bring what was summed up to the new maximum, then add: one step serves `update` and `merge`.
+"""Rescale the old sums to the new maximum, then add: `update` and `merge` share this step.
 
-Whoever adds sums of exp(score - m) has to agree on m first. `_raise` brings the own sums to a
-maximum that is at least as large as the old one, by a factor of at most 1, so nothing overflows in
-whatever order scores come. After that a piece of new positions is added, or another object's sums,
-which need a factor of their own. Read backwards: the pieces may be summed up in parallel, by
-programs that do not know each other's maximum, and joined at the end. That is split-KV decoding.
+Sums of exp(score - m) can be added only if they have the same m. `_raise` rescales the object's own
+sums to a maximum that is at least as large as the old one. The factor is at most 1, so nothing
+overflows in any order of scores. After that, a piece of new positions is added, or the sums of
+another object, which need their own factor. So pieces may also be summed in parallel, by programs
+that do not know each other's maximum, and combined at the end. This is split-KV decoding.
 
-While nothing real was seen, m is minus infinity, and m - m is NaN. The guard is one line: subtract
-0 instead. exp(-inf - 0) is 0, which is the right weight for a position that nobody sees.
+Before any unmasked score, m is minus infinity, and m - m is NaN. The guard is one line: subtract 0
+instead. exp(-inf - 0) is 0, which is the right weight for a masked position.
 """
 
 import math
@@ -52,7 +52,7 @@ class OnlineSoftmax:
         return base
 
     def result(self) -> Tensor:
-        """The weighted mean of all values so far [dim]."""
+        """Return the weighted mean of all values so far [dim]."""
         return torch.zeros_like(self.mixed) if self.total == 0 else self.mixed / self.total
 
     def log_sum_exp(self) -> float:

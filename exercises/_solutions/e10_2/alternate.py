@@ -1,8 +1,8 @@
-"""e10.2 another way: keys outside, queries inside, as the first FlashAttention had it.
+"""e10.2 another way: keys in the outer loop, as in the first version of FlashAttention.
 
-Each block of keys is taken once and shown to the rows that may see it, which is one run of rows.
-What is kept per row between two visits is a finished output and its log-sum-exp: a tile's own
-output is mixed in at its share.
+Each block of keys is taken once and used for the rows that may see it, which are consecutive.
+Between two visits, each row keeps a finished output and its log-sum-exp, and the output of a tile
+is mixed in with its weight.
 """
 
 import torch

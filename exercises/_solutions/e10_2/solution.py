@@ -1,16 +1,16 @@
 """Geometry first, then e10.1 with a row for each query.
 
-The rows of a block stand at positions first ... last. Keys after `last` are the future of all of
-them, keys before first - window + 1 have left everybody's window. Both ends are rounded to whole
-blocks, and all tiles in between are needed: that is why a window makes long prompts linear.
+The rows of a block are at positions first ... last. Keys after `last` are in the future of all
+rows, and keys before first - window + 1 are outside the window of all rows. Both ends are rounded
+to whole blocks, and all tiles in between are needed. With a window, long prompts are linear.
 
-A tile that is needed may still show nothing to *some* of its rows, and with a window that is
-usually a row's first tile. Its maximum is minus infinity then, and stays so until the next tile.
-FlashAttention's kernels have the same line as this one, to subtract 0 in its place. Whoever checks
-a causal prompt without a window never gets there: the tile at position 0 shows something to all.
+In a needed tile, *some* rows may still see nothing. With a window this is usual for the first tile
+of a row. Its maximum is then minus infinity until the next tile, and 0 has to be subtracted
+instead; FlashAttention's kernels have the same line. A test with a causal prompt and no window
+never reaches this case, because every row sees position 0, which is in the first tile.
 
-The log-sum-exp costs one number per row. A backward pass rebuilds any tile of weights from it, and
-two results over different keys can be joined by it.
+The log-sum-exp costs one number per row. A backward pass recomputes any tile of weights from it,
+and it combines two results over different keys.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""A row is read once, because all of it fits into one program's registers.
+"""A row is read once, because all of it fits into the registers of one program.
 
 In plain torch a softmax is five passes over memory: a maximum, a difference, an exponential, a sum
-and a quotient, each of which reads or writes every number. Here the row is loaded once, all five
-happen in registers, and the result is stored once. That is all that fusing means, and for a
-kernel that has so little to compute it is all there is to win.
+and a quotient. Each of them reads or writes every number. Here the row is loaded once, all five
+operations use registers, and the result is stored once. This is what fusing means, and a kernel
+with so little arithmetic can gain nothing else.
 
-Two masks do the rest. One says which columns a row has in memory, and one which of them count. What
-is masked at the load is minus infinity, whose power is 0: so neither the maximum, nor the sum, nor
-the store has to ask again. The only question left is a row in which nothing counts: there the
-maximum itself is minus infinity, and a difference of two infinities is no number. Taking 0 in its
-place makes every power 0, and a sum of 0 may be divided by anything.
+Two masks do the rest. One marks the columns that exist in memory, and one those that count. The
+masked lanes of the load are minus infinity, and their exponential is 0, so the maximum, the sum and
+the store need no further test. One case is left: a row in which no number counts. Its maximum is
+minus infinity, and a difference of two infinities is NaN. With 0 in its place every exponential is
+0, and the sum of 0 is replaced before the division.
 """
 
 import torch

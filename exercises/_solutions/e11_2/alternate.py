@@ -1,7 +1,7 @@
-"""e11.2 in tiles of sixteen tokens, whatever a page holds, with matrix products.
+"""e11.2 in tiles of sixteen tokens, for any page size, with matrix products.
 
-A part is a run of neighbouring tiles. It leaves its own result, already divided, and the logarithm
-of its sum of powers; the parts of a head are then weighted by a softmax over those logarithms.
+A part is a run of neighbouring tiles. It stores its own result, already divided, and the logarithm
+of its sum of exponentials; the parts of a head are then weighted by a softmax of these logarithms.
 """
 
 import torch

@@ -1,14 +1,14 @@
-"""A page is read once for all heads that share it, and a long sequence is nobody's alone.
+"""A page is read once for all heads that share it, and several programs read a long sequence.
 
-What decoding costs is the bytes of the cache. So a program is not a query head: it is a KV head of
-one sequence, with all query heads that belong to it, and each key it loads meets all of them.
+Decoding costs the bytes of the cache. So a program is not a query head but a KV head of one
+sequence, with all query heads of its group, and each key that it loads is used by all of them.
 
-One long sequence would then be a handful of programs, on a chip that runs hundreds. So its pages
-are dealt out to `splits` programs, and each leaves three things behind that make a softmax of a
-part as good as one of the whole: the largest score m, the sum l of the weights relative to it, and
-the weighted values acc. To put parts together, each is brought to the largest m of all. It is the
-same rescaling that a program does from one page to the next, once more at the end. A part without
-pages leaves m = -inf, so its weight is 0, and a sequence without tokens is nothing but such parts.
+One long sequence would then be only a few programs, on a chip that runs hundreds. So its pages are
+divided among `splits` programs. Each stores three things about its part of the softmax: the largest
+score m, the sum l of the weights relative to it, and the sum acc of the weighted values. To combine
+the parts, each is rescaled to the largest m of all. A program does the same rescaling from one page
+to the next. A part without pages stores m = -inf, so its weight is 0, and a sequence without tokens
+consists of such parts only.
 """
 
 import torch
@@ -22,7 +22,7 @@ def part_kernel(
     PAGE: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One part of a sequence, for the GROUP query heads of one KV head."""
+    """Compute one part of a sequence, for the GROUP query heads of one KV head."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     lane, token, dim = tl.arange(0, LANES), tl.arange(0, PAGE), tl.arange(0, DIM)
@@ -57,7 +57,7 @@ def part_kernel(
 def combine_kernel(
     largest, sums, values, out, SPLITS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr
 ):
-    """All parts of one query head."""
+    """Combine all parts of one query head."""
     head = tl.program_id(0)
     split, dim = tl.arange(0, PARTS), tl.arange(0, DIM)
     part = head * SPLITS + split
@@ -82,7 +82,7 @@ def paged_decode(
     splits: int,
     out: torch.Tensor,
 ) -> None:
-    """Write the attention of each sequence's newest token to its cached tokens into out."""
+    """Write the attention of each sequence's newest token over its cached tokens into out."""
     sequences, heads, dim = q.shape
     _, page, kv_heads, _ = k_cache.shape
     group = heads // kv_heads

@@ -1,8 +1,8 @@
-"""Another way: a table of blocks, and tickets for what is in the queue.
+"""Another way: a table of blocks, and tickets for the rows in the queue.
 
-Each block has a record of the text in it. A step in the queue is a list of tickets, one per row:
-the block and the serial number of the text at that time. A block is free when no record and no
-ticket has it, which is looked up when somebody wants one.
+Each block has a record of its text. A step in the queue is a list of tickets, one per row: the
+block and the serial number of the text at that time. A block is free if it has no record and no
+ticket, which is looked up when a block is needed.
 """
 
 from collections import deque

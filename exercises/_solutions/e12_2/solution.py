@@ -1,18 +1,18 @@
-"""An end is seen one step late, so nothing may depend on when it is seen: only rows count.
+"""An end is seen one step late, so the code must not depend on when it is seen: only rows count.
 
-Two lists say everything: who has a row in the step that is in the queue, and who had one in the
-step before. A request that is in the second and not in the first will never have a row again,
-whether it had all its tokens, wrote END or was aborted, and that is the moment when its block is
-free. Neither the end nor the abort needs a case of its own.
+Two lists are enough: the requests with a row in the step in the queue, and those with a row in the
+step before. A request that is in the second list but not in the first will never have a row again,
+whether it had all its tokens, wrote END or was aborted. At that moment its block becomes free.
+Neither the end nor the abort is a special case.
 
-Why wait for that moment at all? What goes through the queue goes in order, so a later step could
-have the block at once. But not everything does: a prompt that was computed elsewhere or a block
-that is swapped in comes by a queue of its own, and knows nothing of a row that is still to run.
+Why wait for that moment? The queue runs in order, so a later step could use the block at once. But
+some writes do not go through this queue: a prompt that was computed elsewhere, or a block that is
+swapped in, uses another queue, and does not wait for a row that is still to run.
 
-What is not known yet is only the value of a token. Its position is known, and where the device will
-have it: that is enough for a plan. So a number of tokens that is known beforehand costs no row too
-many, and an END costs exactly one. Whoever asks something else of a token before he plans, such as
-a grammar that allows only some tokens next, has to let the device wait or do that on the device.
+Only the value of a token is not known yet. Its position is known, and so is the row in which the
+device will have it, which is enough for a plan. So a number of tokens that is known in advance
+costs no extra row, and an END costs exactly one. A plan that needs more about a token, such as a
+grammar that allows only some tokens next, has to wait for it, or must run on the device.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ END = 0
 
 @dataclass(eq=False)
 class Request:
-    """A text that is to be continued."""
+    """A request with its text so far."""
 
     name: str
     prompt: list[int]
@@ -38,24 +38,24 @@ class Overlapped:
     """The next step is in the queue before the tokens of this one are known."""
 
     def __init__(self, device: Any, num_blocks: int) -> None:
-        """Blocks 0 to num_blocks - 1 are free."""
+        """Make blocks 0 to num_blocks - 1 free."""
         self.device, self.free = device, list(range(num_blocks))
         self.waiting: list[Request] = []
         self.flying: list[Request] = []  # row by row, who is in the step that was launched last
 
     def add(self, name: str, prompt: Sequence[int], most: int) -> None:
-        """A request for `most` tokens, or fewer if END is among them."""
+        """Add a request for `most` tokens, or fewer if END is among them."""
         self.waiting.append(Request(name, list(prompt), most))
 
     def abort(self, name: str) -> None:
-        """Nobody wants its tokens any more; no turn returns one from now on."""
+        """Abort a request: no later turn returns a token of it."""
         self.waiting = [request for request in self.waiting if request.name != name]
         for request in self.flying:
             if request.name == name:
                 request.over = True
 
     def turn(self) -> dict[str, int]:
-        """Admit, launch a step, then fetch the one of the turn before: its tokens, by name."""
+        """Admit, launch a step, fetch the step of the previous turn; return its tokens by name."""
         before = self.flying
         self.flying = [r for r in before if not r.over and r.rows < r.most]
         self.flying += self.admitted()

@@ -1,6 +1,7 @@
-"""Another way: how many drafts stand is counted first, and the law of the last token follows.
+"""Another way: count the kept drafts first; the law of the last token follows from their number.
 
-`takewhile` over the places that pass. The residual is never divided: u is multiplied with its sum.
+`takewhile` goes over the places that pass. Instead of dividing the residual, multiply u by its
+sum.
 """
 
 from itertools import accumulate, takewhile

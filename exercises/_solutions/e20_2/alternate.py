@@ -1,8 +1,8 @@
-"""Another way: guess the answer. Whether the slowest stage can cost at most so much is easy to say.
+"""Another way: guess the answer. It is easy to test whether every stage can keep a limit.
 
-Fill each stage as far as the limit allows, and see whether the layers run out in time. If a limit
-can be kept, so can a larger one, so the smallest is found by halving. The candidates are the costs
-that a stage can have at all.
+Fill each stage as far as the limit allows, and see whether the stages are enough. If a limit can be
+kept, so can a larger one, so the smallest is found by halving. The candidates are all possible
+costs of a stage.
 """
 
 from bisect import bisect_left

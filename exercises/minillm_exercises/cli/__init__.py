@@ -1,7 +1,7 @@
 """The command line of the exercises: ``python -m minillm_exercises COMMAND``.
 
-Exit codes: 0 passed or done, 1 not yet, 2 a mistake in what was asked, 130 Ctrl-C, 141 nobody
-reads the output any more.
+Exit codes: 0 passed or done, 1 not yet, 2 an invalid command, 130 Ctrl-C, 141 the reader
+of the output has gone.
 """
 
 import os

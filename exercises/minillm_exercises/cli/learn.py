@@ -188,7 +188,7 @@ def show_hints(exercise: Exercise, app: App, number: int | None = None) -> None:
 
 
 def command_solution(args: Namespace, app: App) -> int:
-    """Show the reference solution to somebody who has passed, or who has given up."""
+    """Show the reference solution to a learner who has passed or given up."""
     exercise = app.session.find(args.id)
     source = exercise.answers / ("alternate.py" if args.alternate else "solution.py")
     if not source.is_file():
@@ -218,7 +218,7 @@ def command_solution(args: Namespace, app: App) -> int:
 
 
 def _show_code(code: str, app: App) -> None:
-    """Coloured where somebody looks at it, plain where it goes into a file."""
+    """Print code, coloured in a terminal and plain in a file."""
     if app.out.is_terminal:
         app.out.print(
             Syntax(code, "python", theme="ansi_dark", background_color="default", word_wrap=True)

@@ -35,7 +35,7 @@ def progress_bar() -> Iterator[Told]:
 
 def command_verify(args: Namespace, app: App) -> int:
     """Prove the graders: starters fail, solutions pass, mutants fail with their own message."""
-    from minillm_exercises.verify import verify  # hundreds of runs: nobody else needs it
+    from minillm_exercises.verify import verify  # only this command needs it
 
     ids = [app.session.find(name).id for name in args.ids] or [*app.session.manifest]
     count, lines = len(ids), []

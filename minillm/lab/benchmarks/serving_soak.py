@@ -24,9 +24,10 @@ from minillm.lab.benchmarks.report import benchmark_parser, write_result
 from minillm.lab.benchmarks.soak_oracle import require, resident_bytes
 from minillm.llm import LLM
 from minillm.scheduling.data_parallel import schedulers_of
+from minillm.serving.address import bound_socket
 from minillm.serving.app import build_app
 from minillm.serving.async_engine import AsyncLLMEngine
-from minillm.serving.server import HttpServer, bound_socket
+from minillm.serving.server import HttpServer
 from minillm.serving.settings import Settings
 
 EXAMPLES = """examples:

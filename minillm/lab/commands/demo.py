@@ -14,6 +14,7 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -252,6 +253,7 @@ def show_next(terminal: Terminal) -> None:
     program = program_name()
     rows = [
         (f'{program} generate "import os"', "generate from your own prompt"),
+        (f"{program} serve", f"answer over HTTP, with a page to try it{serving_needs()}"),
         (f"{program} info", "list the models, describe this machine"),
         (f"{program} plan preset:llama-3.1-70b", "memory that a 70B model needs"),
         (f"{program} trace --help", "look at the engine's steps"),
@@ -262,6 +264,12 @@ def show_next(terminal: Terminal) -> None:
     terminal.line()
     terminal.heading("Next")
     terminal.rows(rows)
+
+
+def serving_needs() -> str:
+    """That `minillm serve` needs more packages, if they are not installed."""
+    installed = all(find_spec(name) for name in ("fastapi", "uvicorn"))
+    return "" if installed else "; it says what to install first"
 
 
 def program_name() -> str:

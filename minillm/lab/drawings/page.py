@@ -5,16 +5,17 @@ request ids. So the data is escaped and cannot end its element, the scripts show
 and a content security policy with the hashes of this style and this script blocks everything else.
 """
 
-import base64
-import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from minillm.errors import TraceFileError
+from minillm.serving.playground_page import digest, read
 
 MARKER = '<meta name="generator" content="minillm trace view">'
 SCRIPTS = ("model", "words", "raster", "scale", "header", "curves", "rows", "blocks", "ranks",
@@ -26,8 +27,7 @@ def page(data: dict[str, Any], title: str = "trace", reload: float | None = None
     `reload` seconds."""
     folder = resources.files("minillm.lab.drawings")
     style = folder.joinpath("page.css").read_text("utf-8")
-    parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in SCRIPTS]
-    script = "\n".join(parts)
+    script = scripts()
     policy = (
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -45,9 +45,11 @@ def page(data: dict[str, Any], title: str = "trace", reload: float | None = None
     return re.sub(r"\{\{(\w+)\}\}", lambda place: values[place[1]], template)
 
 
-def digest(text: str) -> str:
-    """The hash of an inline script or style in a content security policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+def scripts(names: Sequence[str] = SCRIPTS) -> str:
+    """These scripts of the page, after the one that it shares with the playground."""
+    folder = resources.files("minillm.lab.drawings")
+    parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in names]
+    return "\n".join([read("numbers.js"), *parts])
 
 
 def embedded(data: Any) -> str:
@@ -60,15 +62,23 @@ def embedded(data: Any) -> str:
 def write_page(
     data: dict[str, Any], path: str | Path, title: str = "trace", reload: float | None = None
 ) -> None:
-    """Write the page to a file; TraceFileError if the file exists and is not a trace page."""
+    """Write the page to a file; TraceFileError if the file exists and is not a trace page.
+
+    The file is replaced by a whole one: a browser that loads it again never finds a part, which
+    would lack the request to load it once more.
+    """
     path = Path(path)
+    part = path.with_name(f"{path.name}.part")
     try:
         if path.exists() and not is_page(path):
             raise TraceFileError(
                 f"{str(path)!r} exists and is not a trace page; give another name, or delete it."
             )
-        path.write_text(page(data, title, reload), "utf-8")
+        part.write_text(page(data, title, reload), "utf-8")
+        part.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise TraceFileError(f"{str(path)!r} cannot be written: {error.strerror}.") from error
 
 

@@ -1,22 +1,9 @@
 "use strict";
 /* What the trace says, in words: for the details panel, the hover text and screen readers. */
 
-const count = (value) => value.toLocaleString("en-GB");
-const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 // A request's name is its user's text: no line breaks, and no effect on the text around it.
 const plain = (text) => text.replace(/[\u0000-\u001f\u007f-\u009f\u2028\u2029]/g, "\u00b7");
 const isolated = (text) => `\u2068${plain(text)}\u2069`;
-
-function seconds(value) {
-  const [scaled, unit] =
-    value < 0.9995e-3
-      ? [value * 1e6, "\u00b5s"]
-      : value < 0.9995
-        ? [value * 1e3, "ms"]
-        : [value, "s"];
-  const digits = scaled >= 99.95 ? 0 : scaled >= 9.995 ? 1 : 2;
-  return `${scaled.toLocaleString("en-GB", { maximumFractionDigits: digits })} ${unit}`;
-}
 
 function moment(value) {
   // a point on the clock, not a duration

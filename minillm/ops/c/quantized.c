@@ -39,7 +39,7 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 /* sum + u q, four products per lane: u unsigned, q signed. Without an instruction that cannot
  * overflow, 8-bit codes are multiplied as |code| times q with the code's sign, at most 128 x 127: a
  * sum of two fits in 16 bits. */
-#if defined(__AVX512VNNI__)
+#if defined(WIDE) && defined(__AVX512VNNI__)
 #define SIGNED 0 /* codes are multiplied as they are stored, */
 static inline ints dot4(ints sum, ints u, ints q) {
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)q);

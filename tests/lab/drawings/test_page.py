@@ -16,7 +16,7 @@ import pytest
 
 from minillm.errors import TraceFileError
 from minillm.lab.drawings.figure import STATES
-from minillm.lab.drawings.page import MARKER, SCRIPTS, embedded, page, write_page
+from minillm.lab.drawings.page import MARKER, SCRIPTS, embedded, page, scripts, write_page
 from minillm.lab.drawings.timeline import BEHIND, timeline
 from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.lab.simulation import Simulation
@@ -209,8 +209,8 @@ def test_the_scripts_tell_and_draw_drafts(survival: tuple[float, ...] | None) ->
     for number in range(5):
         sim.add(6, 9 + number)
     trace = sim.run()
-    parts = [source(f"page_{name}.js") for name in ("model", "words", "raster", "rows")]
-    asked = "\n".join([*parts, ASK]).replace('"use strict";', "")
+    parts = scripts(("model", "words", "raster", "rows"))
+    asked = f"{parts}\n{ASK}".replace('"use strict";', "")
     done = subprocess.run(
         ["node", "-e", asked], input=json.dumps(timeline(trace)), capture_output=True, text=True,
         check=True,

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from matplotlib.patches import StepPatch
 from minillm.errors import ConfigError
 from minillm.lab.drawings.figure import figure
 from minillm.lab.drawings.figure_ranks import LANE
+from minillm.lab.drawings.page import scripts
 from minillm.lab.drawings.ranks import rank_lanes
 from minillm.lab.drawings.timeline import timeline
 from minillm.scheduling.record import RankTime
@@ -137,10 +137,8 @@ console.log(JSON.stringify({
 
 def ask(drawing: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
     """What the page's scripts make of the lanes, without a browser."""
-    folder = resources.files("minillm.lab.drawings")
-    names = ("model", "words", "raster", "ranks")
-    parts = [folder.joinpath(f"page_{name}.js").read_text("utf-8") for name in names]
-    asked = "\n".join([*parts, ASK]).replace('"use strict";', "")
+    parts = scripts(("model", "words", "raster", "ranks"))
+    asked = f"{parts}\n{ASK}".replace('"use strict";', "")
     done = subprocess.run(
         ["node", "-e", asked], input=json.dumps({"data": drawing, "columns": columns}),
         capture_output=True, text=True, check=True,
