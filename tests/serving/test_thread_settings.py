@@ -11,6 +11,7 @@ import pytest
 
 from minillm.lab.benchmarks.thread_times import STEPS, thread_times
 from minillm.serving import launch
+from minillm.serving.address import bound_socket
 from minillm.serving.settings import Settings
 from minillm.serving.threads import SWITCH_SECONDS, THIS_THREAD, quick_switches
 from tests.engine.small import write_model
@@ -40,7 +41,7 @@ def test_the_server_runs_with_quick_switches(monkeypatch: pytest.MonkeyPatch) ->
     engine: Any = None
     monkeypatch.setattr(launch, "HttpServer", Recorded)
     monkeypatch.setattr(launch, "build_app", lambda engine, settings: None)
-    with launch.listener("127.0.0.1", 0) as listening:
+    with bound_socket("127.0.0.1", 0) as listening:
         assert launch.serve(engine, Settings(names=("small",)), listening, print) == 0
     assert found == [pytest.approx(SWITCH_SECONDS)]
 
