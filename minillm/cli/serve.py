@@ -47,9 +47,9 @@ def add_options(parser: ArgumentParser) -> None:
     option("--max-waiting", metavar="N", type=int, default=256,
            help="sequences that may wait for a place in the batch; further requests get "
                 "503 (256)")  # fmt: skip
-    option("--max-event-rate", metavar="N", type=float, default=2000.0,
+    option("--max-event-rate", metavar="N", type=float, default=1000.0,
            help="events per second over all streams; above it, events have several "
-                "tokens (2000)")  # fmt: skip
+                "tokens (1000)")  # fmt: skip
     option("--shutdown-timeout", metavar="S", type=float, default=30.0,
            help="seconds for running requests after SIGTERM (30)")  # fmt: skip
     option("--health-timeout", metavar="S", type=float, default=60.0,

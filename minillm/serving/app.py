@@ -146,7 +146,7 @@ class Server:
         try:
             if body.stream:
                 events = await unless_gone(request, generation.start(body.stream_options))
-                return EventStream(events, headers, generation.close)
+                return EventStream(*events, headers, generation.close)
             reply = await unless_gone(request, generation.reply())
         except BaseException:
             await generation.close()

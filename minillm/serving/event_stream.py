@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 PING = b": keep-alive\n\n"
+ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 PING_SECONDS = 15.0  # proxies close a connection on which nothing was sent for a minute
 
 
@@ -22,11 +23,14 @@ class ClientGone(Exception):
     """The client has closed its connection; nothing can be replied."""
 
 
+def to_json(data: object) -> bytes:
+    """Compact JSON in UTF-8."""
+    return ENCODER.encode(data).encode("utf-8", errors="replace")
+
+
 def frame(data: Mapping[str, Any]) -> bytes:
     """One event: a line of JSON."""
-    return b"data: %s\n\n" % json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(
-        "utf-8", errors="replace"
-    )
+    return b"data: %s\n\n" % to_json(data)
 
 
 async def until_gone(receive: Receive) -> None:
@@ -57,7 +61,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """A reply of events. A comment is sent after `PING_SECONDS` without one.
+    """A reply of events, `first` before the others. A comment is sent after `PING_SECONDS` without
+    an event.
 
     At the end, or when the client leaves, `close` is called, even if no event was sent."""
 
@@ -65,11 +70,12 @@ class EventStream(Response):
 
     def __init__(
         self,
+        first: Awaitable[bytes],
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str],
         close: Callable[[], Awaitable[None]],
     ):
-        self.events, self.close = events, close
+        self.first, self.events, self.close = first, events, close
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self._sending, self._last = False, 0.0
@@ -91,11 +97,11 @@ class EventStream(Response):
             await self.close()
 
     async def _send_all(self, send: Send) -> None:
-        async with aclosing(self.events) as events:
-            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(start)
-            async for event in events:
-                await self._send(send, event)
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        await self._send(send, await self.first)
+        async for event in self.events:
+            await self._send(send, event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, event: bytes) -> None:

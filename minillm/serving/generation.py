@@ -7,6 +7,7 @@ from typing import Any
 
 from minillm.api.outputs import CompletionOutput, RequestOutput
 from minillm.serving.api_errors import ApiError, api_error
+from minillm.serving.choice_events import ChoiceEvents
 from minillm.serving.event_stream import DONE, frame
 from minillm.serving.params import Job
 from minillm.serving.protocol import StreamOptions
@@ -15,9 +16,7 @@ from minillm.serving.replies import (
     Header,
     Usage,
     chat_choice,
-    chat_delta,
     count,
-    first_delta,
     prompt_logprobs,
     text_choice,
 )
@@ -25,6 +24,8 @@ from minillm.serving.request_stream import RequestStream
 from minillm.text.tokenizer import Tokenizer
 
 FIRST_WAIT = 1.0  # seconds
+
+Events = tuple[asyncio.Future[bytes], AsyncGenerator[bytes, None]]  # the first one, the others
 
 
 class Generation:
@@ -40,11 +41,21 @@ class Generation:
         self.header, self.job, self.streams, self.tokenizer = header, job, streams, tokenizer
         self.usage = Usage()
         self.outputs: list[RequestOutput | None] = [None] * len(streams)  # the latest of each
+        self._events: Events | None = None
+        self._begun = False  # the status of a stream is sent, or will be
         self.when_closed: Callable[[], None] = lambda: None
         self.when_tokens: Callable[[int, int], None] = lambda choice, count: None
 
     async def close(self) -> None:
         """Abort what is unfinished. May be called twice."""
+        if self._events is not None:
+            first, others = self._events
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await others.aclose()
+        await self._end()
+
+    async def _end(self) -> None:
         try:
             for each in self.streams:
                 await each.aclose()
@@ -121,90 +132,78 @@ class Generation:
 
     # ---- the events of a stream ----------------------------------------------------------
 
-    async def start(self, options: StreamOptions | None) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, to be sent to the client.
+    async def start(self, options: StreamOptions | None) -> Events:
+        """The events of a stream, to be sent to the client; `close` ends them.
 
         Waits up to `FIRST_WAIT` for the first one, so that an invalid request gets an error status
-        instead of a stream.
+        instead of a stream. A later error is an event, too. The last event is ``[DONE]``.
         """
-        events = self._events(options or StreamOptions())
-        first = asyncio.ensure_future(anext(events))
-        try:
-            await asyncio.wait({first}, timeout=FIRST_WAIT)
-            if first.done():
-                first.result()
-        except BaseException:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-            await self.close()
-            raise
-        return self._with_errors(first, events)
+        options = options or StreamOptions()
+        running = self.usage if options.continuous_usage_stats else None
+        others = self._all_events(running, bool(options.include_usage))
+        first = asyncio.ensure_future(anext(others))
+        self._events = first, others
+        await asyncio.wait({first}, timeout=FIRST_WAIT)
+        if first.done():
+            first.result()
+        self._begun = True
+        return self._events
 
-    async def _with_errors(
-        self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]
+    async def _all_events(
+        self, running: Usage | None, with_usage: bool
     ) -> AsyncGenerator[bytes, None]:
-        """The events; an error is an event, too. The last event is ``[DONE]``."""
+        choices: dict[int, ChoiceEvents | None] = {}  # None: it has ended
         try:
-            yield await first
-            async for event in events:
-                yield event
+            async with aclosing(merged(self.streams)) as outputs:
+                async for index, output in outputs:
+                    if event := self._new_events(index, output, choices, running):
+                        yield event
+                    for each in output.outputs:
+                        check(each)
+            if with_usage:
+                yield frame(self.header.piece([], self.usage))
         except Exception as error:
+            if not self._begun:
+                raise
             yield frame(api_error(error).body)
         finally:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-            await events.aclose()
-            await self.close()
+            await self._end()
         yield DONE
 
-    async def _events(self, options: StreamOptions) -> AsyncGenerator[bytes, None]:
-        running = self.usage if options.continuous_usage_stats else None
-        offsets: dict[int, int] = {}  # by choice: characters sent, once it has begun
-        ended: set[int] = set()
-        async with aclosing(merged(self.streams)) as outputs:
-            async for index, output in outputs:
-                if self.outputs[index] is None:
-                    count(self.usage, output)
-                self.outputs[index] = output
-                for each in output.outputs:
-                    choice = index * self.job.params.n + each.index
-                    if choice in ended:
-                        continue
-                    for made in self._pieces(choice, each, output, offsets):
-                        yield frame(self.header.piece([made], running))
-                    if each.finish_reason is not None:
-                        check(each)
-                        ended.add(choice)
-        if options.include_usage:
-            yield frame(self.header.piece([], self.usage))
-
-    def _pieces(
-        self, choice: int, new: CompletionOutput, output: RequestOutput, offsets: dict[int, int]
-    ) -> list[dict[str, Any]]:
-        """The frames' choices for what is new of one completion."""
-        if not new.token_ids and not new.finish_reason:
-            return []
-        pieces = []
-        self.usage.completion_tokens += len(new.token_ids)
-        self.when_tokens(choice, len(new.token_ids))
-        if choice not in offsets:
-            offsets[choice] = 0
-            if self.header.chat:
-                pieces.append(first_delta(choice))
-            elif self.job.echo:
-                echoed = CompletionOutput(choice, self._echo(output).text, [])
-                pieces.append(text_choice(self.header, choice, echoed, 0))
-                offsets[choice] = len(echoed.text)
-        if self.job.hides_completion:
-            self.usage.completion_tokens = 0
-            new = CompletionOutput(new.index, "", [], finish_reason="length")
-        # A token whose text is held back has an event, too, as in vLLM: clients measure by events.
-        if self.header.chat:
-            pieces.append(chat_delta(self.header, choice, new))
-        else:
-            pieces.append(text_choice(self.header, choice, new, offsets[choice]))
-        offsets[choice] += len(new.text)
-        return pieces
+    def _new_events(
+        self,
+        index: int,
+        output: RequestOutput,
+        choices: dict[int, ChoiceEvents | None],
+        running: Usage | None,
+    ) -> bytes:
+        """The events of what is new of one prompt's completions."""
+        if self.outputs[index] is None:
+            count(self.usage, output)
+        self.outputs[index] = output
+        made = []
+        for new in output.outputs:
+            place = index * self.job.params.n + new.index
+            # A token whose text is held back has an event, too, as in vLLM: clients measure by
+            # events.
+            if not new.token_ids and not new.finish_reason:
+                continue
+            choice = choices.get(place)
+            if choice is None and place in choices:
+                continue
+            self.usage.completion_tokens += len(new.token_ids)
+            self.when_tokens(place, len(new.token_ids))
+            if choice is None:
+                choice = choices[place] = ChoiceEvents(self.header, place, running)
+                echo = self._echo(output).text if self.job.echo else None
+                made.append(choice.opening(echo))
+            if new.finish_reason is not None:
+                choices[place] = None
+            if self.job.hides_completion:
+                self.usage.completion_tokens = 0
+                new = CompletionOutput(new.index, "", [], finish_reason="length")
+            made.append(choice.event(new))
+        return b"".join(made)
 
 
 def check(completion: CompletionOutput) -> None:

@@ -9,6 +9,7 @@ from minillm.serving.app import build_app
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.server import HttpServer
 from minillm.serving.settings import Settings
+from minillm.serving.threads import quick_switches
 
 GIB = 2**30
 
@@ -42,5 +43,6 @@ def serve(
         settings.shutdown_timeout,
         lambda: say(f"Listening on http://{shown}:{port} (Ctrl-C to stop)"),
     )
-    server.run(sockets=[listening])
+    with quick_switches():
+        server.run(sockets=[listening])
     return 1 if server.failed else 0

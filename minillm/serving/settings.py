@@ -37,5 +37,5 @@ class Settings:
     health_timeout: float = 60.0
     shutdown_timeout: float = 30.0
     request_trace: bool = False
-    max_event_rate: float = 2000.0
+    max_event_rate: float = 1000.0
     chat_template: str | None = None

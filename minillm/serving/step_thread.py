@@ -30,6 +30,7 @@ from minillm.errors import EngineDeadError, InvalidRequestError, MinillmError, i
 from minillm.execution.executor import RemoteExecutor
 from minillm.scheduling.request import Request
 from minillm.serving.stat_logger import StatLogger
+from minillm.serving.threads import show_name
 from minillm.serving.ticket import Result, Ticket, deliver, ticket_key
 
 SHUT_DOWN = "This engine was shut down; make a new one."
@@ -196,6 +197,7 @@ class StepThread:
     # ---- the step loop -------------------------------------------------------------------
 
     def _run(self, make_engine: Callable[[], Engine], made: "Future[None]") -> None:
+        show_name()
         try:
             self.engine = make_engine()
         except BaseException as error:

@@ -164,6 +164,9 @@ static void start(int64_t threads) {
         pthread_cond_init(&m->wake, 0);
         pthread_t id;
         if (i && pthread_create(&id, &attributes, worker, (void *)(intptr_t)i)) break;
+#if defined(__linux__)
+        if (i) pthread_setname_np(id, "minillm-worker"); /* for top -H and perf */
+#endif
         pool.started = i + 1;
     }
     pthread_attr_destroy(&attributes);

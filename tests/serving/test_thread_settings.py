@@ -1,0 +1,56 @@
+"""How the threads of a server's process share the interpreter, and their names."""
+
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm.lab.benchmarks.thread_times import STEPS, thread_times
+from minillm.serving import launch
+from minillm.serving.address import bound_socket
+from minillm.serving.settings import Settings
+from minillm.serving.threads import SWITCH_SECONDS, THIS_THREAD, quick_switches
+from tests.engine.small import write_model
+from tests.serving.async_small import make_async
+
+
+def test_quick_switches_end_with_the_block() -> None:
+    before = sys.getswitchinterval()
+    with suppress(KeyError), quick_switches():
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+        raise KeyError
+    assert sys.getswitchinterval() == before
+
+
+def test_the_server_runs_with_quick_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[float] = []
+
+    class Recorded:
+        failed = False
+
+        def __init__(self, *arguments: object):
+            pass
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            found.append(sys.getswitchinterval())
+
+    engine: Any = None
+    monkeypatch.setattr(launch, "HttpServer", Recorded)
+    monkeypatch.setattr(launch, "build_app", lambda engine, settings: None)
+    with bound_socket("127.0.0.1", 0) as listening:
+        assert launch.serve(engine, Settings(names=("small",)), listening, print) == 0
+    assert found == [pytest.approx(SWITCH_SECONDS)]
+
+
+@pytest.mark.skipif(not THIS_THREAD.exists(), reason="the system does not show names of threads")
+def test_the_step_thread_has_its_name_in_the_system(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    engine = make_async(tmp_path)
+    try:
+        assert thread_times(os.getpid(), "main").processors[STEPS] > 0
+    finally:
+        engine.shutdown()
