@@ -105,3 +105,11 @@ def quantizable(layer: DecoderLayer) -> list[Matrix]:
         for each in layer.modules()
         if isinstance(each, Matrix) and not isinstance(each, Router) and id(each) not in absorbed
     ]
+
+
+def layer_of(model: Decoder, index: int) -> DecoderLayer:
+    """A layer of a model."""
+    layer = model.layers[index]
+    if not isinstance(layer, DecoderLayer):
+        raise RuntimeError(f"Layer {index} has been freed.")
+    return layer

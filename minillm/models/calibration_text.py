@@ -21,7 +21,9 @@ def read_text(path: Path | None = None) -> str:
         data = (path or DEFAULT).read_bytes()
         return (data if path else gzip.decompress(data)).decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"The calibration file {path} cannot be read: {reason(error)}.") from error
+        raise ConfigError(
+            f"The calibration file {path} cannot be read: {reason(error)}."
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"The calibration file {path} is not UTF-8 text.") from error
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.layers.linear_methods import CheckpointTensor, Matrix, PlainLinearMethod, frozen
 from minillm.layers.norm import RMSNorm
-from minillm.models.calibration import Calibration, Recorded, quantizable
+from minillm.models.calibration import Calibration, Recorded, layer_of, quantizable
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.scaled_pairs import ScalesOf, scale_pairs
 from minillm.quantization.awq import awq_scales
@@ -82,8 +82,8 @@ def quantize_layers(
     if scale_dtype is None:
         scale_dtype = torch.float16 if recipe.grouped else torch.float32
     calibration = None if windows is None else Calibration(model, windows)
-    for index, layer in enumerate(model.layers):
-        result = None
+    for index in range(len(model.layers)):
+        layer, result = layer_of(model, index), None
         cast(layer, torch.float32)
         if index >= finished:
             recorded = {} if calibration is None else calibration.record(layer)
@@ -107,7 +107,9 @@ def quantize_layer(
     matrices = quantizable(layer)
     names = {f"{part.name}.weight" for matrix in matrices for part in matrix.parts}
     others = {
-        each.name: each.target.clone() for each in checkpoint_tensors(layer) if each.name not in names
+        each.name: each.target.clone()
+        for each in checkpoint_tensors(layer)
+        if each.name not in names
     }
     made = []
     for matrix in matrices:
@@ -118,7 +120,9 @@ def quantize_layer(
         for copy, weight in enumerate(weights):
             given = recorded[matrix][copy] if matrix in recorded else None
             some = parts[copy * share : (copy + 1) * share]
-            mine += quantize_parts(weight, some, recipe, group or weight.shape[1], given, scale_dtype)
+            mine += quantize_parts(
+                weight, some, recipe, group or weight.shape[1], given, scale_dtype
+            )
         replace(matrix, mine)
         made += mine
     return made, others
@@ -126,9 +130,7 @@ def quantize_layer(
 
 def awq_search(recipe: Recipe, grid: Grid, group: int) -> ScalesOf:
     """AWQ's scales for the grid and the groups of a recipe."""
-    return lambda weight, statistics: awq_scales(
-        weight, statistics, grid, group or weight.shape[1]
-    )
+    return lambda weight, statistics: awq_scales(weight, statistics, grid, group or weight.shape[1])
 
 
 def smoothing(recipe: Recipe, grid: Grid, group: int) -> ScalesOf:
@@ -175,7 +177,9 @@ def group_size(model: Decoder, recipe: Recipe, finished: int = 0) -> int:
         ConfigError: the model is quantised already.
         UnsupportedFeatureError: the groups do not divide a matrix.
     """
-    matrices = [each for layer in model.layers[finished:] for each in quantizable(layer)]
+    matrices = [
+        each for i in range(finished, len(model.layers)) for each in quantizable(layer_of(model, i))
+    ]
     if any(not isinstance(each.method, PlainLinearMethod) for each in matrices):
         raise ConfigError("This model is quantised already; quantise the original checkpoint.")
     return common_group(recipe, {each.parts[0].name: each.in_features for each in matrices})

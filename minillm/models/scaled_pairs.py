@@ -78,7 +78,9 @@ def scale_pairs(
 def norm_pairs(layer: DecoderLayer, recorded: Recorded) -> Iterator[Pair]:
     """The pairs that begin at a norm."""
     for norm, readers in norm_readers(layer):
-        weights, statistics, unrounded = [], [], []
+        weights: list[Tensor] = []
+        unrounded: list[Tensor] = []
+        statistics: list[InputStatistics] = []
         for each in readers:
             rows = each.weight.data.flatten(0, -2)
             (weights if each in recorded else unrounded).append(rows)

@@ -19,7 +19,9 @@ LARGEST = 448.0
 SMALLEST = 1e-12  # scale of zeros
 
 
-def round_fp8(weight: Tensor, dtype: torch.dtype = torch.float32, blocks: bool = False) -> Quantized:
+def round_fp8(
+    weight: Tensor, dtype: torch.dtype = torch.float32, blocks: bool = False
+) -> Quantized:
     """Quantise [out, in], with scales in `dtype`: a scale per row, or per block of 128 x 128. The
     last rows may be an incomplete block; `in` is a multiple of 128."""
     weight = weight.float()

@@ -61,7 +61,9 @@ def quantize_parts(
         elif recipe.method == "fp8":
             found = round_fp8(part, scale_dtype, blocks=group == BLOCK)
         elif recipe.grouped:
-            found = round_to_grid(prepared(name, part, recipe, grid, group, statistics), grid, group)
+            found = round_to_grid(
+                prepared(name, part, recipe, grid, group, statistics), grid, group
+            )
         else:
             found = round_symmetric(part, dtype=scale_dtype)
         made.append(Made(name, found, relative_error(part, found, statistics), nested))

@@ -88,7 +88,9 @@ class Recipe:
         if size is not None and size != -1 and size < 1:
             raise ConfigError(f"group_size is {size}; it must be positive, or -1 for whole rows.")
         if self.method == "fp8" and size not in (None, -1, BLOCK):
-            raise ConfigError(f"FP8 has blocks of {BLOCK} or whole rows (-1), not groups of {size}.")
+            raise ConfigError(
+                f"FP8 has blocks of {BLOCK} or whole rows (-1), not groups of {size}."
+            )
         if self.method == "nf4" and size not in (None, NF4_BLOCK):
             raise ConfigError(f"NF4 has blocks of {NF4_BLOCK}, not {size}; leave group_size out.")
         if self.method in ("int8", "smoothquant") and size not in (None, -1):

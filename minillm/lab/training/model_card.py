@@ -230,8 +230,8 @@ Held out, never trained on: the standard-library modules {modules}
 file is left out when more than a tenth of its longer lines occur in held-out files, and so are
 tests, tables and near-copies of other files.
 
-`calibration.txt.gz` holds whole training files of the standard library (PSF-2.0, copyright Python Software
-Foundation), drawn at random: the default calibration text of `minillm quantize`.
+`calibration.txt.gz` holds whole training files of the standard library (PSF-2.0, copyright Python
+Software Foundation), drawn at random: the default calibration text of `minillm quantize`.
 
 ## The draft model
 

@@ -22,6 +22,8 @@ from minillm.quantization.writers.writer import Writer, group_index, unsigned
 class CompressedTensorsWriter(Writer):
     """`quant_method: compressed-tensors`."""
 
+    name = "compressed-tensors"
+
     def scale_dtype(self, model: torch.dtype) -> torch.dtype:
         """As loaders keep them: the model's type."""
         return torch.float16 if model == torch.float32 else model
@@ -51,7 +53,7 @@ class CompressedTensorsWriter(Writer):
             number = "float" if self.recipe.method == "fp8" else "int"
             kind = f"{number}-quantized"
             activations = arguments(8, number, True, "token", None) | {"dynamic": True}
-        group = {"targets": ["Linear"], "weights": self._weights(), "format": kind}
+        group: dict[str, Any] = {"targets": ["Linear"], "weights": self._weights(), "format": kind}
         group |= {"input_activations": activations, "output_activations": None}
         return {
             "quant_method": "compressed-tensors",

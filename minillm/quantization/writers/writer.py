@@ -17,6 +17,8 @@ class Writer(ABC):
     """A checkpoint format for the results of one recipe. `group` is the number of inputs that share
     a scale; 0: whole rows."""
 
+    name: str  # of `--format`
+
     def __init__(self, recipe: Recipe, group: int):
         self.recipe, self.group = recipe, group
 
