@@ -7,8 +7,8 @@
 | `weight.quant_map` | float32 [16] | the value of each code |
 | `weight.quant_state.bitsandbytes__nf4` | uint8 | JSON: block size, shape, type |
 
-With double quantisation `absmax` is uint8: `nested_quant_map[code] x nested_absmax + offset`, with a
-`nested_absmax` for each 256. Blocks are counted through the flattened matrix. If they cross rows,
+With double quantisation `absmax` is uint8: `nested_quant_map[code] x nested_absmax + offset`, one
+`nested_absmax` for 256 blocks. Blocks are counted through the flattened matrix. If they cross rows,
 the matrix is made dense when it is loaded. A rank that holds some columns reads whole rows.
 
 | 8 bits | type and shape | contents |
@@ -57,17 +57,12 @@ class BitsAndBytes(Format):
         """The tensors of 4-bit or 8-bit codes."""
         dtype = self.header(part, "weight").dtype
         if self.has(part, "SCB"):
-            shape = (
-                self.headers[f"{part.name}.weight_format"].shape
-                if self.has(part, "weight_format")
-                else None
-            )
             found = {
                 "weight": Stored(part.slice, torch.int8),
                 "SCB": Stored(part.slice_of_rows, torch.float32),
             }
-            if shape is not None:
-                found["weight_format"] = Stored(TensorSlice.whole(shape), torch.uint8)
+            if self.has(part, "weight_format"):
+                found["weight_format"] = self.whole(part, "weight_format", torch.uint8)
             return found
         if dtype != torch.uint8:
             raise UnsupportedFeatureError(
@@ -85,10 +80,9 @@ class BitsAndBytes(Format):
         count = absmax.shape[0]
         codes = slice(first * width // 2, -(-stop * width // 2))
         blocks = slice(first * width // block, -(-stop * width // block))
+        packed = TensorSlice((-(-out * width // 2), 1), (codes, slice(0, 1)))
         found = {
-            "weight": Stored(
-                TensorSlice((-(-out * width // 2), 1), (codes, slice(0, 1))), torch.uint8
-            ),
+            "weight": Stored(packed, torch.uint8),
             "weight.absmax": Stored(TensorSlice((count,), (blocks,)), absmax.dtype),
             "weight.quant_map": Stored(TensorSlice.whole((16,)), torch.float32),
             self.state(part): self.whole(part, self.state(part), torch.uint8),
@@ -144,14 +138,15 @@ class BitsAndBytes(Format):
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
         count = self.header(part, "weight.absmax").shape[0]
         nested, levels = (found[f"weight.{name}"].flatten() for name in NESTED)
-        known = isinstance(size, int) and size > 0 and isinstance(offset, int | float)
-        if not known or len(levels) != 256 or len(nested) != -(-count // size):
+        block = size if isinstance(size, int) and size > 0 else count + 1
+        sizes = len(levels), len(nested)
+        if sizes != (256, -(-count // block)) or not isinstance(offset, int | float):
             raise CheckpointError(
                 f"{part.name} has scales of scales that do not fit: {len(nested)} of them and "
                 f"{len(levels)} levels for {count} blocks, nested_blocksize {size!r}, "
                 f"nested_offset {offset!r}."
             )
-        which = torch.arange(start, start + len(stored), device=stored.device) // size
+        which = torch.arange(start, start + len(stored), device=stored.device) // block
         return levels[stored.long()] * nested[which] + torch.tensor(offset, dtype=torch.float32)
 
     def held(self, part: WeightSlice) -> tuple[int, int]:
