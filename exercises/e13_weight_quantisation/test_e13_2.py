@@ -1,6 +1,7 @@
 """The public checks of e13.2: the table, the nearest levels, compressed scales, and bits."""
 
 import random
+from itertools import pairwise
 from typing import Any
 
 from minillm_exercises.checking import accept, check, close, equal, expect, number, seeds
@@ -104,7 +105,7 @@ def test_nearest(impl: Any) -> None:
     dice = random.Random(1)
     for scale in (1.0, 0.25, 8.0):
         weights = [scale * level for level in NF4]
-        for low, high in zip(NF4[:-1], NF4[1:], strict=True):
+        for low, high in pairwise(NF4):
             weights += [scale * (low + share * (high - low)) for share in (0.3, 0.45, 0.55, 0.7)]
         dice.shuffle(weights)
         same_codes(impl, weights, len(weights), "The codes of a block")

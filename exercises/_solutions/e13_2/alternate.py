@@ -2,6 +2,7 @@
 
 from bisect import bisect
 from fractions import Fraction
+from itertools import pairwise
 from statistics import NormalDist
 
 
@@ -18,7 +19,7 @@ def levels() -> list[float]:
 def quantize(weights: list[float], size: int) -> tuple[list[int], list[float]]:
     """Count the midpoints below each quotient."""
     table = levels()
-    middles = [(a + b) / 2 for a, b in zip(table[:-1], table[1:], strict=True)]
+    middles = [(a + b) / 2 for a, b in pairwise(table)]
     scales = [0.0] * -(-len(weights) // size)
     for place, weight in enumerate(weights):
         scales[place // size] = max(scales[place // size], abs(weight))
