@@ -252,7 +252,8 @@ def restore(layer: DecoderLayer, path: Path, settings: Mapping[str, Any]) -> Non
     matrices = [each for each in layer.modules() if isinstance(each, Matrix)]
     for matrix in matrices:
         dtype, device = matrix.weight.dtype, matrix.weight.device
-        matrix.method, matrix.weight = LoadingMethod(format), None  # type: ignore[assignment]
+        matrix.method = LoadingMethod(format)
+        matrix.weight = None  # type: ignore[assignment]
         matrix.create(dtype, device)
     wanted: dict[str, CheckpointTensor] = {each.name: each for each in checkpoint_tensors(layer)}
     fill(wanted, [path])

@@ -14,10 +14,11 @@ from minillm.models.checkpoint import open_model, shard_files
 from minillm.models.loader import load_model
 from minillm.models.quantize_folder import quantize_folder
 from minillm.models.quantize_layers import quantized_model
+from minillm.quantization.methods import QuantizedMethod
 from minillm.quantization.recipe import Recipe
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import FlatRunner
-from tests.models.tiny import prompt
+from tests.models.tiny import Tiny, prompt
 
 F32 = torch.float32
 WINDOWS = torch.randint(128, (6, 24), generator=torch.Generator().manual_seed(7))
@@ -79,6 +80,41 @@ def test_bits_and_zero_points(checkpoint_of, tmp_path, bits, symmetric):  # noqa
     for mine, theirs in zip(model.layers, found.layers, strict=True):
         assert torch.equal(mine.mlp.down_proj.values(), theirs.mlp.down_proj.values())
         assert torch.equal(mine.attention.qkv_proj.values(), theirs.attention.qkv_proj.values())
+
+
+WIDE = Tiny("llama", {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2})
+LAYOUTS = (
+    ("gptq", {"method": "gptq"}),
+    ("gptq", {"method": "gptq", "bits": 8, "group_size": -1}),
+    ("gptq", {"method": "gptq", "act_order": True, "group_size": 32}),
+    ("gptq", {"method": "rtn", "symmetric": True}),
+    ("awq", {"method": "awq", "group_size": 32}),
+    ("compressed-tensors", {"method": "gptq", "act_order": True, "group_size": 32}),
+    ("compressed-tensors", {"method": "gptq", "act_order": True, "static_groups": True}),
+    ("compressed-tensors", {"method": "fp8", "group_size": -1}),
+    ("fp8", {"method": "fp8"}),
+    ("bnb", {"method": "nf4"}),
+    ("bnb", {"method": "nf4", "double": False}),
+    ("bnb", {"method": "int8"}),
+)
+
+
+@pytest.mark.parametrize(("format", "settings"), LAYOUTS)
+def test_every_layout_is_read_back_exactly(checkpoint_of, tmp_path, format, settings):  # noqa: F811
+    source = open_model(checkpoint_of(WIDE).folder)
+    quantize_folder(source, Recipe(**settings), tmp_path / "out", WINDOWS, format)
+    model = load_model(source, F32)
+    grouped = settings["method"] in ("rtn", "gptq", "awq")
+    quantized_model(model, Recipe(**settings), WINDOWS, torch.float16 if grouped or (
+        format == "compressed-tensors") else F32)  # fmt: skip
+    found = load_model(open_model(tmp_path / "out"), F32)
+    for mine, theirs in zip(model.layers, found.layers, strict=True):
+        for due, read in (
+            (mine.mlp.down_proj, theirs.mlp.down_proj),
+            (mine.attention.qkv_proj, theirs.attention.qkv_proj),
+        ):
+            assert isinstance(read.method, QuantizedMethod)
+            assert (due.values() - read.values()).abs().max() <= 1e-6 * due.values().abs().max()
 
 
 def stop_after(monkeypatch, layers: int) -> None:

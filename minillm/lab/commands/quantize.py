@@ -1,4 +1,4 @@
-"""Quantise the weights of a model into a new folder, layer by layer; a stopped run continues."""
+"""Quantise a model into a new folder, layer by layer; a stopped run continues."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ from torch import Tensor
 from minillm.quantization.integers import pack_words
 from minillm.quantization.making import Made
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.writers.writer import Writer, group_index, unsigned
+from minillm.quantization.writers.writer import Writer, group_index, padded, unsigned
 
 
 class CompressedTensorsWriter(Writer):
@@ -90,5 +90,4 @@ def arguments(
 
 def packed(codes: Tensor, found: Quantized) -> Tensor:
     """Unsigned codes [.., n] in int32 [.., ceil(n x bits / 32)]; the last word is filled with 0."""
-    padding = -codes.shape[-1] % (32 // found.bits)
-    return pack_words(torch.nn.functional.pad(codes, (0, padding)), found.bits)
+    return pack_words(padded(codes, 32 // found.bits), found.bits)

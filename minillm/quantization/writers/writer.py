@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.quantization.integers import split_bytes
@@ -56,3 +57,8 @@ def group_index(found: Quantized) -> Tensor:
     if found.order is not None:
         places = found.order.argsort()
     return (places // found.group_size).to(torch.int32)
+
+
+def padded(codes: Tensor, count: int) -> Tensor:
+    """Codes [.., n] with zeros up to a multiple of `count` entries, those of an int32."""
+    return F.pad(codes, (0, -codes.shape[-1] % count))
