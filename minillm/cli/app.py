@@ -27,13 +27,14 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "info": "describe a model, or list the models and this machine",
         "plan": "predict memory use and speed, without loading the model",
         "bench": "measure speed against upper bounds and other engines",
+        "compare": "compare quantised versions of a model: quality, bytes, speed",
         "quantize": "quantise the weights of a model into a new folder",
         "node": "run one rank of a multi-node engine on this machine",
         "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
-IN_LAB = frozenset({"info", "plan", "bench", "trace", "quantize", "demo"})
-LATER = ("inspect", "compare")
+IN_LAB = frozenset({"info", "plan", "bench", "trace", "quantize", "demo", "compare"})
+LATER = ("inspect",)
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:
