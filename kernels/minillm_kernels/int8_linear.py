@@ -95,11 +95,11 @@ def _quantize_row(
         wrong += x * 0.0  # NaN if x is NaN or infinite; a maximum ignores NaN
     scale = tl.div_rn(tl.max(largest), most) + tl.sum(wrong)
     tl.store(scales_ptr + row, scale)
-    divisor = tl.where(scale > 0, scale, 1.0)
     for start in range(0, size, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_row + column, mask=column < size, other=0.0).to(tl.float32)
-        number = tl.div_rn(x, tl.zeros((BLOCK,), tl.float32) + divisor)
+        number = tl.div_rn(x, tl.zeros((BLOCK,), tl.float32) + scale)
+        # 0 / 0 in a row of zeros is 0; a code of a row whose scale is NaN does not matter.
         number = tl.where(number == number, tl.minimum(tl.maximum(number, -most), most), 0.0)
         code = _to_int8(number) if INTEGERS else _to_e4m3(number)
         tl.store(codes_ptr + row * size + column, code, mask=column < size)
