@@ -57,10 +57,10 @@ __all__ = ["Config", "int4_linear"]
 @triton.jit
 def _numbers(codes, zero, DTYPE: tl.constexpr):
     """code - zero, exactly, in `DTYPE`: codes [out, n] from 0 to 15, zero float32 [out]."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         biased = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
         return biased - (zero + 128.0).to(tl.bfloat16)[:, None]
-    elif DTYPE == tl.float16:
+    elif tl.float16 == DTYPE:
         biased = (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
         return biased - (zero + 1024.0).to(tl.float16)[:, None]
     else:

@@ -112,7 +112,8 @@ def scaled_linear(
 
     `scales` [ceil(in / columns), ceil(out / rows)] for `block` = (rows, columns); the last blocks
     may be incomplete. x has 16 or 32 bits, or is e4m3 with a scale for each row (`x_scales`
-    float32 [M]); `dtype` is then that of the result. Computed in float32 (float64 for x in float64).
+    float32 [M]); `dtype` is then that of the result. Computed in float32, or
+    in float64 for x in float64.
     """
     wide = torch.promote_types(x.dtype, torch.float32) if x_scales is None else scales.dtype
     wide = torch.promote_types(wide, torch.float32)

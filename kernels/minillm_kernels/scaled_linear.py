@@ -54,11 +54,11 @@ FIRST_FP8 = 89  # compute capability of the first matrix units for fp8
 @triton.jit
 def _from_e4m3(bits, DTYPE: tl.constexpr):
     """The numbers of e4m3 bits (uint8), exactly, in `DTYPE`. (NaN becomes 480.)"""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         wide = bits.to(tl.int16)
         moved = ((wide & 0x80) << 8) | ((wide & 0x7F) << 4)
         return moved.to(tl.bfloat16, bitcast=True) * 1.329227995784916e36  # 2^120
-    elif DTYPE == tl.float16:
+    elif tl.float16 == DTYPE:
         wide = bits.to(tl.int16)
         moved = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return moved.to(tl.float16, bitcast=True) * 256.0

@@ -4,10 +4,12 @@
     int8, a scale per row                 x rounded to int8 per row             int8_linear
     e4m3; int8 in groups                  x in 16 bits                          scaled_linear
 
-Everything else (NF4, zero points of 8 bits, other groups) stays as it is, and is made dense for each
-product. All operations have shapes that do not depend on values, so steps can be captured as CUDA
-graphs. Of a stack of experts as many are made dense as a step has choices, and at most all.
+Everything else (NF4, zero points of 8 bits, other groups) stays as it is, and is made dense for
+each product. All operations have shapes that do not depend on values, so steps can be captured as
+CUDA graphs. Of a stack of experts as many are made dense as a step has choices, and at most all.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +43,7 @@ class KernelQuantizedMethod(QuantizedMethod):
             return super().apply(matrix, x, bias)
         from minillm_kernels import quantized
 
-        parts = {name: matrix.get_buffer(name) for name in self.names}
+        parts: dict[str, Any] = {name: matrix.get_buffer(name) for name in self.names}
         if (order := parts.pop("order", None)) is not None:
             x = x.index_select(1, order)
         if parts["codes"].dtype == torch.uint8:
@@ -137,7 +139,7 @@ def is_supported(found: Quantized) -> bool:
 
 
 def scales_of_blocks(scales: Tensor) -> Tensor | None:
-    """Scales [out, groups] as [groups, blocks] of 128 rows with equal scales; None if they differ."""
+    """Scales [out, groups] as [groups, blocks] if the scales of 128 rows are equal."""
     blocks = scales[::SCALE_ROWS].T.contiguous()
     shape = scales.shape[0], scales.shape[1]
     return blocks if torch.equal(by_column(blocks, SCALE_ROWS, 1, shape), scales) else None

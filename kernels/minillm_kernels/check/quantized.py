@@ -108,8 +108,8 @@ def inputs(case: Case, device: str) -> tuple[str, Arguments, Tensor]:
     if case.kind == "int8":
         scales = surrounded(normal(rng, (case.num_out,), FP32, device, 0.01))
         x_codes, x_scales = quantized_reference.quantize_rows(x)
-        rows = {"x_codes": wide(x_codes, case.view), "x_scales": surrounded(x_scales)}
-        arguments = rows | {"codes": codes, "scales": scales, "dtype": case.dtype}
+        arguments = {"x_codes": wide(x_codes, case.view), "x_scales": surrounded(x_scales)}
+        arguments |= {"codes": codes, "scales": scales, "dtype": case.dtype}
         return "int8_linear", {"bias": bias} | arguments, dense * scales.double().cpu()[:, None]
     rows, columns = case.block
     shape = -(-case.size // columns), -(-case.num_out // rows)
@@ -119,7 +119,9 @@ def inputs(case: Case, device: str) -> tuple[str, Arguments, Tensor]:
         x_codes, x_scales = quantized_reference.quantize_rows(x, E4M3)
         arguments |= {"x": wide(x_codes, case.view), "x_scales": surrounded(x_scales)}
         arguments["dtype"] = case.dtype
-    spread = quantized_reference.by_column(scales.double().cpu(), *case.block, codes.shape)
+    spread = quantized_reference.by_column(
+        scales.double().cpu(), *case.block, (case.num_out, case.size)
+    )
     return "scaled_linear", arguments, dense * spread
 
 
@@ -153,7 +155,7 @@ def four_bits(case: Case, rng: torch.Generator, device: str) -> tuple[Arguments,
     shape, group = (case.num_out, case.size), case.block[1]
     codes = torch.randint(0, 16, shape, generator=rng)
     scale_type = FP16 if case.seed % 2 else (BF16 if case.dtype == BF16 else FP32)
-    groups = case.size // group, case.num_out
+    groups = (case.size // group, case.num_out)
     scales = normal(rng, groups, scale_type, device, 0.05)
     arguments: Arguments = {
         "codes": wide(quantized_reference.interleave(codes).to(device), case.view),
@@ -253,7 +255,8 @@ CASES: tuple[Case, ...] = (*INT4, *INT8, *SCALED, *ROUND)
 
 def random_case(rng: random.Random) -> Case:
     """Any case."""
-    kind = rng.choice(("int4", "int4", "int8", "e4m3", "int8 blocks", "e4m3 rows", "round"))
+    kinds: tuple[Kind, ...] = ("int4", "int4", "int8", "e4m3", "int8 blocks", "e4m3 rows", "round")
+    kind = rng.choice(kinds)
     columns = rng.choice((32, 64, 128))
     size, rows_of_block = rng.randint(1, 500), rng.choice((1, 1, 32, 128))
     if kind == "int4":
@@ -290,7 +293,7 @@ def _int4(rows: int, num_out: int, size: int, group: int, dtype: torch.dtype, of
         x = torch.empty(rows, size, dtype=dtype)
         codes = torch.empty(num_out, size // 2, dtype=torch.uint8)
         scales = torch.empty(size // group, num_out, dtype=FP16)
-        offsets = {offset: scales.to(torch.int8) if offset == "zeros" else scales}
+        offsets: Arguments = {offset: scales.to(torch.int8) if offset == "zeros" else scales}
         return quantized.int4_linear(x, codes, scales, **offsets)
 
     return run
@@ -317,9 +320,7 @@ def _scaled(
     return run
 
 
-def _e4m3_rows(
-    rows: int, num_out: int, size: int, block: tuple[int, int]
-) -> Callable[[], object]:
+def _e4m3_rows(rows: int, num_out: int, size: int, block: tuple[int, int]) -> Callable[[], object]:
     def run() -> object:
         x, x_scales = quantized.quantize_rows(torch.empty(rows, size, dtype=BF16), E4M3)
         scales = torch.empty(-(-size // block[1]), -(-num_out // block[0]))
