@@ -1,25 +1,28 @@
 """Chapter 22: the pictures of a request, of loads, of overload and of prices."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
-from minillm_exercises.plots import COLOURS, bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, figure, series, show
 
 
 def draw_request(due: float, begin: float, tokens: Sequence[float]) -> None:
     """Draw one request on a line of time: due, first step, tokens; all in seconds."""
-    fig, ax = figure("time (ms)", " ", size=(8.4, 2.9))
+    fig, ax = figure("time (ms)", "request", size=(8.4, 2.9))
     start, first, *rest = (1e3 * at for at in (due, begin, *tokens))
     ax.barh(0, first - start, left=start, height=0.5, label="waits in the queue", **bars(2))
     ax.barh(0, rest[0] - first, left=first, height=0.5, label="prompt is computed", **bars(1))
     ax.plot(rest, [0] * len(rest), "|", color="black", markersize=30, markeredgewidth=2,
             label="a token arrives")  # fmt: skip
-    gaps = [later - earlier for earlier, later in zip(rest, rest[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(rest)]
     span(ax, start, rest[0], 0.55, f"TTFT {rest[0] - start:.0f}")
     span(ax, rest[0], rest[-1], 0.55, f"{sum(gaps):.0f} = {len(gaps)} x TPOT {mean(gaps):.0f}")
     longest = max(range(len(gaps)), key=gaps.__getitem__)
     span(ax, rest[longest], rest[longest + 1], -0.75, f"longest gap (ITL) {gaps[longest]:.0f}")
     ax.set_ylim(-1.3, 1.2)
     ax.set_yticks([])
+    ax.set_ylabel("")
     ax.grid(False)
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3)
     show(
@@ -36,7 +39,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def span(ax, left: float, right: float, height: float, text: str) -> None:  # type: ignore[no-untyped-def]
+def span(ax: Any, left: float, right: float, height: float, text: str) -> None:
     """A double arrow with its name above."""
     ax.annotate("", (left, height), (right, height), arrowprops={"arrowstyle": "<->"})
     ax.text((left + right) / 2, height + 0.08, text, ha="center", va="bottom", fontsize=9)
@@ -69,7 +72,7 @@ def draw_loads(
     most: float,
 ) -> None:
     """Draw three panels over the offered load: tokens/s, TPOT (ms), attainment (percent)."""
-    fig, axes = figure("offered load (requests/s)", "tokens/s", cols=3, size=(11, 3.7))
+    fig, axes = figure("offered load (requests/s)", "tokens/s", cols=3, size=(11, 4.2))
     axes[0].plot(rates, tokens, label="all tokens", **series(0))
     axes[0].plot(rates, good, label="of requests within the limits", **series(1))
     bound(axes[0], rates, [most] * len(rates), "all seats busy", side="above", at=0.4)
@@ -93,15 +96,13 @@ def draw_loads(
     )
 
 
-def draw_queues(
-    found: Mapping[int, float], peak: float, offered: float, names: Sequence[str]
-) -> None:
-    """Draw the goodput (requests/s) of each length of the queue; `peak` is all seats busy."""
-    fig, ax = figure("requests that may wait", "good requests/s", size=(7, 3.6))
+def draw_queues(found: Mapping[int, float], peak: float, offered: float) -> None:
+    """Draw the goodput (tokens/s) of each length of the queue; `peak` is all seats busy."""
+    fig, ax = figure("requests that may wait", "good tokens/s", size=(7, 3.6))
     places = range(len(found))
     drawn = ax.bar(places, list(found.values()), width=0.6, **bars(0))
-    ax.bar_label(drawn, [f"{value:.1f}" for value in found.values()], padding=2, fontsize=9)
-    ax.set_xticks(places, list(names))
+    ax.bar_label(drawn, [f"{value:,.0f}" for value in found.values()], padding=2, fontsize=9)
+    ax.set_xticks(places, [str(length) for length in found])
     bound(ax, [-0.5, len(found) - 0.5], [peak, peak], "all seats busy", side="above", at=1.0)
     ax.set_ylim(0, 1.2 * peak)
     best = max(found, key=found.__getitem__)
@@ -109,7 +110,7 @@ def draw_queues(
         fig,
         f"Simulated goodput at {offered:g} requests/s, three times what the server can serve, "
         f"against the length of the queue. The best of these queues has {best} places, and gives "
-        f"{100 * found[best] / peak:.0f} percent of what all seats can serve.",
+        f"{100 * found[best] / peak:.0f} percent of what all seats can write.",
     )
 
 
@@ -135,6 +136,3 @@ def draw_prices(found: Mapping[str, float], least: Mapping[str, float], limits: 
         f"'{best}', {found[first] / found[best]:.1f} times as cheap as '{first}'. No bar can be "
         "shorter than its dashed bound.",
     )
-
-
-__all__ = ["COLOURS", "draw_loads", "draw_prices", "draw_queues", "draw_request", "draw_stop"]

@@ -94,9 +94,7 @@ class StepSeconds:
         tokens, read = sum(queries), sum(lengths)
         pairs = sum(q * n - q * (q - 1) // 2 for q, n in zip(queries, lengths, strict=True))
         counts = 1, bool(logits), tokens, logits, pairs, read
-        moved, operations = (
-            sum(map(mul, each, counts)) for each in self.constants
-        )
+        moved, operations = (sum(map(mul, each, counts)) for each in self.constants)
         rate = self.hardware.rate(self.config.dtype)
         longer = max(moved / self.hardware.bandwidth, operations / rate)
         return longer + self.launches[bool(logits)] + self.communication(tokens, logits)
@@ -179,8 +177,7 @@ def run(model: ModelConfig, config: Configuration, rate: float, requests: int, s
     trace = sim.run()
     times, waits = trace.token_times(), {one.request_id: one.queue_time for one in trace.requests()}
     replies = [
-        answered(place, due[name], times[name], len(times[name]))
-        for place, name in enumerate(due)
+        answered(place, due[name], times[name], len(times[name])) for place, name in enumerate(due)
     ]
     tokens = sum(reply.tokens for reply in replies) / (sim.now - min(due.values()))
     return Run(replies, [waits[name] for name in due], tokens)
