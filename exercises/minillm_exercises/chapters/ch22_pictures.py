@@ -47,11 +47,15 @@ def span(ax: Any, left: float, right: float, height: float, text: str) -> None:
 
 def draw_stop(found: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     """Draw the latency of each request (ms) at the time it was due (ms), one line per load."""
-    fig, ax = figure("time at which the request is due (s)", "latency (ms)", size=(7.4, 3.6))
-    for number, (label, points) in enumerate(found.items()):
-        ax.plot([1e-3 * at for at, _ in points], [value for _, value in points], label=label,
-                **series(number) | {"linestyle": "none", "markersize": 3 + 2 * number})  # fmt: skip
-    ax.legend(loc="upper left")
+    fig, axes = figure(
+        "time at which the request is due (s)", "latency (ms)", cols=len(found), size=(9, 3.4)
+    )
+    most = max(value for points in found.values() for _, value in points)
+    for number, (ax, (label, points)) in enumerate(zip(axes, found.items(), strict=True)):
+        look = series(number) | {"linestyle": "none", "markersize": 4}
+        ax.plot([1e-3 * at for at, _ in points], [value for _, value in points], **look)
+        ax.set_title(f"{label}, {len(points)} requests", fontsize=10)
+        ax.set_ylim(0, 1.1 * most)
     slow = {label: sum(value > 100 for _, value in points) for label, points in found.items()}
     counts = ", ".join(f"{slow[label]} of {len(found[label])} ({label})" for label in found)
     show(
@@ -75,7 +79,7 @@ def draw_loads(
     fig, axes = figure("offered load (requests/s)", "tokens/s", cols=3, size=(11, 4.2))
     axes[0].plot(rates, tokens, label="all tokens", **series(0))
     axes[0].plot(rates, good, label="of requests within the limits", **series(1))
-    bound(axes[0], rates, [most] * len(rates), "all seats busy", side="above", at=0.4)
+    bound(axes[0], rates, [most] * len(rates), "all seats busy", side="above", at=0.1)
     for number, (label, values) in enumerate(tpot.items()):
         axes[1].plot(rates, values, label=label, **series(number))
     bound(axes[1], rates, [limit] * len(rates), "limit", side="above", at=0.0)
@@ -85,7 +89,7 @@ def draw_loads(
     for ax, label in zip(axes, labels, strict=True):
         ax.set_ylabel(label)
         ax.axvline(knee, color="grey", linestyle=":", label=f"knee, {knee:g}/s")
-        ax.set_ylim(0, None)
+        ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22))
     at = rates.index(knee) + 1
     show(
@@ -101,7 +105,13 @@ def draw_queues(found: Mapping[int, float], peak: float, offered: float) -> None
     fig, ax = figure("requests that may wait", "good tokens/s", size=(7, 3.6))
     places = range(len(found))
     drawn = ax.bar(places, list(found.values()), width=0.6, **bars(0))
-    ax.bar_label(drawn, [f"{value:,.0f}" for value in found.values()], padding=2, fontsize=9)
+    for bar, value in zip(drawn, found.values(), strict=True):
+        inside = value > peak / 4
+        ax.annotate(
+            f"{value:,.0f}", (bar.get_x() + bar.get_width() / 2, value), ha="center",
+            xytext=(0, -14 if inside else 3), textcoords="offset points", fontsize=9,
+            color="white" if inside else "black",
+        )  # fmt: skip
     ax.set_xticks(places, [str(length) for length in found])
     bound(ax, [-0.5, len(found) - 0.5], [peak, peak], "all seats busy", side="above", at=1.0)
     ax.set_ylim(0, 1.2 * peak)
