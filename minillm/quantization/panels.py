@@ -156,8 +156,7 @@ def code_bytes(matrices: Sequence[Matrix]) -> Iterator[int]:
 
 def pack_one(matrix: Matrix, place: Tensor) -> None:
     """Put a matrix into panels, its codes into `place`."""
-    method = matrix.method
-    assert isinstance(method, QuantizedMethod)
+    method: QuantizedMethod = matrix.method  # type: ignore[assignment]
     found = method.quantized(matrix)
     rows, table = found.shape[0], found.table
     parts = arranged(found)
@@ -203,5 +202,3 @@ def method_dtype(matrix: Matrix) -> str:
     """The name of the type in which a matrix that is not quantised is stored."""
     tensors = [*matrix.parameters(recurse=False), *matrix.buffers(recurse=False)]
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else "no tensors"
-
-

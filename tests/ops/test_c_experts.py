@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from minillm.models.all_layers import AllLayers
-from minillm.ops import cpu
+from minillm.ops import cpu, cpu_experts
 from minillm.ops.c_library import library
-from minillm.ops import cpu_experts
 from minillm.ops.cpu_experts import ExpertShape
-from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_latent import head_linear
+from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_structures import filled, structure_of
 from minillm_kernels import reference
 from tests.ops.c_variants import ELEMENTS, built, poisoned, use
