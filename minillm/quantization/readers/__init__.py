@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from minillm.quantization.formats import Format
+from minillm.quantization.gguf.format import GGUF
 from minillm.quantization.readers.compressed_tensors import CompressedTensors
 
 READERS: Mapping[str, Callable[..., Format]] = MappingProxyType(
-    {"compressed-tensors": CompressedTensors}
+    {"compressed-tensors": CompressedTensors, "gguf": GGUF}
 )
