@@ -1,6 +1,7 @@
 """Writes a tiny Hugging Face checkpoint as GGUF with the `gguf` package: its writer, its table of
 tensor names and its quantisers. The metadata are those of llama.cpp's convert_hf_to_gguf.py."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,22 @@ ARCHITECTURES = {
 EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
-def export(folder: Path, config: dict[str, Any], path: Path, kind: Type = Type.F32) -> Path:
+def no_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """A file without a tokenizer."""
+    writer.add_tokenizer_model("none")
+
+
+def export(
+    folder: Path,
+    config: dict[str, Any],
+    path: Path,
+    kind: Type = Type.F32,
+    vocabulary: Callable[[gguf.GGUFWriter], None] = no_vocabulary,
+) -> Path:
     """Write `folder` as a GGUF file with matrices of type `kind`, where their width allows it."""
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_tokenizer_model("none")
+    vocabulary(writer)
     add_metadata(writer, config, arch)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config["num_hidden_layers"])
     for name, tensor in renamed(folder, config, arch).items():
