@@ -1,7 +1,7 @@
 """Benchmarks of quantised products: a layer of an 8B model, by format and number of rows.
 
-The peers are `torch.mm` with the weight in bfloat16, which reads 2 to 4 times the bytes, and torch's
-own quantised products where they exist (`_int_mm`, `_scaled_mm`).
+The peers are `torch.mm` with the weight in bfloat16, which reads 2 to 4 times the bytes, and
+torch's own quantised products where they exist (`_int_mm`, `_scaled_mm`).
 """
 
 from collections.abc import Mapping
