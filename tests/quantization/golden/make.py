@@ -344,7 +344,7 @@ MAKERS = {
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(MAKERS), choices=[*MAKERS, []])
-    for each in parser.parse_args().names:
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MAKERS))
+    for each in parser.parse_args().names or MAKERS:
         MAKERS[each](each)
         logging.getLogger().warning("%s is made", each)
