@@ -28,12 +28,13 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "inspect": "show how each kind of weight is stored, and check its values",
         "plan": "predict memory use and speed, without loading the model",
         "bench": "measure speed against upper bounds and other engines",
+        "quantize": "quantise the weights of a model into a new folder",
         "node": "run one rank of a multi-node engine on this machine",
         "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
-IN_LAB = frozenset({"info", "inspect", "plan", "bench", "trace", "demo"})
-LATER = ("quantize", "compare")
+IN_LAB = frozenset({"info", "inspect", "plan", "bench", "trace", "quantize", "demo"})
+LATER = ("compare",)
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:
